@@ -206,8 +206,8 @@ def autoscale(
         xgpt.autoscale("fleet.json", scrape=["http://127.0.0.1:8000"], on_note=print)
         xgpt.autoscale("fleet.json", arrival_rate_per_s=12, once=True).replicas
 
-    It runs until `stop` is set, or until SIGTERM or SIGINT in the main thread, and returns the last recommendation;
-    None if there is none.
+    The function runs until `stop` is set, or until SIGTERM or SIGINT in the main thread. It then returns the last
+    recommendation, or None if there is none.
 
     Args:
         fleet: the plan of a day, or the path of its fleet.json.
@@ -226,7 +226,7 @@ def autoscale(
 
 
 def simulate_autoscale(fleet: FleetPlan | PathLike, trace: PathLike, *, look_s: float = 15.0) -> SimulatedFleet:
-    """Return the outcome of a day on which a fleet follows the recommendations of `autoscale`, on the simulated clock.
+    """Simulate a day on which a fleet follows the recommendations of `autoscale`, and return the outcome.
 
         The example of `xgpt.fleet` runs the day that it plans: `xgpt.simulate_autoscale(day, load)`.
 
@@ -305,7 +305,8 @@ def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileKeywords
 def simulate(plan: Plan | PathLike, *, keep_steps: bool = False, **asked: Unpack[SimulateKeywords]) -> Simulated:
     """Return the result of running a plan on the simulated engine, request by request.
 
-    A replay (`own_times`) of over 20,000 requests is simulated by counts if possible: in seconds, without its steps.
+    A replay (`own_times`) of over 20,000 requests is simulated by counts if possible. This takes seconds, but returns
+    no steps.
 
     >>> import xgpt
     >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -315,7 +316,7 @@ def simulate(plan: Plan | PathLike, *, keep_steps: bool = False, **asked: Unpack
     (True, True)
 
     Args:
-        keep_steps: keep the steps of such a replay, too, which takes about 0.6 ms for each request.
+        keep_steps: keep the steps of such a replay as well; the simulation then takes about 0.6 ms for each request.
         **asked
 
     Raises:
@@ -362,7 +363,8 @@ def simulate(plan: Plan | PathLike, *, keep_steps: bool = False, **asked: Unpack
 def calibrate(
     plan: Plan | PathLike, measured: Sequence[PathLike], **asked: Unpack[CalibrateKeywords]
 ) -> CalibratedLoads:
-    """Return a plan's profile and engine fitted to benchmarks of a server that ran it, and the errors before and after.
+    """Fit a plan's profile and engine to benchmarks of a server that ran the plan; return them and the errors before
+    and after.
 
         xgpt.calibrate("plan.json", ["vllm-bench.json"]).profile
 
@@ -385,7 +387,8 @@ def calibrate(
 
 @_takes(ReplanRequest)
 def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywords]) -> Replanned:
-    """Return the best plan for other lengths than those of a running plan, its gain, and the cost of the switch.
+    """Judge a running plan under other request lengths: return the best plan for them, its gain, and the cost of the
+    switch.
 
     >>> import tempfile, xgpt
     >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -447,7 +450,7 @@ def bench(target: Plan | PathLike, **asked: Unpack[BenchKeywords]) -> Benched:
     if request.ca_file is not None and not is_url:
         raise InputError("ca_file", str(request.ca_file), "it needs an https URL")
     if request.batching != "flat" and is_url:
-        raise InputError("batching", request.batching, "it needs a plan; the server at a URL has its own")
+        raise InputError("batching", request.batching, "it needs a plan; the server at a URL has a plan already")
     if request.saturated and request.arrival_rate_per_s is not None:
         raise InputError("arrival_rate_per_s", request.arrival_rate_per_s, "it cannot be combined with `saturated`")
     if isinstance(target, str) and not is_url and ":" in target and not Path(target).exists():
@@ -529,7 +532,7 @@ def report(plan: Plan | FleetPlan | PathLike, **asked: Unpack[ReportKeywords]) -
 
 
 def ui(*, port: int = 0, on_ready: Callable[[str], None] = lambda url: None) -> None:
-    """Serve the planning page on loopback until SIGTERM or SIGINT; call it in the main thread.
+    """Serve the planning page on loopback until SIGTERM or SIGINT; call this function in the main thread.
 
         xgpt.ui(port=8001)
 

@@ -75,7 +75,7 @@ class Load:
     """The requests with which a plan or an endpoint is measured.
 
     Attributes:
-        num_requests: number of measured requests; more are sent, so that the state is steady.
+        num_requests: number of measured requests; further requests are sent to keep the load steady.
         workload: their lengths; None: those of the plan, or of summarization for an endpoint.
         arrivals: the times at which they are sent; None: a closed loop.
         stream: whether answers are streamed. Figures of a plan come from the engine's log in any case; the client
@@ -121,8 +121,8 @@ def bench(
 ) -> Benched:
     """Measure a plan, which a separate process serves here, or the endpoint at a URL.
 
-    A plan that was made for arrivals is measured at its predicted arrival rate, unless the load has another one or the
-    profile is not on this machine.
+    A plan that was made for arrivals is measured at its predicted arrival rate, unless the load states an arrival rate
+    or the profile is not on this machine.
 
     Args:
         seed: of the requests.
@@ -143,7 +143,7 @@ def bench(
     if profile is None:
         try:
             profile = profile_of(target)
-        except InputError:  # at saturation the plan contains the prediction
+        except InputError:  # at saturation no profile is needed, since the plan contains the prediction
             if calibrate or load.arrivals is not None or load.workload is not None:
                 raise
     promised = target.estimate.capacity
@@ -218,7 +218,7 @@ def replayed(
     """Serve the plan in a separate process, and replay the requests of a load over HTTP.
 
     Args:
-        drawn: the requests; None: those of `draw`, with enough more to keep the state steady.
+        drawn: the requests; None: those of `draw`, which include further requests to keep the load steady.
 
     Raises:
         MachineError: the server does not start, or dies, or all requests fail.
@@ -296,7 +296,8 @@ def _report(
         within = steps_of_first(log, load.num_requests)
     steps = None
     if profile is not None:
-        # Steps of a pipeline wait for each other, so its workers report their times, over the whole run.
+        # Steps of a pipeline wait for each other, so the pace comes from the times that its workers report for the
+        # whole run.
         steps = paces_of_workers(plan, profile, log, busy_s) if busy_s else paces(plan, profile, log, within)
     pace = None if steps is None else steps.ratio
     predicted = _claimed(plan, load) or _simulated(plan, profile, load, drawn, 1.0)
@@ -363,7 +364,9 @@ def _core_waits(
     within: Sequence[StepRecord],
     steps: Paces,
 ) -> CoreWaits | None:
-    """Return the time that steps waited for cores, and the gaps without these waits, measured and predicted."""
+    """Return how long steps waited for cores, and the measured and predicted gaps between tokens without these
+    waits.
+    """
     if any(record.core_wait_ns is None for record in within):
         return None
     waited_ns = [record.core_wait_ns or 0 for record in within]
@@ -379,7 +382,7 @@ def _core_waits(
 
 
 def _claimed(plan: Plan, load: Load) -> dict[str, float]:
-    """Return the plan's figures if the load is its workload at saturation; else an empty result."""
+    """Return the plan's figures if the load is the plan's own workload at saturation, else an empty result."""
     if load.arrivals is not None or load.workload != plan.workload:
         return {}
     return {name: getattr(plan.estimate, name) for name in FIGURES}
@@ -469,13 +472,14 @@ def served(
     plan_path.write_text(dump_json(plan))
     command = [sys.executable, "-m", "xgpt", "serve", str(plan_path), "--port", "0", "--engine", engine]
     command += [*([] if replan else ["--no-replan"]), *([] if step_log is None else ["--step-log", str(step_log)])]
-    command += [*options, "--log-level", "error"]  # its log is not read, and a full pipe would stop it
+    # Nobody reads the server's log, and a full pipe would stop the server.
+    command += [*options, "--log-level", "error"]
     process = subprocess.Popen(
         command,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),  # even if this process is killed
+        preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),  # also if this process is killed
     )
     assert process.stderr is not None
     try:

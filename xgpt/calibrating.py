@@ -38,7 +38,7 @@ class MeasuredLoad(NamedTuple):
     """The measurements of a benchmark at one load.
 
     Attributes:
-        inputs, outputs: tokens of the requests; only the mean if the file has no more.
+        inputs, outputs: tokens of the requests; a single mean if the file states only that.
         clients, rate_per_s: number of concurrent clients, or requests sent each second.
         throughput_rps, ttft_s, tpot_s: requests a second, and mean times to the first token and between tokens.
     """
@@ -112,8 +112,8 @@ def _errors(predicted: Sequence[float], load: MeasuredLoad) -> dict[str, float]:
 def _fit(plan: Plan, profile: Profile, loads: Sequence[tuple[MeasuredLoad, Figures]]) -> Figures:
     """Return the factor on all times, the constant of each step and the time of a request outside of the loop.
 
-    They minimise the errors of the mean times to the first token and between tokens of all loads together, on a
-    logarithmic scale. Of equally good values the nearest to the profile's own are taken.
+    Together these three values minimise the logarithmic errors of the mean times to the first token and between tokens,
+    over all loads. If several values fit equally well, those nearest to the profile's are chosen.
     """
     assert plan.engine is not None
     gap_s, first_s = (float(np.mean([load.figures[i] for load, _ in loads])) for i in (2, 1))
@@ -149,7 +149,7 @@ def _fit(plan: Plan, profile: Profile, loads: Sequence[tuple[MeasuredLoad, Figur
 
 
 def _bare_engine(profile: Profile) -> EngineSpec:
-    """Return an engine of which nothing but its name is known, for a profile that was measured in it."""
+    """Return an engine with only a name, for a profile that was measured in this engine."""
     framework, version = profile.engine or "native", profile.engine_version or "1"
     return EngineSpec(name=f"{framework}-{version}", framework=framework, version=version)
 
@@ -163,7 +163,7 @@ def slowed(profile: Profile, pace: float, step_s: float) -> Profile:
 
 
 def with_path(plan: Plan, path_s: float) -> Plan:
-    """Return the plan with `path_s` more seconds before its engine sees a request."""
+    """Return the plan with `path_s` added to the seconds that pass before its engine sees a request."""
     if plan.engine is None or not path_s:
         return plan
     sources = plan.engine.sources | {"before_admission_s": "fitted to a user's benchmark (xgpt calibrate)"}
@@ -243,7 +243,7 @@ def _of_nvidia(data: dict[str, Any], name: str) -> MeasuredLoad:
 
 
 def _found(config: Any, key: str) -> float | None:
-    """Return the number under this key at any depth of a configuration; None: there is none."""
+    """Return the number under a key, at any depth of a configuration; None if no such number exists."""
     if not isinstance(config, dict):
         return None
     value = config.get(key)

@@ -29,7 +29,7 @@ class ClientRequest:
     Attributes:
         prompt_ids: token ids.
         output_length: tokens after which the output ends; None: the model or `max_tokens` ends it.
-        max_tokens: largest number of tokens, as the server is told.
+        max_tokens: largest number of tokens, as stated in the request to the server.
         send_at_s: when to send it, from the start of the replay; None in a closed loop.
     """
 
@@ -53,7 +53,7 @@ class ClientResult:
 
     Attributes:
         send_s: time at which it was sent.
-        token_s: time at which each token arrived; tokens of one read have the same time.
+        token_s: time at which each token arrived; tokens that arrive in one read of the socket have the same time.
         token_ids: the tokens.
         end_s: time at which the answer was complete, or had failed.
         server: times measured by the server; None if the request failed.
@@ -115,16 +115,16 @@ async def replay(
     """Send requests to the server at `url` (without /v1), read their answers, and return results in the same order.
 
     Args:
-        concurrency: number of outstanding requests in a closed loop, in which each end of a request sends the next;
-            None: an open loop, in which each request is sent at its `send_at_s`.
+        concurrency: number of outstanding requests in a closed loop, in which the client sends a request whenever one
+            ends; None: an open loop, in which each request is sent at its `send_at_s`.
         stream: whether tokens are read as they arrive; complete answers cost client and server less.
-        enough: in a closed loop, the number of finished requests after which the replay stops; running ones are left
-            out.
+        enough: in a closed loop, the number of finished requests after which the replay stops; requests that still run
+            then are left out of the results.
         ca_file, api_key: see `Connection`.
 
     Raises:
-        InputError: `concurrency` is below 1, or the `send_at_s` of requests does not fit the kind of loop.
-        MachineError: no such server answers. Errors of single requests are in their results.
+        InputError: `concurrency` is below 1, or a request has `send_at_s` in a closed loop or lacks it in an open loop.
+        MachineError: no server answers at `url`. Errors of single requests are in their results.
     """
     if concurrency is not None and concurrency < 1:
         raise InputError("concurrency", concurrency, "a closed loop needs 1 or more")
@@ -192,7 +192,7 @@ class _Connections:
     async def __aexit__(self, *_: object) -> None:
         for connection in self._all:
             connection.close()
-        await asyncio.sleep(0)  # asyncio closes them in the next iteration of the loop
+        await asyncio.sleep(0)  # asyncio closes the connections in the next iteration of its loop
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[Connection]:
@@ -245,7 +245,9 @@ class _Client:
         return result
 
     def _ending(self, request: ClientRequest) -> dict[str, Any]:
-        """Return the fields that tell the server, but not its schedule, after how many tokens the output ends."""
+        """Return the fields that tell the server after how many tokens to end the output; its schedule does not read
+        them.
+        """
         if self._model.owned_by == "xgpt":
             return {"output_length": request.output_length}
         if self._model.owned_by != "vllm":

@@ -26,7 +26,8 @@ Failure = (OSError, h11.ProtocolError)
 
 @cache
 def _tls(ca_file: Path | None) -> ssl.SSLContext:
-    """Return the TLS context, which is made once since it reads the certificates of a hundred authorities.
+    """Return the TLS context. It is made once and kept, since making it reads the certificates of a hundred
+    authorities.
 
     Raises:
         InputError: the file contains no certificate.

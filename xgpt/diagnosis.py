@@ -24,7 +24,9 @@ STEADY = 0.10
 CLOCK_S = 1.0
 """Seconds for which the clock is observed."""
 FEW_FILES = 1024
-"""Limit on open files up to which a higher one is recommended; an endpoint needs one file for each connection."""
+"""If the limit on open files is at most this number, a higher one is recommended; an endpoint needs one file for each
+connection.
+"""
 INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_bf16", "amx_int8")
 """Instruction sets that speed up matrix products, as Linux names them."""
 
@@ -103,7 +105,7 @@ def _profiles() -> list[Finding]:
         try:
             kept.append(load_json(path, Profile, "profile"))
         except InputError:
-            broken += 1  # of another version: measured again when needed
+            broken += 1  # a profile of another version; the machine is measured again when a profile is needed
     measured = [profile for profile in kept if profile.source == "measured"]
     if not measured:
         advice = "the first plan measures one, which takes about a minute for a small model"

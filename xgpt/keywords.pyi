@@ -107,7 +107,7 @@ class FleetKeywords(TypedDict, total=False):
     devices: int | Mapping[str | PathLike[str], int] | None
     """Use at most N devices of each cluster."""
     interval_s: float | None
-    """Length of an interval, within which the fleet does not change."""
+    """Length of an interval; within an interval the fleet does not change."""
     least_stay_s: float | None
     """Least time for which a started replica runs."""
     startup_s: float | None
@@ -145,11 +145,11 @@ class SimulateKeywords(TypedDict, total=False):
     num_requests: int | Literal["all"] | None
     """Number of measured requests; all: the whole trace, with `own_times`. Some more run before and after them."""
     arrival_rate_per_s: float | Sequence[tuple[float, float | None]] | None
-    """Poisson arrivals a second, or stages of them: 2:60,8:30,2 is 2 a second for 60 s, 8 for 30 s, then 2."""
+    """Poisson arrivals a second, or stages of them: 2:60,8:30,2 means 2 a second for 60 s, 8 a second for 30 s, then 2 a second."""
     seed: int | None
     """Seed of lengths and arrivals."""
     clients: int | None
-    """Number of clients of a closed loop, in place of arrivals: each sends its next request when its last one has ended."""
+    """Number of clients of a closed loop, in place of arrivals: each client sends its next request when its previous one has ended."""
     own_times: bool | None
     """Replay a trace as recorded: its pairs of lengths and its arrival times."""
     since_s: float | None
@@ -225,15 +225,15 @@ class ServeKeywords(TypedDict, total=False):
     node_rank: int | None
     """With `engine=vllm`: rank of this machine among them."""
     master_addr: str | PathLike[str] | None
-    """With `engine=vllm`: address of the first machine of this machine's replica. PORT (29500 by default) and the next one must be free there."""
+    """With `engine=vllm`: address of the first machine of this machine's replica. On that machine, PORT (29500 by default) and the next port must be free."""
     ray: str | PathLike[str] | None
     """With xgpt's own engine: address of the Ray cluster whose machines run the plan; `auto`: the one that this machine is part of."""
     dry_run: bool | None
     """Check devices, memory and checkpoint, and start nothing."""
     max_waiting: int | None
-    """Largest number of waiting requests; further ones get 429."""
+    """Largest number of waiting requests; further requests get 429."""
     answer_within_s: float | None
-    """Seconds within which an answer must be complete, waiting included; a request that would take longer gets 429 at once. CLASS=S: for one of the plan's classes. Repeatable."""
+    """Seconds within which an answer must be complete, waiting included; a request that would take longer gets 429 immediately. CLASS=S: for one of the plan's classes. Repeatable."""
     answer_within_of: Mapping[str | PathLike[str], float] | None
     """Seconds within which answers of each of these classes must be complete."""
     request_timeout_s: float | None
@@ -277,7 +277,7 @@ class ServeKeywords(TypedDict, total=False):
 
 class AutoscaleKeywords(TypedDict, total=False):
     scrape: Sequence[str | PathLike[str]] | None
-    """URL of replicas, whose /metrics are read with the key in XGPT_API_KEY. A host name with several addresses means one replica at each. KIND may be left out if the fleet has one kind. Repeatable."""
+    """URL of replicas; their /metrics are read with the key in XGPT_API_KEY. A host name with several addresses stands for one replica at each address. KIND may be left out if the fleet has one kind. Repeatable."""
     arrival_rate_per_s: float | None
     """The current load, in requests a second, instead of `scrape`."""
     once: bool | None
@@ -303,7 +303,7 @@ class BenchKeywords(TypedDict, total=False):
     num_requests: int | None
     """Number of measured requests; some more run before and after them."""
     arrival_rate_per_s: float | Sequence[tuple[float, float | None]] | None
-    """Poisson arrivals a second, or stages of them: 2:60,8:30,2 is 2 a second for 60 s, 8 for 30 s, then 2."""
+    """Poisson arrivals a second, or stages of them: 2:60,8:30,2 means 2 a second for 60 s, 8 a second for 30 s, then 2 a second."""
     seed: int | None
     """Seed of lengths and arrivals."""
     saturated: bool | None

@@ -61,7 +61,7 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
 def _runs_in_vllm(
     request: PlanRequest, spec: ModelSpec, cluster: ClusterSpec, engine: EngineSpec | None, profile: Profile
 ) -> bool:
-    """Return whether vLLM will run the plan: if it is requested, or by default on several machines.
+    """Return whether vLLM will run the plan: on request, and by default on several machines.
 
     Raises:
         InputError: vLLM is requested but cannot run the model.
@@ -74,7 +74,7 @@ def _runs_in_vllm(
 
 
 def _shared_prefix(request: PlanRequest, model: ModelSpec, workload: Workload, block_size: int) -> Reused | None:
-    """Return the reuse of requests if all prompts have a common prefix; None if they have none.
+    """Return the prefix reuse of requests whose prompts all have a common prefix; None if they have no common prefix.
 
     Raises:
         InputError: it cannot be combined with the engine, the objective or the workload.
@@ -114,7 +114,7 @@ def _with_classes(request: PlanRequest) -> Constraint:
         return constraint
     for name in ("latency_bound_s", "ttft_s", "tpot_s"):
         if (bound := getattr(constraint, name)) is not None:
-            raise InputError(name, bound, f"{request.workload} has classes with their own bounds: leave it out")
+            raise InputError(name, bound, f"{request.workload} has classes with their own bounds: leave this bound out")
     return constraint.with_classes(classes)
 
 
@@ -125,7 +125,9 @@ def _model(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:
         if request.config is not None:
             raise InputError("config", request.config, "it needs a Hugging Face id as `model`")
         return model, None, None
-    if request.config is not None and "model" not in request.model_fields_set:  # a config without a model is one
+    if (
+        request.config is not None and "model" not in request.model_fields_set
+    ):  # a config without a model name is the model
         return read_config(Path(request.config)), None, None
     spec, checkpoint = load_model(model, request.config)
     if hub.is_id(model) and not Path(model).exists():

@@ -53,7 +53,7 @@ R = TypeVar("R", bound="RequestBase")
 
 @dataclass(frozen=True)
 class Option:
-    """The form of a field on the command line, as far as its name and type do not determine it.
+    """The parts of a field's form on the command line that do not follow from its name and type.
 
     Attributes:
         flag: the option; "": --name with dashes, or --no-name for a switch that is on by default; None: no option.
@@ -310,7 +310,7 @@ class FleetRequest(ProblemFields, BoundFields, Policy):
     ] = None
     """Use at most N devices of each cluster."""
     interval_s: Annotated[Seconds, Option("--interval", "S")] = 900.0
-    """Length of an interval, within which the fleet does not change."""
+    """Length of an interval; within an interval the fleet does not change."""
     least_stay_s: Annotated[NonNegativeFloat, Option("--least-stay", "S")] = 0.0
     """Least time for which a started replica runs."""
     startup_s: Annotated[NonNegativeFloat, Option("--startup", "S")] = 60.0
@@ -364,7 +364,9 @@ class LoadFields(OfAPlan):
             "requests are always waiting; a measured plan that was made for arrivals gets its predicted rate",
         ),
     ] = None
-    """Poisson arrivals a second, or stages of them: 2:60,8:30,2 is 2 a second for 60 s, 8 for 30 s, then 2."""
+    """Poisson arrivals a second, or stages of them: 2:60,8:30,2 means 2 a second for 60 s, 8 a second for 30 s, then 2
+    a second.
+    """
     seed: NonNegativeInt = 0
     """Seed of lengths and arrivals."""
 
@@ -379,8 +381,9 @@ class SimulateRequest(LoadFields, ArrivalFields):
     ] = None  # type: ignore[assignment]
     """Number of measured requests; all: the whole trace, with `own_times`. Some more run before and after them."""
     clients: Annotated[PositiveInt | None, Option(metavar="N")] = None
-    """Number of clients of a closed loop, in place of arrivals: each sends its next request when its last one has
-    ended."""
+    """Number of clients of a closed loop, in place of arrivals: each client sends its next request when its previous
+    one has ended.
+    """
     own_times: bool = False
     """Replay a trace as recorded: its pairs of lengths and its arrival times."""
     since_s: Annotated[NonNegativeFloat, Option("--since", "S", "seconds_or_0")] = 0.0
@@ -430,7 +433,7 @@ class ReportRequest(OfAPlan):
 
 
 class Replanning(RequestBase):
-    """The changes that re-planning may make."""
+    """Which plans re-planning may choose."""
 
     group: ClassVar[str] = "Plan"
     replan_policies: Literal["pinned", "all"] = "pinned"
@@ -461,8 +464,9 @@ class AutoscaleRequest(RequestBase):
 
     group: ClassVar[str] = "Load"
     scrape: Annotated[tuple[str, ...], Option(metavar="[KIND=]URL")] = ()
-    """URL of replicas, whose /metrics are read with the key in XGPT_API_KEY. A host name with several addresses means
-    one replica at each. KIND may be left out if the fleet has one kind. Repeatable."""
+    """URL of replicas; their /metrics are read with the key in XGPT_API_KEY. A host name with several addresses stands
+    for one replica at each address. KIND may be left out if the fleet has one kind. Repeatable.
+    """
     arrival_rate_per_s: Annotated[NonNegativeFloat | None, Option("--arrival-rate", "R")] = None
     """The current load, in requests a second, instead of `scrape`."""
     once: bool = False
@@ -481,7 +485,7 @@ class AutoscaleRequest(RequestBase):
 
 
 class Served(OfAPlan, EngineFields, Replanning):
-    """The plan of a server, and the way of running it."""
+    """The plan that a server runs, and how it runs the plan."""
 
     group: ClassVar[str] = "Engine"
     checkpoint: Annotated[Name | None, Option(metavar="DIR", unset="the plan's")] = None
@@ -495,8 +499,9 @@ class Served(OfAPlan, EngineFields, Replanning):
     node_rank: NonNegativeInt = 0
     """With `engine=vllm`: rank of this machine among them."""
     master_addr: Annotated[str | None, Option("--master-addr", "HOST[:PORT]")] = None
-    """With `engine=vllm`: address of the first machine of this machine's replica. PORT (29500 by default) and the next
-    one must be free there."""
+    """With `engine=vllm`: address of the first machine of this machine's replica. On that machine, PORT (29500 by
+    default) and the next port must be free.
+    """
     ray: Annotated[Name | None, Option(metavar="ADDRESS")] = None
     """With xgpt's own engine: address of the Ray cluster whose machines run the plan; `auto`: the one that this machine
     is part of."""
@@ -539,10 +544,11 @@ class RequestLimits(RequestBase):
 
     group: ClassVar[str] = "Limits"
     max_waiting: PositiveInt = 4096
-    """Largest number of waiting requests; further ones get 429."""
+    """Largest number of waiting requests; further requests get 429."""
     answer_within_s: Annotated[PositiveFloat | None, Option("--answer-within", "[CLASS=]S", "of_class")] = None
-    """Seconds within which an answer must be complete, waiting included; a request that would take longer gets 429 at
-    once. CLASS=S: for one of the plan's classes. Repeatable."""
+    """Seconds within which an answer must be complete, waiting included; a request that would take longer gets 429
+    immediately. CLASS=S: for one of the plan's classes. Repeatable.
+    """
     answer_within_of: Annotated[dict[str, PositiveFloat], Option(None)] = Field(default_factory=dict)
     """Seconds within which answers of each of these classes must be complete."""
     request_timeout_s: Annotated[PositiveFloat | None, Option("--request-timeout", "S", "seconds_or_0")] = 600.0
@@ -657,7 +663,7 @@ def _check_objective(given: dict[str, Any]) -> None:
 
 
 def _check_clusters(given: dict[str, Any]) -> None:
-    """Check that a choice of devices has the arrival rate that it needs, and is made in one way only."""
+    """Check that devices are chosen in only one way, and that an arrival rate is given if the choice needs one."""
     devices = given.get("devices", "auto")
     if devices != "auto" and (not isinstance(devices, int) or devices < 1):
         raise InputError("devices", devices, "give auto, or a number of devices, at least 1")

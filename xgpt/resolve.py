@@ -24,7 +24,7 @@ FRAMEWORKS = {"trtllm": "tensorrt-llm"}
 
 
 class DetectedCluster(Frozen):
-    """A cluster file for the machine on which it is read."""
+    """The name of the cluster that stands for the machine on which it is read."""
 
     name: Literal["local"]
     detect: Literal[True]
@@ -48,7 +48,9 @@ def load_model(name: str, config: str | None = None) -> tuple[ModelSpec, Path | 
         raise InputError("config", config, f"it needs a Hugging Face id, which {name} is not")
     path = find_config("models", name)
     if path.is_dir():
-        return read_spec(path), Path(os.path.abspath(path))  # a plan may be served from another directory
+        return read_spec(path), Path(
+            os.path.abspath(path)
+        )  # the path is absolute because a plan may be served from another directory
     document = load_yaml(path, "model")
     if isinstance(document, dict) and "model_type" in document:
         return read_config(path), None
@@ -118,9 +120,11 @@ def load_engine(name: str) -> EngineSpec:
 
 
 def engine_of(profile: Profile) -> EngineSpec | None:
-    """Return the engine of a profile's steps; None if there is none, or no description of it.
+    """Return the engine whose steps a profile contains; None if the profile has no engine, or the engine has no
+    description.
 
-    vLLM measured on this machine runs with xgpt's schedule, so that the description of vLLM's own does not apply.
+    A vLLM that was measured on this machine runs xgpt's schedule, so the description of vLLM's own scheduler does not
+    apply.
     """
     if profile.engine is None or (profile.source == "measured" and profile.engine != "native"):
         return None
@@ -142,7 +146,7 @@ def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:
         spec: the model in whose context the lengths must fit.
 
     Raises:
-        InputError: there is no such workload, it is malformed, or it is longer than the model's context.
+        InputError: there is no such workload, it is malformed, or its requests are longer than the model's context.
     """
     path = find_config("workloads", name)
     if is_trace(path):
@@ -189,7 +193,7 @@ def load_trace(name: str) -> TraceLengths | None:
 
 
 def _check_context(workload: Workload, spec: ModelSpec) -> None:
-    """Check that lengths fit the context, in which encoder-decoders have input and output separately."""
+    """Check that lengths fit the context; in encoder-decoders, input and output must each fit separately."""
     longest_input, longest_output = workload.input.lengths[-1], workload.output.lengths[-1]
     longest = max(longest_input, longest_output) if spec.is_encoder_decoder else longest_input + longest_output
     if longest > spec.max_context:

@@ -1,4 +1,4 @@
-"""Fit a measured profile to the steps of a served engine, which an endpoint, clients and cold memory lengthen.
+"""Fit a measured profile to the steps of a served engine: its endpoint, its clients and cold memory make steps longer.
 
 A profile times steps one by one on an idle machine. A served engine shares its cores with the front and with clients,
 cuts prompts into chunks, and writes K/V memory for the first time. A short load measures these effects: each of the
@@ -54,8 +54,8 @@ def as_served(
 ) -> Profile:
     """Return the profile, fitted to the steps of a short load on an engine that is served on this machine.
 
-    It is returned unchanged for several devices, for an encoder-decoder, if other processes kept the machine busy
-    during the measurement, and if the load fails.
+    The profile is returned unchanged for several devices, for an encoder-decoder, if other processes kept the machine
+    busy during the measurement, and if the load fails.
     """
     if cluster.num_devices > 1 or spec.is_encoder_decoder or profile.is_brief:
         return profile
@@ -114,7 +114,7 @@ def _fitted(profile: Profile, steps: Steps) -> Profile:
     """Return the profile with a factor on each of its tables, and with the jitter of the load's steps.
 
     A prior keeps the factors close to one pace, since a few seconds of load do not determine each table separately.
-    Stalled steps do not affect the ratios of the factors, but count in their mean.
+    Stalled steps do not affect the ratios between the factors, but they count in the mean of the factors.
     """
     counted = steps.where(steps.seconds < STALL * steps.parts.sum(axis=1))
     pace = float(counted.seconds.sum() / counted.parts.sum())

@@ -28,7 +28,7 @@ from xsimulator.front import with_api_servers
 from xsimulator.run import with_joint_lengths
 
 AGAIN = "measure again with `xgpt profile` when the machine is idle, or set --headroom"
-"""Advice for a plan from a busy machine's profile."""
+"""Advice that is shown with a plan whose profile was measured on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,9 @@ class Planned:
         return self.problem.cluster.num_devices > 1 and not one_way
 
     def best_uneven(self) -> Plan | None:
-        """Return the best plan with stages that vLLM cannot run; None: such stages were not left out by default."""
+        """Return the best plan among those with stages that vLLM cannot run; None if the search did not leave out such
+        stages by default.
+        """
         problem = self.problem
         if not problem.even or problem.engine is not None or problem.profile.engine is not None:
             return None
@@ -116,7 +118,7 @@ def _settle(
 ) -> tuple[Problem, dict[str, Plan], dict[int, float]]:
     """Return each policy's best plan with the best number of draft tokens; see `Planned.ahead`.
 
-    Numbers of draft tokens are tried upwards from 0, until two in a row have gained nothing.
+    Numbers of draft tokens are tried upwards from 0, until two numbers in a row have gained nothing.
     """
     most = problem.speculation
     if most is None or request.speculative_tokens is not None:
@@ -142,7 +144,9 @@ def _settle(
 
 
 def _annotate(plans: dict[str, Plan], problem: Problem, trace: TraceLengths | None) -> dict[str, Plan]:
-    """Return the plans with their arrival rates, and the best one with its ranges and dependences."""
+    """Return the plans with their arrival rates; the best plan also gets the ranges of its figures, and the assumptions
+    on which it depends.
+    """
     plans = with_capacities(plans, problem.profile)
     best = with_mixing_edge(plans, problem.profile)
     if trace is not None:
@@ -167,8 +171,8 @@ def _with_ranges(plan: Plan) -> Plan:
     ranges = {"throughput_rps": (estimate.throughput_rps / slow, estimate.throughput_rps / fast)}
     ranges |= {name: (fast * getattr(estimate, name), slow * getattr(estimate, name)) for name in RANGED}
     if found is not None and found.rate_under_tighter_per_s is not None and found.rate_under_looser_per_s is not None:
-        # Another pace tightens or loosens the bounds by its factor; the two rates are those of bounds that differ by
-        # 5%.
+        # A slower or faster pace tightens or loosens the bounds by its factor; the two known rates are those under
+        # bounds that differ by 5%.
         gain = (1 / fast - 1) / 0.05 * (found.rate_under_looser_per_s - found.rate_per_s)
         loss = (1 - 1 / slow) / 0.05 * (found.rate_per_s - found.rate_under_tighter_per_s)
         ranges["rate_per_s"] = max(0.0, found.rate_per_s - loss) / slow, (found.rate_per_s + gain) / fast
@@ -176,7 +180,9 @@ def _with_ranges(plan: Plan) -> Plan:
 
 
 def _with_likely_ranges(plan: Plan, cell: Cell) -> Plan:
-    """Return the plan with the ranges of its figures from the errors of similar measured rows."""
+    """Return the plan with the ranges of its figures, which follow from the errors on similar published
+    measurements.
+    """
     borrowed = plan.engine is not None and bool(plan.engine.borrowed)
     quantities: dict[str, Quantity] = {"throughput_rps": "throughput", "ttft_s": "TTFT", "tpot_s": "TPOT"}
     ranges, rows = {}, {}
@@ -192,7 +198,7 @@ def _check(plans: dict[str, Plan], problem: Problem) -> None:
     """Check that this machine can run the best plan, if it is for this machine.
 
     Raises:
-        MachineError: it cannot.
+        MachineError: this machine cannot run the plan.
     """
     if problem.cluster.is_local:
         check_planned(next(iter(plans.values())))

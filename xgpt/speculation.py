@@ -19,7 +19,8 @@ SGLANG = "sglang:spec_accept_length"
 
 
 def speculation_of(request: PlanRequest, model: ModelSpec) -> Speculation | None:
-    """Return the draft of a request, with as many draft tokens as its acceptance has positions; None if there is none.
+    """Return the draft of a request; its number of draft tokens is the number of positions of its acceptance. None if
+    the request has no draft.
 
     Raises:
         InputError: fields are missing or cannot be combined, or the model has no layer for multi-token prediction.
@@ -74,11 +75,11 @@ def _constant(share: float, positions: int) -> tuple[float, ...]:
 def from_metrics(path: Path) -> tuple[float, ...]:
     """Return the acceptance by position in a metrics page of vLLM or SGLang.
 
-    vLLM counts drafts, and accepted tokens by position. SGLang states only the mean tokens of a step, from which one
-    share for all positions is computed.
+    vLLM counts drafts, and accepted tokens by position. SGLang states only the mean number of tokens of a step; from
+    this, one share for all positions is computed.
 
     Raises:
-        InputError: there is no such file, or it counts no drafts.
+        InputError: there is no such file, or the page counts no drafts.
     """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")

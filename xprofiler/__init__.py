@@ -7,8 +7,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 GENERATIONS = {"cpu": 14, "gpu": 11}
-"""Increment a device's number whenever steps are executed or measured differently there; older profiles are then not
-used for planning."""
+"""Increment a device's number whenever its steps are executed or measured differently; older profiles are then not used
+for planning.
+"""
 
 
 def native_version(device_type: Literal["cpu", "gpu"]) -> str:

@@ -10,7 +10,7 @@
 A group of t devices divides matrices, heads and vocabulary evenly. If a model has several kinds of layers
 (`ModelSpec.kinds`), a layer's times are their mean. Latent attention decodes on the latent state of each token, which
 every device of a group holds completely. A recurrent block reads and writes its state; sparse attention scores all
-tokens with its index and reads the best. Source: ExeGPT sec. 3 for the list of operators.
+tokens with its index and reads the tokens with the best scores. Source: ExeGPT sec. 3 for the list of operators.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ T = TypeVar("T", float, npt.NDArray[np.float64])
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 NUM_PRODUCTS = 4
-"""Number of matrix products in a layer without cross-attention: Q, K and V together, attention output, feed-forward's
-two."""
+"""Number of matrix products in a layer without cross-attention: one for Q, K and V together, one for attention's
+output, two for the feed-forward block.
+"""
 LENGTHS = (1, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 A40_EFFICIENCY = Efficiency(
@@ -66,7 +67,7 @@ A40_EFFICIENCY = Efficiency(
     step_s=200e-6,
     source="ExeGPT Table 6: OPT-13B on four A40",
 )
-"""Efficiencies of kinds of device that state none."""
+"""Efficiencies for kinds of device whose files state none."""
 
 
 def profile(
@@ -126,7 +127,7 @@ def groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]
 def shared_groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
     """Return tensor-parallel degrees with larger numbers of devices over which several groups may spread the experts.
 
-    These numbers are the devices of a node and of all nodes.
+    These numbers are those of the devices in a node and in all nodes.
     """
     found = [kind.experts for kind in spec.kinds if kind.experts is not None]
     linked = cluster.num_devices if cluster.inter_node is not None else cluster.devices_per_node
@@ -148,7 +149,7 @@ def _shares_experts(experts: Experts, slices: int, ep: int) -> bool:
 def tp_degrees(spec: ModelSpec, cluster: ClusterSpec) -> tuple[int, ...]:
     """Return the powers of two that fit in a node and that divide heads and feed-forward block evenly.
 
-    If there are fewer key/value heads than devices, devices hold copies of them.
+    If there are fewer key/value heads than devices, several devices hold copies of a head.
     """
     most = cluster.devices_per_node if cluster.intra_node is not None else 1
     degrees = (2**i for i in range(most.bit_length()))
@@ -189,7 +190,8 @@ def transfers(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DTy
     return {
         "hop": sent(cluster.intra_node, hidden_bytes, 1),
         "inter_node_hop": sent(cluster.inter_node, hidden_bytes, 1),
-        # The copies into and out of host memory overlap, one layer apart: two latencies, and the time of one copy.
+        # The copies into and out of host memory overlap, one layer apart, so together they take two latencies and the
+        # time of one copy.
         "kv_transfer": sent(cluster.host, kv_bytes, 2),
     }
 
@@ -214,7 +216,7 @@ class Kernels:
             raise InputError(
                 "cluster.device",
                 device.name,
-                f"it states no {dtype} rate or no memory bandwidth; add them to its YAML file",
+                f"it states no {dtype} rate or no memory bandwidth; add both to its YAML file",
             )
         efficiency = device.efficiency or A40_EFFICIENCY
         self.elementwise = efficiency.kv
@@ -246,7 +248,7 @@ class Kernels:
         return float(params * np.maximum(loads * compute_s, hits * read_s).sum()) + 2 * self.efficiency.product_s
 
     def _per_weight(self, stored: Quantization | None) -> tuple[float, float]:
-        """Return the seconds of one weight's product with one token, and of reading the weight."""
+        """Return two times for one weight: the seconds of its product with one token, and the seconds to read it."""
         rate, size = self._rate, float(self.size)
         if stored is not None:
             size = min(size, stored.bytes_per_weight)
@@ -286,7 +288,9 @@ class Kernels:
         return elements * self.size / self._bandwidth
 
     def all_reduce(self, elements: float, devices: int) -> float:
-        """Return the seconds of an all-reduce: twice around a ring, each hop with 1/t of the data, or in one kernel."""
+        """Return the seconds of an all-reduce. It passes twice around a ring, each hop with 1/t of the data, or runs in
+        one kernel.
+        """
         return self._around(elements, devices, 2)
 
     def all_gather(self, elements: float, devices: int) -> float:
@@ -421,7 +425,7 @@ def _products_of(spec: ModelSpec, kind: Block, kernels: Kernels, t: int, ep: int
     routing, each = Routing(experts, ep), sizes.expert(kind) / max(1, t // ep)
     of_experts = None if stored is None else stored.of("experts")
     sharing = max(1, ep // t)
-    # Tokens are sent in eight bits if the experts compute in eight bits, and come back in the activations' type.
+    # Tokens are sent in eight bits if the experts compute in eight bits; results come back in the activations' type.
     there = 1 if of_experts is not None and of_experts.computes_in_eight_bits else kernels.size
     sent = experts.active * experts.width_in(spec.hidden_size) / t
 
@@ -452,7 +456,7 @@ class Mixing:
             self._heads = attention.num_heads / t
             self._width = (attention.head_dim + attention.values) / 2
             self._kept_bytes = spec.kv_bytes_of(kind, kernels.kv_dtype, t) - attention.index_bytes
-            if not attention.keeps:  # it reads the K/V of an earlier layer
+            if not attention.keeps:  # this kind of layer reads the K/V of an earlier layer
                 kept = attention.model_copy(update={"keeps": True}).kept_elements(t)
                 self._kept_bytes = kept * BYTES_PER_ELEMENT[kernels.kv_dtype]
 

@@ -115,7 +115,9 @@ def _kernel(tables: Tables, phase: str, heads: int, slower: float) -> Surface:
 
 
 def _fastest(rows: Rows, chosen: npt.NDArray[np.bool_], factor: float) -> Surface:
-    """Return the surface of rows; of several kernels for a point, the fastest counts."""
+    """Return the surface through the rows of a table; if several kernels were measured at a point, the fastest
+    counts.
+    """
     latency = rows["latency"][chosen]
     order = np.argsort(latency)[::-1]
     length = (rows["isl"] + rows["step"])[chosen]
@@ -125,8 +127,9 @@ def _fastest(rows: Rows, chosen: npt.NDArray[np.bool_], factor: float) -> Surfac
 def recurrence(
     tables: Tables, kernels: analytic.Kernels, hidden: int, recurrent: Recurrent, t: int, slower: float
 ) -> tuple[Surface, Surface]:
-    """Return the seconds of the recurrences of prompts and of decode on one of t devices: those of gated delta nets
-    from the tables, others from the datasheet."""
+    """Return the seconds of a recurrent block for prompts and for decode on one of t devices: of gated delta nets from
+    the tables, of other blocks from the datasheet.
+    """
     found = _delta_nets(tables, hidden, recurrent, t)
     if found is None:
         tables.provenance["recurrence"] = "datasheet: no table has this kind"

@@ -1,9 +1,9 @@
 """Measure the points of a profile on a worker.
 
-Each point is measured once in each of several passes, and its time is the mean, which is what a run pays on average.
-The clock of a shared machine changes between two or three rates about every second; a median of a few calls would pick
-one of the rates, and a different one for each point. Layers are run one after the other, as in a step, so weights and
-K/V come from memory and not from a cache that is warm only in benchmarks.
+Each point is measured once in each of several passes. Its time is the mean over the passes, since a run also takes the
+mean time on average. The clock of a shared machine changes between two or three rates about every second; a median of a
+few calls would be the time at one of these rates, and at a different one for each point. Layers are run one after the
+other, as in a step, so weights and K/V come from memory and not from a cache that is warm only in benchmarks.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from xrunner.worker import Worker
 
 BLOCK_SIZE = 16
 TOKENS = (*range(1, 15), 16, 17, 18, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 256, 512, 1024, 2048)
-"""All small numbers are measured: matrix kernels process rows in blocks, and 3, 11, 13, 14 or 17 rows cost 4 to 8% of a
-step more than interpolation between multiples of four says. A saturated engine's steps are as large as its budget; with
-arriving requests, steps have any size."""
+"""All small numbers are measured: matrix kernels process rows in blocks, and with 3, 11, 13, 14 or 17 rows a step takes
+4 to 8% longer than interpolation between multiples of four predicts. The steps of a saturated engine have the size of
+its token budget; with arriving requests, steps have any size.
+"""
 STAIR = 128
 """Tokens between points for large steps on a GPU: its matrix products process tiles of about as many rows, so times
 rise in stairs."""
@@ -61,7 +62,7 @@ SHORT_STEPS = 6
 JITTER_QUANTILES = 100
 """Number of evenly spaced quantiles of short steps' times in a profile."""
 JOBS_A_STEP = 16
-"""Number of points after which the typical step is measured again and workers wait for each other."""
+"""Number of points after which the typical step is measured again, and workers wait for each other."""
 STEPS_A_STRETCH = 3
 """Number of consecutive typical steps whose mean varies about as much as the mean over the steps of one request."""
 WORST_ONE_IN, MORE_PASSES = 4, 6
@@ -76,13 +77,14 @@ LEAST_TRIMMED = 3
 WARM_STEPS, LOOP_STEPS = 4, 12
 """Steps of the engine's loop, before and while it is timed."""
 THREADS_ROUNDS = 3
-"""How often each number of threads is tried."""
+"""Number of times that each number of threads is tried."""
 SUSTAINED_S, SUSTAINED_TOKENS = 0.15, 512
-"""A GPU computes a step of so many tokens for so long before the step is timed, so that its clock has fallen to where
-its power limit keeps it in service."""
+"""Before a step is timed, a GPU computes a step of this many tokens for this many seconds, so that its clock has fallen
+to the rate at which its power limit keeps it in service.
+"""
 MIXED_DECODES, MIXED_CONTEXT, MIXED_PROMPTS, MIXED_LENGTH = 32, 56, 4, 120
 """A step with prompts that is measured in the engine's loop on a GPU: its decodes and their context, its prompts and
-their length. Together they have 512 tokens, and each part is a point of its table."""
+their length. Together they have 512 tokens; both parts are also points of the profile's tables."""
 MAX_STEP_TOKENS = 2048
 """Most prompt tokens in a measured attention call: larger calls cost proportionally more."""
 MAX_CACHED_TOKENS = 16384
@@ -145,8 +147,8 @@ def curve(measured: Timings, name: str, points: Collection[int]) -> Curve:
 def spread(steps: Sequence[float]) -> float:
     """Return the share by which the 90th percentile of means of a few steps exceeds the overall mean.
 
-    Single steps would not do: one long stall can raise the mean above nine tenths of all single steps, and the result
-    would be 0 despite the machine's slow moments.
+    Quantiles of single steps are not used: one long stall can raise the mean above nine tenths of all single steps, and
+    then the result would be 0 although the machine had slow moments.
 
     Args:
         steps: seconds in the order of measurement; at least `STEPS_A_STRETCH`.
@@ -157,7 +159,7 @@ def spread(steps: Sequence[float]) -> float:
 
 
 def jitter_of(steps: Sequence[float]) -> Timings:
-    """Return the mean of short steps, and quantiles of the ratios of single steps to it."""
+    """Return the mean of short steps, and quantiles of the ratios of single steps to this mean."""
     levels = (np.arange(JITTER_QUANTILES) + 0.5) / JITTER_QUANTILES
     mean = statistics.fmean(steps)
     ratios = np.quantile(steps, levels) / mean
@@ -178,7 +180,7 @@ def least_certain(times: Mapping[tuple[str | int, ...], Sequence[float]]) -> lis
 def middle_mean(values: Sequence[float]) -> float:
     """Return the mean seconds of a call, without the shortest and the longest if there are at least four.
 
-    Other processes make a tenth of the calls much longer. In a plain mean, that would make some points too long and
+    Other processes make a tenth of the calls much longer. With a plain mean, this would make some points too long and
     others not.
     """
     ordered = sorted(values)
@@ -186,11 +188,11 @@ def middle_mean(values: Sequence[float]) -> float:
 
 
 def brief(keys: Collection[tuple[str | int, ...]]) -> list[tuple[str | int, ...]]:
-    """Return the points to measure on a busy machine: counts that are powers of two, every second length and the
-    shortest, from which several prompts are extended.
+    """Return the points to measure on a busy machine: counts that are powers of two, and every second length. The
+    shortest length is included, since points of several prompts are extrapolated from it.
 
-    Large steps are not measured: `filled` extends the line of smaller ones. Attention is not linear, so its longest
-    single prompts are measured.
+    Large steps are not measured: `filled` extends the line through smaller ones. Attention is not linear, so it is
+    measured up to the longest single prompts.
     """
     lengths: dict[str | int, list[int]] = {}
     for name, *sizes in keys:
@@ -215,7 +217,7 @@ def filled(measured: Timings, wanted: Iterable[tuple[str | int, ...]]) -> Timing
     while missing:
         found = {key: time for key in missing if (time := _on_line(times, key)) is not None}
         if not found:
-            raise ValueError(f"no points determine those of {missing[0]}")
+            raise ValueError(f"the measured points do not determine those of {missing[0]}")
         times |= found
         missing = [key for key in missing if key not in found]
     return times
@@ -245,7 +247,7 @@ class Bench:
 
     Args:
         meet: waits for all workers that measure together, which must make the same calls; None: there is one worker.
-        in_group: whether they compute one model together, so that a call of one waits for the others.
+        in_group: whether these workers compute one model together, so that a call of one waits for the others.
         is_brief: whether to measure only few points, twice, and interpolate the others, because the machine is busy.
         clock: returns the time in seconds.
     """
@@ -376,7 +378,7 @@ class Bench:
     def last_layer(self, sequences: Sizes) -> float:
         """Return the last layer's seconds for tokens whose logits are not needed, without attention.
 
-        It is the mean of running every layer like that, so that weights come from memory.
+        It is the mean over all layers, each of which runs in this way, so that weights come from memory.
         """
         model, batch = self.worker.model, self.batch(sequences)
         assert isinstance(model, DecoderModel)
@@ -473,11 +475,11 @@ class Bench:
                 job()
 
     def as_served(self, run: Callable[[], object], *what: object) -> Callable[[], object]:
-        """Return a function that runs a part of a step as in service: captured in a CUDA graph if the worker's steps
-        are.
+        """Return a function that runs a part of a step in the same way as a server: captured in a CUDA graph if the
+        worker captures its steps.
 
-        Launched one by one, short kernels would wait for the host. Each part is captured once, so in later passes the
-        GPU is as busy, and its clock as low, as in service.
+        If kernels were launched one by one, short ones would wait for the host. Each part is captured once, so in later
+        passes the GPU is as busy, and its clock as low, as in service.
         """
         if not isinstance(self.worker, AheadWorker):
             return run
@@ -502,7 +504,8 @@ class Bench:
         context_len = before + query_len
         width = -(-int(context_len.max()) // BLOCK_SIZE)
         num_tokens = int(query_len.sum())
-        # Equal tokens would all go to the same experts, and would need less power on a GPU, which lets its clock rise.
+        # Equal tokens would all go to the same experts. On a GPU they would also need less power, and its clock would
+        # rise.
         tokens = np.random.default_rng(num_tokens).integers(self.spec.vocab_size, size=num_tokens)
         tables = np.arange(len(sequences) * width, dtype=np.int32).reshape(len(sequences), width)
         return make_batch(
@@ -515,7 +518,7 @@ class Bench:
 
 
 class ModelFree(Worker):
-    """A worker that does all bookkeeping but runs no model."""
+    """A worker that does all the bookkeeping of a worker but runs no model."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker.model, worker.cache, worker.backend)
@@ -530,7 +533,7 @@ def _prompt_tokens(key: tuple[str | int, ...]) -> int:
 
 
 def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the seconds of a call, including all kernels that it launches and none launched before."""
+    """Return the seconds of a call, including all kernels that the call launches and no kernels launched before it."""
     _wait_for_gpu()
     started = clock()
     run()
@@ -559,7 +562,9 @@ def seconds_by_threads(bench: Bench, part: int = 0, parts: int = 1) -> dict[int,
     """
     counts = thread_counts()
     times: dict[int, list[float]] = {threads: [] for threads in counts}
-    for threads in counts * THREADS_ROUNDS:  # in turn, so that a busy moment slows all of them
+    for threads in (
+        counts * THREADS_ROUNDS
+    ):  # the numbers of threads take turns, so that a busy moment slows all of them
         torch.set_num_threads(threads)
         bench.meet()
         with own_cores(part, parts):

@@ -1,6 +1,7 @@
 """Compile kernels in separate processes before a machine is measured, and keep them on disk.
 
-On a machine that has compiled nothing yet, attention and the run by counts take half a minute on one core (Zen 4).
+On a machine that has compiled nothing yet, compiling attention and the simulation by counts takes half a minute on one
+core (Zen 4).
 """
 
 from __future__ import annotations

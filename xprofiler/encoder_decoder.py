@@ -1,9 +1,10 @@
-"""Measure step times of an encoder-decoder: its encoder's layers, and its decoder's with their cross-attention.
+"""Measure step times of an encoder-decoder: of the encoder's layers, and of the decoder's layers with their
+cross-attention.
 
-The rest of a decoder layer is a decode step less self- and cross-attention, embedding and head. A step that encodes
-also passes the decoder with its start token; its time, minus that of this decoder pass and minus that of computing the
-prompts' keys and values, gives the rest of an encoder layer. So the parts of a step add up to measured whole steps in
-the way in which `xsimulator.costs.step_cost` adds them.
+The rest of a decoder layer is the time of a decode step minus self- and cross-attention, embedding and head. A step
+that encodes also passes the decoder with its start token; its time, minus that of this decoder pass and minus that of
+computing the prompts' keys and values, gives the rest of an encoder layer. So the parts of a step add up to measured
+whole steps in the way in which `xsimulator.costs.step_cost` adds them.
 """
 
 from __future__ import annotations
@@ -206,8 +207,8 @@ def layers_of(spec: ModelSpec, degree: int, measured: Timings, alone: Timings) -
     """Return a decoder layer's and an encoder layer's times at one degree.
 
     Args:
-        alone: times on one device. A profile has only their embedding, so any difference from it is counted in the
-            layers.
+        alone: times on one device. A profile has only one device's embedding, so the difference to a group's embedding
+            is counted in the layers.
     """
     points = EncoderDecoderPoints.of(spec)
 
@@ -237,7 +238,7 @@ def layers_of(spec: ModelSpec, degree: int, measured: Timings, alone: Timings) -
     layer = LayerTimes(
         tp_degree=degree,
         rest=curve(decoder, "rest", DECODER_TOKENS),
-        encode_attention=reading,  # no decoder layer has prompts of its own
+        encode_attention=reading,  # a decoder layer encodes no prompts
         decode_attention=surface("own attention", points.own, BATCHES, points.contexts),
         cross=cross,
         head=None if degree == 1 else curve(measured, "head", BATCHES),

@@ -41,7 +41,7 @@ class ExpertTable:
         tables: tables of the kind of device and framework.
         width_in: width of the experts' input.
         dtype: the tables' name for the type of the products.
-        rounds: whether activations are rounded to eight bits if there are kernels for that.
+        rounds: whether activations are rounded to eight bits if the tables have kernels that do so.
     """
 
     def __init__(self, tables: Tables, width_in: int, experts: Experts, dtype: str, *, rounds: bool = False) -> None:
@@ -50,7 +50,9 @@ class ExpertTable:
 
     @cached_property
     def _held(self) -> Curves:
-        """Routing, tokens and logarithms of seconds of each group, from the nearest version that measured it."""
+        """Routing, tokens and logarithms of seconds of each group, from the table of the nearest version that has
+        them.
+        """
         faster = FASTER.get(self._dtype, ()) if self._rounds else ()
         found = self._of(self._tables.paths("moe", "moe"), faster) if faster else {}
         if faster and not found:
@@ -58,7 +60,7 @@ class ExpertTable:
         return self._of(self._tables.paths("moe", "moe"), (self._dtype,)) | found
 
     def _of(self, paths: Sequence[Path], kernels: Sequence[str]) -> Curves:
-        """Return routing, tokens and seconds of each group for these kernels, from the first table that measured it."""
+        """Return routing, tokens and seconds of each group for these kernels, from the first table that has them."""
         experts = self._experts
         wanted = (("hidden_size", self._hidden), ("inter_size", experts.ffn_size), ("topk", experts.active))
         found: Curves = {}
@@ -89,7 +91,8 @@ class ExpertTable:
     def seconds(self, tokens: Array, t: int, ep: int) -> Array:
         """Return the seconds of tokens that choose their experts independently of each other. # [n] -> [n]
 
-        Balanced tables assign tokens to experts in turn, which balances devices and uses more experts than chance.
+        Tables with balanced routing assign tokens to experts in turn; this balances the devices, and uses more experts
+        than random choices would.
         """
         routing, points, seconds = self._held[t, ep]
 
@@ -106,10 +109,10 @@ class ExpertTable:
 
 
 def _of_groups(rows: Rows) -> dict[tuple[int, int], tuple[Array, Array]]:
-    """Return logarithms of tokens and of seconds for each group; of several kernels, the fastest counts.
+    """Return logarithms of tokens and of seconds for each group; if several kernels were measured, the fastest counts.
 
-    Groups with only a few points are left out, and so are impossible ones: whole experts on several devices that took
-    as long as all of them on one device, and narrower slices that took longer than wider ones.
+    Groups with only a few points are left out, and so are groups with impossible times: experts divided among several
+    devices that took as long as all experts on one device, and narrower slices that took longer than wider ones.
     """
     found: dict[tuple[int, int], tuple[Array, Array]] = {}
     usual = len(np.unique(rows["num_tokens"]))

@@ -27,7 +27,7 @@ def chances(experts: Experts) -> Array:
     power = 1 - experts.skew
     shares = number**share if abs(power) < 1e-9 else (1 + share * (number**power - 1)) ** (1 / power)
     found = active * shares / shares.sum()
-    for _ in range(number):  # the excess over one goes to the others
+    for _ in range(number):  # probability above one is distributed among the other experts
         over = found > 1
         if not over.any():
             break
@@ -41,8 +41,8 @@ class Routing:
     """The load of the busiest device of a group in which each device has `number / ep_degree` whole experts or slices.
 
     Experts are assigned to the devices in turn, the likeliest first. Besides that imbalance, chance gives some devices
-    more tokens: with r routings of one token to one expert, the busiest of t devices has about
-    sqrt(2 r (t - 1) ln t) / t more than the mean. These count as further tokens.
+    more tokens: if r is the number of pairs of a token and an expert that it is routed to, the busiest of t devices has
+    about sqrt(2 r (t - 1) ln t) / t more pairs than the mean. These count as further tokens.
     """
 
     def __init__(self, experts: Experts, ep_degree: int = 1) -> None:
@@ -51,14 +51,15 @@ class Routing:
         self._chances = chances(experts)[::ep_degree]
 
     def unevenness(self, tokens: npt.ArrayLike) -> Array:
-        """Return the ratio of the busiest device's work to the mean, by chance only. # [n] -> [n]"""
+        """Return the ratio of the busiest device's work to the mean, as far as it is due to chance. # [n] -> [n]"""
         ep = self._ep_degree
         spread = np.sqrt(2 * (ep - 1) * np.log(ep) / (self._of_token * np.asarray(tokens, float)))
         return np.minimum(1 + spread, ep)
 
     def expected(self, tokens: float) -> tuple[Array, Array]:
-        """Return the expected tokens of each of the device's experts, and the probability that it has any. # [experts]
-        each"""
+        """Return the expected number of tokens of each of the device's experts, and the probability that an expert has
+        any token. # [experts] each
+        """
         tokens = tokens * float(self.unevenness(tokens))
         missed = (1 - np.minimum(self._chances, 1 - 1e-12)) ** tokens
         return tokens * self._chances, 1 - missed

@@ -1,8 +1,8 @@
 """Compute a profile from published latencies: AIConfigurator's tables, from its wheel or a folder.
 
 The folder of a kind of device holds `<family of operators>/<framework>/<version>/<operator>_perf.parquet` with
-latencies in milliseconds. Matrix products, attention and all-reduces come from these tables; everything else (norms,
-activations, hops between stages, K/V transfer) comes from the datasheet, and `provenance` says so.
+latencies in milliseconds. Matrix products, attention and all-reduces come from these tables; all other times (norms,
+activations, hops between stages, K/V transfer) come from the datasheet, and `provenance` says so.
 
 Between the points of a table, logarithms of latencies are interpolated, which is exact for every power law; beyond the
 last point, latencies grow in proportion to size.
@@ -58,7 +58,7 @@ def profile(
             wheel.
 
     Raises:
-        InputError: no tables for this device, framework, dtype or model; pyarrow is not installed.
+        InputError: there are no tables for this device, framework, dtype or model, or pyarrow is not installed.
     """
     if spec.is_encoder_decoder:
         raise InputError("model", spec.name, "tables can be imported for decoder-only models")

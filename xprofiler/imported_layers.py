@@ -35,7 +35,7 @@ TOKENS = tuple(sorted({*analytic.TOKENS, *(3 * n for n in analytic.TOKENS if 8 <
 class ImportedLayers:
     """The times of a model's layers on every group of devices.
 
-    Parts of a layer that no table holds come from the datasheet, and the tables' `provenance` says so.
+    Times of parts of a layer that are in no table come from the datasheet, and the tables' `provenance` says so.
     """
 
     def __init__(
@@ -73,7 +73,9 @@ class ImportedLayers:
             yield self._layer(group)
 
     def format_of(self, part: Part) -> tuple[str, bool]:
-        """Return the tables' name for the type of a part's products, and whether each step finds its scales."""
+        """Return the tables' name for the type of a part's products, and whether each step computes the scales of its
+        activations.
+        """
         stored = self._stored(part)
         return stored_as(stored, self.tables.dtype), stored is not None and stored.finds_scales
 
@@ -93,7 +95,8 @@ class ImportedLayers:
         rest = rest + analytic.all_reduces(spec) * self.tables.all_reduce(tokens * spec.hidden_size, t)
         if spec.norms_span_heads:  # sums of squares of queries and keys, in float32
             rest = rest + self.tables.all_reduce(4 * tokens, t)
-        # Read and written in half precision: two norms with residuals, rotations with writing K/V, the activation.
+        # These are read and written in half precision: two norms with residuals, rotations (which also write K/V), the
+        # activation.
         half = BYTES_PER_ELEMENT["bfloat16"] / self.kernels.size
         elements = analytic.mean_over_layers(spec, [float(_moved(spec, kind, t)) for kind in spec.kinds])
         rest = rest + np.asarray([self.kernels.copy(n * elements * half) for n in TOKENS]) / self.kernels.elementwise
@@ -112,8 +115,9 @@ class ImportedLayers:
     # Blocks that mix tokens -------------------------------------------------------------------------------------
 
     def _mixer(self, kind: Block, t: int, slower: float) -> tuple[Surface, Surface, Array]:
-        """Return the seconds of mixing the tokens of prompts and of decode, and of the projections around it unless
-        these include them. # [tokens]"""
+        """Return the seconds of mixing tokens in prompts and in decode, and the seconds of the projections around it
+        unless the former include them. # [tokens]
+        """
         dtype, finds_scales = self.format_of("attention")
         found: list[tuple[Surface, Surface, Array]] = []
         if kind.recurrent is not None:
@@ -156,7 +160,9 @@ class ImportedLayers:
         return analytic.surface(mixing.prompt), analytic.surface(mixing.decode), products
 
     def _in_turn(self, shapes: Sequence[tuple[float, float]], dtype: str, *, finds_scales: bool) -> Array:
-        """Return the seconds of two matrix products; the operator between them may round to eight bits. # [tokens]"""
+        """Return the seconds of two matrix products; the operator between the two may round to eight bits.
+        # [tokens]
+        """
         first, second = shapes
         before = self.tables.product(TOKENS, *first, dtype, finds_scales=finds_scales)
         return before + self.tables.product(TOKENS, *second, dtype, finds_scales=finds_scales, arrives_rounded=True)
@@ -204,11 +210,11 @@ class ImportedLayers:
         return table.seconds(tokens, *near) * roofline(group) / roofline(near)
 
     def _unpacked(self, halves: ExpertTable, stored: Quantization | None, group: tuple[int, int]) -> Array:
-        """Return the seconds of a kernel that reads 4-bit weights and multiplies in half precision, from those of half
-        precision. # [tokens]
+        """Return the seconds of a kernel that reads 4-bit weights and multiplies in half precision, given the seconds
+        of the same product in half precision. # [tokens]
 
-        Tables hold a generic kernel for INT4, up to four times as slow as half precision. Engines choose Marlin's,
-        which reads fewer bytes, and multiplies as fast as half precision does for the largest batch.
+        Tables hold a generic kernel for INT4, up to four times as slow as half precision. Engines choose Marlin's
+        kernel, which reads fewer bytes, and multiplies at the rate of half precision for the largest batch.
         """
         assert stored is not None
         self.tables.provenance["experts in INT4"] = "no longer than in bfloat16, with fewer bytes to read"
@@ -243,7 +249,7 @@ def _attention_shapes(spec: ModelSpec, attention: Attention, t: int) -> list[tup
 
 
 def _recurrent_shapes(spec: ModelSpec, recurrent: Recurrent, t: int) -> list[tuple[float, float]]:
-    """Return shapes of the two products around a recurrent block, whose state is taken to be square for each head."""
+    """Return shapes of the two products around a recurrent block; the state of each head is assumed to be square."""
     out = min(_values(recurrent), recurrent.weights / spec.hidden_size / 2)
     return [((recurrent.weights / spec.hidden_size - out) / t, spec.hidden_size), (spec.hidden_size, out / t)]
 
@@ -263,6 +269,6 @@ def _moved(spec: ModelSpec, kind: Block, t: int) -> float:
     if (attention := kind.attention) is not None:
         kept = max(1, attention.num_kv_heads // t) * attention.head_dim
         elements += 2 * (attention.num_heads // t * attention.head_dim + 2 * kept)
-    if kind.recurrent is not None:  # the gated norm of its output
+    if kind.recurrent is not None:  # the gated norm of the recurrent block's output
         elements += 3 * _values(kind.recurrent) / t
     return elements

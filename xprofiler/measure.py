@@ -1,7 +1,8 @@
 """Measure step times on this machine, with the same layers and backends that xrunner runs.
 
-The parts of a step run faster by themselves than within a step: their sum is up to a tenth less than the whole. So
-whole steps are measured, and the rest of a layer is a whole step less attention, embedding and head.
+The parts of a step run faster by themselves than within a step: their sum is up to a tenth less than the time of the
+whole step. So whole steps are measured, and the rest of a layer is the time of a whole step minus attention, embedding
+and head.
 Source: ExeGPT sec. 3 (XProfiler).
 """
 
@@ -81,8 +82,9 @@ def profile(
 
     Args:
         kv_dtype: type of K/V; None: that of the dtype.
-        wait: returns when kernels have been compiled; on a busy machine, layouts of weights are compared meanwhile.
-        progress: called with the number of measured points and of all points.
+        wait: a function that returns when kernels have been compiled; on a busy machine, layouts of weights are
+            compared before it is called.
+        progress: is called with the number of measured points and the number of all points.
     """
     device = "cuda" if cluster.device.type == "gpu" else "cpu"
     progress = progress or silent
@@ -93,7 +95,7 @@ def profile(
     rate, others = gflops() if device == "cpu" else None, Others()
     measure = _together if cluster.num_devices > 1 else _one_device
     found = measure(_Asked(spec, cluster, dtype, kv_dtype, checkpoint, device, progress, wait, is_brief))
-    if device == "cuda":  # a server that starts while this process goes on needs the memory
+    if device == "cuda":  # a server that starts while this process continues needs the memory
         gc.collect()
         torch.cuda.empty_cache()
     return found.model_copy(update={"others": others.cores(), "is_brief": is_brief, "gflops": rate})
@@ -163,10 +165,10 @@ def _with_loading(profile: Profile, asked: _Asked) -> Profile:
 def loading_rate(
     spec: ModelSpec, dtype: DType, checkpoint: Path, device: str, layouts: Mapping[str, str] | None = None
 ) -> float:
-    """Return the bytes of weights that a worker loads a second: reads from memory, converts and packs.
+    """Return how many bytes of weights a worker loads each second: it reads them from memory, converts and packs them.
 
-    A few layers are loaded several times. The first time brings the files into the page cache. The mean of the others
-    counts, not the least, because other processes would also slow a redeployment.
+    A few layers are loaded several times. The first time brings the files into the page cache. The mean of the other
+    times counts, not the shortest, because other processes would also slow a redeployment.
     """
     last, last_encoder = min(spec.num_layers, LOADED_LAYERS), min(spec.num_encoder_layers, LOADED_LAYERS)
     part = Part(spec, (0, last), (0, last_encoder), is_first=False, is_last=False)
@@ -184,7 +186,7 @@ def loading_rate(
 
 def fastest_layouts(spec: ModelSpec, dtype: DType, degrees: Sequence[int], *, is_brief: bool = False) -> dict[str, str]:
     """Return the fastest layout of each of a model's weights on this CPU, for each tensor-parallel degree."""
-    memory.keep_freed_memory()  # as a worker does, so that buffers are not allocated again in each call
+    memory.keep_freed_memory()  # as in a worker, so that buffers are not allocated again in each call
     parts = [
         Part(spec, (0, spec.num_layers), (0, spec.num_encoder_layers), rank=rank, degree=degree)
         for degree in degrees
@@ -267,7 +269,7 @@ def _jitter(measured: Timings) -> Jitter:
 def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Timings, alone: Timings) -> LayerTimes:
     """Return a layer's times on one kind of group.
 
-    A profile has only one device's embedding, so any difference from it is counted in the layers.
+    A profile has only one device's embedding, so the difference to a group's embedding is counted in the layers.
     """
     rest: Timings = {}
     for n, sequences in points.steps.items():
@@ -295,9 +297,9 @@ def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Ti
 
 
 def _sliced(of_tokens: Curve) -> Curve:
-    """Return the curve with a point for two slices: steps of more tokens than a slice run slice by slice.
+    """Return the curve with a further point, for two slices: steps of more tokens than a slice run slice by slice.
 
-    The last two measured points do not tell how times go on: on a GPU they rise in stairs.
+    The last two measured points do not show how times continue, since on a GPU times rise in stairs.
     """
     if of_tokens.points[-1] != SLICE_TOKENS:
         return of_tokens

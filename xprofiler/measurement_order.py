@@ -8,7 +8,9 @@ from typing import TypeVar
 PASSES = 6
 """Number of passes; the first one is warm-up."""
 LONG_TOKENS, LONG_EVERY = 1024, 2
-"""Prompts of this length take long enough to cover all clock rates, so they are measured only in every second pass."""
+"""Prompts of at least this length take long enough to meet all clock rates, so they are measured only in every second
+pass.
+"""
 
 Point = TypeVar("Point")
 

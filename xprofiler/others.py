@@ -46,8 +46,8 @@ class Others:
         return {name: round(taken / wall_s, 2) for name, taken in found if taken >= LEAST * wall_s}
 
     def _seconds(self) -> tuple[dict[tuple[int, int], tuple[str, float]], float]:
-        """Return the name and CPU seconds of every other process by its id and start time, and the CPU seconds of the
-        whole machine less those of this process and its children.
+        """Return the name and CPU seconds of every other process, by its id and start time, and the CPU seconds of the
+        whole machine minus those of this process and its children.
         """
         tick = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
         parents: dict[int, int] = {}
@@ -98,9 +98,9 @@ def gflops() -> float:
 
 
 def differences(profile: Profile) -> str | None:
-    """Return one line about how this machine differs from the time of its profile.
+    """Return one line about how this machine differs from its state during profiling.
 
-    None: it does not differ, or the profile does not hold its state.
+    None: it does not differ, or the profile does not contain that state.
     """
     if profile.gflops is None:
         return None

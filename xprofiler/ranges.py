@@ -1,9 +1,9 @@
 """Compute the range of a predicted figure from the errors of predictions on published measurements.
 
 `configs/errors.json` holds the ratios of measured to predicted values for each cell (load, engine, family of models,
-device, source of step times) and quantity; `python -m benchmarks.truth --errors` writes it. A figure's range is that of
-its own cell. A cell with too few rows borrows from cells that differ in one respect, then in more, and its range is
-widened for that.
+device, source of step times) and quantity; `python -m benchmarks.truth --errors` writes it. The range of a figure comes
+from the rows of its cell. A cell with too few rows borrows rows from cells that differ in one respect, then in more,
+and its range is then widened.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from xgpt.core.schema import Plan
 
 Quantity = Literal["throughput", "TTFT", "TPOT"]
 LEAST_ROWS = 12
-"""Least number of rows behind a range."""
+"""Least number of rows from which a range is computed."""
 INSIDE = (0.05, 0.95)
 """Quantiles of the errors between which a range lies."""
 UNKNOWN = (0.5, 2.0)
@@ -34,7 +34,9 @@ SAME: tuple[tuple[tuple[str, ...], float], ...] = (
     (("family", "profile"), 2.0),
     (("family",), 2.2),
 )
-"""What rows must have in common with the cell, tried in this order, with the factor on the range's width."""
+"""The properties that borrowed rows must have in common with the cell, tried in this order, each with the factor on the
+range's width.
+"""
 BORROWED = 1.25
 """Factor on the width if the engine's times are those of another engine or version."""
 
@@ -61,8 +63,8 @@ class Likely(NamedTuple):
     """A range as factors on a prediction.
 
     Attributes:
-        rows: number of measured rows behind it; 0: none.
-        shared: what these have in common with the prediction.
+        rows: number of measured rows from which the range comes; 0: none.
+        shared: the properties that these rows have in common with the prediction.
     """
 
     low: float
@@ -111,16 +113,16 @@ def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False, errors: Er
 
 
 def within(ratios: list[float], factor: float = 1.0) -> tuple[float, float]:
-    """Return the ends of a range around the median, `factor` times as wide as that of the errors."""
+    """Return the ends of a range around the median; the range is `factor` times as wide as that of the errors."""
     logs = np.log(ratios)
     middle = float(np.median(logs))
     low, high = (middle + factor * (float(np.quantile(logs, q)) - middle) for q in INSIDE)
-    edge = log(1 + 0.5 / len(ratios))  # few rows do not show how far others lie
+    edge = log(1 + 0.5 / len(ratios))  # with few rows, the errors of other rows may be much larger
     return exp(low - edge), exp(high + edge)
 
 
 def cell_of(plan: Plan) -> Cell | None:
-    """Return a plan's cell; None: its steps were measured on its own devices."""
+    """Return a plan's cell; None if the plan's steps were measured on its own devices."""
     if plan.profile.source == "measured":
         return None
     two_lanes = len(plan.policy.lanes) > 1

@@ -1,7 +1,8 @@
 """Measure step times on several devices of this machine at once, and the links between them.
 
 Devices of a machine share memory bandwidth, and cores of a socket share power, so each device is measured while the
-others do the same. Tensor-parallel groups are measured as whole steps of all of their ranks, all-reduces included.
+other devices run the same work. Tensor-parallel groups are measured by running whole steps on all ranks of the group,
+all-reduces included.
 
 In a group, ranks wait for each other before every call. If each computes by itself, they wait only before every few
 calls, since a wait costs a process switch, which on a loaded machine takes longer than a call of a small model.
@@ -72,8 +73,8 @@ class Together:
 def degrees(spec: ModelSpec, num_devices: int) -> tuple[int, ...]:
     """Return the tensor-parallel degrees that the devices and the model's heads allow.
 
-    Degrees that do not divide the number of devices must be powers of two: the remaining devices then compute by
-    themselves, as in partial tensor parallelism.
+    Degrees that do not divide the number of devices must be powers of two; the remaining devices then compute alone, as
+    in partial tensor parallelism.
     """
     found = []
     for degree in range(1, num_devices + 1):
@@ -98,7 +99,7 @@ def measure(settings: WorkerSettings, num_devices: int, progress: Progress, *, i
     Raises:
         MachineError: a process died.
     """
-    with TemporaryDirectory(prefix="xgpt-") as directory:  # no other user may open it
+    with TemporaryDirectory(prefix="xgpt-") as directory:  # no other user may open this directory
         store = str(Path(directory) / "store")
         task = RanksTask(settings, num_devices, groups(settings.spec, num_devices), store, is_brief)
         return _measure_together(task, progress)
@@ -187,7 +188,9 @@ def _device(task: RanksTask, rank: int) -> str:
 
 
 def _meet(others: Sequence[Connection]) -> None:
-    """Wait until all ranks are here; this takes one process switch each, a barrier of torch.distributed four."""
+    """Wait until all ranks have called this function. It takes one process switch for each rank; a barrier of
+    torch.distributed takes four.
+    """
     for other in others:
         other.send_bytes(b".")
     for other in others:

@@ -1,4 +1,6 @@
-"""Find or make profiles, and keep each under the hash of its content, so that every plan finds its own again."""
+"""Find or make profiles, and keep each under the hash of its content, so that every plan finds the profile from which
+it was made.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, 
     """Return the data type in which a model runs on a cluster's devices: `dtype`, or the default there.
 
     Raises:
-        InputError: the model does not run in that type there; float8 can only be planned for, on other machines.
+        InputError: the model does not run in that type there; float8 can only be planned, for other machines.
     """
     on_cpu = cluster.device.type == "cpu"
     if dtype is None:
@@ -57,7 +59,9 @@ def kv_dtype_of(cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> D
     if kv_dtype is None or kv_dtype == Precision.of(dtype, kind).kv:
         return None
     if kind == "gpu" and cluster.is_local:
-        raise InputError("kv_dtype", kv_dtype, "on this machine's GPUs, K/V have the type of `dtype`: leave it out")
+        raise InputError(
+            "kv_dtype", kv_dtype, "on this machine's GPUs, K/V have the type of `dtype`: leave kv_dtype out"
+        )
     known = ("float32", "bfloat16", "int8") if kind == "cpu" else ("float32", "float16", "bfloat16", "float8")
     if kv_dtype not in known:
         raise InputError("kv_dtype", kv_dtype, f"on a {kind.upper()}, K/V can be {', '.join(known)}")
@@ -88,11 +92,13 @@ def new_profile(
     if framework is not None and import_from is None:
         raise InputError("framework", framework, "it needs `import_from`")
     if kv_dtype is not None and engine == "vllm":
-        raise InputError("kv_dtype", kv_dtype, "vLLM is measured with K/V in the type of `dtype`: leave it out")
+        raise InputError("kv_dtype", kv_dtype, "vLLM is measured with K/V in the type of `dtype`: leave kv_dtype out")
     if engine == "vllm":
         if import_from is not None:
             raise InputError(
-                "import_from", import_from, "it cannot be combined with `engine=vllm`, which measures: leave one out"
+                "import_from",
+                import_from,
+                "it cannot be combined with `engine=vllm`, whose steps are measured: leave one of the two out",
             )
         return profile_vllm(spec, checkpoint, devices, dtype, progress)
     if import_from is not None:
@@ -123,7 +129,7 @@ def obtain_profile(
         dtype: data type; None: the model's own, or the default on a CPU.
         engine: the engine whose loop is added to a datasheet's kernels.
         kv_dtype: type of K/V; None: the type that the checkpoint asks for, else that of the dtype.
-        as_served: fits a measured profile to a serving engine's steps; None: it is not fitted.
+        as_served: a function that fits a measured profile to a serving engine's steps; None: the profile is not fitted.
 
     Raises:
         InputError: the model does not run in that dtype there, or the datasheet has no rate for it.
@@ -152,7 +158,8 @@ def measured_profile(
     kv_dtype: DType | None = None,
     as_served: AsServed | None = None,
 ) -> Profile:
-    """Return step times measured on this machine, which `obtain_profile` finds from now on. For `as_served` see there.
+    """Measure step times on this machine and return them; from now on, `obtain_profile` finds them. For `as_served`,
+    see `obtain_profile`.
 
     Raises:
         InputError: the model does not run in that dtype here, or does not keep K/V in that type.
@@ -161,7 +168,7 @@ def measured_profile(
     dtype = dtype_of(spec, cluster, dtype)
     kv_dtype = kv_dtype_of(cluster, dtype, kv_dtype)
     with Ahead(spec, dtype, kv_dtype, is_cpu=cluster.device.type == "cpu") as compiling:
-        from xprofiler import measure  # imports torch, which takes long, so the processes start first
+        from xprofiler import measure  # importing torch takes long, so the processes start first
 
         profile = measure.profile(
             spec, cluster, dtype, kv_dtype=kv_dtype, checkpoint=checkpoint, progress=progress, wait=compiling.wait
@@ -220,7 +227,8 @@ def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype
 
 
 def check_engine(plan: Plan, engine: str) -> None:
-    """Raise InputError if a plan would run in another engine than its profile's, since its figures would not be valid.
+    """Raise InputError if a plan would run in another engine than the one in its profile, since its figures would not
+    be valid.
 
     Raises:
         InputError: the message names both engines, and the way out.
@@ -248,13 +256,13 @@ def keep(profile: Profile) -> None:
 def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
     """Return the profile from which a plan was made: the given one, a stored one, or one computed from the datasheet.
 
-    It is never measured again, since that would give another profile.
+    The profile is never measured again, since a second measurement would give different times.
 
     Args:
         given: the profile, or its file.
 
     Raises:
-        InputError: the profile is not on this machine, or the given one is another.
+        InputError: the profile is not on this machine, or the given profile is not the plan's.
     """
     wanted = plan.profile.sha256
     if given is not None:
@@ -266,10 +274,10 @@ def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
             raise InputError("profile", where, accepted)
         return profile
     if (kept := _kept(wanted)) is not None:
-        keep(kept)  # plans made from it name it by the hash of this version
+        keep(kept)  # plans made from this profile contain the hash of this version of it
         return kept
     if plan.profile.source == "analytic" and not plan.cluster.is_local:
-        with suppress(InputError):  # of another version of this program
+        with suppress(InputError):  # a profile of another version of this program
             computed = obtain_profile(
                 plan.model, None, plan.cluster, dtype=plan.dtype, engine=plan.engine, kv_dtype=plan.kv_dtype
             )
@@ -329,7 +337,7 @@ def _path_of(content: str) -> Path:
 
 
 def _kept(content: str) -> Profile | None:
-    """Return the stored profile with this hash; None if there is none or its file has been changed."""
+    """Return the stored profile with this hash; None if there is none, or if its file has been changed."""
     try:
         profile = load_json(_path_of(content), Profile, "profile")
     except InputError:

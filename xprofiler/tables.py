@@ -26,15 +26,15 @@ class Tables:
     """The latencies of one kind of device under one serving framework, in seconds.
 
     Latencies below the device's roofline (computation at its peak rate; weights and K/V read at its memory bandwidth)
-    are raised to it: tables are measured in loops, whose data may stay in a cache, but data does not stay there between
-    two steps of a model. `provenance` says how many points were raised.
+    are raised to it: tables are measured in loops, where data may stay in a cache, but between two steps of a model it
+    does not stay there. `provenance` says how many points were raised.
 
     Args:
         device: the kind of device, for its roofline; None: nothing is raised.
         version: version of the framework whose tables are preferred; None: the newest.
 
     Raises:
-        InputError: a table is missing, or lacks the requested sizes.
+        InputError: a table is missing, or does not contain the requested sizes.
     """
 
     def __init__(
@@ -73,12 +73,14 @@ class Tables:
         already contain that scale. That computation was also measured by itself and is subtracted, but not below the
         device's roofline.
 
-        In FP8 by blocks, small products were measured with a launch each, and took tens of microseconds longer than in
-        half precision, which reads twice the bytes. Captured graphs avoid launches, so the shorter time is used.
+        Small products in FP8 with scales for blocks were measured with a launch for each product. They took tens of
+        microseconds longer than products in half precision, although these read twice as many bytes. Captured graphs
+        avoid launches, so the shorter time is used.
 
         Args:
             finds_scales: whether the scale of [m, k] is computed each time (FP8).
-            arrives_rounded: whether the kernel that produces [m, k] rounds it, if the checkpoint holds its scale.
+            arrives_rounded: whether the kernel that produces [m, k] also rounds it, if the checkpoint contains its
+                scale.
         """
         dtype = dtype or self.dtype
         if dtype == "fp8" and not finds_scales:
@@ -144,8 +146,8 @@ class Tables:
             raise InputError("dtype", self.kv_dtype, f"{self.root.name}'s attention has K/V in {', '.join(known)}")
         pairs = sorted(set(zip(rows["num_heads"][dims].tolist(), rows["kv_heads"][dims].tolist(), strict=True)))
         nearest = min(pairs, key=lambda pair: _distance(pair, (heads, kv_heads)))
-        # Prompts are limited by products, one for each head; decode by reading K/V. Kernels divide work over requests
-        # and heads alike, so twice the heads equal twice the batch.
+        # Prompts are limited by products (one for each head), decode by reading K/V. Kernels divide work over requests
+        # and heads in the same way, so twice the heads take as long as twice the batch.
         times = heads / nearest[0] if phase == "context" else kv_heads / nearest[1]
         if nearest != (heads, kv_heads):
             self.provenance[f"{phase} attention of {heads} heads, {kv_heads} for K/V"] = (
@@ -177,14 +179,15 @@ class Tables:
         return np.maximum(latency, least)
 
     def _least_s(self, read: str, computed: str, flops: Array, elements: Array | float) -> Array:
-        """Return the device's roofline, in seconds, of products in one type that read elements of another; 0:
-        unknown."""
+        """Return the device's roofline, in seconds, for products in one type that read elements of another type; 0:
+        unknown.
+        """
         device = self._device
         if device is None or device.memory_bandwidth_bytes_per_s is None:
             return np.zeros(np.shape(flops))
         width = next((width for kind, width in WIDTHS.items() if read.startswith(kind)), 2.0)
         rate = device.flops_per_s.get("float8" if computed.startswith("fp8") else "bfloat16")
-        rate = None if computed == "nvfp4" else rate  # datasheets of devices here state no rate of four bits
+        rate = None if computed == "nvfp4" else rate  # the shipped datasheets of devices state no rate for four bits
         least = np.broadcast_to(width * np.asarray(elements) / device.memory_bandwidth_bytes_per_s, np.shape(flops))
         return least if rate is None else np.maximum(least, flops / rate)
 
@@ -210,7 +213,7 @@ class Tables:
         if "window_size" in rows:
             chosen &= rows["window_size"] == 0
         rows = {name: column[chosen] for name, column in rows.items()}
-        # Some tables write 0 if there are as many key/value heads as heads.
+        # Some tables contain 0 if the numbers of key/value heads and of heads are equal.
         kv_heads = rows["num_key_value_heads"]
         rows["kv_heads"] = np.where(kv_heads == 0, rows["num_heads"], kv_heads)
         return rows
@@ -233,12 +236,13 @@ class Tables:
         return rows
 
     def paths(self, family: str, operator: str, framework: str | None = None) -> list[Path]:
-        """Return an operator's tables: from the engine's version upwards, then the older ones, the nearest first.
+        """Return an operator's tables: those of the engine's version and later ones, then those of older versions, the
+        nearest first.
 
-        Kernels change from version to version: those of a later one may take half the time.
+        Kernels change from version to version; in a later version they may take half the time.
 
         Args:
-            framework: a framework other than the engine's; its newest tables come first, and it may have none.
+            framework: a framework other than the engine's; its newest tables come first, and an empty list is allowed.
 
         Raises:
             InputError: there is no table.
@@ -336,15 +340,18 @@ class Grid2:
 
 
 def _usual(values: Array) -> npt.NDArray[np.bool_]:
-    """Return which points are at a size that was measured about as often as others: some tables hold a few of one
-    model's odd sizes, between which nothing can be interpolated."""
+    """Return which points have a size that was measured about as often as other sizes. Some tables contain a few points
+    at the unusual sizes of one model, and between these nothing can be interpolated.
+    """
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     chosen: npt.NDArray[np.bool_] = (counts >= np.median(counts) / 4)[place]
     return chosen
 
 
 def _filled(grid: Array, axes: Sequence[Array]) -> Array:
-    """Return the grid with missing points filled: they grow in proportion to size from their smaller neighbour."""
+    """Return the grid with missing points filled in: their values grow in proportion to size from the next smaller
+    point.
+    """
     for place in map(tuple, np.argwhere(np.isnan(grid))):
         for d in range(grid.ndim):
             before = (*place[:d], place[d] - 1, *place[d + 1 :])
@@ -373,7 +380,7 @@ def surface_of(batch: Array, length: Array, seconds: Array, times: float = 1.0) 
     lengths, column = np.unique(length, return_inverse=True)
     grid = np.full((len(batches), len(lengths)), np.nan)
     grid[row, column] = np.log(seconds)
-    for known in grid:  # between two lengths that were measured at this batch
+    for known in grid:  # the length is between two lengths that were measured at this batch
         inside = np.flatnonzero(np.isfinite(known))
         between = slice(inside[0], inside[-1] + 1) if len(inside) else slice(0)
         known[between] = np.interp(np.log(lengths[between]), np.log(lengths[inside]), known[inside])
@@ -410,7 +417,7 @@ def _along(x: Array, points: Array, values: Array) -> Array:
 
 
 def _distance(pair: tuple[int, int], wanted: tuple[int, int]) -> tuple[float, float]:
-    """Return a distance that compares first the heads per key/value head, then their number."""
+    """Return a distance that first compares the number of heads per key/value head, then the number of heads."""
     group, wanted_group = pair[0] / pair[1], wanted[0] / wanted[1]
     return abs(np.log(group / wanted_group)), abs(np.log(pair[1] / wanted[1]))
 

@@ -3,18 +3,18 @@
 vLLM is measured from outside: only whole steps can be timed, from the scheduling of one to that of the next in its
 engine core. They are separated into parts as follows:
 
-    one prompt of n tokens, decode of n requests over little context   -> head(n): how much longer the decode takes
-    b prompts of 32 tokens, whose attention takes no time              -> tokens(32 b) + head(b)
-    decodes over longer contexts                                       -> decode attention: how much longer they take
-    a prompt in pieces                                                 -> attention of prompts: how much longer later
-                                                                          pieces take
+    one prompt of n tokens, decode of n requests over little context   -> head(n): how much longer the decode takes b
+    prompts of 32 tokens, whose attention takes no time              -> tokens(32 b) + head(b) decodes over longer
+    contexts                                       -> decode attention: how much longer they take a prompt in pieces
+    -> attention of prompts: how much longer later pieces take
 
 So `head` contains the cost of each request in a step after the first one, including the loop's work for it, and
-`overhead` is 0. Times are means over passes, as in `measure`. A few long steps may all meet the same clock rate and
-then stand out among their neighbours; since more tokens in a step never cost more per token, such sizes are averaged.
-The attention of prompts, a few hundredths of a step at usual lengths, is fitted to all pieces at once. Steps that
-decode and encode a piece of a prompt are also measured: `provenance` says by how much they differ from the sum of
-decodes and prompts. Decodes over long contexts use K/V that was never computed, from a vLLM connector made for that.
+`overhead` is 0. Times are means over passes, as in `measure`. A few long steps may all run at the same clock rate and
+then differ from steps of similar sizes. Since the time per token never rises with the number of tokens, sizes that
+violate this are averaged. The attention of prompts, a few hundredths of a step at usual lengths, is fitted to all
+pieces together. Steps that decode and encode a piece of a prompt are also measured: `provenance` says by how much they
+differ from the sum of decodes and prompts. Decodes over long contexts use K/V that was never computed, from a vLLM
+connector made for that.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from xrunner.vllm.offline import DONE
 from xrunner.vllm.process import last_error, package_path, preload, python, started, version_of
 
 SHORT = 32
-"""Tokens of a prompt or a context so short that its attention counts as 0."""
+"""Number of tokens of a prompt or a context that is so short that its attention counts as 0."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (SHORT, 128, 512, 1024, 2048)
 HEAD_BATCHES = (8, 32, 128)
@@ -84,16 +84,16 @@ class Probe(NamedTuple):
 
     @property
     def num_requests(self) -> int:
-        """Number of requests in its group."""
+        """Number of requests in the point's group."""
         return self.batch + (self.kind == "pieces")
 
     @property
     def step_tokens(self) -> int:
-        """Prompt tokens of its step; a prompt in pieces has many steps, and counts as short."""
+        """Prompt tokens of the point's step; a prompt in pieces has many steps, and counts as short."""
         return self.batch * self.length if self.kind == "encode" else 0
 
     def holds(self, step: StepRecord) -> bool:
-        """Return whether a step is one of those to be timed, and not one that only prepares them."""
+        """Return whether a step is to be timed; other steps only prepare the timed ones."""
         if self.kind == "pieces":
             return len(step.encode) == 1 and len(step.decode) == self.batch
         return bool(step.decode) == (self.kind == "decode")
@@ -289,14 +289,15 @@ def _encode_attention(spec: ModelSpec, times: dict[Probe, list[float]], rest: _L
 
 
 def _mixed_error(times: dict[Probe, list[float]], rest: _Line) -> tuple[float, float] | None:
-    """Return the share by which steps that decode and encode a piece take longer than both by themselves, and its
-    standard error; None: not measured."""
+    """Return the share by which steps that decode and encode a piece take longer than separate steps for both, and the
+    standard error of this share; None: not measured.
+    """
     pieces = {bool(point.batch): point for point in times if point.kind == "pieces"}
     decode = Probe("decode", BESIDE, BESIDE_CONTEXT)
     if len(pieces) < 2 or decode not in times:
         return None
     alone, mixed = pieces[False], pieces[True]
-    num_mixed = mixed.length // mixed.piece - 1  # its first step decodes nothing yet
+    num_mixed = mixed.length // mixed.piece - 1  # the first step of a point decodes nothing yet
     fixed = rest(mixed.piece) + rest(BESIDE) - rest(mixed.piece + BESIDE)  # counted in both of them
     by_start = _by_start(times[alone], alone.length // alone.piece)[:, 1 : 1 + num_mixed]
     decodes = np.reshape(times[decode], (len(by_start), -1)).mean(axis=1)

@@ -1,7 +1,7 @@
 """Runs a plan: models, K/V cache, attention, engine and server.
 
-A plan enters; tokens and a log of the steps leave. `xprofiler.measure` and `xgpt` may import this package. It imports
-torch, and never xsimulator or xscheduler.
+The input is a plan; the output is tokens and a log of the steps. `xprofiler.measure` and `xgpt` may import this
+package. It imports torch, and never xsimulator or xscheduler.
 """
 
 from xgpt.core.compiled_code import set_directory

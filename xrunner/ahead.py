@@ -1,10 +1,10 @@
 """Launch the next decode step before the engine asks for it, so that a GPU never waits for the engine's loop.
 
-While all requests only decode, the next step is nearly always the last step, one token further, without the requests
-that have ended. Its input tokens are already on the device, so it is launched before they are read, and the loop
-settles the last step while it runs. If the schedule then asks for another step, the launched one is discarded: the keys
-and values that it wrote are overwritten, or lie in blocks whose next owner writes before reading. Tokens, steps and
-their order are the same as without this.
+While all requests only decode, the next step is nearly always the previous step, one token further, without the
+requests that have ended. Its input tokens are already on the device, so it is launched before the host has read them,
+and the engine's loop settles the previous step while the next one runs. If the schedule then asks for a different step,
+the launched one is discarded: the keys and values that it wrote are overwritten, or lie in blocks whose next owner
+writes before it reads. Tokens, steps and their order are the same as without early launches.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ class AheadWorker(Worker):
         return dict(zip(step.decode, sampled.tolist(), strict=True))
 
     def _run_ahead(self, step: Step, rows: np.ndarray, tokens: Tensor) -> None:
-        """Launch this step again, one token further, if each request has room for one more token."""
+        """Launch this step again, one token further, if each request has K/V memory for one more token."""
         context = self._rows.context[rows]
         has_room = context // self.cache.block_size < self._rows.num_blocks[rows]
         if not has_room.all() or int(context.max()) >= self.model.spec.max_context:
             return
         batch = self._decodes(step, rows)
-        self._rows.context[rows] -= 1  # until the engine asks for it
+        self._rows.context[rows] -= 1  # kept until the engine asks for this step
         self._ahead = _Launched(
             index={id_: index for index, id_ in enumerate(step.decode)},
             tokens=self._launch(replace(batch, token_ids=tokens.clamp(min=0))),

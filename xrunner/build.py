@@ -31,7 +31,7 @@ from xrunner.worker import Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """What a worker loads, and onto which device.
+    """The settings of a worker: what it loads, and onto which device.
 
     Attributes:
         kv_dtype: dtype of keys and values; None: the default for the weights' dtype.
@@ -39,7 +39,7 @@ class WorkerSettings:
         num_blocks: number of K/V cache blocks.
         backend: a name of `attention.BACKENDS`; None: the fastest that runs on the device.
         threads: CPU threads of this process; None: leave unchanged.
-        layouts: how a CPU keeps weights of each shape (see `xrunner.packing.choice.pack`).
+        layouts: layout in which a CPU stores weights of each shape (see `xrunner.packing.choice.pack`).
     """
 
     spec: ModelSpec
@@ -62,7 +62,7 @@ def build_worker(
 
     Args:
         part: the part of the model that this rank holds; None: the whole model.
-        group: the ranks that share these layers; None: this rank has them to itself.
+        group: the ranks that share these layers; None: only this rank has them.
         pipe: link to the stages before and after; None: there is one stage.
 
     Raises:
@@ -181,7 +181,7 @@ def whole_worker(
 
 
 def warm_up(worker: Worker | RowWorker, *, encode: bool = True, decode: bool = True) -> None:
-    """Run a prompt and a decode, if the worker can, so that the first real steps need not wait for compilation.
+    """Run a prompt and a decode, if the worker supports this, so that the first real steps do not wait for compilation.
 
     All workers of a pipeline must call this together.
     """

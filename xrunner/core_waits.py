@@ -1,4 +1,4 @@
-"""How long steps waited for a processor core, as Linux counts it."""
+"""Measure how long steps waited for a processor core, by the counters of Linux."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class CoreWaitMeter:
     """Passes records on. To each it adds the longest time for which, during the step, a thread of this process was
     ready to run while other threads occupied the cores. Call it in the thread that executes steps.
 
-    The main thread is left out if another thread executes steps: it answers requests, and no step waits for it. Time
-    spent waiting to wake up since the last step counts towards this step.
+    The main thread is left out if another thread executes steps: it answers requests, and no step waits for it. If a
+    thread waited for a core after the last step, to wake up for this one, that time counts towards this step.
     """
 
     def __init__(self, on_step: Callable[[StepRecord], None]) -> None:

@@ -1,8 +1,8 @@
 """Give each thread that computes steps a core of its own.
 
-Linux moves a thread off a core on which another thread wakes up. If every core computes, the thread lands on the core
-of one that waits for it. The two then alternate in slices of some milliseconds, and the waiting one spins during its
-slices.
+Linux moves a thread away from a core on which another thread wakes up. If every core computes, the thread gets to a
+core whose own thread waits for it. The two then alternate in slices of some milliseconds, and the waiting thread spins
+during its slices.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def take_cores(part: int = 0, parts: int = 1) -> bool:
-    """Pin each of the caller's OpenMP threads to its own core, if all teams together have as many threads as this
-    process may use cores; otherwise change nothing, because a thread may have to make way for other work.
+    """Pin each of the caller's OpenMP threads to its own core, if the threads of all teams together are as many as the
+    cores that this process may use. Otherwise change nothing, because a thread may have to make way for other work.
 
     Threads and processes that the caller starts later inherit its core.
 

@@ -45,7 +45,9 @@ def name_of_scales(names: Container[str], weight: str) -> str | None:
 
 
 def fits(scales: list[int], shape: list[int]) -> bool:
-    """Return whether this shape suits one scale for a matrix, one for each row, or one for each block."""
+    """Return whether scales of this shape fit a matrix: one for the whole matrix, one for each row, or one for each
+    block.
+    """
     rows, columns = shape
     of_blocks = [ceil(rows / BLOCK), ceil(columns / BLOCK)]
     return scales in ([], [1], [1, 1], [rows], [rows, 1], of_blocks)
@@ -57,7 +59,7 @@ def scaled(numbers: Tensor, scales: Tensor, shape: list[int], place: tuple[slice
     Args:
         scales: scales of the whole matrix, in a shape that `fits`.
         shape: shape of the whole matrix.
-        place: position of the part in it.
+        place: position of the part in the whole matrix.
     """
     scales = scales.float()
     if scales.numel() > 1:

@@ -25,17 +25,17 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Runs a schedule: any thread submits requests, and `step` returns their tokens.
+    """Runs a schedule: any thread may submit requests, and `step` returns their tokens.
 
     Other threads may call `submit`, `cancel` and `apply`; everything else belongs to the thread that calls `step`.
 
     If a worker is lost or a step fails, all workers are restarted. The requests are encoded again with the tokens that
-    they had generated, and continue where they were. They arrive again in the step log, whose numbers restart. A
-    request that makes steps fail, or does not fit another plan's memory, ends with finish "error".
+    they had generated, and continue where they were. In the step log, these requests arrive again, and the numbers of
+    steps restart. A request that makes steps fail, or does not fit another plan's memory, ends with finish "error".
 
     Args:
         deploy: builds the workers of another plan; None: only plans with the same placement can be applied.
-        reuse: requests share the K/V of the beginnings that their prompts have in common.
+        reuse: whether requests share the K/V of common prompt prefixes.
 
     Attributes:
         executor: the current executor of steps.
@@ -80,16 +80,18 @@ class Engine:
         return self._schedule.pool
 
     def submit(self, generation: Generation) -> None:
-        """Submit a request. Its id must be new, and `Pool.can_ever_fit` must hold for it."""
+        """Submit a request. Its id must be new, and `Pool.can_ever_fit` must be true for it."""
         self._grammars.submit(generation)
 
     def cancel(self, id_: int) -> None:
-        """Remove a request before the next step; one that has already ended is ignored."""
+        """Remove a request before the next step; if it has already ended, do nothing."""
         if not self._grammars.cancel(id_):
             self._hand_in(id_)
 
     def apply(self, schedule: Schedule) -> None:
-        """Adopt another plan's schedule: before the next step if the placement stays, else when no request runs."""
+        """Adopt another plan's schedule: before the next step if the placement does not change, else when no request
+        runs.
+        """
         self._hand_in(schedule)
 
     def go_over_to(self, plan: Plan) -> None:
@@ -113,11 +115,12 @@ class Engine:
         return self._redeployment.is_pending
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until something is submitted, or the time is over; to be called when `step` returned None."""
+        """Wait until something is submitted, or the time is over; call this when `step` has returned None."""
         self._inbox.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
-        """Begin every step that can begin, then wait for one to end; an arrival during the wait may begin one more.
+        """Begin every step that can begin, then wait until a step ends; if a request arrives during the wait, a further
+        step may begin.
 
         Returns:
             That step's tokens, and the ends of lost requests; None if nothing could run.
@@ -154,7 +157,9 @@ class Engine:
         return self._settle(*ended)
 
     def _take_in(self, now_ns: int) -> None:
-        """Add newly submitted requests to the pool at the step's own time; drop those whose deadline has passed."""
+        """Add newly submitted requests to the pool, with the time of the step; drop requests whose deadline has
+        passed.
+        """
         self._now_ns = now_ns
         for handed_in in self._inbox.drain():
             match handed_in:
@@ -182,7 +187,7 @@ class Engine:
             self._redeploy()
 
     def _enter(self, generation: Generation) -> None:
-        """Queue a request; one that can never be executed ends."""
+        """Queue a request; a request that can never be executed ends."""
         chain = () if self._shared is None else self._shared.of_prompt(generation, self.pool.block_size)
         request = _request_of(generation, self._now_ns, chain)
         if not self.pool.can_ever_fit(request):
@@ -199,7 +204,9 @@ class Engine:
 
     @property
     def _shared(self) -> Prefixes | None:
-        """Return the keys of blocks that requests share; None if they share none, as when an encoder reads prompts."""
+        """Return the hash chains for blocks that requests share; None if requests share no blocks, for example because
+        an encoder reads prompts.
+        """
         return self._prefixes if self.executor.resumes else None
 
     def _go_over(self, schedule: Schedule) -> None:
@@ -208,13 +215,13 @@ class Engine:
         self._redeployment.want(schedule)
         for request in list(self._schedule.pool.waiting):
             if self._progress.has_begun(request.id):
-                continue  # it was preempted and ends here
+                continue  # the request was preempted, and ends here
             self._redeployment.park(self._progress.generations[request.id])
             self._recorder.cancel(request.id)
             self._forget(self._schedule.cancel(request.id))
 
     def _redeploy(self) -> None:
-        """Give the workers up, deploy the other plan, and admit the requests that were parked."""
+        """Release the workers, deploy the other plan, and admit the requests that were parked."""
         self.executor = Vacant()  # the old executor's memory is freed before the next one allocates
         self._schedule, self.executor, refused = self._redeployment.run(self._schedule)
         if refused is not None:
@@ -276,7 +283,7 @@ class Engine:
         """Restart after a failed step, without the request that makes steps fail once it is known.
 
         Raises:
-            EngineFailed: too many have failed recently.
+            EngineFailed: too many steps have failed recently.
         """
         under_way = [id_ for id_ in self._progress.generations if self.pool.under_way.touches(id_)]
         culprit = self._suspects.fail(error, under_way)

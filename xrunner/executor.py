@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class WorkerLost(XgptError):
-    """A worker has died or is silent; the work of all workers is lost."""
+    """A worker has died or is silent, so the work of all workers is lost."""
 
 
 class Use(NamedTuple):
-    """What a process of a replica has done since its start: bytes sent, and seconds computed."""
+    """The work of one process of a replica since its start: bytes sent, and seconds computed."""
 
     process: str
     control_bytes: int
@@ -32,8 +32,8 @@ class Executor(Protocol):
     """The workers of an engine: they hold weights and K/V, and execute steps.
 
     Attributes:
-        logprobs: log probabilities of the last step's tokens, for the requests that ask for them.
-        failed: why the last step chose no token (NO_TOKEN) for some requests, if the logits are not the cause.
+        logprobs: log probabilities of the last step's tokens, for requests that ask for them.
+        failed: by request, the reason why the last step chose no token (NO_TOKEN), if the logits are not the cause.
         resumes: whether a request can continue by encoding its prompt and output so far.
         scores_prompts: whether log probabilities of prompts are available.
     """
@@ -44,24 +44,25 @@ class Executor(Protocol):
     scores_prompts: bool
 
     def accept(self, generation: Generation) -> None:
-        """Check a request before anything is planned for it; raise an error if the workers cannot take it."""
+        """Check a request before a step is planned for it; raise an error if the workers cannot execute it."""
 
     def prepare(self, grammar: str) -> object:
-        """Compile a grammar in every process that chooses tokens, and wait for it. Any thread may call this.
+        """Compile a grammar in every process that chooses tokens, and wait until this is done. Any thread may call
+        this.
 
-        The grammar stays compiled as long as the result is referenced. `start` compiles one that is not.
+        The grammar stays compiled as long as the result is referenced. `start` compiles a grammar that is not compiled.
 
         Raises:
-            MachineError: it cannot be compiled there.
+            MachineError: the grammar cannot be compiled in one of the processes.
         """
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         """Add a request that is about to be encoded.
 
         Args:
-            table: its blocks where it is encoded; the first `found` already hold its K/V. Later blocks come with steps
-                (`Step.grown`).
-            moves_to: its blocks where it is decoded; None: the same.
+            table: the request's blocks in the lane that encodes it; the first `found` blocks already contain its K/V.
+                Later blocks are passed with steps (`Step.grown`).
+            moves_to: the request's blocks in the lane that decodes it; None: the same blocks.
         """
 
     def begin(self, step: Step) -> None:
@@ -70,23 +71,25 @@ class Executor(Protocol):
     def collect(self) -> tuple[Step, dict[int, int]] | None:
         """Wait for the next step to end; return the next token of each request that decoded or whose prompt ended.
 
-        Steps of one lane end in the order in which they began. Returns None if `interrupt` came first.
+        Steps of one lane end in the order in which they began. Returns None if `interrupt` was called before a step
+        ended.
 
         Raises:
             WorkerLost: the current steps will not end, and all K/V is lost.
         """
 
     def interrupt(self) -> None:
-        """Make `collect` return at once, or the next call if it is not waiting. Any thread may call this.
+        """Make `collect` return immediately; if it is not waiting now, its next call returns immediately. Any thread
+        may call this.
 
-        It does nothing if steps are executed inside `collect`, where nothing could begin earlier.
+        It does nothing if steps are executed inside `collect`, since no step could then begin earlier.
         """
 
     def check(self) -> None:
         """Check that all workers are well; called while no step is being executed.
 
         Raises:
-            WorkerLost: one is not.
+            WorkerLost: a worker is lost.
         """
 
     def restart(self) -> None:
@@ -97,11 +100,12 @@ class Executor(Protocol):
         """
 
     def uses(self) -> list[Use]:
-        """Return what each process has done, the engine's own first; empty if that is the only one. Any thread may call
-        this."""
+        """Return the work of each process, the engine's own process first; empty if there is only one process. Any
+        thread may call this.
+        """
 
     def close(self) -> None:
-        """Free everything; the executor cannot be used afterwards."""
+        """Free all resources; the executor cannot be used afterwards."""
 
     def release(self, ids: Collection[int]) -> None:
         """Forget these requests, which no current step uses. The schedule reassigns their blocks."""
@@ -141,10 +145,10 @@ class OneAtATime(ABC):
         return step, self.execute(step)
 
     def interrupt(self) -> None:  # noqa: B027
-        """Do nothing: a step blocks the thread that executes it."""
+        """Do nothing, since a step blocks the thread that executes it."""
 
     def check(self) -> None:  # noqa: B027
-        """Do nothing: there is no other process to check."""
+        """Do nothing, since there is no other process to check."""
 
     def restart(self) -> None:
         """Forget all steps and requests, in whatever state a failed step has left them."""
@@ -154,7 +158,7 @@ class OneAtATime(ABC):
         return []
 
     def close(self) -> None:  # noqa: B027
-        """Do nothing: there is no other process to end."""
+        """Do nothing, since there is no other process to end."""
 
 
 class Vacant(OneAtATime):

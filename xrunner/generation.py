@@ -17,13 +17,13 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a request's tokens are chosen; by default the highest logit.
+    """The parameters by which a request's tokens are chosen; by default, the token with the highest logit is chosen.
 
     Attributes:
         temperature: divides the logits; 0: choose the highest logit.
-        top_k: keep only this many most probable tokens; 0: all.
-        top_p: of these, keep only the most probable ones that together have this probability.
-        min_p: of these, keep only those at least this probable, relative to the most probable.
+        top_k: keep only this number of most probable tokens; 0: keep all.
+        top_p: of the kept tokens, keep only the most probable ones that together have this probability.
+        min_p: of the kept tokens, keep only those whose probability is at least this share of the highest probability.
         seed: equal seeds give equal tokens if logits are equal. Other requests in the batch may change the last bits of
             logits. That changes a sampled token about as rarely as it changes which logit is highest (`sampling`).
         presence_penalty: subtracted from the logit of every token in the output.
@@ -56,7 +56,7 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the highest logit is all that is needed."""
+        """Return whether the token with the highest logit is the result, and nothing else is needed."""
         chooses = self.temperature or self.has_penalty or self.logit_bias or self.grammar is not None
         return self.logprobs is None and not chooses
 
@@ -69,7 +69,9 @@ seeds."""
 
 
 def of_choices(sampling: SamplingParams, seed: int, num_choices: int) -> Iterator[SamplingParams]:
-    """Yield the sampling parameters of each output of one request: the same, with a seed for each."""
+    """Yield the sampling parameters of each output of one request: the same parameters, with a different seed for each
+    output.
+    """
     for index in range(num_choices):
         yield replace(sampling, seed=(seed + index * SEED_STRIDE) % 2**64)
 
@@ -78,7 +80,7 @@ class Logprobs(NamedTuple):
     """Natural logarithms of probabilities: of the chosen token, and of the most probable ones (token, value).
 
     Attributes:
-        prompt: scores of each prompt token except the first; comes with the first token of a request that asks for
+        prompt: scores of each prompt token except the first; set only with the first token of a request that asks for
             them.
     """
 
@@ -93,16 +95,17 @@ class Generation:
 
     Attributes:
         prompt: token ids.
-        max_output: largest number of output tokens; the schedule knows no more about the output's length.
+        max_output: largest number of output tokens; the schedule knows nothing else about the output's length.
         stop_token_ids: tokens that end the output.
         output_length: benchmarks only: end after exactly this many tokens, as if a stop token had come. Hidden from the
             schedule.
         sampling: how its tokens are chosen.
         num_resumed: number of tokens at the end of `prompt` that the request had generated before a preemption.
-        deadline_ns: time after which its tokens are useless, on the engine's clock. A request that still waits then
-            ends without a token.
+        deadline_ns: time after which the request's tokens are useless, on the engine's clock. A request that still
+            waits at that time ends without a token.
         promised_output, account: as in `Arrival`.
-        arrival_ns: time at which the server received it, on the engine's clock; None: when the engine receives it.
+        arrival_ns: time at which the server received the request, on the engine's clock; None: the time at which the
+            engine receives it.
     """
 
     id: int
@@ -119,11 +122,13 @@ class Generation:
 
     @property
     def is_scored(self) -> bool:
-        """Return whether its prompt is scored. Once output is encoded again, the scores have already been reported."""
+        """Return whether the request's prompt is scored. If it has generated tokens before, the scores have already
+        been reported.
+        """
         return self.sampling.prompt_logprobs is not None and not self.num_resumed
 
     def resumed(self, generated: Sequence[int]) -> Generation:
-        """Return the request that continues after these output tokens, which are encoded with its prompt."""
+        """Return the request that continues after these output tokens; they are encoded together with its prompt."""
         if not generated:
             return self
         count = len(generated)
@@ -136,7 +141,7 @@ class Generation:
         )
 
     def finish(self, token: int, count: int) -> FinishReason | None:
-        """Return why this output token, number `count`, is the last; None if it is not."""
+        """Return the reason why this output token, number `count`, is the last one; None if it is not the last."""
         if token == NO_TOKEN:
             return "error"
         if token in self.stop_token_ids or count == self.output_length:

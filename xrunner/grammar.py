@@ -1,9 +1,9 @@
-"""Keep outputs to a grammar: compute which tokens may come next, by llguidance.
+"""Restrict outputs to a grammar: compute, with llguidance, which tokens may come next.
 
-A grammar is text, built by `json_grammar` or `xrunner.server.api.tools`. It travels with its request, so that any
-worker that chooses tokens has it; it is compiled there before the request enters the schedule
-(`xrunner.grammar_queue`). A token advances the grammar when it is chosen; tokens generated before the request
-came to this worker advance it at its start.
+A grammar is text, built by `json_grammar` or `xrunner.server.api.tools`. The grammar is part of its request, so that
+any worker that chooses tokens has it. The worker compiles it before the request enters the schedule
+(`xrunner.grammar_queue`). A token advances the grammar when it is chosen. Tokens that were generated before the request
+came to this worker advance the grammar at its start.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ KEPT_S = 0.3
 total. Their memory grows with that time: one of the longest takes 0.2 s and 15 MiB, one of eight usual tools 8 ms.
 """
 LONG_BYTES = 1 << 13
-"""After a longer grammar, and after an output that kept to it, the process gives freed memory back to the system."""
+"""After compiling a longer grammar, and after an output that followed it, the process returns freed memory to the
+system.
+"""
 STEP_FUEL, STEP_ITEMS, STATES = 20_000, 20_000, 30_000
 """Largest work on the tokens that may come next, in llguidance's units for its lexer and its parser, and the largest
 number of the lexer's states. Usual schemas need a tenth. A pattern that needs more work takes 2 ms of a step for each
 output until it is refused, and 25 MiB; with llguidance's own limits it was 8 ms of every step, and 200 MiB."""
 KEPT_ANSWERS = 64
-"""Number of grammars for which it is remembered whether they are accepted."""
+"""Number of grammars for which the process remembers whether they are accepted."""
 
 UNFORCED = '\n%llguidance {"no_forcing": true}\n'
 """The last line of each grammar, which no earlier line can undo. Without it, llguidance follows text that has only one
@@ -79,7 +81,7 @@ def any_of(opened: Mapping[str, dict[str, Any]], end: str) -> str:
     """Return Lark alternatives: an opening, a value of its JSON schema and `end`.
 
     Args:
-        opened: schemas by openings. Each is a document by itself: what `$ref` names lies in it.
+        opened: schemas by openings. Each schema is a separate document, within which `$ref` is resolved.
     """
     ways = (f"{json.dumps(opening)} {json_rule(schema)} {json.dumps(end)}" for opening, schema in opened.items())
     return " | ".join(ways)
@@ -91,11 +93,11 @@ def whole_grammar(answer: str, begin: str = "", end: str = "", *, is_open: bool 
     Args:
         answer: rules; the rule `answer` describes what follows the reasoning.
         begin, end: Lark terms of the marks around reasoning; empty: there are none.
-        is_open: whether the output begins within reasoning, which it must end.
+        is_open: whether the output begins within reasoning; the output must then end the reasoning.
     """
     if not end:
         return f"start: answer\n{answer}"
-    # A mark that is text ends the reasoning at its first occurrence; one that is a token, at the token.
+    # If the mark is text, its first occurrence ends the reasoning; if the mark is a token, the token does.
     ended = "ended: THOUGHT " if end.startswith("<[") else "ended[lazy]: THOUGHT "
     thought = f"thought: {'' if is_open else f'SPACE? {begin} '}ended SPACE?"
     return (
@@ -110,7 +112,7 @@ def tagged_grammar(trigger: str | int, called: str, free: Collection[int] = ()) 
     Args:
         trigger: text, or the id of a special token.
         called: rules; the rule `called` describes what follows the trigger.
-        free: tokens that are not text, and may stand anywhere in it.
+        free: tokens that are not text, and that may occur anywhere in the text.
     """
     if isinstance(trigger, int):
         tag = f"tag: TEXT <[{trigger}]> called"
@@ -124,7 +126,7 @@ def opened_grammar(opened: Mapping[str, dict[str, Any]], end: str, free: Collect
 
     Args:
         opened: schemas by openings; all other text is free.
-        free: tokens that are not text, and may stand anywhere in it.
+        free: tokens that are not text, and that may occur anywhere in the text.
     """
     rules = [f"tag: {' | '.join(f'tag_{number}' for number in range(len(opened)))}"]
     for number, (opening, schema) in enumerate(opened.items()):
@@ -151,8 +153,8 @@ def ranges(tokens: Collection[int]) -> str:
 
 
 class Grammars:
-    """The grammars of a checkpoint's tokens. Its tokenizer is read in a thread of its own, which the first use waits
-    for.
+    """Grammars for a checkpoint's tokens. A separate thread reads the checkpoint's tokenizer; the first use waits for
+    this thread.
 
     Args:
         tokenizer: path of tokenizer.json.
@@ -248,21 +250,22 @@ class Compiled:
 
 
 class GrammarState:
-    """The position of an output in its grammar, which begins at its start and stays compiled meanwhile.
+    """The position of an output in its grammar, at first the start. The grammar stays compiled as long as this object
+    exists.
 
     Args:
-        eos_token_ids: allowed only where the output is complete, even if the tokenizer has text for them.
+        eos_token_ids: tokens that are allowed only if the output is complete, even if the tokenizer has text for them.
     """
 
     def __init__(self, compiled: Compiled, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._compiled = compiled
-        self._matcher = compiled.matcher.deep_copy()  # costs nothing, and shares computed states with all copies
+        self._matcher = compiled.matcher.deep_copy()  # copying costs nothing, and all copies share computed states
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
 
     def allowed(self) -> np.ndarray | None:
-        """Return which tokens may come next; None if the output can no longer be followed, for instance because the
-        grammar is too large.
+        """Return which tokens may come next; None if the grammar can no longer follow the output, for instance because
+        it is too large.
 
         # bool [vocab]
         """
@@ -280,8 +283,9 @@ class GrammarState:
 
 
 def grammars_of(checkpoint: Path | None, spec: ModelSpec) -> Grammars | None:
-    """Return the grammars of a checkpoint's tokens: one object for each process, so that a worker need not compile what
-    the server has checked. None: the checkpoint has no tokenizer, or no token that ends an output.
+    """Return the grammars for a checkpoint's tokens: one object for each process, so that a worker in the server's
+    process need not compile a grammar again that the server has checked. None: the checkpoint has no tokenizer, or no
+    token that ends an output.
     """
     path = None if checkpoint is None else checkpoint / "tokenizer.json"
     if path is None or not path.is_file() or not spec.eos_token_ids:

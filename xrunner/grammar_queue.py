@@ -1,4 +1,6 @@
-"""Keep requests with a grammar out of the schedule until it is compiled, so that no step waits for a compiler."""
+"""Keep requests with a grammar out of the schedule until the grammar is compiled, so that no step waits for a
+compiler.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ class _Compiled:
     """A compiled grammar.
 
     Attributes:
-        kept: the grammar stays compiled as long as this is referenced.
+        kept: an object; the grammar stays compiled as long as this object is referenced.
         account: name of the account that it was compiled for.
-        users: the unfinished requests that follow it.
-        has_begun: whether one of them has begun.
+        users: the unfinished requests that follow the grammar.
+        has_begun: whether one of these requests has begun.
     """
 
     kept: object
@@ -35,10 +37,11 @@ class GrammarQueue:
     """Compiles the grammars of submitted requests in a thread, one after the other, and passes each request on when it
     can begin without a wait.
 
-    A grammar stays compiled until its last request has ended, even if that is preempted in between. If requests wait
-    long before they begin, only `AHEAD_BYTES` of grammars are compiled for them; further requests wait here. So that no
-    account's requests hold up another's, the next grammar is one of the account with the highest priority, then of the
-    account with the least ahead for its share, in turns; and an account with nothing ahead does not wait for others.
+    A grammar stays compiled until its last request has ended, even if that request is preempted in between. If requests
+    wait long before they begin, only `AHEAD_BYTES` of grammars are compiled for them; further requests wait in this
+    queue. So that no account's requests hold up another's, the next grammar is one of the account with the highest
+    priority, then of the account with the least ahead for its share, in turns; and an account with nothing ahead does
+    not wait for others.
 
     Any thread may call the methods.
 
@@ -60,7 +63,7 @@ class GrammarQueue:
         self._is_closed = False
 
     def submit(self, generation: Generation) -> None:
-        """Pass a request on: at once, or when its grammar is compiled."""
+        """Pass a request on: immediately, or when its grammar is compiled."""
         if (grammar := generation.sampling.grammar) is None:
             self._pass_on(generation)
             return
@@ -75,7 +78,7 @@ class GrammarQueue:
             self._changed.notify()
 
     def cancel(self, id_: int) -> bool:
-        """Remove a request that is still waiting here; return whether it was."""
+        """Remove a request if it still waits here; return whether it did."""
         with self._changed:
             return any(self._drop(account, id_) for account in list(self._waiting))
 
@@ -152,7 +155,7 @@ class GrammarQueue:
             assert grammar is not None
             try:
                 kept = self._compile(grammar)
-            except Exception as error:  # whatever it is, it is the error of these requests only
+            except Exception as error:  # whatever the error is, it concerns only these requests
                 reason = f"its grammar cannot be compiled: {error}"
             with self._changed:
                 waiting = [one for requests in self._waiting.values() for one in requests.values()]

@@ -12,7 +12,7 @@ _is_due = threading.Lock()
 
 
 def give_back_soon() -> None:
-    """Give all freed memory back within `GIVE_BACK_S`, in another thread."""
+    """Return all freed memory to the system within `GIVE_BACK_S`, in another thread."""
     if _trim is not None and _is_due.acquire(blocking=False):
         timer = threading.Timer(GIVE_BACK_S, _give_back)
         timer.daemon = True

@@ -21,9 +21,11 @@ class KvCache:
 
     Attributes:
         device: the device of the blocks; set even if a stage has no decoder layer.
-        layers: one tensor for each layer. # [2 (K, V), num_blocks, num_kv_heads, block_size, head_dim] Latent attention
-            has one vector for each token, both key and value: [1, num_blocks, 1, block_size, kept]. In eight bits
-            head_dim is SCALE_BYTES larger: each token's numbers are followed by their scale (`numbers_of`).
+        layers: one tensor for each layer.
+            # [2 (K, V), num_blocks, num_kv_heads, block_size, head_dim]
+            Latent attention has one vector for each token, which is both key and value: [1, num_blocks, 1, block_size,
+            kept]. In eight bits head_dim is SCALE_BYTES larger: each token's numbers are followed by their scale
+            (`numbers_of`).
     """
 
     def __init__(

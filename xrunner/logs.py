@@ -1,4 +1,4 @@
-"""Write logs for machines: one JSON object a line."""
+"""Write logs for machines: one JSON object on each line."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ MAX_ITEMS = 100
 END_S = 1.0
 """Time in which waiting lines are written when the process ends."""
 MAX_CHARACTERS, MAX_TRACEBACK = 1000, 8000
-"""Characters of a message, and of a traceback, whose end is written; of any other text `MAX_SHOWN` are."""
+"""Number of characters that are written of a message, and of the end of a traceback; of any other text, `MAX_SHOWN` are
+written.
+"""
 KINDS = 1000
-"""Kinds of lines that are remembered: the most recent ones."""
+"""Number of kinds of lines that are remembered: the most recent ones."""
 
 
 class Rate(NamedTuple):
-    """How many lines of a kind are written at once, and how many a second."""
+    """The number of lines of a kind that may be written together, and the number of lines a second."""
 
     at_once: float
     per_s: float
@@ -43,7 +45,8 @@ ANSWERED, OTHERS = Rate(2000, 1000), Rate(100, 2)
 
 
 class NoFlood(logging.Filter):
-    """Drops lines if there are too many of a kind; the next one that is written says how many (`left_out`).
+    """Drops lines if there are too many of a kind; the next line that is written states how many were dropped
+    (`left_out`).
 
     A kind is a logger, a level, a message (before its arguments are filled in) and an HTTP status. Each kind writes
     less than 100 MB a day, successes not counted.
@@ -53,7 +56,9 @@ class NoFlood(logging.Filter):
         super().__init__()
         self._lock = threading.Lock()
         self._kinds: OrderedDict[tuple[object, ...], tuple[float, float, int]] = OrderedDict()
-        """For each kind: lines that may still be written at once, when that was computed, lines left out since."""
+        """For each kind: the number of lines that may still be written now, the time at which this number was computed,
+        and the lines left out since then.
+        """
 
     def filter(self, record: logging.LogRecord) -> bool:
         fields: dict[str, object] = getattr(record, "fields", {})
@@ -77,7 +82,7 @@ class NoFlood(logging.Filter):
 class JsonFormatter(logging.Formatter):
     """Formats records as {"time", "level", "logger", "message", ...}, followed by a record's `fields`.
 
-    In JSON, text from outside cannot begin a line of its own.
+    JSON is used because text from clients then cannot begin a new line of the log.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -108,7 +113,8 @@ def _short(value: object) -> object:
 class BackgroundHandler(logging.Handler):
     """Writes lines to a file descriptor in its own thread, so that a pipe that is not read blocks nothing else.
 
-    Lines beyond `MAX_LINES` waiting ones are lost; once there is room again, a line says how many were.
+    If `MAX_LINES` lines already wait, further lines are lost; once there is room again, a line states how many were
+    lost.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -150,7 +156,7 @@ def log_json(level: str, stream: IO[str] | None = None) -> None:
     handler = BackgroundHandler(sys.stderr.fileno()) if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
     handler.addFilter(NoFlood())
-    logging.raiseExceptions = False  # a line that cannot be written must not become a traceback on standard error
+    logging.raiseExceptions = False  # a line that cannot be written must not lead to a traceback on standard error
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

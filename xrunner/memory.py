@@ -26,8 +26,8 @@ HUGE_PAGE = 2**21
 def keep_freed_memory() -> None:
     """Make the C library keep freed memory and share it between threads, if it is glibc.
 
-    Otherwise it returns every large tensor's memory to the system. Taking it again costs a page fault for each 4 KiB: 5
-    to 13% of a step of 500 tokens or more.
+    Otherwise the library returns every large tensor's memory to the system. Allocating it again costs a page fault for
+    each 4 KiB: 5 to 13% of the time of a step of 500 tokens or more.
 
     Call this before the process has other threads: a thread that has already allocated keeps an arena of its own, which
     is not part of the heap, and which `ask_for_heap` does not cover.
@@ -68,8 +68,9 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, *, huge: bool = True) -> T
     """Return zeros that take memory only when they are written to, in huge pages if the system has them.
 
     Args:
-        huge: use huge pages. Keys and values do not: they are written block by block, and huge pages made a server's
-            steps 13% longer on a virtual machine, while weights, which are read whole, are read faster.
+        huge: use huge pages. Keys and values do not use them: they are written block by block, and huge pages made a
+            server's steps 13% longer on a virtual machine. Weights are read as a whole, and are read faster from huge
+            pages.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < HUGE_PAGE:
@@ -77,7 +78,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, *, huge: bool = True) -> T
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         memory = mmap.mmap(-1, size)
     else:
-        # Systems give no huge pages for memory that processes could share.
+        # Systems do not use huge pages for memory that processes could share.
         memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if huge:
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,7 +1,7 @@
 """A part of a model on one device of several: some layers, each divided among devices for tensor parallelism.
 
-The blocks of layers.py know nothing of this. A rank builds its model from the sizes of its part (`Part.local`), and
-hooks add up the partial results of a stage's ranks. Source: Megatron-LM (arXiv 1909.08053) sec. 3.
+The blocks of layers.py are not aware of the division. A rank builds its model from the sizes of its part
+(`Part.local`), and hooks add up the partial results of a stage's ranks. Source: Megatron-LM (arXiv 1909.08053) sec. 3.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from xrunner.models.layers import (
 
 
 class Group(Protocol):
-    """The ranks that compute a stage together, seen from one of them."""
+    """The ranks that compute a stage together, as one of these ranks uses them."""
 
     rank: int
     degree: int
@@ -84,7 +84,7 @@ class Part:
         encoder_layers: its encoder layers, [first, last).
         is_first: whether it embeds tokens.
         is_last: whether it computes logits.
-        rank, degree: its number among the ranks that share these layers, and their count.
+        rank, degree: the rank's number among the ranks that share these layers, and the number of these ranks.
         ep: number of parts into which the ranks divide a layer's experts; the ranks of one part hold slices of its
             experts.
         runs_decoder: False for an encoder without decoder layers.
@@ -117,7 +117,7 @@ class Part:
 
     @property
     def kv_heads(self) -> Share:
-        """Number of K/V heads that this rank caches: its share, or one that other ranks cache, too."""
+        """Number of K/V heads that this rank caches: its share, or one head that other ranks also cache."""
         total = self.spec.num_kv_heads
         if self.degree <= total:
             return share(total, self.rank, self.degree)
@@ -131,7 +131,7 @@ class Part:
 
     @property
     def heads(self) -> Share:
-        """Query heads of this rank: those that read its keys and values."""
+        """Query heads of this rank: the heads that read this rank's keys and values."""
         spec, kv = self.spec, self.kv_heads
         group = spec.num_heads // spec.num_kv_heads
         readers = max(1, self.degree // spec.num_kv_heads)
@@ -165,7 +165,9 @@ class Part:
 
     @property
     def local(self) -> ModelSpec:
-        """The model from this rank's view. It is not validated: a part may well have no encoder layer."""
+        """The sizes of the model that this rank builds. They are not validated, since a part may have no encoder
+        layer.
+        """
         first, last = self.layers
         experts = self.spec.experts
         if experts is not None:
@@ -188,7 +190,9 @@ class Part:
 
 
 class VocabularyShare(Embedding):
-    """The rows of a rank's share of the vocabulary; other ranks' tokens give zero until the group adds up."""
+    """The embedding's rows for a rank's share of the vocabulary. Tokens of other ranks give zero, and the group adds up
+    the results.
+    """
 
     def __init__(self, weight: nn.Parameter, first: int) -> None:
         nn.Module.__init__(self)
@@ -232,7 +236,9 @@ def build(part: Part) -> Model:
 
 
 def places_of(model: Model) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Return the modules that hold each parameter, with its name there; keyed by its name in the first one."""
+    """Return, for each parameter, the modules that hold it and its names there; the key is its name in the first
+    module.
+    """
     found: dict[int, tuple[str, list[tuple[nn.Module, str]]]] = {}
     for prefix, module in model.named_modules():
         for leaf, value in module._parameters.items():
@@ -290,7 +296,7 @@ def _reduced(model: Model) -> list[nn.Module]:
 def cuts(model: Model, part: Part) -> dict[str, tuple[Cut, ...]]:
     """Return the part of each stored tensor that a rank holds, by parameter: one cut for each projection fused in it.
 
-    Unnamed parameters are held whole.
+    Every rank holds the parameters that are not named here completely.
     """
     if part.degree == 1:
         return {}
@@ -345,7 +351,7 @@ class Vocabulary:
     def argmax(self, logits: Tensor) -> Tensor:
         """Return `sampling.highest` over the logits of all ranks. # [rows, share] -> int64 [rows]"""
         best, index = logits.max(dim=-1)
-        # Both fit exactly into float64, so one exchange carries them.
+        # Value and index both fit exactly into float64, so one exchange is enough.
         pairs = self._group.gather(torch.stack((best.double(), (index + self._first).double())))
         values, tokens = torch.stack(pairs).unbind(1)  # each [ranks, rows]
         best, rank = values.max(dim=0, keepdim=True)

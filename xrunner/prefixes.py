@@ -17,8 +17,8 @@ KEY_BYTES = 16
 class Prefixes:
     """Hash chains: a block's key is the hash of its tokens and of the key before it.
 
-    Each account has chains of its own, so that a request finds only K/V of its own account, and no account learns from
-    its times to first token what another one has sent. The chains start from a secret of this process, so that no
+    Each account has separate chains, so that a request finds only K/V of its own account, and no account can infer from
+    times to first token what another account has sent. The chains start from a secret of this process, so that no
     client can construct two prompts with the same key.
     """
 
@@ -30,7 +30,9 @@ class Prefixes:
         """The last prompt, its size of blocks, its account and its chain, which a request's choices share."""
 
     def of_prompt(self, generation: Generation, block_size: int) -> Chain:
-        """Return the keys of a prompt's full blocks; none if the prompt is scored, as all its tokens are computed."""
+        """Return the keys of a prompt's full blocks; none if the prompt is scored, since all its tokens must then be
+        computed.
+        """
         if generation.is_scored:
             return ()
         prompt, size, account, chain = self._last
@@ -40,7 +42,9 @@ class Prefixes:
         return chain
 
     def of_output(self, request: Request, sequence: Sequence[int], block_size: int) -> Chain:
-        """Return the keys of the full blocks that a request leaves after those of its prompt."""
+        """Return the keys of the full blocks after those of the prompt, which remain in the cache when a request has
+        ended.
+        """
         return self.extend(request.chain, sequence, block_size, request.account)
 
     def extend(self, chain: Chain, tokens: Sequence[int], block_size: int, account: Account) -> Chain:

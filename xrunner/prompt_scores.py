@@ -38,7 +38,7 @@ class PromptScores:
         return any(chunk.id in self._scores for chunk in step.encode)
 
     def places(self, step: Step, prompts: Mapping[int, np.ndarray]) -> ScoredPlaces | None:
-        """Return the places of a step after which prompt tokens are scored; None if it has none."""
+        """Return the places in a step after which prompt tokens are scored; None if the step has none."""
         return ScoredPlaces.at(step, prompts, self._num_top)
 
     def add(self, places: ScoredPlaces, logits: Tensor) -> None:
@@ -47,7 +47,7 @@ class PromptScores:
             self._scores[id_] += scores
 
     def take(self, id_: int) -> tuple[Logprobs, ...]:
-        """Return the scores of a prompt that has been encoded; only once."""
+        """Return the scores of a prompt that has been encoded, and forget them."""
         return tuple(self._scores.pop(id_, ()))
 
 
@@ -56,8 +56,8 @@ class ScoredPlaces:
     """The places of a step after which a prompt token is scored.
 
     Attributes:
-        rows: their rows in a batch in which the step's decodes come first. # int64 [scored]
-        targets: the prompt tokens that follow them, which are scored. # int64 [scored]
+        rows: the rows of these places in a batch in which the step's decodes come first. # int64 [scored]
+        targets: the prompt tokens that follow these places and are scored. # int64 [scored]
         requests: each request, the number of its places, and the number of most probable tokens to report for each.
     """
 

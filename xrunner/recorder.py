@@ -76,7 +76,7 @@ class Recorder:
     def begin(self, step: Step, start_ns: int) -> None:
         """Note that a step begins that was scheduled at `start_ns`."""
         arrived, settled = {arrival.id for arrival in self._arrivals}, self._num_settled
-        # A request that has just arrived cannot be removed in the log before it is entered there.
+        # A request that has just arrived must be in the log before the log can record its removal.
         cancelled = [(id_, settled if id_ in arrived else after) for id_, after in self._cancelled]
         in_order = tuple(sorted(cancelled, key=itemgetter(1)))
         begun = _Begun(self._num_begun, start_ns, settled, tuple(self._arrivals), in_order)
@@ -119,6 +119,6 @@ class Recorder:
         for listener in list(self._listeners):
             try:
                 listener(record)
-            except Exception as error:  # the step's tokens must not be lost for it
+            except Exception as error:  # an error in a listener must not lose the step's tokens
                 logger.error("steps are no longer reported to %r: %s", listener, error)
                 self._listeners.remove(listener)

@@ -1,4 +1,4 @@
-"""Keep the requests that an engine has accepted, and their tokens, in case of preemption or a lost worker."""
+"""Keep the requests that an engine has accepted, and their tokens, for the case of preemption or a lost worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xrunner.generation import Generation, Token
 
 
 class Ledger:
-    """Requests and their outputs so far: all that is needed to encode them again and continue."""
+    """Requests and their outputs so far: everything that is needed to encode the requests again and continue."""
 
     def __init__(self) -> None:
         self.generations: dict[int, Generation] = {}
@@ -66,7 +66,7 @@ class Ledger:
         return again
 
     def without_repeated(self, tokens: list[Token]) -> list[Token]:
-        """Return the tokens of a step that have not been returned before; count those that have."""
+        """Return the tokens of a step that have not been returned before; count the tokens that have."""
         if not self._repeated:
             return tokens
         return [token for token in tokens if token.finish == "error" or not self._is_repeated(token.id)]

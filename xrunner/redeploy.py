@@ -51,7 +51,7 @@ class Redeployment:
         """Deploy the other plan; if that fails, perhaps for lack of memory, deploy the previous one again.
 
         Returns:
-            The plan that runs now, its workers, and the reason if it is not the other one.
+            The plan that runs now, its workers, and the reason if this is not the other plan.
         """
         assert self._deploy is not None and self._next is not None
         refused = None
@@ -59,7 +59,7 @@ class Redeployment:
             schedule, executor = self._next, self._deploy(self._next)
         except Exception as error:
             refused = f"{type(error).__name__}: {error}"
-        if refused is not None:  # not above: the error would keep referenced objects in memory
+        if refused is not None:  # not within the except block, where the error would keep referenced objects in memory
             logger.error("another plan could not be deployed", extra={"fields": {"reason": refused}})
             schedule = before.fresh()
             executor = self._deploy(schedule)
@@ -67,6 +67,6 @@ class Redeployment:
         return schedule, executor, refused
 
     def unpark(self) -> list[Generation]:
-        """Return the parked requests in the order of their arrival, and park them no longer."""
+        """Return the parked requests in the order of their arrival, and stop parking them."""
         parked, self._parked = list(self._parked.values()), {}
         return parked

@@ -30,9 +30,10 @@ def _of_all(combine: Callable[[Iterable[int]], int], name: str) -> property:
 
 
 class Pools:
-    """The pools of all replicas together; `kv_blocks` is the most that one request can have.
+    """The pools of all replicas together; `kv_blocks` is the largest number of blocks that one request can have.
 
-    The replicas' threads change the pools meanwhile, so only sizes and membership are read, which are atomic.
+    The replicas' threads change the pools at the same time, so only sizes and membership are read; such reads are
+    atomic.
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
@@ -141,7 +142,7 @@ class Replicas:
             engine.on_begin = then
 
     def apply(self, schedule: Schedule) -> None:
-        """See `Engine.apply`; each replica changes by itself. The number of replicas stays."""
+        """See `Engine.apply`; each replica changes by itself. The number of replicas does not change."""
         for engine in self._engines:
             engine.apply(schedule.fresh())
 

@@ -49,7 +49,7 @@ class RequestRows:
         if not self._free:
             self._add_rows()
         row = self._row[id_] = self._free.pop()
-        self._widen(len(blocks) + 1)  # an encoder's step looks up, but does not write, the block after the prompt
+        self._widen(len(blocks) + 1)  # a step of an encoder looks up the block after the prompt, but does not write it
         self.tables[row, : len(blocks)] = blocks
         self.num_blocks[row] = len(blocks)
         self.prompt_len[row] = prompt_len

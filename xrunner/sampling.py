@@ -1,11 +1,12 @@
 """Choose tokens from logits: greedy, or at random after temperature, top-k, top-p, min-p and penalties.
 
-A row of logits that holds NaN, or whose highest is infinite, gives no token: only its request fails.
+A row of logits that holds NaN, or whose highest value is infinite, gives no token; only its request fails.
 
 A drawn token depends on its request alone: each candidate's random number is a hash of the request's seed, the token's
 position and the candidate, so equal logits give equal tokens. Other requests in the batch, or a preemption, may change
-the last bits of logits, since products of other sizes are rounded differently. Then another token is drawn only if two
-candidates differ by no more than that rounding, just as another logit may become the highest.
+the last bits of logits, since products of different sizes are rounded differently. A different token is then drawn only
+if two candidates differ by no more than this rounding error; in the same case, greedy sampling may also choose a
+different token.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from xrunner.generation import NO_TOKEN, Logprobs, SamplingParams
 from xrunner.grammar import Grammars, GrammarState
 
 MIN_TEMPERATURE = 1e-5
-"""Below it the highest logit wins in any case, and the division would overflow."""
+"""Below this temperature the highest logit is chosen in any case, and the division would overflow."""
 
 HASH = ((16, 0xFFFF, -2048144789), (13, 0x7FFFF, -1028477387), (16, 0xFFFF, 1))
 """Each round's shift, mask (which makes the shift logical) and factor. Source: MurmurHash3's finaliser."""
 
 RACERS = 2**17
-"""Candidates that are computed at once: they fit into a processor's cache."""
+"""Number of candidates that are computed together: they fit into a processor's cache."""
 
 CANDIDATES = 256
-"""Highest scores that are sorted first; if top-p needs more, all are sorted."""
+"""Number of highest scores that are sorted first; if top-p needs more, all scores are sorted."""
 
 _SETTINGS = np.dtype(
     [
@@ -55,8 +56,8 @@ class Sampler:
     `takes_highest` is true, the caller may use `highest` of the sum of logits and `clocks`.
 
     Attributes:
-        failed: why the last call has chosen no token, by index into its rows; rows of logits that are not finite are
-            left out.
+        failed: the reason why the last call has chosen no token, by index into its rows; rows whose logits are not
+            finite are left out.
 
     Args:
         grammars: builds the states of grammars; None: no request may have one.
@@ -75,7 +76,7 @@ class Sampler:
         self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
         """How often each token occurs in the output: a line for each request with a penalty."""
         self._prompted = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
-        """Whether it occurs in the prompt: the same lines."""
+        """Whether each token occurs in the prompt, in the same lines."""
         self._free_counts: list[int] = []
         self._noise: Tensor | None = None
         """Random bits of each token, made at the first draw."""
@@ -86,8 +87,8 @@ class Sampler:
         return not self._active
 
     def takes_highest(self, rows: np.ndarray) -> bool:
-        """Return whether the highest of logits plus `clocks` is the token of each row: no row has any setting but a
-        temperature.
+        """Return whether each row's token is the one with the highest sum of logit and `clocks`, because no row has a
+        setting other than a temperature.
 
         # int64 [sampled]
         """
@@ -100,7 +101,8 @@ class Sampler:
         return not ruled.any() and constrained.isdisjoint(rows.tolist())
 
     def clocks(self, rows: np.ndarray, positions: np.ndarray) -> Tensor | None:
-        """Return the numbers that decide draws by temperature only, to be added to logits; None if all rows are greedy.
+        """Return the random numbers to add to logits, for rows that sample with a temperature only; None if all rows
+        are greedy.
 
         The arguments are those of `__call__`.
 
@@ -123,7 +125,9 @@ class Sampler:
             yield from at_once
 
     def start(self, row: int, params: SamplingParams, output: Sequence[int] = (), prompt: Sequence[int] = ()) -> None:
-        """Store the sampling parameters of a row's request; `output`: what it had generated before a preemption."""
+        """Store the sampling parameters of a row's request; `output`: the tokens that it had generated before a
+        preemption.
+        """
         if params.is_plain:
             return
         if row >= len(self._settings):
@@ -164,12 +168,12 @@ class Sampler:
     def __call__(
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, dict[int, Logprobs]]:
-        """Return the next tokens; NO_TOKEN if there is none.
+        """Return the next tokens; NO_TOKEN for a row that gives none.
 
         Args:
             logits: # [sampled, vocab]
-            rows: the worker's row of each. # int64 [sampled]
-            positions: each next token's place in its sequence. # int32 [sampled]
+            rows: the worker's row of each request. # int64 [sampled]
+            positions: position of each next token in its sequence. # int32 [sampled]
 
         Returns:
             The tokens, # int64 [sampled]
@@ -180,7 +184,7 @@ class Sampler:
             return np.zeros(0, dtype=np.int64), {}
         try:
             return self._choose(logits, rows, positions)
-        except Exception:  # one of them is at fault, for whatever reason
+        except Exception:  # one of the rows is at fault, for whatever reason
             return self._one_by_one(logits, rows, positions)
 
     def _one_by_one(
@@ -207,7 +211,7 @@ class Sampler:
     def _choose(
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, dict[int, Logprobs]]:
-        """Choose for all rows at once; the state of rows changes only at the end, when nothing can fail any more."""
+        """Choose for all rows together. The state of rows changes only at the end, when nothing can fail any more."""
         settings = self._settings_of(rows)
         failed = highest(logits) == NO_TOKEN
         if any_failed := bool(failed.any()):
@@ -284,7 +288,7 @@ class Sampler:
 
 def highest(logits: Tensor) -> Tensor:
     """Return each row's greedy choice; NO_TOKEN where the logit is NaN or infinite. # [rows, vocab] -> int64 [rows]"""
-    # numpy and torch both take a NaN for the highest.
+    # numpy and torch both treat a NaN as the highest number.
     if logits.device.type == "cpu" and logits.dtype == torch.float32:  # numpy is two to four times as fast
         tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
         best = logits.gather(-1, tokens[:, None])[:, 0]
@@ -303,7 +307,7 @@ def _draw(scores: Tensor, settings: np.ndarray, positions: np.ndarray, noise: Te
     Returns:
         # int64 [rows]
     """
-    # With the highest score at 0, dividing by a low temperature can only send the others to -inf.
+    # Since the highest score is 0, division by a low temperature can at most turn other scores into -inf.
     scores = (scores - scores.amax(dim=-1, keepdim=True)) / _column(settings["temperature"], scores)
     cut = np.flatnonzero(_is_cut(settings, scores.shape[-1]))
     if cut.size:
@@ -322,7 +326,8 @@ def _is_cut(settings: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def _lowest_kept(scores: Tensor, settings: np.ndarray, width: int = CANDIDATES) -> Tensor:
-    """Return the lowest score that top-k, then top-p among those, and min-p keep; equal scores are kept together.
+    """Return the lowest score that is kept by top-k, then by top-p among the remaining scores, and by min-p; equal
+    scores are kept together.
 
     Args:
         scores: the highest of each row is 0. # float32 [rows, vocab]
@@ -352,13 +357,13 @@ def clocks_of(keys: np.ndarray, noise: Tensor) -> Iterator[Tensor]:
     """Return random numbers such that the token with the highest sum of log weight and random number is a sample drawn
     by weight.
 
-    They are negative logarithms of exponential clocks: among clocks with these rates, each is the first with a
-    probability in proportion to its rate. A token's clock depends only on the row's key and the token. So if weights
-    differ by rounding errors, another token is drawn only if two clocks were that close. Inverting the cumulative
-    distribution would add up the rounding errors of all tokens.
+    The numbers are negative logarithms of exponential clocks: among clocks whose rates are the weights, each is the
+    first with a probability in proportion to its rate. A token's clock depends only on the row's key and the token. So
+    if weights differ by rounding errors, a different token is drawn only if two clocks are that close. Inverting the
+    cumulative distribution would add up the rounding errors of all tokens.
 
     Args:
-        keys: each row's. # uint64 [rows]
+        keys: key of each row. # uint64 [rows]
         noise: random bits of each token. # int32 [vocab]
 
     Returns:
@@ -414,7 +419,7 @@ def logprobs_of(logits: Tensor, tokens: Tensor, num_top: np.ndarray) -> list[Log
 
 
 def _lines(settings: np.ndarray) -> Tensor:
-    """Return the lines of `_counts` that these settings name. # int64 [rows]"""
+    """Return the lines of `_counts` to which these settings refer. # int64 [rows]"""
     return torch.from_numpy(settings["counts"].astype(np.int64))
 
 

@@ -104,7 +104,7 @@ def test_configs(xgpt: Xgpt, kind: str, name: str, old: str, new: str, says: str
         (lambda plan: plan.pop("model"), "plan.model is missing; give a value"),
         (
             lambda plan: plan.pop("schema_version"),
-            "plan.schema_version is missing; this version of xgpt reads version 1",
+            "plan.schema_version is missing; this version of xgpt reads files of version 1",
         ),
         (
             lambda plan: plan["policy"].update(kind="rraa"),

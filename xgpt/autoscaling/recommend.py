@@ -193,7 +193,7 @@ def began_at(clock_s: float, day_begins: str | None) -> float:
 
 
 def device_limits(fleet: FleetPlan) -> list[DeviceLimit]:
-    """Return the limit on the devices of this machine, which its replicas share."""
+    """Return the largest number of devices that the replicas on this machine may use together."""
     local = [number for number, kind in enumerate(fleet.kinds) if kind.plan.cluster.is_local]
     if not local:
         return []
@@ -213,7 +213,8 @@ class SimulatedFleet:
 
     Attributes:
         day: the times at which replicas ran, and their cost.
-        share_kept, share_within: shares of the requests within the bounds less the headroom, and within the bounds.
+        share_kept: share of the requests within the bounds after the headroom is subtracted.
+        share_within: share of the requests within the full bounds.
     """
 
     day: RecommendedDay
@@ -235,7 +236,7 @@ class SimulatedFleet:
 
 
 def simulate(fleet: FleetPlan, trace: Path, look_s: float) -> SimulatedFleet:
-    """Return the outcome of a simulated day on which a fleet follows recommendations at once.
+    """Simulate a day on which a fleet follows each recommendation immediately, and return the outcome.
 
     Raises:
         InputError: the trace is malformed, or a plan's profile is not here.

@@ -110,8 +110,8 @@ class LoadReader:
     def read(self) -> ScrapedTraffic | None:
         """Return the requests that have arrived since the last reading; None: no replica answers.
 
-        The first reading counts no arrivals, since it does not know when they began. A restarted replica counts from
-        zero.
+        The first reading counts no arrivals, since the time at which the replicas' counters began is unknown. A
+        restarted replica counts from zero.
         """
         with ThreadPoolExecutor(AT_ONCE) as pool:
             found = list(pool.map(self._counts, self._addresses()))
@@ -143,7 +143,7 @@ class LoadReader:
         """
         for kind, url in self._targets:
             parts = urlsplit(url)
-            if parts.scheme == "https":  # its certificate is for the host, not for an address
+            if parts.scheme == "https":  # the certificate of an https replica is for the host, not for an address
                 yield kind, url
                 continue
             with suppress(OSError):

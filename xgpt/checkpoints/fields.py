@@ -1,4 +1,4 @@
-"""The fields of a checkpoint's config.json: those that are read, and those without effect on the model; others are
+"""The known fields of a checkpoint's config.json: some are read, some have no effect on the model; all other fields are
 refused.
 
 `transformers` 5 keeps unknown fields in the config, where code may read them, so fields that are not in these tables
@@ -15,7 +15,7 @@ from xgpt.core.errors import InputError
 
 
 def words(text: str) -> frozenset[str]:
-    """Return the words of a text."""
+    """Return a text's words as a set."""
     return frozenset(text.split())
 
 
@@ -67,7 +67,7 @@ class Fields:
         read: fields that determine the spec.
         only: fields of a variant, with the values for which the variant is absent.
         without_effect: fields that `transformers` does not read.
-        aliases: other names of fields, which must then have the same value.
+        aliases: alternative names of fields; a field given under both names must have the same value.
         untimed: fields that affect tokens but neither times nor memory, in families that are planned but not run.
     """
 
@@ -243,7 +243,7 @@ def check_fields(family: str, config: Mapping[str, Any]) -> None:
 
 
 def _is_off(name: str, value: Any) -> bool:
-    """Return whether the value of an unknown field means that its feature is absent."""
+    """Return whether the value of an unknown field says that the model does not have the field's feature."""
     if value is None or (isinstance(value, (list, dict, str)) and not value):
         return True
     if name.startswith(("use_", "do_", "scale_", "norm_")):

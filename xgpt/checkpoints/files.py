@@ -39,8 +39,8 @@ ENCODER_DECODERS = ("t5", "mt5")
 def read_spec(directory: Path) -> ModelSpec:
     """Return the model that a directory in Hugging Face layout describes, as `transformers` 5 reads it.
 
-    Stop tokens are those of generation_config.json, or of config.json without that file, and the tokenizer's end token,
-    as in vLLM. Embedding and head are tied if config.json says so and no head is stored.
+    Stop tokens come from generation_config.json, or from config.json if that file is missing; the tokenizer's end token
+    is added, as in vLLM. Embedding and head are tied if config.json says so and no head is stored.
 
     Raises:
         InputError: there is no config.json, its family or variant is not supported, a field is not known, or the
@@ -116,7 +116,7 @@ def spec_of(
         fields["default_dtype"] = stored
     if headers:
         is_stored = any('"lm_head.weight"' in header for header in headers)
-        # A T5's config is unreliable here: transformers 5 ties if no head is stored.
+        # A T5's config is unreliable here: transformers 5 ties the weights if no head is stored.
         fields["tie_embeddings"] = not is_stored and (family in ENCODER_DECODERS or fields["tie_embeddings"])
     fields.setdefault("default_dtype", "bfloat16")  # as vLLM takes it
     if towers:
@@ -218,14 +218,16 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _stored_dtype(headers: Sequence[str]) -> DType | None:
-    """Return the dtype of the first file's weights, for configs without it (GPT-2); None if it cannot be read."""
+    """Return the dtype of the weights in the first file, for configs that state none (GPT-2); None if it cannot be
+    read.
+    """
     names = re.findall(rf'"dtype":\s*"({"|".join(STORED_DTYPES)})"', headers[0] if headers else "")
     dtypes = {STORED_DTYPES[name] for name in names}
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _decoder_start(config: Mapping[str, Any], generation: Mapping[str, Any]) -> int:
-    """Return the first token of a decoder, from generation_config.json or else config.json."""
+    """Return the token with which a decoder starts, from generation_config.json or else config.json."""
     for where in (generation, config):
         for field in ("decoder_start_token_id", "bos_token_id"):
             if where.get(field) is not None:

@@ -18,7 +18,7 @@ def is_id(name: str) -> bool:
 
 
 def id_of(checkpoint: str | None) -> str | None:
-    """Return the hub id of a plan's checkpoint; None if it is a directory, or there is none.
+    """Return the hub id of a plan's checkpoint; None if the checkpoint is a directory, or the plan has none.
 
     Raises:
         InputError: the hub does not allow such an id.
@@ -52,8 +52,7 @@ def shipped_as(model_id: str) -> str | None:
 
 
 def id_of_shipped(name: str) -> str | None:
-    """Return the hub id of the model in a shipped config; None if the hub has none, or uses the name for another
-    model."""
+    """Return the hub id of the model in a shipped config; None if the hub does not have this model under its name."""
     return next(iter(_shipped_ids().get(name, ())), None)
 
 

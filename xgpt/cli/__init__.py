@@ -159,7 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         _fail_with(missing)
     except BrokenPipeError:
-        # The reader of our output has ended, so nothing can be reported.
+        # The process that reads our output has ended, so nothing can be reported.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:

@@ -20,7 +20,7 @@ def run(plan_path: str, target: Target, output: str, force: bool) -> None:
     files = api.export(plan_path, target)
     written = {name: unchecked_file(Path(output) / name) for name in files}
     for name, file in written.items():
-        file.check(files[name])  # all of them before the first is written
+        file.check(files[name])  # all files are checked before the first is written
     for name, file in written.items():
         write(file, files[name])
     click.echo(f"start with `{start_command(target)}` in {output}")

@@ -65,7 +65,7 @@ class Command(click.Command):
 
 
 def command(name: str, most_used: tuple[str, ...] = ()) -> Callable[[F], Command]:
-    """Return a decorator that makes a command which has the options of its request and calls `xgpt.cli.NAME.run`.
+    """Return a decorator that makes a command: it has the options of its request, and calls `xgpt.cli.NAME.run`.
 
     Args:
         most_used: options outside the request that help lists first.
@@ -177,10 +177,10 @@ def _is_bounded(context: click.Context, option: click.Parameter, bound_s: float 
 
 
 def refuse_idle(names: Collection[str], accepted: str) -> None:
-    """Check that options of the running command that would have no effect were not given.
+    """Refuse options of the running command that would have no effect.
 
     Args:
-        accepted: end of the message, which states what the options need.
+        accepted: end of the error message; it states what the options need.
 
     Raises:
         InputError: one was given.

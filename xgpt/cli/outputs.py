@@ -31,7 +31,8 @@ def output_option(text: str, default: str | None = None, metavar: str = "FILE") 
 
 
 def output_file(path: str | Path, name: str = "output") -> OutputFile:
-    """Return the file that the running command will write to `path`, checked as far as possible before the work.
+    """Return the file that the running command will write to `path`, after the checks that are possible before the
+    work.
 
     Args:
         name: the parameter that gave the path.

@@ -51,7 +51,7 @@ class Fitting:
     """A table that leaves out its least important columns until it fits the terminal, with lines below it.
 
     Args:
-        least: names of columns in the order in which they are left out.
+        least: names of columns, the first to be left out first.
         below: lines of text, each under the table.
     """
 

@@ -18,7 +18,7 @@ def run(plan_path: str, answer_within_s: tuple[tuple[str, float], ...], dry_run:
 
     within = dict(answer_within_s)
     if len(within) < len(answer_within_s):
-        raise click.UsageError("--answer-within is given twice for the same requests; leave one out")
+        raise click.UsageError("--answer-within is given twice for the same requests; give it once")
     asked = options.given() | {"answer_within_s": within.pop("", None), "answer_within_of": within, "force": force}
     api.serve(plan_path, **asked, on_note=note)
     if dry_run:

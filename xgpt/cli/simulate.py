@@ -29,7 +29,9 @@ def run(plan_path: str, timeline: str | None, force: bool, as_json: bool, **aske
         render.show(*render.simulated_tables(run))
         if not run.steps:
             click.echo(
-                "note: so many requests are simulated by counts; --timeline keeps steps, gaps and idle shares", err=True
+                "note: this many requests are simulated by counts, without steps, gaps and idle shares; --timeline "
+                "simulates them",
+                err=True,
             )
 
 

@@ -32,7 +32,9 @@ class Decimal(click.FloatRange):
 
 
 class OfClass(click.ParamType):
-    """A number above zero for all requests, or CLASS=NUMBER for one class; it becomes a pair with the class or ""."""
+    """A number above zero for all requests, or CLASS=NUMBER for one class. The value becomes a pair: the class (or "")
+    and the number.
+    """
 
     name = "[class=]seconds"
 

@@ -33,7 +33,7 @@ BURSTS = 2.0
 
 
 class Assumption(NamedTuple):
-    """An assumption under which the prediction differs.
+    """One changed assumption, which changes the prediction of a gain.
 
     Attributes:
         mixing: change of the engine's cost of mixed steps.
@@ -86,8 +86,8 @@ def _scaled(lengths: Histogram, factor: float) -> Histogram:
 
 
 def changes(plan: Plan, profile: Profile, among: Sequence[Assumption]) -> list[float]:
-    """Return the factors by which a plan's rate changes under each assumption, in closed form, and under simulated
-    bursts.
+    """Return the factors by which a plan's rate changes: under each assumption by closed forms, and under bursts by
+    simulation.
     """
     now = _closed(plan, profile, Assumption("as planned"))
     if now <= 0:
@@ -114,7 +114,7 @@ def ranges(
 
 
 def _closed(plan: Plan, profile: Profile, under: Assumption) -> float:
-    """Return a plan's objective under an assumption, in closed form, with unchanged settings."""
+    """Return the objective that a plan with unchanged settings reaches under an assumption, by closed forms."""
     engine = plan.engine or load_engine("xgpt")
     engine = engine.model_copy(update={"mixing": max(0.0, engine.mixing + under.mixing)})
     problem = replace(Problem.of(plan, profile.slowed(under.pace)), engine=engine)

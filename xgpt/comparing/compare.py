@@ -186,8 +186,9 @@ def _what_holds(plans: dict[str, Plan], gains: dict[str, Range], kind: str) -> l
 
 
 def engine_name(current: CurrentEngine) -> str:
-    """Return the known engine closest to a deployment's: the newest version that is not newer than its own, or else the
-    oldest."""
+    """Return the known engine that is closest to the deployment's engine: the newest version that is not newer, or else
+    the oldest.
+    """
 
     def version(name: str) -> tuple[int, ...]:
         return tuple(map(int, name.rpartition("-")[2].split(".")))
@@ -229,17 +230,17 @@ def _has_types(problem: Problem, current: CurrentEngine) -> bool:
 
 
 def score_current(problem: Problem, current: CurrentEngine, longest: int | None = None) -> Plan:
-    """Return a plan with the settings and figures of a running engine, with chunked prompts and K/V allocated as
-    requests grow.
+    """Return a plan with the settings and figures of a running engine, which cuts prompts into chunks and allocates K/V
+    as requests grow.
 
     Args:
         longest: tokens of the workload's longest request; None: the sum of its longest input and longest output.
 
     Raises:
-        InputError: it needs more devices than the cluster has, runs in another dtype than the plans, or rejects
+        InputError: the engine needs more devices than the cluster has, runs in another dtype than the plans, or rejects
             requests of the workload.
-        InfeasibleError: the model does not fit on them, or its K/V memory holds no request of the longest length that
-            the engine accepts, so that it does not start.
+        InfeasibleError: the model does not fit on the devices, or K/V memory cannot hold the longest request that the
+            engine accepts, so that the engine does not start.
     """
     check_current(problem, current, longest)
     if current.drafts is None:
@@ -270,7 +271,7 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
         _check_room(current, problem, holds, longest or _longest(problem))
     most = floor(space.capacity_beside(np.asarray([step_tokens]))[0])
     settings = ChunkedSettings(
-        # A step is that of one micro-batch; vLLM's limits are for a step and for all running requests.
+        # A step runs one micro-batch; vLLM limits the tokens of a step, and the number of all running requests.
         token_budget=micro * step_tokens,
         max_batch=max(1, min(current.max_num_seqs, most)),
         **placement.fixed,
@@ -346,7 +347,7 @@ def check_current(problem: Problem, current: CurrentEngine, longest: int | None 
     if cuts_experts and problem.model.experts is not None:
         accepted = "vLLM then divides each expert among all replicas, which is not scored: add --enable-expert-parallel"
         raise InputError("current: --data-parallel-size", current.replicas, accepted)
-    # On a CPU vLLM uses the config's dtype, but only step times in float32 are known, those of the plans.
+    # On a CPU vLLM uses the config's dtype, but only the step times of the plans are known, which are in float32.
     is_known = current.dtype in (None, problem.profile.dtype)
     if cluster.device.type == "gpu":
         is_known = _has_types(problem, current)

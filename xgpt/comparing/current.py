@@ -21,10 +21,10 @@ class CurrentEngine:
             whole experts.
         max_num_seqs: largest number of requests in a step.
         max_num_batched_tokens: largest number of tokens in a step.
-        usable_memory: share of a device's memory that it uses; None: the cluster's.
-        max_model_len: tokens of the longest request that it accepts; None: the model's context.
-        shortens: whether the engine shortens it if K/V memory cannot hold a request of that length.
-        dtype: type that it runs in; None: the one in the model's config.
+        usable_memory: share of a device's memory that the engine uses; None: the share stated for the cluster.
+        max_model_len: tokens of the longest request that the engine accepts; None: the model's context.
+        shortens: whether the engine lowers `max_model_len` if K/V memory cannot hold a request of that length.
+        dtype: data type in which the engine runs; None: the one in the model's config.
         kv_dtype: type of K/V; None: that of the dtype.
         quantization: the quantisation in the command; None: it has none.
         notes: assumptions, as text.
@@ -65,7 +65,8 @@ class CurrentEngine:
         return self.tp_degree * self.num_stages * self.replicas
 
     def step_tokens(self, context: int) -> int:
-        """Return the largest number of tokens of a step, which fits the longest request if prompts are not cut.
+        """Return the largest number of tokens of a step; if prompts are not cut, it is at least that of the longest
+        request.
 
         Args:
             context: the model's context.
@@ -87,7 +88,7 @@ class CurrentEngine:
 
 
 def is_model(served: str, name: str) -> bool:
-    """Return whether the served model may be the one of this name, which is so if it has all parts of the name."""
+    """Return whether the served model may be the one of this name: whether its name contains all parts of the name."""
     parts = set(re.findall(r"[a-z]+|[\d.]+[bmk]?", name.lower().rpartition("/")[2]))
     return parts <= set(re.findall(r"[a-z]+|[\d.]+[bmk]?", served.lower().rpartition("/")[2]))
 
@@ -96,7 +97,7 @@ def check_model(current: CurrentEngine, name: str) -> None:
     """Check that a command does not name a Hub model other than the one that the plans are for.
 
     Raises:
-        InputError: it does. A path or a name without an owner may be any model.
+        InputError: the command names another model. A path, or a name without an owner, may be any model.
     """
     served = current.model or ""
     if re.fullmatch(r"[\w.-]+/[\w.-]+", served) and not is_model(served, name):

@@ -33,10 +33,10 @@ class Drafts(NamedTuple):
 
 
 def vllm_drafts(given: Given, model: str | None) -> Drafts | None:
-    """Return the speculative decoding of `vllm serve`; None: it has none.
+    """Return the speculative decoding of a `vllm serve` command; None if the command has none.
 
     Args:
-        model: the model that it serves.
+        model: the model that the command serves.
 
     Raises:
         InputError: the flags cannot be read, or drafts of this kind are not scored.
@@ -52,7 +52,9 @@ def vllm_drafts(given: Given, model: str | None) -> Drafts | None:
     if method is None:
         raise InputError(field, named or draft, f"only {', '.join(METHODS)} are scored; {DRAFTS}")
     if other := sorted(set(parts) - NEUTRAL):
-        raise InputError(field, other[0], "its effect on drafts is not scored; leave it out to compare without it")
+        raise InputError(
+            field, other[0], "its effect on drafts is not scored; leave it out to compare the command without it"
+        )
     if "num_speculative_tokens" not in parts and method != "mtp":
         raise InputError(field, named, "give num_speculative_tokens, which vLLM requires")
     try:
@@ -74,7 +76,7 @@ def _parts(given: Given) -> dict[str, Any]:
 
 
 def sglang_drafts(given: Given) -> Drafts | None:
-    """Return the speculative decoding of SGLang; None: it has none.
+    """Return the speculative decoding of an SGLang command; None if the command has none.
 
     Raises:
         InputError: drafts of this kind, or with branches, are not scored.
@@ -83,7 +85,7 @@ def sglang_drafts(given: Given) -> Drafts | None:
     if algorithm is None:
         return None
     draft, field = given.get("speculative-draft-model-path"), "current: --speculative-algorithm"
-    # Without a draft model it is the model's layer for multi-token prediction.
+    # Without a draft model, the draft is the model's layer for multi-token prediction.
     known: dict[str, SpeculativeMethod] = {"NEXTN": "mtp", "EAGLE": "eagle" if draft else "mtp", "EAGLE3": "eagle3"}
     if algorithm not in known:
         raise InputError(field, algorithm, f"only {', '.join(known)} are scored; {DRAFTS}")

@@ -1,4 +1,6 @@
-"""Read an engine's command line as its parser does, with prefixes, negations, underscores and config files."""
+"""Read an engine's command line in the way of the engine's own parser: with prefixes, negations, underscores and config
+files.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ class FlagTable:
             optional, many.
         aliases: other names, with dashes.
         abbreviates: whether an unambiguous prefix of a flag is accepted, as in argparse.
-        earlier: flags of earlier versions, which are used if the newest has none of that name.
+        earlier: flags of earlier versions, used for flags that the newest version does not have.
     """
 
     engine: str
@@ -129,7 +131,7 @@ class FlagTable:
         raise InputError("current", word, f"{self.engine} has no such flag{near}")
 
     def _names(self) -> dict[str, tuple[str, bool]]:
-        """Return the flag of each spelling, and whether that spelling switches it on."""
+        """Return, for each spelling, its flag and whether the spelling switches the flag on."""
         all_ = {**self.earlier, **self.takes}
         names = {f"--{flag}": (flag, True) for flag in all_}
         names |= {f"--no-{flag}": (flag, False) for flag, takes in all_.items() if takes == "switch"}
@@ -159,7 +161,7 @@ class FlagTable:
 
 
 def _object(text: str | None) -> dict[str, Any]:
-    """Return the JSON object of a flag that is given in parts; empty if there is none yet."""
+    """Return the JSON object of a flag that is given in parts; an empty one before the first part."""
     try:
         value = json.loads(text or "")
     except ValueError:
@@ -193,10 +195,10 @@ def value_of(given: Given, name: str, read: Callable[[str], T | None], default: 
 
 
 def refuse(given: Given, why: Mapping[str, str]) -> None:
-    """Check that no flag changes speed or memory in a way that is not scored.
+    """Refuse flags that change speed or memory in a way that is not scored.
 
     Args:
-        why: the reason, by name or pattern of names.
+        why: the reason for each refused flag, by its name or by a pattern of names.
 
     Raises:
         InputError: such a flag is given and switched on.

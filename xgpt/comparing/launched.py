@@ -1,4 +1,4 @@
-"""Find the engine, with its flags, that a shell command, `docker run`, a Compose file, a pod or Helm values start."""
+"""Find the engine and its flags in a shell command, `docker run`, a Compose file, a pod or Helm values."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Launched:
     """An engine with its command line.
 
     Attributes:
-        words: the words after the launcher.
+        words: the words of the command line after the program's name.
         image: the container's image; "": none.
         devices: number of devices in the manifest; None: not stated.
     """
@@ -156,7 +156,7 @@ def _is_closed(text: str) -> bool:
 def _words(line: str) -> list[str]:
     # A placeholder such as <port> is a word, not a redirection.
     line = re.sub(r"<([A-Za-z][\w .:/-]*)>", lambda match: match[1].replace(" ", "-"), line)
-    line = re.sub(r"\s[12](?=>)", " ", line)  # the descriptor in 2>&1 is not a word
+    line = re.sub(r"\s[12](?=>)", " ", line)  # the file descriptor in 2>&1 is not a word
     line = re.sub(r"\$\(+[^()]*\)+", "$COMMAND", line)  # a command substitution is one word
     reader = shlex.shlex(line, posix=True, punctuation_chars="&|;<>")
     reader.whitespace_split = True
@@ -213,7 +213,7 @@ def _commands(words: list[str]) -> Iterator[list[str]]:
 
 
 def _in_docker(words: list[str]) -> Iterator[Launched]:
-    """Yield the engine of `docker run`: that of the image, or the one that its arguments start."""
+    """Yield the engine of `docker run`: the image's engine, or the one that the arguments start."""
     entrypoint = ""
     at = 0
     while at < len(words) and words[at].startswith("-"):

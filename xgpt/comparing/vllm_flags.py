@@ -1,4 +1,6 @@
-"""The flags of `vllm serve` with an effect on speed or memory that is not modelled; other flags have none."""
+"""The flags of `vllm serve` whose effect on speed or memory is not modelled; flags that are not listed have no such
+effect.
+"""
 
 from __future__ import annotations
 

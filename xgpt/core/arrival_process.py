@@ -27,10 +27,10 @@ class RateStage(NamedTuple):
 
 @dataclass(frozen=True)
 class ArrivalProcess:
-    """A random process of arrivals at one rate, or at several in turn.
+    """A random process of arrivals at one rate, or at several rates in turn.
 
     Attributes:
-        stages: at least one; the last one's rate continues for ever.
+        stages: at least one; the rate of the last stage continues for ever.
         burstiness: coefficient of variation of the gaps between arrivals: 1 for Poisson arrivals, above for bursts.
     """
 
@@ -72,8 +72,8 @@ class ArrivalProcess:
         return n / (seconds + left / self.stages[-1].rate_per_s)
 
     def times(self, n: int, rng: np.random.Generator, share: float = 1.0) -> Floats:
-        """Return the times, in s, at which the first n requests arrive if only a share of all requests comes here. #
-        [n]
+        """Return the times, in s, at which the first n requests arrive here, if only a share of all requests is sent
+        here. # [n]
 
         Raises:
             InputError: the variation is not positive.

@@ -15,8 +15,8 @@ TIMEOUT_S = 10.0
 
 
 def busy_of_workers(url: str) -> dict[str, float]:
-    """Return the seconds for which each worker has executed steps since it was ready, once it has reported its last
-    step.
+    """Return, after each worker has reported its last step, the seconds for which it has executed steps since it was
+    ready.
 
     Raises:
         MachineError: the server does not answer.

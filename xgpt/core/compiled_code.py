@@ -1,7 +1,7 @@
 """Choose where numba keeps compiled code: one directory of the user's cache for each state of the sources.
 
-By default numba keeps compiled code next to its source. There a compiled function would stay in use although a function
-that it calls in another file has changed, since numba checks only the function's own file.
+By default numba keeps compiled code next to its source, and checks only whether the function's own file has changed. So
+a compiled function would stay in use although a function that it calls in another file has changed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ logger = logging.getLogger(__name__)
 
 
 def set_directory() -> None:
-    """Set where numba keeps compiled code, unless the user has done so; call it before numba is imported or
-    compiles."""
+    """Set where numba keeps compiled code, unless the user has set it; call this before numba is imported or
+    compiles.
+    """
     _set("CACHE_LOCATOR_CLASSES", LOCATORS)
     try:
         _set("CACHE_DIR", str(_directory()))
-    except (OSError, RuntimeError):  # no sources to read, or no home: numba finds another place
+    except (OSError, RuntimeError):  # without readable sources or a home directory, numba chooses another place
         return
 
 
@@ -61,7 +62,8 @@ def sources() -> str:
 def _directory() -> Path:
     """Return the directory for this state of the sources, which only its owner can write to.
 
-    Code in it is executed, so the result is `NOWHERE` if another user owns it or its parent directories in the cache.
+    Code in this directory is executed, so the result is `NOWHERE` if another user owns it or one of its parent
+    directories in the cache.
     """
     directory = cache_dir() / "compiled" / sources()[:16]
     for folder in (directory.parents[1], directory.parents[0], directory):

@@ -1,7 +1,8 @@
 """Load compiled code from disk for numba, but never another user's files; replace unreadable files.
 
-numba unpickles the files that it finds, and unpickling runs code. It imports this module, whose name
-`compiled_code.set_directory` sets, when it first searches for code; from then on it compiles as `emitting` says.
+numba unpickles the files that it finds, and unpickling runs code. When numba first searches for compiled code, it
+imports this module, whose name `compiled_code.set_directory` has set; from then on, numba compiles as `emitting`
+describes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Make numba compile in half the time: optimise and emit only the code that something calls by its address.
+"""Make numba compile in half the time: optimise and emit only those functions that are called by their address.
 
-By default numba optimises and emits each function as soon as it is compiled, together with a copy of everything that it
-calls. A helper four levels below the function that Python calls is optimised and emitted four times, and only the last
-copy runs. Here a function is linked into its callers as it is, and optimised together with them.
+By default numba optimises and emits each function as soon as it is compiled, together with a copy of every function
+that it calls. A helper four levels below the function that Python calls is optimised and emitted four times, and only
+the last copy runs. Here a function is linked into its callers as it is, and optimised together with them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _set_env = codegen.JITCPUCodegen.set_env
 
 
 class Library(codegen.JITCodeLibrary):
-    """A function's code, which is optimised and emitted when its address is first wanted."""
+    """A function's code, which is optimised and emitted when its address is first needed."""
 
     _is_emitted = False
 
@@ -37,7 +37,7 @@ class Library(codegen.JITCodeLibrary):
         """Do nothing: `_emit` optimises."""
 
     def _finalize_final_module(self) -> None:
-        """Make the code ready to be linked into other code; code that was on disk is also ready to run."""
+        """Make the code ready to be linked into other code; code that was loaded from disk is also ready to run."""
         if self._shared_module is not None:
             self._is_emitted = True
             super()._finalize_final_module()

@@ -2,7 +2,7 @@
 
 XgptError (4: a defect of this program)
 ├── InfeasibleError (1: nothing meets the bound)
-├── InputError      (2: the user's input: field, value, what is accepted)
+├── InputError      (2: a mistake in the user's input: field, value, what is accepted)
 └── MachineError    (3: this machine cannot do it: devices, memory, port)
 """
 
@@ -74,7 +74,7 @@ RUNS_MODELS = {"torch", "safetensors", "tokenizers", "llguidance", "zmq"}
 
 
 def not_installed(error: ModuleNotFoundError) -> MachineError | None:
-    """Return an error that says what to install if the missing module is an optional one; None otherwise."""
+    """If a missing module is optional, return an error that says what to install; None otherwise."""
     module = (error.name or "").partition(".")[0]
     if module not in RUNS_MODELS:
         return None
@@ -99,7 +99,7 @@ def similar(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def reason_of(error: OSError | UnicodeDecodeError) -> str:
-    """Return why a file could not be read or written, without its name."""
+    """Return the reason why a file could not be read or written, without the file's name."""
     return "it is not text in UTF-8" if isinstance(error, UnicodeDecodeError) else (error.strerror or str(error))
 
 

@@ -56,7 +56,7 @@ def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
         field: the argument with the name, for errors; None: the one named like the kind.
 
     Raises:
-        InputError: neither exists; the message lists what does.
+        InputError: neither a config nor a file has that name; the message lists the shipped configs.
     """
     shipped = configs_dir() / kind / f"{name}.yaml"
     if "/" not in name and shipped.is_file():
@@ -98,7 +98,7 @@ def parse_arguments(given: dict[str, Any], type_: type[T]) -> T:
 
 
 def load_cluster_yaml(path: Path) -> Any:
-    """Return a cluster's document; a `device` that is a name stands for the document of that kind of device.
+    """Return a cluster's document; if its `device` is a name, that is replaced by the document of that kind of device.
 
     Raises:
         InputError: there is no such file, or no such device.
@@ -143,7 +143,7 @@ def load_json(path: Path, type_: type[T], field: str) -> T:
     """Return the content of one of our JSON files; its schema version is checked first.
 
     Raises:
-        InputError: missing, not JSON, another kind of file, of another schema version, or invalid.
+        InputError: the file is missing, not JSON, of another kind or schema version, or invalid.
     """
 
     def number(text: str) -> float:
@@ -154,7 +154,7 @@ def load_json(path: Path, type_: type[T], field: str) -> T:
 
     try:
         data = json.loads(_read_text(path, field), parse_int=number, parse_float=number)
-    except (ValueError, RecursionError) as error:  # numbers of many digits, deep nesting
+    except (ValueError, RecursionError) as error:  # numbers with too many digits, or nesting that is too deep
         raise InputError(field, str(path), f"it is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise InputError(field, str(path), "it must hold a JSON object")
@@ -166,7 +166,7 @@ def load_json(path: Path, type_: type[T], field: str) -> T:
         raise InputError(
             f"{field}.schema_version",
             data.get("schema_version"),
-            f"this version of xgpt reads version {expected}; give such a file, or make it again",
+            f"this version of xgpt reads files of version {expected}; give such a file, or make the file again",
         )
     return parse(data, type_, field)
 
@@ -194,7 +194,7 @@ def sha256(value: BaseModel) -> str:
 def file_sha256(path: Path) -> str | None:
     """Return the `sha256` of the value in a JSON file written by any version; None if it cannot be read.
 
-    A later version may give the value more fields, and so another hash.
+    A later version may add fields to the value, which changes the hash.
     """
     try:
         return hashlib.sha256(to_json(json.loads(path.read_bytes()))).hexdigest()
@@ -261,7 +261,7 @@ class StepLogWriter:
 
     def close(self) -> None:
         self.flush()
-        with suppress(OSError):  # data that remained after an error cannot be written now either
+        with suppress(OSError):  # data that could not be written before an error cannot be written now either
             self._file.close()
 
     def _end(self, error: OSError) -> None:
@@ -270,7 +270,7 @@ class StepLogWriter:
 
 
 def read_step_log(path: Path) -> list[StepRecord]:
-    """Return the steps of a log without an incomplete last line, which a killed engine leaves."""
+    """Return the steps of a log; an incomplete last line, as a killed engine leaves it, is ignored."""
     decode = msgspec.json.Decoder(StepRecord).decode
     lines = path.read_bytes().split(b"\n")
     return [decode(line) for line in lines[:-1]]

@@ -62,7 +62,7 @@ def _detect_gpus(num_devices: int | None) -> ClusterSpec | None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise MachineError(f"nvidia-smi does not answer: {error}") from None
     gpus = [line for line in answer.stdout.splitlines() if line.strip()]
-    if answer.returncode or not gpus:  # the tool without a driver or a device
+    if answer.returncode or not gpus:  # nvidia-smi is installed, but there is no driver or no device
         return None
     if num_devices is not None and num_devices > len(gpus):
         raise MachineError(f"cluster: {_name(num_devices)} needs {num_devices} devices; nvidia-smi lists {len(gpus)}")
@@ -89,7 +89,7 @@ def _detect_gpus(num_devices: int | None) -> ClusterSpec | None:
 
 
 def _shipped_cluster_of(device: str) -> ClusterSpec | None:
-    """Return the largest shipped cluster of such devices, for its datasheet's rates and links."""
+    """Return the largest shipped cluster of such devices, whose datasheet states rates and links."""
     documents = [load_cluster_yaml(configs_dir() / "clusters" / f"{n}.yaml") for n in config_names("clusters")]
     clusters = [parse(d, ClusterSpec, d["name"]) for d in documents if "detect" not in d]
     same = [cluster for cluster in clusters if cluster.device.name == device]
@@ -103,7 +103,9 @@ def slug(name: str) -> str:
 
 
 def num_cores(root: Path = Path("/")) -> int:
-    """Return the cores that this process may use: its affinity, limited by its cgroup's share of time."""
+    """Return the number of cores that this process may use: those of its affinity, limited by the CPU time of its
+    cgroup.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for directory in _cgroup_dirs(root, "cpu"):
         written = _read(directory / "cpu.max") or " ".join(
@@ -119,7 +121,7 @@ def _memory_bytes(root: Path) -> int:
     """Return the bytes of physical memory, limited by the cgroup.
 
     Raises:
-        MachineError: the machine does not say how much it has.
+        MachineError: the machine does not state its memory.
     """
     total = re.search(r"^MemTotal:\s+(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
     if total:

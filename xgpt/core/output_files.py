@@ -25,7 +25,7 @@ class OutputFile:
     """A file that a command is going to write.
 
     Args:
-        path: its place; a symbolic link stands for the file that it points to.
+        path: path of the file; a symbolic link stands for the file that it points to.
         field: the option or argument that names the file, for errors.
         force: overwrite any file, even one that the command reads.
         inputs: paths that the command reads; those that are not files are ignored.
@@ -39,7 +39,7 @@ class OutputFile:
         """Raise an error if the file cannot be written, or is the user's; call it before long work.
 
         Args:
-            text: the text to write, if it is known: a file that already holds exactly that may be replaced.
+            text: the text to write, if it is known already; a file that holds exactly this text may be replaced.
 
         Raises:
             InputError: the same command reads the file, or xgpt did not write it.
@@ -61,7 +61,7 @@ class OutputFile:
         """Write all of `text` or nothing.
 
         Raises:
-            InputError: see `check`; the file may have appeared since.
+            InputError: see `check`; the file may have appeared after that check.
             MachineError: the place cannot be written.
         """
         self.check(text)
@@ -97,9 +97,9 @@ class OutputFile:
 
 
 def check_step_log(path: Path, *, force: bool = False) -> None:
-    """Raise InputError if a step log would replace a file that is not an earlier step log, as its first line shows.
+    """Raise InputError if a step log would replace a file whose first line is not that of a step log.
 
-    A log grows until its server ends, perhaps by a signal, so it cannot be recorded by its bytes.
+    A log grows until its server ends, perhaps by a signal, so the hash of its bytes cannot be recorded.
 
     Raises:
         InputError: the file holds something else.

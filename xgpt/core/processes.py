@@ -16,11 +16,11 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
 
 def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIGKILL) -> None:
-    """On Linux, make the kernel end this process when the thread that started it ends.
+    """On Linux, make the kernel end this process when the thread that started the process ends.
 
     Args:
         parent: id of the parent process; if it has already ended, this process ends at once.
-        sent: the signal that the kernel sends.
+        sent: the signal that the kernel then sends to this process.
     """
     if _prctl is not None:
         _prctl(PR_SET_PDEATHSIG, sent, 0, 0, 0)

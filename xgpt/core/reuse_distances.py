@@ -1,8 +1,8 @@
-"""Compute which part of a trace's prompts is found in a cache of any size, from reuse distances in one pass.
+"""Compute which share of a trace's prompts a cache of any size holds, in one pass over the reuse distances of blocks.
 
-A request finds a block of an earlier request if fewer other blocks have been used in between than the cache holds
-(LRU). Distances are counted for all blocks at once: each other block counts once, at its first use in between, so this
-is a count of inversions. Source: Mattson et al., Evaluation techniques for storage hierarchies, 1970.
+In an LRU cache, a request finds a block of an earlier request if the number of other blocks used in between is smaller
+than the cache. These distances are counted for all blocks together: each other block counts once, at its first use in
+between, so the count is one of inversions. Source: Mattson et al., Evaluation techniques for storage hierarchies, 1970.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class ReuseCurve:
     Args:
         trace: a trace with prefixes.
         block_size: tokens of a K/V block; only whole blocks are found.
-        inside: number of requests that run at once, whose answers are not cached yet when the next one enters.
+        inside: number of requests that run at the same time; their answers are not cached yet when the next request
+            enters.
     """
 
     def __init__(self, trace: TraceLengths, block_size: int, inside: float = 0.0) -> None:
@@ -47,7 +48,7 @@ class ReuseCurve:
     def cached(self, tokens: float) -> Ints:
         """Return the tokens that each request finds in a cache of `tokens` tokens. # [requests]"""
         found = np.bincount(self._request[self._needed * self._size < tokens], minlength=len(self.inputs))
-        most = (self.inputs - 1) // self._block_size * self._block_size  # the last token is always executed
+        most = (self.inputs - 1) // self._block_size * self._block_size  # the last token is always computed
         return np.minimum(found * self._size // self._block_size * self._block_size, most)
 
     def share(self, tokens: float, begin: int = 0) -> float:
@@ -65,7 +66,9 @@ class ReuseCurve:
         return [(q, float(np.quantile(needed, q) * self._size)) for q in quantiles if len(needed)]
 
     def sizes(self, count: int) -> Array:
-        """Return cache sizes in tokens between which the share grows equally; the last one gives the largest share."""
+        """Return cache sizes, in tokens, at which the share grows in equal steps; the last size gives the largest
+        share.
+        """
         needed = np.sort(self._needed[np.isfinite(self._needed)])
         if not len(needed):
             return np.zeros(1)
@@ -86,8 +89,8 @@ def _whole_outputs(trace: TraceLengths, size: int, block_size: int) -> Ints:
 def _distances(
     prompts: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int | None, ...]], inside: float = 0.0
 ) -> tuple[Ints, Array]:
-    """Return the request of each prompt block, and the number of other blocks used since its last use (infinite: no
-    use).
+    """For each prompt block, return its request, and the number of other blocks used since the block's last use
+    (infinite if there was none).
 
     A request uses all its blocks when it ends, the last of the sequence first. The answers of the `inside` requests
     before it are not cached yet. Blocks without an id are used only once, and occupy memory until they are evicted.
@@ -133,7 +136,9 @@ def _greater_before(values: Ints) -> Ints:
 
 
 def _worst_so_far(request: Ints, distance: Array) -> Array:
-    """Return the greatest distance among a request's blocks so far, since a block is found only with all before it."""
+    """Return, for each block, the greatest distance among it and the request's earlier blocks, since a block is found
+    only if all before it are found.
+    """
     if not len(distance):
         return distance
     # Requests follow each other; adding an offset for each request lets one running maximum serve all of them.

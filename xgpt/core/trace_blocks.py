@@ -1,8 +1,9 @@
 """Read the blocks that requests of a trace share, in Mooncake's format.
 
-A line lists the ids of its request's blocks of `block_size` tokens in `hash_ids`; equal ids mean equal tokens up to the
-end of the block. `output_hash_ids`, our extension, continues after the prompt's full blocks with the rest of the prompt
-and the output, which the next turn of a conversation finds. Source: Qin et al., Mooncake, FAST 2025 (traces).
+In a trace, `hash_ids` of a line lists the ids of the request's blocks of `block_size` tokens; equal ids mean that all
+tokens up to the end of the block are equal. `output_hash_ids`, an extension of xgpt, continues after the prompt's full
+blocks with the rest of the prompt and the output; the next turn of a conversation finds these blocks. Source: Qin et
+al., Mooncake, FAST 2025 (traces).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.schema.step_log import Chain
 
 MOONCAKE_BLOCK = 512
-"""Tokens of a block if a trace does not say."""
+"""Tokens of a block if a trace does not state them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,9 @@ class TracePrefixes:
     """The blocks of a trace's requests, in the order of its requests.
 
     Attributes:
-        block_size: tokens of a block; the last of a request may hold fewer.
+        block_size: number of tokens of a block; the last block of a request may hold fewer.
         prompts: ids of each prompt's blocks.
-        outputs: ids of the blocks that begin with the first one that the prompt does not fill; empty: no request
+        outputs: ids of each request's blocks from the first one that its prompt does not fill; empty: no request
             continues them.
     """
 
@@ -44,7 +45,8 @@ class TracePrefixes:
         return self._keys(self.prompts[request], 0, 0, input_length // block_size, block_size)
 
     def output_chain(self, request: int, input_length: int, output_length: int, block_size: int) -> Chain:
-        """Return the keys of the K/V blocks after the prompt's, without the last token, which is never fed.
+        """Return the keys of the K/V blocks after the prompt's blocks. The last token does not count, since it is never
+        fed to the model.
 
         If no request continues them, their keys are unique: an engine caches them anyway, since it does not know that.
         """
@@ -65,7 +67,7 @@ class TracePrefixes:
         return tuple(keys)
 
     def take(self, order: npt.NDArray[np.int64]) -> TracePrefixes:
-        """Return those of these requests, in this order."""
+        """Return the blocks of the given requests, in this order."""
         places = order.tolist()
         return TracePrefixes(
             self.block_size, tuple(self.prompts[i] for i in places), tuple(self.outputs[i] for i in places)
@@ -76,7 +78,7 @@ def read_ids(where: str, row: Mapping[str, object], input_length: int, output_le
     """Return a line's `hash_ids`.
 
     Raises:
-        InputError: they are not whole numbers, or not as many as the prompt has blocks.
+        InputError: the ids are not whole numbers, or their number is not that of the prompt's blocks.
     """
     size = block_size_of(where, row)
     return _ids(f"{where}, hash_ids", row.get("hash_ids"), -(-input_length // size))
@@ -99,7 +101,7 @@ def block_size_of(where: str, row: Mapping[str, object]) -> int:
     """Return the tokens of a line's blocks.
 
     Raises:
-        InputError: it is no positive whole number.
+        InputError: the number is not a positive whole number.
     """
     size = row.get("block_size", MOONCAKE_BLOCK)
     if isinstance(size, int) and not isinstance(size, bool) and size >= 1:

@@ -54,11 +54,11 @@ _METRIC = re.compile(r"^(# (HELP|TYPE) |[a-zA-Z_:][a-zA-Z0-9_:]*(\{[^}]*\})? [-+
 
 
 class Row(NamedTuple):
-    """A request as it is in its file.
+    """A request with the values that its file states.
 
     Attributes:
         where: the place in the file.
-        timestamp: its time; None: it has none.
+        timestamp: the request's time; None: the file states none.
         fields: all fields, if the row is a JSON object.
     """
 
@@ -108,7 +108,7 @@ def read_rows(path: Path, field: str) -> TraceRows:
     """Return the requests of a trace in any of the formats.
 
     Raises:
-        InputError: it is in none of them; the message states the place.
+        InputError: the trace is in none of these formats; the message states the place.
     """
     text = read_text(path, field)
     if path.with_suffix("" if path.suffix == ".gz" else path.suffix).suffix in (".json", ".jsonl", ".ndjson") or (
@@ -209,7 +209,7 @@ def _documents(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         yield f"{path}, line 1", json.loads(text)
         return
     except (ValueError, RecursionError):
-        pass  # one document a line, or invalid JSON: the loop below finds the line
+        pass  # either each line is a document, or the JSON is invalid; the loop below finds the invalid line
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             where = f"{path}, line {number}"
@@ -220,7 +220,7 @@ def _documents(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _entries(where: str, document: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the requests of a document: the document itself, or those in it."""
+    """Yield the requests of a document: the document itself, or the requests that it contains."""
     if not isinstance(document, dict):
         raise InputError(where, str(document)[:80], "it must be a JSON object")
     lists = {name: entries for name, entries in document.items() if isinstance(entries, list)}
@@ -247,7 +247,7 @@ def _entries(where: str, document: Any) -> Iterator[tuple[str, Mapping[str, Any]
 
 
 def _row(where: str, entry: Mapping[str, Any]) -> tuple[Row, str]:
-    """Return a request, and the name of its time."""
+    """Return a request, and the name of the field with its time."""
     found: dict[Role, tuple[int, str, object]] = {}
     for name, value in _fields(entry):
         known = _ROLES.get(plain(name))
@@ -275,7 +275,7 @@ def _is_value(role: Role, text: str) -> bool:
 
 
 def _fields(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield names and values, those of outer objects first, without the units of values."""
+    """Yield names and values without their units; those of outer objects come first."""
     level: list[Mapping[str, Any]] = [entry]
     while level:
         inner: list[Mapping[str, Any]] = []
@@ -295,7 +295,7 @@ def _fields(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _spans(entries: list[tuple[str, Mapping[str, Any]]]) -> TraceRows:
-    """Return the requests among spans: those with token counts whose parents have none."""
+    """Return the spans that are requests: those that have token counts and whose parents have none."""
     rows = {}
     for where, span in entries:
         names = {plain(name) for name, _ in _fields(span)}

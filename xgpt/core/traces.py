@@ -74,7 +74,7 @@ def read_lengths(path: Path, field: str = "workload") -> TraceLengths:
 
     Formats and names are those of `xgpt.core.trace_rows`. Requests without input or output tokens are left out. Times
     are dates in ISO 8601 (UTC if they have no offset) or numbers, whose unit is in their name (`timestamp_ms`), or
-    follows from the format or from their size since 1970. Other numbers are seconds.
+    follows from the format, or from their size if they count from 1970. Other numbers are seconds.
 
     Raises:
         InputError: a value is wrong, and the message states its line; or the unit of times is not known.
@@ -200,7 +200,7 @@ def _length(where: str, name: str, value: object) -> int:
 
 
 def _time(where: str, value: object) -> tuple[float, bool]:
-    """Return a time as a number, and whether it was a date, which gives seconds since 1970."""
+    """Return a time as a number, and whether it was a date; dates become seconds since 1970."""
     time, is_date = math.nan, False
     try:
         if isinstance(value, int | float) and not isinstance(value, bool):

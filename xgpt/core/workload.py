@@ -58,7 +58,7 @@ class TraceLengths(NamedTuple):
         return TraceLengths(self.input[places], self.output[places], times, prefixes)
 
     def since(self, seconds: float) -> TraceLengths:
-        """Return the requests from this time on, with times that count from the first of them.
+        """Return the requests from a time on; their times then count from the first of them.
 
         Raises:
             InputError: the trace has no times, or ends before.
@@ -129,7 +129,9 @@ def standard_deviation(histogram: Histogram) -> float:
 
 
 def decoding_share(workload: Workload) -> float:
-    """Return the share of requests with more than one output token; encoding emits the first."""
+    """Return the share of requests with more than one output token; these decode, since encoding emits the first
+    token.
+    """
     output = workload.output
     return 1 - output.probabilities[0] if output.lengths[0] == 1 else 1.0
 
@@ -150,10 +152,10 @@ def quantile(histogram: Histogram, q: float) -> int:
 def sample(workload: Workload, n: int, rng: np.random.Generator, *, stratified: bool = True) -> tuple[Ints, Ints]:
     """Draw the lengths of `n` requests, inputs independent of outputs.
 
-    A stratified sample draws each run of 100 requests (the last may be shorter) as a Latin hypercube: its k requests
-    take one uniform from each of k strata of equal probability, in random order. Every request still follows the
-    histogram, but the mean of a run varies far less than that of independent draws, so that short simulations compare
-    fairly.
+    A stratified sample draws each run of 100 requests (the last run may be shorter) as a Latin hypercube: the k
+    requests of a run take one uniform number from each of k strata of equal probability, in random order. Every request
+    still follows the histogram, but the mean of a run varies far less than the mean of independent draws, so that short
+    simulations can be compared.
 
     Returns:
         Inputs and outputs, each [n].

@@ -1,8 +1,8 @@
-"""Answer the questions of the planning page: the quick parts of an answer first.
+"""Answer the questions of the planning page; the quick parts of an answer come first.
 
 A question contains the arguments of `xgpt.plan` by name, and `current`, the command of the current deployment. Closed
-forms answer at once; then a run is simulated, and last comes the plan that `xgpt plan` would write. This runs in a
-separate process (`python -m xgpt.exploring.explore`), which abandons a question when a newer one arrives.
+forms answer immediately; then a run is simulated; the last part is the plan that `xgpt plan` would write. This runs in
+a separate process (`python -m xgpt.exploring.explore`), which abandons a question when a newer one arrives.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Explorer:
         """Yield the parts of one answer.
 
         Raises:
-            XgptError: the question is wrong, or no schedule keeps the bounds; parts known before were yielded.
+            XgptError: the question is wrong, or no schedule keeps the bounds; the parts known before that were yielded.
         """
         current = asked.pop("current", None) or None
         if not isinstance(current, str | None):
@@ -107,10 +107,11 @@ def _runs_as(plan: Plan) -> tuple[object, ...]:
 
 
 def quick(search: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, float | None]]:
-    """Return each policy's best plan in closed form, with its arrival rate if that is maximised; the best first.
+    """Return each policy's best plan by closed forms, with its arrival rate if the plan maximises that; the best plan
+    first.
 
     Raises:
-        InfeasibleError: none keeps the bounds.
+        InfeasibleError: no plan keeps the bounds.
     """
     if not search.problem.constraint.maximises_arrivals:
         plans = search.best_of_each(kinds)
@@ -118,7 +119,7 @@ def quick(search: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, fl
         return {kind: (plan, None) for kind, plan in ordered}
     rated = [(kind, *found[0]) for kind in kinds if (found := Arrivals(search).of_kind(kind, 1))]
     if not rated:
-        search.best_of_each(kinds)  # raises the reason, if even requests that do not wait break the bounds
+        search.best_of_each(kinds)  # raises an error with the reason if even requests that do not wait break the bounds
         name = next(name for name in BOUNDS if getattr(search.problem.constraint, name) is not None)
         raise InfeasibleError(
             f"{name}: by the closed forms, no schedule keeps the bounds once waiting is included",
@@ -244,8 +245,8 @@ class _Superseded(Exception):
 def main() -> None:
     """Read questions as lines {"id", "asked"} and write answers as lines {"id", "part", …}; SIGUSR1 ends an answer.
 
-    The signal is sent before the next question, so that it never ends the wrong answer, and only after
-    {"part": "ready"}.
+    The sender sends the signal before the next question, so that it never ends the wrong answer, and only after it has
+    read {"part": "ready"}.
     """
     is_busy = False
 

@@ -1,7 +1,7 @@
 """Serve the planning page: an HTTP server on loopback, and one process that answers its questions.
 
 Any user of the machine can connect to loopback, and answers may contain private files of the owner. So each request
-must have the token of the address that `serve` prints.
+must contain the token that is part of the address which `serve` prints.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class AnswerProcess:
     async def start(self) -> None:
         """Start the process, which loads its modules."""
         if self._reading is not None:
-            await self._reading  # so that no line of the previous process counts as an answer
+            await self._reading  # so that a line of the previous process does not count as an answer
         self._is_ready.clear()
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -104,7 +104,9 @@ class AnswerProcess:
             self._lines.put_nowait(b"{}")  # wakes up the reader of the previous question
             lines: asyncio.Queue[bytes] = asyncio.Queue()
             self._lines = lines
-            with suppress(ProcessLookupError, ConnectionError):  # it has ended, which the reader reports
+            with suppress(
+                ProcessLookupError, ConnectionError
+            ):  # the process has ended; the reader of its output reports this
                 self._process.send_signal(signal.SIGUSR1)
                 self._process.stdin.write(json.dumps({"id": number, "asked": asked}).encode() + b"\n")
                 await self._process.stdin.drain()
@@ -132,7 +134,8 @@ def build_app(token: str) -> Starlette:
     """Return the application: the page, the names to choose from, and the answers.
 
     Args:
-        token: the token that the page's address must have in its query, or its requests in the header X-Token.
+        token: the token that must be in the query of the page's address, and in the header X-Token of the page's
+            requests.
     """
     worker = AnswerProcess()
 

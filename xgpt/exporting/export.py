@@ -52,10 +52,10 @@ def export(plan: Plan, target: Target) -> dict[str, str]:
 
 
 def check_memory(plan: Plan) -> None:
-    """Check that a plan fits in the memory of its fullest device.
+    """Check that a plan fits in the memory of its devices.
 
     Raises:
-        InputError: it does not; the message states the needed and the available memory.
+        InputError: it does not fit; the message states the needed and the available memory of the fullest device.
     """
     device = plan.cluster.device
     usable = device.memory_bytes * device.usable_memory
@@ -129,7 +129,9 @@ def _engine_itself(plan: Plan) -> dict[str, str]:
 
 
 def _start_script(plan: Plan) -> dict[str, str]:
-    """Return a script that runs `xgpt serve` with xgpt's own engine, for several nodes on a Ray cluster of them."""
+    """Return a script that runs `xgpt serve` with xgpt's own engine; for several nodes, on a Ray cluster of these
+    nodes.
+    """
     check_engine(plan, "native")
     model_id = hub.id_of(plan.checkpoint)
     command = ["xgpt", "serve", "plan.json", "--host", "0.0.0.0", "--port", str(PORT), "--api-key-file", "keys.txt"]
@@ -149,7 +151,7 @@ def _script(head: str, command: Sequence[str], variables: str = "", *, fetched: 
 
     Args:
         variables: quoted arguments that contain shell variables.
-        fetched: id of a model whose weights are downloaded first, unless they exist; None: none.
+        fetched: id of a model whose weights are downloaded first, unless they exist; None: nothing is downloaded.
     """
     fetch = ""
     if fetched is not None:

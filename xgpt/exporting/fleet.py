@@ -1,4 +1,6 @@
-"""A fleet on Kubernetes: the objects of each kind of replica, the recommender, and autoscalers that follow it."""
+"""Write a fleet as Kubernetes objects: those of each kind of replica, the recommender, and autoscalers that follow the
+recommender.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ METRIC_PORT = 8471
 PROMETHEUS = "http://prometheus-server.monitoring"
 """Address of Prometheus in the exported ScaledObjects, which users change."""
 TOLERATED = 10
-"""Largest number of replicas at which a change by one exceeds the 10% that Kubernetes' autoscaler ignores."""
+"""Largest number of replicas at which a change by one replica exceeds the 10% that Kubernetes' autoscaler ignores."""
 
 
 def fleet_files(fleet: FleetPlan) -> dict[str, str]:
@@ -87,7 +89,7 @@ def _recommender(fleet: FleetPlan, base: str, document: str) -> list[Object]:
     meta = {"name": name, "labels": {**selector, "app.kubernetes.io/managed-by": "xgpt"}}
     spec = {
         "replicas": 1,
-        "strategy": {"type": "Recreate"},  # only one process may record the load
+        "strategy": {"type": "Recreate"},  # the recommender has one replica, since only one process may record the load
         "selector": {"matchLabels": selector},
         "template": {"metadata": {"labels": meta["labels"]}, "spec": _pod(fleet, name, base)},
     }

@@ -1,4 +1,4 @@
-"""Write a plan as Kubernetes objects: a Deployment, or a LeaderWorkerSet where a replica spans several nodes.
+"""Write a plan as Kubernetes objects: a Deployment, or a LeaderWorkerSet if a replica spans several nodes.
 
 Pods run `xgpt serve`, with vLLM unless the plan was made for xgpt's own engine. Pods on several nodes meet at the
 leader: by vLLM's own flags, or as a Ray cluster.
@@ -70,7 +70,7 @@ def check_deployable(plan: Plan, target: str) -> None:
     """Check that a plan is for GPUs and has weights.
 
     Raises:
-        InputError: it is not, or has none.
+        InputError: the plan is not for GPUs, or has no weights.
     """
     if plan.cluster.device.type != "gpu":
         raise InputError("to", target, f"the plan is for {plan.cluster.device.name}, but pods request GPUs")
@@ -214,7 +214,7 @@ def weights_note(plan: Plan, names: Names) -> str:
 def _autoscaler(plan: Plan, names: Names) -> dict[str, str]:
     """Return an autoscaler for overlays to add; nothing if the plan has no arrival rate.
 
-    It keeps the arrival rate of each replica at the highest one within the plan's bounds.
+    The autoscaler keeps the arrival rate of each replica at the highest rate within the plan's bounds.
     """
     if plan.estimate.capacity is None:
         return {}

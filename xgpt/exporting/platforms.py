@@ -1,8 +1,8 @@
 """Write a plan that vLLM runs as deployment objects of Dynamo and llm-d.
 
-A plan of one lane keeps its schedule: with Dynamo through a scheduler class in vLLM, with llm-d in pods of `xgpt
-serve`. The two lanes of WAA become prefill and decode workers with the plan's sizes and numbers. vLLM's own scheduler
-then forms batches of prompts, and the platform's router replaces xgpt's front.
+A plan of one lane keeps its schedule: with Dynamo through a scheduler class in vLLM, with llm-d because its pods run
+`xgpt serve`. The two lanes of WAA become prefill and decode workers with the plan's sizes and numbers. vLLM's own
+scheduler then forms batches of prompts, and the platform's router replaces xgpt's front.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _lanes(plan: Plan, alone: str) -> list[tuple[LaneName, str]]:
     """Return (lane, role on the platform) pairs.
 
     Args:
-        alone: role of a plan's only lane.
+        alone: role of the lane if the plan has only one.
     """
     return list(ROLES.items()) if len(plan.policy.lanes) > 1 else [("both", alone)]
 

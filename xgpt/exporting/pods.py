@@ -32,7 +32,9 @@ MAX_NAME = 48
 MAX_CONFIG_BYTES = 1_000_000
 """Largest size of a ConfigMap; the API server accepts 1 MiB, names included."""
 LEAVE_S, DRAIN_S, SPARE_S = 15, 60, 30
-"""Seconds after SIGTERM: until load balancers stop sending, for running requests, and until the engine ends."""
+"""Seconds after SIGTERM: until load balancers stop sending; then for running requests to finish; then until the engine
+ends.
+"""
 START_S = 1800
 """Seconds within which a pod must load weights and compile."""
 DOWNLOADS = {"protocol": "TCP", "port": 443}
@@ -128,7 +130,7 @@ def pod(plan: Plan, names: Names, work: PodSpec, *, fetches: bool = True) -> Obj
     fetch = model_id is not None and fetches
     return {
         "automountServiceAccountToken": False,
-        "enableServiceLinks": False,  # variables of services could have the names of vLLM's
+        "enableServiceLinks": False,  # Kubernetes' variables for services could have vLLM's names
         "terminationGracePeriodSeconds": LEAVE_S + DRAIN_S + SPARE_S,
         "securityContext": {
             "runAsNonRoot": True,
@@ -246,9 +248,10 @@ def network_policy(
 
 
 def disruption_budget(names: Names) -> Object:
-    """Return a PodDisruptionBudget with which drains of nodes end 5% of the pods at a time, and at least one.
+    """Return a PodDisruptionBudget that lets drains of nodes end 5% of the pods at a time, but at least one.
 
-    One at a time would take hours for a thousand replicas; 5% at a time keep the bounds (benchmarks.many_replicas).
+    With one pod at a time, a drain would take hours for a thousand replicas; with 5% at a time, the bounds are kept
+    (benchmarks.many_replicas).
     """
     spec = {"maxUnavailable": "5%", "selector": {"matchLabels": names.selector}}
     return {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": names.meta(), "spec": spec}
@@ -292,8 +295,8 @@ def _gib(count: int) -> str:
 def to_yaml(objects: Sequence[Object], comment: str = "") -> str:
     """Return a comment and objects as YAML documents.
 
-    A library quotes the objects, and every line of the comment is commented out, so that no name in a plan can add
-    YAML.
+    The YAML library quotes the objects' texts, and every line of the comment is commented out, so that no name in a
+    plan can add YAML.
     """
 
     class Dumper(yaml.SafeDumper):

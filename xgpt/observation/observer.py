@@ -1,7 +1,7 @@
-"""Decide when a running plan should be judged, and under which lengths and pace.
+"""Decide when a running plan should be judged again, and under which lengths and pace.
 
-Finished requests and steps are added; an Observation results when the plan should be judged. Times are arguments, not
-read from a clock, so that a server (`xrunner.server.observe.watch`) and a simulation behave equally.
+Callers add finished requests and steps, and get an Observation when the plan should be judged. Times are passed as
+arguments, not read from a clock, so that a server (`xrunner.server.observe.watch`) and a simulation behave equally.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ LOOK_INTERVAL_S = 0.5
 
 PACE_MEMORY_S = 10.0
 """Time after which a comparison of a step with its prediction has the weight 1/e. The clock rate of a shared machine
-changes every second, so shorter means are not representative."""
+changes every second, so means over shorter times are not representative.
+"""
 PACE_MEMORY_STEPS = 50
 """Least number of comparisons that count, even if they are older."""
 ENOUGH_STEPS = 24
@@ -48,12 +49,14 @@ def is_slower(slowdown: float, other: float, spread: float) -> bool:
 
 
 def differs(slowdown: float, other: float, spread: float) -> bool:
-    """Return whether two slowdowns differ by more than repeated measurements of a profile do."""
+    """Return whether two slowdowns differ by more than repeated measurements of a profile differ."""
     return is_slower(slowdown, other, spread) or slowdown * (1 + max(spread, LEAST_GAIN)) < other
 
 
 def slowdown_to_plan_with(profile: ProfileRef, measured: float | None) -> float:
-    """Return the measured slowdown if it is known and differs from the plan's, otherwise the plan's."""
+    """Return the measured slowdown if it is known and differs from the plan's slowdown; otherwise the plan's
+    slowdown.
+    """
     if measured is None or not differs(measured, profile.slowdown, profile.spread):
         return profile.slowdown
     return measured
@@ -100,39 +103,42 @@ class MeasuredPace:
             self._stretch_s, self._stretch_measured_s, self._stretch_predicted_s = end_s, 0.0, 0.0
 
     def predict_longer(self, factor: float) -> None:
-        """Multiply the predictions so far by a factor that later predictions already contain."""
+        """Multiply the predictions so far by a factor, since later predictions already contain this factor."""
         self._predicted_s *= factor
         self._stretch_predicted_s *= factor
         self._stretches = deque((ratio - log(factor) for ratio in self._stretches), self._stretches.maxlen)
 
     @property
     def ratio(self) -> float | None:
-        """The ratio; None: nothing has been compared."""
+        """The ratio of measured to predicted time; None: no step has been compared."""
         return self._measured_s / self._predicted_s if self._predicted_s else None
 
     @property
     def is_known(self) -> bool:
-        """Whether comparisons cover enough steps and time."""
+        """Whether the comparisons cover enough steps and enough time."""
         return self._num_compared >= ENOUGH_STEPS and self._last_s - self._first_s >= PACE_MEMORY_S
 
     @property
     def least_ratio(self) -> float:
-        """Lower confidence limit of the ratio, from its periods; 0: there are too few."""
+        """Lower confidence limit of the ratio, computed from its values in several periods; 0 if there are too few
+        periods.
+        """
         count = len(self._stretches)
         if count < ENOUGH_STRETCHES:
             return 0.0
         mean = fsum(self._stretches) / count
-        # Not statistics.stdev, which takes thirty times as long for its last digits: the event loop calls this often.
+        # statistics.stdev would take thirty times as long, to get the last digits right, and the event loop calls this
+        # often.
         error = sqrt(fsum((ratio - mean) ** 2 for ratio in self._stretches) / (count * (count - 1)))
         return exp(mean - SURE * error)
 
 
 class Snapshot(NamedTuple):
-    """An engine's requests and pace at one moment, quick to take, and readable in any thread.
+    """An engine's requests and pace at one moment; taking it is quick, and any thread may read it.
 
     Attributes:
         requests: at least one request; their tokens continue to be counted.
-        common: their shared blocks.
+        common: the shared blocks of the requests.
         step_ratio, slowdown, goodput: see `Observation`.
         is_missed: whether the goodput is significantly below the plan's quantile.
     """
@@ -178,7 +184,7 @@ class Observer:
         """Whether the plan has been judged since the goodput fell below the quantile."""
         self._detector = ChangeDetector(plan.workload)
         self._judged_slowdown = plan.profile.slowdown
-        """The slowdown under which the plan was last judged; only another one leads to a new judgement."""
+        """The slowdown under which the plan was last judged; only a different slowdown leads to a new judgement."""
         self._since_s = -inf
         """Arrival of the first request with the current lengths."""
         self._judged_share = 0.0 if plan.estimate.reuse is None else plan.estimate.reuse.share
@@ -205,7 +211,7 @@ class Observer:
         self._num_ended += 1
 
     def is_due(self, now_s: float) -> bool:
-        """Return whether to take a `snapshot` and `look` at it now; if so, it counts as taken."""
+        """Return whether to take a `snapshot` and to call `look` with it now; if so, the snapshot counts as taken."""
         if now_s - self._looked_s <= LOOK_INTERVAL_S:
             return False
         if self._num_ended < LOOK_EVERY:
@@ -230,8 +236,8 @@ class Observer:
     def look(self, now: Snapshot) -> Observation | None:
         """Return the observation under which the plan should be judged; None: nothing has changed significantly.
 
-        Later lengths and paces are then compared with this observation, for any decision. It may be called from another
-        thread than the other methods, but only once at a time.
+        Later lengths and paces are then compared with this observation, whatever is decided. This method may be called
+        from another thread than the other methods, but not from two threads at the same time.
         """
         sample = Sample.of(now.requests)
         others = self._detector.look(sample)
@@ -246,7 +252,7 @@ class Observer:
             found = now.observe(others)
             self._detector = ChangeDetector(found.workload, found.weight)
         elif (is_other_pace or is_newly_missed or common is not None) and sample.num_finished:
-            # Lengths are unchanged, and known from more requests than the window contains.
+            # Lengths are unchanged, and were known from more requests than the window contains.
             lengths = {"workload": self._detector.planned, "weight": self._detector.weight or CERTAIN}
             found = now.observe(sample).model_copy(update=lengths)
         else:
@@ -256,9 +262,10 @@ class Observer:
         return found
 
     def _look_at_reuse(self, common: list[Common]) -> list[Common] | None:
-        """Return the requests with another reuse than at the last judgement; None if the difference is not significant.
+        """Return the requests since prefix reuse changed from its value at the last judgement; None if the difference
+        is not significant.
 
-        A change in few requests is examined again once there are twice as many.
+        A change that rests on few requests is examined again once there are twice as many.
         """
         since = changed(common, self._judged_share)
         if since is None and self._judged_common is not None and len(common) >= 2 * len(self._judged_common):

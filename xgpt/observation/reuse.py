@@ -1,8 +1,8 @@
 """Observe the prefix reuse of recent requests, and detect changes in it.
 
-Blocks are identified by the engine's keys, which are salted hashes that reveal nothing of a prompt. Their number is
-limited for all prompt lengths. Requests and steps are added in the order of the engine's log; the results are the
-reused share and the shares that caches of other sizes would have reused.
+Blocks are identified by the engine's keys, which are salted hashes that reveal nothing of a prompt. The number of
+remembered blocks is limited, however long prompts are. Callers add requests and steps in the order of the engine's log.
+The results are the share of prompt tokens that was reused, and the shares that caches of other sizes would have reused.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ class Common:
     """A request of the window.
 
     Attributes:
-        keys, left: keys of its prompt's blocks, and of the later blocks that it has left in the cache.
-        found: number of its prompt tokens in the cache; None: it waits.
-        is_warm: whether earlier requests had left as many blocks as the cache holds.
+        keys: keys of the blocks of its prompt.
+        left: keys of its later blocks, which remain in the cache.
+        found: number of its prompt tokens that were in the cache; None: the request waits.
+        is_warm: whether earlier requests had filled the cache when this one entered.
     """
 
     input_length: int
@@ -95,7 +96,7 @@ class ReuseWindow:
             self._num_keys -= len(gone.keys) + len(gone.left)
 
     def forget_before(self, first: Common) -> None:
-        """Drop the requests before this one, whose reuse was different."""
+        """Drop the requests before this one, since their reuse was different."""
         if any(request is first for request in self._requests.values()):
             while next(iter(self._requests.values())) is not first:
                 _, gone = self._requests.popitem(last=False)
@@ -107,7 +108,7 @@ class ReuseWindow:
 
 
 def most_kept(plan: Plan) -> int:
-    """Return the largest number of blocks in which a plan can keep prompts: all blocks of a stage that encodes."""
+    """Return the largest number of blocks that a plan can use to keep prompts: all blocks of a stage that encodes."""
     return min(stage.kv_blocks for stage in plan.stages if stage.lane != "decode")
 
 
@@ -145,7 +146,8 @@ def share_of(requests: Sequence[Common]) -> tuple[float, float]:
 
 
 def observed_reuse(requests: Sequence[Common], block_size: int) -> ObservedReuse | None:
-    """Return the share that requests reused, and would reuse with other cache sizes; None if they have no keys.
+    """Return the share of prompt tokens that requests reused, and the shares that they would reuse with other cache
+    sizes; None if the requests have no keys.
 
     The first half of the requests fills the cache, and the second half is counted.
     """

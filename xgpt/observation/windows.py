@@ -1,7 +1,8 @@
 """Observe the recent lengths of a running engine in a decaying window, and detect changes in them.
 
-Requests are added when they arrive and when they finish; the results are an Observation, and whether lengths differ
-from the planned ones. Without a clock and random numbers, the same requests in the same order give the same result.
+Callers add requests when they arrive and when they finish. The results are an Observation, and whether lengths differ
+from the planned ones. No clock and no random numbers are used, so the same requests in the same order give the same
+result.
 """
 
 from __future__ import annotations
@@ -29,11 +30,15 @@ MIN_FINISHED = 100
 FALSE_ALARM = 1e-4
 """Probability of a false alarm in one examination; there are hundreds of examinations in 10,000 requests."""
 WINDOWS_A_DOUBLING = 2
-"""Number of compared windows for each doubling of their size; a window that starts before the change is less clear."""
+"""Number of compared windows for each doubling of their size. A window that starts before the change shows the change
+less clearly.
+"""
 LEVELS = (0.05, 0.2, 0.5, 0.8, 0.95)
 """Quantiles of the planned lengths between which requests are counted; the outer ones show changes of the tails."""
 MOST_NATS = 500.0
-"""Logarithm above which a probability is computed by its asymptote, since the number itself would be 0."""
+"""Negative logarithm above which a probability is computed by its asymptote, since the floating-point number would be
+0.
+"""
 CERTAIN = 1e5
 """The number of requests that planned lengths count for if they are certain: so many that two requests of an unplanned
 length already count as a change.
@@ -68,7 +73,7 @@ class LengthWindow:
         return len(self._seen)
 
     def arrive(self, arrival_s: float, input_length: int, max_output: int) -> Seen:
-        """Add a request, and return the object in which the caller counts its tokens."""
+        """Add a request, and return an object in which the caller counts the request's tokens."""
         seen = Seen(arrival_s, input_length, max_output)
         self._seen.append(seen)
         return seen
@@ -103,8 +108,8 @@ class Sample:
     def of(cls, requests: Sequence[Seen]) -> Sample:
         """Return the sample of a window that is not empty.
 
-        It may run in another thread than the one that counts tokens, so it first reads which requests have finished: no
-        request then counts as finished with fewer tokens than it generated.
+        This may run in another thread than the one that counts tokens. So it first reads which requests have finished;
+        then no request counts as finished with fewer tokens than it generated.
         """
         has_ended = np.array([seen.has_ended for seen in requests])
         return cls(
@@ -129,7 +134,7 @@ class Sample:
 
     @property
     def weight(self) -> float:
-        """Effective number of ended requests; 0 if there is none. Source: Kish, Survey Sampling, 1965."""
+        """Effective number of ended requests; 0 if no request has ended. Source: Kish, Survey Sampling, 1965."""
         return _effective(self.weights[self.has_ended])
 
     def input_histogram(self) -> Histogram:
@@ -139,9 +144,9 @@ class Sample:
     def output_histogram(self) -> Histogram:
         """Return the histogram of output lengths, with running outputs accounted for.
 
-        Long outputs end last, so among recent requests those that have ended are short. A running output is known to be
-        longer than its present length, which is what the product-limit estimator needs. Probability above the longest
-        observed length counts as that length.
+        Long outputs end last, so among recent requests mainly short ones have ended. A running output is known to be
+        longer than its present length, and the product-limit estimator uses exactly this knowledge. The probability of
+        lengths above the longest observed length is assigned to that length.
         Source: Kaplan and Meier, JASA 1958; Efron, 5th Berkeley Symposium, 1967 (the tail).
         """
         lengths, index = np.unique(self.outputs, return_inverse=True)
@@ -155,7 +160,7 @@ class Sample:
 
     @property
     def known_to(self) -> float:
-        """Output length up to which `output_histogram` is known; inf: everywhere."""
+        """Output length up to which `output_histogram` is known; inf: it is known for all lengths."""
         longest = int(self.outputs.max())
         return inf if self.has_ended[self.outputs == longest].all() else longest
 
@@ -233,7 +238,7 @@ def _reaching(outputs: Histogram, longest: int) -> Histogram:
 
 
 def _below(histogram: Histogram, lengths: npt.ArrayLike) -> Array:
-    """Return the shares of lengths up to each of these."""
+    """Return, for each of these lengths, the share of lengths that do not exceed it."""
     total = np.concatenate([[0.0], np.cumsum(histogram.probabilities)])
     return total[np.searchsorted(histogram.lengths, lengths, side="right")]
 
@@ -249,16 +254,16 @@ def surprise(
 ) -> float:
     """Return the significance of the difference between observed and planned lengths.
 
-    Requests are counted between quantiles of the planned lengths, and beyond them, so that a change of the spread shows
-    as early as one of the mean. The likelihood ratio of these counts, in nats, is half a chi-squared variable if
-    nothing changed.
+    Requests are counted between quantiles of the planned lengths and beyond the outer ones, so that a change of the
+    spread is noticed as early as a change of the mean. The likelihood ratio of these counts, in nats, is half a
+    chi-squared variable if nothing changed.
 
     Args:
-        planned_size: number of requests from which the planned lengths are known.
-        known_to: length from which the observed histogram is not known; all from there on counts as longer.
+        planned_size: number of requests from which the planned lengths were computed.
+        known_to: length from which on the observed histogram is not known; all lengths from there on count as longer.
 
     Returns:
-        -log of the probability. Source: Wilks, Annals of Mathematical Statistics, 1938.
+        The negative logarithm of the probability. Source: Wilks, Annals of Mathematical Statistics, 1938.
     """
     lengths = planned.lengths
     at = np.minimum(np.searchsorted(np.cumsum(planned.probabilities), LEVELS), len(lengths) - 1)
@@ -285,12 +290,13 @@ def _divergence(shares: Array, to: Array) -> float:
 class ChangeDetector:
     """Detects a difference between requests and a plan's lengths, and its beginning.
 
-    Each examination compares the last 64, 91, 128, 181, ... requests with the planned lengths (`surprise`). If several
-    differ, the most significant one gives the beginning.
+    Each examination compares windows of the last 64, 91, 128, 181, ... requests with the planned lengths (`surprise`).
+    If several windows differ, the most significant one gives the beginning of the difference.
 
     Args:
         planned: the lengths for which the running plan was made.
-        weight: number of requests from which those lengths are known; None: they count as certain.
+        weight: number of requests from which the planned lengths were computed; None: the planned lengths count as
+            certain.
     """
 
     def __init__(self, planned: Workload, weight: float | None = None) -> None:
@@ -300,7 +306,8 @@ class ChangeDetector:
     def look(self, whole: Sample) -> Sample | None:
         """Return the requests since the lengths changed; None if they have not, or too few have ended since then.
 
-        Lengths that are known from few requests are examined again once there are twice as many.
+        If the planned lengths were computed from few requests, the next examination is due once there are twice as many
+        requests.
         """
         if whole.num_finished < MIN_FINISHED:
             return None

@@ -171,7 +171,7 @@ class DayChart(NamedTuple):
 
 
 def day(chart: DayChart, *, alt: str, caption: str) -> Chart:
-    """Draw a day's load, replicas, kept requests and cost, one below the other."""
+    """Draw a day's load, replicas, share of requests within the bounds, and cost, one below the other."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(10, 7))
         arriving, running, keeping, costing = figure.subplots(4, 1, sharex=True)

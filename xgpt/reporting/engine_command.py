@@ -80,7 +80,9 @@ def vllm_draft(speculation: Speculation | None) -> list[str]:
 
 
 def _sglang_draft(speculation: Speculation | None) -> list[str]:
-    """Return SGLang's options for a draft without branches; it calls drafts with a model's own layer EAGLE."""
+    """Return SGLang's options for a draft without branches; SGLang uses the name EAGLE also for drafts with a layer of
+    the model.
+    """
     if speculation is None:
         return []
     name = {"mtp": "EAGLE"}.get(speculation.method, speculation.method.upper())
@@ -91,7 +93,7 @@ def _sglang_draft(speculation: Speculation | None) -> list[str]:
 
 
 def command_in_words(plans: dict[str, Plan]) -> list[str]:
-    """Return lines with the command for the engine itself, and about the use of xgpt's scheduler in it.
+    """Return lines with the command that runs the plan in the engine, and about using xgpt's scheduler in it.
 
     Args:
         plans: each policy's best plan, the best of all first.

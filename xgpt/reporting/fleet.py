@@ -1,5 +1,6 @@
-"""A day's fleet as one self-contained page: load, replicas, kept requests and cost, compared with the constant
-fleet."""
+"""Draw a day's fleet as one self-contained page: load, replicas, share of requests within the bounds, and cost,
+compared with the constant fleet.
+"""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def objective_in_words(constraint: Constraint) -> str:
 
 
 def own_objective_in_words(plans: Mapping[str, Plan]) -> list[str]:
-    """Return a line with the value of a user's objective for each policy; none without one."""
+    """Return a line with the value of a user's objective for each policy; nothing without such an objective."""
     if next(iter(plans.values())).constraint.maximise is None:
         return []
     return ["its value: " + ", ".join(f"{kind} {objective_value(plan):.4g}" for kind, plan in plans.items())]
@@ -75,7 +75,7 @@ def _process(constraint: Constraint) -> str:
 
 
 def engine_in_words(plan: Plan) -> list[str]:
-    """Return a line on the plan's engine and its effects in the prediction; none without an engine."""
+    """Return a line on the plan's engine and its effects on the prediction; nothing without an engine."""
     engine = plan.engine
     if engine is None or engine.framework == "native":
         return []
@@ -95,7 +95,9 @@ def engine_in_words(plan: Plan) -> list[str]:
 
 
 def ranges_from_rows(plan: Plan) -> list[str]:
-    """Return a line on the ranges of a plan's figures from errors of measured rows; none if steps were measured."""
+    """Return a line on the ranges of a plan's figures that follow from errors on published measurements; nothing if
+    steps were measured.
+    """
     figures = {
         "throughput_rps": ("throughput", "requests/s"),
         "ttft_s": ("first token", "s"),
@@ -109,7 +111,9 @@ def ranges_from_rows(plan: Plan) -> list[str]:
 
 
 def mixing_in_words(plan: Plan) -> list[str]:
-    """Return a line on the cost of mixed steps at which another policy would serve more; none if there is none."""
+    """Return a line on the cost of mixed steps at which another policy would serve more; nothing if no such cost is
+    known.
+    """
     edge = plan.estimate.mixing_edge
     if edge is None:
         return []
@@ -242,7 +246,9 @@ def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
 
 
 def log_in_words(workload: object, plan: Plan) -> list[str]:
-    """Return a line that compares the rate of a log with times and the plan's rate; none without such a log."""
+    """Return a line that compares the arrival rate in a log with the plan's rate; nothing if the workload is not a log
+    with times.
+    """
     trace = load_trace(workload) if isinstance(workload, str) else None
     if trace is None or trace.timestamp_s is None or len(trace.input) < 2 or trace.timestamp_s[-1] <= 0:
         return []
@@ -275,7 +281,7 @@ def reuse_in_words(plan: Plan) -> list[str]:
 
 
 def joint_in_words(plan: Plan) -> list[str]:
-    """Return a line on the error of the estimate if a trace's outputs depend on its inputs."""
+    """Return a line on the error of the estimate that comes from a correlation of a trace's inputs and outputs."""
     joint = plan.estimate.joint_lengths
     if joint is None:
         return []
@@ -370,7 +376,7 @@ def schedule_in_words(plan: Plan) -> str:
 
 
 def limit_in_words(plan: Plan) -> str:
-    """Return a sentence on the limit that no other schedule exceeds, for a plan whose search has a gap."""
+    """Return a sentence on the upper bound for all other schedules, for a plan whose search has a gap."""
     constraint = plan.constraint
     most = f"{maximised(plan) * (1 + (plan.search.gap or 0.0)):.4g} requests/s"
     if not constraint.bounds_latency:
@@ -383,7 +389,7 @@ def limit_in_words(plan: Plan) -> str:
 
 
 def proof_in_words(plan: Plan) -> str:
-    """Return a description of the proof: the limit of other schedules, and the searched points."""
+    """Return a description of the proof: the upper bound for other schedules, and the searched points."""
     search = plan.search
     proof = f"no proof of optimality ({search.bound.removeprefix('none: ')})"
     if search.gap is not None:

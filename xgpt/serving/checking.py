@@ -25,7 +25,7 @@ def check_devices(plan: Plan, num_nodes: int = 1) -> None:
     """Check that this machine has the devices of a plan.
 
     Raises:
-        MachineError: devices are missing; the message says which, and how to plan for those of this machine.
+        MachineError: devices are missing; the message says which ones, and how to plan for the devices of this machine.
     """
     planned, wanted = plan.cluster, plan.num_devices // num_nodes
     here = detect()
@@ -120,7 +120,7 @@ def check_plan(plan: Plan, ray: str | None = None) -> None:
         try:
             found = read_spec(Path(plan.checkpoint)).model_copy(update={"name": plan.model.name})
         except InputError as error:
-            if error.field != "model":  # it names a file in the directory
+            if error.field != "model":  # the error is about a file in the directory, not about the plan
                 raise
             raise InputError("plan.checkpoint", error.value, error.accepted) from None
         if found != plan.model:
@@ -200,7 +200,7 @@ def nodes_of(plan: Plan, devices: int) -> int:
     """Return the number of machines of the plan's cluster that this many devices of a replica span.
 
     Raises:
-        InputError: they do not divide evenly among them.
+        InputError: the devices do not divide evenly among the machines.
     """
     per_node = plan.cluster.devices_per_node
     nodes = -(-devices // per_node)
@@ -211,10 +211,11 @@ def nodes_of(plan: Plan, devices: int) -> int:
 
 
 def check_own_schedule(plan: Plan) -> None:
-    """Check that a plan needs no engine's own scheduler: it has no draft, and no experts that replicas share.
+    """Check that a plan does not need an engine's own scheduler, because it has no draft and no experts that replicas
+    share.
 
     Raises:
-        InputError: it has one of these.
+        InputError: the plan has a draft, or experts that replicas share.
     """
     if plan.sharing_replicas > 1:
         accepted = (
@@ -255,7 +256,7 @@ def check_vllm_runs(plan: Plan) -> None:
     """Check that vLLM with xgpt's scheduler can run a plan on some machine.
 
     Raises:
-        InputError: it cannot; the message states the reason.
+        InputError: vLLM cannot run the plan; the message states the reason.
     """
     check_own_schedule(plan)
     if any(block.recurrent is not None for block in plan.model.kinds):

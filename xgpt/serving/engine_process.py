@@ -1,8 +1,8 @@
 """Run the engine of a plan in this process, at its end of the channel: `python -m xgpt.serving.engine_process FD`.
 
 FD is the process's end of the channel (`xrunner.channel`); standard input contains an `EngineOrder`. The process has no
-HTTP, tokenizer, metrics or log of steps. It ends when the front closes the channel or ends. Signals that a terminal or
-a service manager sends to all processes of a server are for the front.
+HTTP, tokenizer, metrics or log of steps. It ends when the front closes the channel or ends. It ignores signals that a
+terminal or a service manager sends to all processes of a server: the front handles them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ END_S = 20.0
 
 def main() -> None:
     """Run the engine until the front ends or the engine fails."""
-    # Not SIG_IGN, which processes that this one starts would inherit.
+    # Not SIG_IGN: processes that this process starts would inherit it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     order = EngineOrder.model_validate_json(sys.stdin.buffer.read())
     log_json(order.log_level)
     if _is_alone(order):
-        keep_freed_memory()  # before another thread allocates memory, so that the engine gets no separate arena
+        keep_freed_memory()  # called before another thread allocates memory, so that the engine gets no separate arena
     host = EngineHost(EngineEnd(socket.socket(fileno=int(sys.argv[1])), DecodeDown()), partial(_build, order))
     engine = threading.Thread(target=host.run, name="engine", daemon=True)
     engine.start()

@@ -37,15 +37,16 @@ def build_engine(
 ) -> Engine | Replicas:
     """Return the engine of a plan, with its weights loaded and warmed up.
 
-    One device of this machine runs in this process, all others in a process each. `close` ends them.
+    A plan for one device of this machine runs in this process; for any other plan, each device has a process of its
+    own. `close` ends these processes.
 
     Args:
         batching: layout of whole batches; in rows, requests share no K/V.
         ray: address of the Ray cluster whose machines run the plan; None: this machine runs it.
-        reuse: whether requests share the K/V of what their prompts have in common.
+        reuse: whether requests share the K/V of prompt prefixes that they have in common.
 
     Raises:
-        InputError: the plan is for another engine, or does not go with `batching`; no Ray cluster answers.
+        InputError: the plan is for another engine, or cannot be combined with `batching`; or no Ray cluster answers.
         MachineError: the plan's devices are not on this machine, or not in the Ray cluster.
     """
     check_engine(plan, "native")
@@ -108,7 +109,8 @@ def _worker_settings(plan: Plan, num_blocks: int) -> WorkerSettings:
 
 def _redeployer(worker: Worker, plan: Plan) -> Deployer:
     """Return a function that allocates the K/V memory of another plan and keeps the weights."""
-    # It must not refer to the worker, whose memory must be free before the next worker's is allocated.
+    # The function must not refer to the worker, since the worker's memory must be free before that of the next worker
+    # is allocated.
     model, backend = worker.model, worker.backend
     layer = worker.cache.layers[0]
     dtype, device = layer.dtype, layer.device

@@ -2,7 +2,7 @@
 
 The gateway answers clients: it renders chats, tokenises, parses calls of functions and reasoning, and serves
 Completions, Chat, Responses and Messages. It sends token ids to this process over gRPC (`xrunner.engine_service`),
-which has the engine at the other end of the channel as our endpoint has, and shows its pages on an admin port.
+which is connected to the engine in the same way as xgpt's endpoint, and shows its pages on an admin port.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def check_gateway(plan: Plan, request: ServeRequest) -> None:
         if getattr(request, field):
             raise InputError(field, str(getattr(request, field)), "the gateway does not offer it: use `front=endpoint`")
     if request.host not in ("127.0.0.1", "localhost", "::1"):
-        raise InputError("host", request.host, "the gateway has no keys here, so it listens on this machine only")
+        raise InputError(
+            "host", request.host, "the gateway checks no API keys here, so it listens on this machine only"
+        )
     if plan.checkpoint is None or not (Path(plan.checkpoint) / "tokenizer.json").is_file():
         raise InputError("checkpoint", plan.checkpoint, "the gateway needs a tokenizer.json: use `front=endpoint`")
     if request.nnodes > 1:
@@ -125,7 +127,9 @@ class Gateway:
         self._process: Process | None = None
 
     async def start(self) -> None:
-        """Start the gateway, and return when it lists the model. Raises MachineError: it ends, or does not answer."""
+        """Start the gateway, and return when it lists the model. Raises MachineError if the gateway ends or does not
+        answer.
+        """
         self._process = process = await _started(self._arguments)
         end_s = time.monotonic() + START_S
         while time.monotonic() < end_s:
@@ -140,7 +144,7 @@ class Gateway:
         """Start the gateway again whenever it has ended or hangs, until cancelled.
 
         Raises:
-            MachineError: that happens too often, or it does not start again.
+            MachineError: the gateway ends or hangs too often, or does not start again.
         """
         lost_s: list[float] = []
         while True:
@@ -172,7 +176,7 @@ class Gateway:
         await process.wait()
 
     async def end(self) -> None:
-        """End the gateway with SIGTERM, and if that fails with SIGKILL."""
+        """End the gateway with SIGTERM, or if that fails, with SIGKILL."""
         if (process := self._process) is not None and process.returncode is None:
             with suppress(ProcessLookupError):
                 process.terminate()
@@ -213,7 +217,7 @@ def gateway_arguments(plan: Plan, request: ServeRequest, port: int, engine_port:
 def parsers(plan: Plan) -> dict[str, str]:
     """Return the gateway's parsers of tool calls and reasoning for the checkpoint's chat template.
 
-    By default the gateway chooses them by the model's name, which is the name of a directory here.
+    By default the gateway chooses parsers by the model's name, but here that is the name of a directory.
     """
     template = _template(plan)
     found = {}
@@ -229,7 +233,7 @@ def parsers(plan: Plan) -> dict[str, str]:
 
 
 def _template(plan: Plan) -> str:
-    """Return the text of a checkpoint's chat template; empty: it has none."""
+    """Return the text of a checkpoint's chat template; empty if the checkpoint has none."""
     if plan.checkpoint is None:
         return ""
     directory = Path(plan.checkpoint)
@@ -251,7 +255,9 @@ async def _lists(host: str, port: int, model: str) -> bool:
 
 
 async def _started(arguments: list[str]) -> Process:
-    """Start a gateway's process; it ends when its input is closed, and its log goes where ours does."""
+    """Start a gateway's process; it ends when its input is closed, and it writes its log where this process writes its
+    log.
+    """
     command = (sys.executable, "-m", "xgpt.serving.gateway_process")
     log = sys.stderr.fileno()
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=log, start_new_session=True)

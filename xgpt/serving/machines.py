@@ -18,10 +18,12 @@ MASTER_PORT = 29500
 
 
 def share_of(plan: Plan, request: ServeRequest) -> tuple[Plan, Machines | None]:
-    """Return the part of a plan that this machine serves, and the machines that share it; None: this one only.
+    """Return the part of a plan that this machine serves, and the machines that share this part; None: only this
+    machine.
 
-    A machine serves as many replicas as it has devices for, or a part of one. Each replica has a separate endpoint on
-    its first machine, so that replicas are independent; a gateway in front of them distributes the requests.
+    A machine serves the replicas for which it has devices, or a part of one replica. Each replica has a separate
+    endpoint on its first machine, so that replicas are independent; a gateway in front of them distributes the
+    requests.
 
     Raises:
         InputError: the plan's devices do not divide evenly among the machines, or an argument is missing.
@@ -46,7 +48,8 @@ def share_of(plan: Plan, request: ServeRequest) -> tuple[Plan, Machines | None]:
 
 
 def follow_first(plan: Plan, machines: Machines) -> None:
-    """Run this machine's part of a replica for the engine on the first machine, until that stops or SIGTERM.
+    """Run this machine's part of a replica for the engine on the first machine, until that engine stops or SIGTERM
+    arrives.
 
     Raises:
         MachineError: the first machine cannot be reached, or refuses this one.

@@ -1,4 +1,4 @@
-"""Say which engine a process runs."""
+"""Define the order that tells a process which engine to run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from xgpt.core.schema import Batching, Frozen, Plan
 
 
 class EngineOrder(Frozen):
-    """What to run.
+    """The engine to run, with its plan and options.
 
     Attributes:
         ray: address of the Ray cluster whose machines run the plan; None: this machine runs it.

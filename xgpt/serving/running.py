@@ -36,10 +36,11 @@ logger = logging.getLogger(__name__)
 def running(
     plan: Plan, request: ServeRequest, machines: Machines | None = None
 ) -> Iterator[tuple[EngineClient, ServedModel]]:
-    """Start the engine of a plan in a separate process, its planner and its step log; end them with the context.
+    """Start the engine of a plan in a separate process, with its planner and its step log; end all of them with the
+    context.
 
     Args:
-        machines: those on which vLLM runs the plan; None: this one only.
+        machines: the machines on which vLLM runs the plan; None: only this machine.
 
     Yields:
         The engine's client, not yet started, and the model with its tokenizer.
@@ -56,7 +57,7 @@ def running(
         if log is not None:
             at_end.callback(log.close)
         if planner is not None:
-            planner.start()  # it loads in parallel with the engine
+            planner.start()  # the tokenizer loads in parallel with the engine
             at_end.callback(planner.stop)
         engine = start_engine(plan, request, machines)
         at_end.callback(engine.close)

@@ -64,12 +64,12 @@ class ServeRequest(ServeFields):
         """Return the settings of the plan's classes of requests.
 
         Raises:
-            InputError: a class in the request is not one of them.
+            InputError: the request names a class that the plan does not have.
         """
         return Classes(plan, self.answer_within_of)
 
     def limits(self, plan: Plan) -> Limits:
-        """Return the limits on requests; outputs without a maximum have that of the plan's checkpoint.
+        """Return the limits on requests; for an output without a maximum, that of the plan's checkpoint applies.
 
         Raises:
             InputError: the limits contradict each other.
@@ -135,7 +135,8 @@ class ServeRequest(ServeFields):
 
 
 def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = lambda line: None) -> None:
-    """Serve until SIGTERM or SIGINT; under vLLM, on a replica's machines after its first, run this one's part of it.
+    """Serve until SIGTERM or SIGINT. With vLLM, machines of a replica other than its first run only their part of the
+    replica.
 
     Args:
         on_note: is called with each line about what is started, and in a dry run about what this machine lacks.
@@ -188,7 +189,9 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
 
 
 def _differences(plan: Plan, request: ServeRequest) -> str | None:
-    """Return how this machine differs from its state when the plan's profile was measured; None: it does not."""
+    """Return how this machine differs from its state when the plan's profile was measured; None if it does not
+    differ.
+    """
     if not plan.cluster.is_local or plan.profile.source != "measured":
         return None
     try:
@@ -238,7 +241,8 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, machines: Machines
 
 
 def open_tracer(endpoint: str | None) -> Tracer | None:
-    """Return a tracer to an OTLP endpoint, or to the one in OpenTelemetry's environment variables; None: no traces.
+    """Return a tracer that sends to an OTLP endpoint, given here or in OpenTelemetry's environment variables; None: no
+    traces.
 
     Raises:
         InputError: the endpoint is not a URL, or OpenTelemetry is not installed.

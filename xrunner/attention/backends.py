@@ -1,4 +1,4 @@
-"""The attention backends by name, and which of them is fastest on a device."""
+"""The attention backends by name, and the choice of the fastest one on a device."""
 
 from __future__ import annotations
 

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 MOST_PROMPTS = 64
-"""Most pieces of prompts in a captured step: its kernels are launched for as many, whatever the batch holds."""
+"""Largest number of pieces of prompts in a captured step: its kernels are launched for this many pieces, whatever the
+batch contains.
+"""
 
 
 @dataclass(slots=True)
@@ -31,13 +33,13 @@ class Batch:
         logit_rows: indices of the tokens whose logits are computed. # int64 [sampled]
         num_decodes: number of sequences with one token; they come first.
         max_query_len: length of the longest piece of a prompt; 1 if there is none.
-        counts: numbers of decodes and of all sequences; set in captured steps only, where only the device knows them
-            and `num_decodes` is 0. # int32 [2]
+        counts: numbers of decodes and of all sequences. Set only in captured steps, in which the host does not know
+            these numbers and `num_decodes` is 0. # int32 [2]
         prompt_len: encoder-decoders only: how many of the sequence's first tokens the encoder reads. # int32
             [sequences]
         first_key: index of the first token that each sequence attends to; None: 0 for all. # int32 [sequences]
-        both_ways: each token attends to its whole sequence, not only to earlier tokens.
-        highest_only: only the highest logit of each row must be right.
+        both_ways: whether each token attends to its whole sequence, not only to earlier tokens.
+        highest_only: whether only the highest logit of each row must be right.
         added: numbers to add to the logits before the highest is chosen; None: none. # float32 [sampled, vocab]
     """
 
@@ -59,7 +61,7 @@ class Batch:
 
 
 class PositionBias(NamedTuple):
-    """The number that each head adds to a score, by the distance between query and key.
+    """The number that each head adds to a score; it depends on the distance between query and key.
 
     Attributes:
         values: `values[head, center + query - key]`, for all distances in a batch. # float32 [heads, places]
@@ -76,7 +78,7 @@ class Scoring(NamedTuple):
     Attributes:
         scale: factor on the product of query and key; None: head_dim ** -0.5.
         softcap: limit c of scaled products, which become c tanh(product / c); None: no limit.
-        bias: position bias added after that; only in models whose heads do not share keys and values.
+        bias: position bias, added after the soft cap; only in models whose heads do not share keys and values.
         window: number of last tokens that a token attends to, itself included; None: all visible ones.
         sinks: one more score for each head, which takes part in the softmax but adds no value. # float32 [heads]
     """
@@ -97,7 +99,7 @@ PLAIN = Scoring()
 
 
 class Sequences(NamedTuple):
-    """What differs between the sequences of a batch.
+    """The properties in which the sequences of a batch differ.
 
     Attributes:
         query_len: number of the sequence's tokens in this step. # int32 [sequences]
@@ -125,7 +127,8 @@ def make_batch(
 
     Args:
         token_ids: tokens of all sequences, one after the other. # int64 [tokens]
-        wants_logits: whether to sample after the sequence's last token; None: after all of them. # bool [sequences]
+        wants_logits: whether the logits of each sequence's last token are computed; None: of every sequence.
+            # bool [sequences]
         device: the model's device; None: the CPU.
     """
     query_len, context_len, block_tables, prompt_len = sequences
@@ -210,8 +213,8 @@ class AttentionBackend(ABC):
         batch: Batch,
         scoring: Scoring = PLAIN,
     ) -> Tensor:
-        """Write `k` and `v` into the cache, then return each token's attention over the keys that the batch lets it
-        see.
+        """Write `k` and `v` into the cache, then return each token's attention over the keys that are visible to it in
+        the batch.
 
         Query head h reads key head h // (heads / kv_heads).
 

@@ -1,4 +1,4 @@
-"""Attention written as it is defined; every other backend must agree with it."""
+"""Attention computed directly from its definition; every other backend must agree with it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scori
     """Return the attention of a sequence's last tokens. # q [n, heads, dim], keys [context, kv_heads, dim] -> like q
 
     Args:
-        hidden: True if a query may not see a key; includes the window's limit. # bool [n, context]
+        hidden: True if a key is hidden from a query; includes the limit of the attention window. # bool [n, context]
     """
     group = q.shape[1] // keys.shape[1]
     keys = keys.repeat_interleave(group, dim=1)
@@ -71,7 +71,9 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scori
 
 
 def causal_mask(num_queries: int, context: int, device: torch.device, window: int | None = None) -> Tensor:
-    """Return True where the last `num_queries` tokens of a context may not look. # bool [num_queries, context]"""
+    """Return True for each token of a context that is hidden from each of the last `num_queries` tokens.
+    # bool [num_queries, context]
+    """
     query = torch.arange(context - num_queries, context, device=device)[:, None]
     key = torch.arange(context, device=device)
     return (key > query) if window is None else (key > query) | (key <= query - window)

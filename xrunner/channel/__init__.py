@@ -8,22 +8,22 @@ Contract of an engine in the front (`RemoteEngine`; one thread; only `restart` a
     submit          token ids and sampling parameters, with deadline, account and the output's limits
     cancel          removes a request
     go_over_to      makes later steps follow another plan; `on_refused` says why it cannot run
-    fileno, step    readable, then the tokens of the next step to end; `listen` gets the records of steps
-    pool, uses      the requests inside, K/V memory, and what each of the engine's processes has done
-    takes_seeds, scores_prompts             what the engine can do
-    resumes, repeats                        how a lost engine's request continues in another engine
-    restart         ends the old engine, and starts a new one without requests
+    fileno, step    a descriptor that becomes readable when `step` can return the tokens of the next step that has
+    ended; `listen` gets the records of steps pool, uses      the engine's requests, its K/V memory, and what each of
+    its processes has done takes_seeds, scores_prompts             what the engine can do resumes, repeats how a lost
+    engine's request continues in another engine restart         ends the old engine, and starts a new one without
+    requests
 
-`step` raises `EngineLost` if the engine's process has died or hangs. It counts as hung if it has sent nothing for
-`SILENCE_S`, although an engine reports every `ALIVE_S` from its start on; or if it has requests to execute itself and
-has ended no step for `STEP_S`. An engine that is seen to work (it imports, compiles, computes, or waits for processors)
-may take longer: `BUSY_S`, `LONG_STEP_S`. The front then restarts the engine on the last plan that ran, and submits each
-request again with the tokens that its client already has (`xrunner.server.handover`). No request is lost, and no token
-is sent twice.
+`step` raises `EngineLost` if the engine's process has died or hangs. The process counts as hung if it has sent nothing
+for `SILENCE_S`, although an engine reports every `ALIVE_S` from its start on, or if it has requests to execute and has
+ended no step for `STEP_S`. If the kernel shows that the process works (it imports, compiles, computes, or waits for
+processors), the limits are longer: `BUSY_S`, `LONG_STEP_S`. The front then restarts the engine on the last plan that
+ran, and submits each request again with the tokens that its client already has (`xrunner.server.handover`). No request
+is lost, and no token is sent twice.
 
-On the wire: frames of msgpack over Unix sockets (`ends`, `messages`), one frame for each step, however many tokens it
-has. With 128 streams a step takes 7 us to encode and 20 us to decode, and wakes the front once. An engine's process
-ends when its socket is closed; the kernel closes it when the front ends.
+The channel carries frames of msgpack over Unix sockets (`ends`, `messages`): one frame for each step, however many
+tokens the step has. With 128 streams a step takes 7 us to encode and 20 us to decode, and wakes the front once. An
+engine's process ends when its socket is closed; the kernel closes it when the front ends.
 """
 
 from xgpt.core.errors import MachineError
@@ -31,9 +31,11 @@ from xgpt.core.errors import MachineError
 ALIVE_S, SILENCE_S = 1.0, 15.0
 """Interval between reports that an engine is alive, and time without one after which it counts as hung, in seconds."""
 BUSY_S = 60.0
-"""Time without a report, in seconds, that is allowed to an engine whose process is seen to work."""
+"""Longest time without a report, in seconds, for an engine whose process works according to the kernel."""
 STEP_S, LONG_STEP_S = 120.0, 1800.0
-"""Time without the end of a step, in seconds, for an engine with requests, and for one that is seen to work on them."""
+"""Longest time without the end of a step, in seconds, for an engine with requests, and for one whose process works
+according to the kernel.
+"""
 
 
 class EngineLost(MachineError):

@@ -36,7 +36,7 @@ class _Frames:
         self._bytes += some
 
     def whole(self) -> Iterator[bytes]:
-        """Yield and remove the complete frames. Raises EOFError: the bytes are not a frame."""
+        """Yield and remove the complete frames. Raises EOFError if the bytes are not a frame."""
         start, size = 0, _LENGTH.size
         while len(self._bytes) >= start + size:
             (length,) = _LENGTH.unpack_from(self._bytes, start)
@@ -68,7 +68,7 @@ class EngineEnd(Generic[T]):
         self._lock = threading.Lock()
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when a message has come."""
+        """Return a descriptor that is readable when a message has arrived."""
         return self._socket.fileno()
 
     def send(self, message: object) -> None:
@@ -97,12 +97,12 @@ class EngineEnd(Generic[T]):
         return self._decode(self._received.popleft())
 
     def end(self) -> None:
-        """Tell the front, and any thread that receives here, that no more messages will come."""
+        """Tell the front, and any thread that receives at this end, that no more messages will come."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection, when no other thread receives."""
+        """Close the connection; call this only when no other thread receives."""
         self._socket.close()
 
 
@@ -140,7 +140,7 @@ class FrontEnd(Generic[T]):
             self._selector.select(timeout_s)
 
     def send(self, message: object) -> None:
-        """Send a message at once, or as soon as the socket has room."""
+        """Send a message now, or as soon as the socket has room."""
         is_first = not self._unsent
         self._unsent += _frame(self._shortened(message))
         if is_first:
@@ -196,5 +196,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
     """Return two connected sockets: the front's and the engine's."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     for end in ends:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)  # if the front was busy, many steps
+        end.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20
+        )  # large enough for the messages of many steps, which accumulate while the front is busy
     return ends

@@ -1,4 +1,4 @@
-"""Run an engine at its end of the channel: one thread steps it, another reads the front's messages."""
+"""Run an engine at its end of the channel: one thread executes its steps, another reads the front's messages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostedPool(Protocol):
-    """The K/V memory of a hosted engine, as it is read between two steps."""
+    """The state of a hosted engine's K/V memory, read between two steps."""
 
     @property
     def reserved_blocks(self) -> int: ...
@@ -81,16 +81,17 @@ class HostedEngine(Protocol):
 
 
 Build = Callable[[Callable[[StepRecord], None]], HostedEngine]
-"""Builds an engine that reports each step's record to a function. It is called in the thread that steps the engine:
-OpenMP keeps a team of threads for each thread that uses it, and two teams on the same cores slow each other's
-barriers."""
+"""Builds an engine that reports each step's record to a function. It is called in the thread that executes steps:
+OpenMP keeps a team of threads for each thread that uses OpenMP, and two teams on the same cores slow down each other's
+barriers.
+"""
 
 
 class EngineHost:
     """An engine at its end of a channel.
 
     Call `run` in one thread and `read` in another. Both return when the front has gone, or when the engine has failed;
-    in that case the front is told.
+    a failure is reported to the front.
     """
 
     def __init__(self, end: EngineEnd[Down], build: Build) -> None:
@@ -106,7 +107,7 @@ class EngineHost:
         self._told = Room()
 
     def run(self) -> None:
-        """Build the engine, and step it until it ends."""
+        """Build the engine, and execute its steps until it ends."""
         try:
             self._engine = engine = self._build(self._note)
             try:

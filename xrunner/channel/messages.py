@@ -17,7 +17,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     """A request for the engine.
 
     Attributes:
-        transfer: for one lane of several vLLMs: where the prompt's K/V is, as reported by the other lane's connector.
+        transfer: only if each lane is a vLLM: the place of the prompt's K/V, as reported by the other lane's connector.
         same_prompt, same_rules: on the way, its prompt, or its biases and grammar, are left out, since they are those
             of the request before.
     """
@@ -50,7 +50,7 @@ class Room(NamedTuple):
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
-    """The engine accepts requests; for the fields see `RemoteEngine`."""
+    """The engine now accepts requests; for the fields see `RemoteEngine`."""
 
     takes_seeds: bool
     scores_prompts: bool
@@ -58,7 +58,9 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
 
 
 class Alive(msgspec.Struct, tag="alive", array_like=True):
-    """The engine's process is running; carries the bytes sent and seconds computed by each of its processes."""
+    """The engine's process is running; the message has the bytes sent and the seconds computed by each of its
+    processes.
+    """
 
     uses: list[Use]
 
@@ -74,7 +76,7 @@ class Stepped(msgspec.Struct, tag="stepped", array_like=True):
 
     Attributes:
         room: state of the K/V memory; None: unchanged.
-        transfers: for one lane of several vLLMs: where the K/V of requests is, by request id.
+        transfers: only if each lane is a vLLM: the place of the K/V of requests, by request id.
     """
 
     tokens: list[Token]
@@ -90,7 +92,7 @@ class Rested(msgspec.Struct, tag="rested", array_like=True):
 
 
 class Followed(msgspec.Struct, tag="followed", array_like=True):
-    """Steps now follow the last plan that was sent."""
+    """From now on, steps follow the last plan that was sent."""
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True):

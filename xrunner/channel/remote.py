@@ -66,7 +66,7 @@ class MemoryAndLimits(HostedPool, KvLimits, Protocol):
 
 
 class Inside:
-    """The requests inside an engine, according to its messages.
+    """The requests that an engine has, according to its messages.
 
     Args:
         limits: the running plan's limits.
@@ -159,28 +159,28 @@ class FrontConnection(Protocol):
 
 
 class FarEnd(Protocol):
-    """What runs an engine at the other end: a process, several vLLM processes, or in tests a thread."""
+    """The far end of a channel, which runs an engine: a process, several vLLM processes, or in tests a thread."""
 
     @property
     def front(self) -> FrontConnection:
         """Return the connection to the engine."""
 
     def why_ended(self) -> str | None:
-        """Return how it ended; None if it is running."""
+        """Return how the far end has ended; None if it is running."""
 
     def is_at_work(self) -> bool:
-        """Return whether it is seen to run, or to wait for a processor."""
+        """Return whether the kernel shows that the far end runs or waits for a processor."""
 
     def end(self, within_s: float) -> None:
-        """Wait until it has ended; after `within_s`, or at once if that is 0, kill it."""
+        """Wait until the far end has ended; kill it after `within_s`, or immediately if that is 0."""
 
 
 class EngineProcess:
     """A process that runs `python -m MODULE FD`, where FD is its end of the channel, and reads an order from standard
     input.
 
-    It has a process group of its own, so that Ctrl-C in a terminal reaches only the front, which lets requests end
-    first.
+    The process has a process group of its own, so that Ctrl-C in a terminal reaches only the front; the front first
+    lets requests end.
     """
 
     def __init__(self, command: Sequence[str], order: bytes) -> None:
@@ -201,8 +201,9 @@ class EngineProcess:
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def is_at_work(self) -> bool:
-        """Return whether the process or one of its children is seen to work: an engine of several processes waits for
-        its children."""
+        """Return whether, according to the kernel, the process or one of its children works. Children count because an
+        engine of several processes waits for them.
+        """
         return any(map(is_at_work, (self._process.pid, *children_of(self._process.pid))))
 
     def end(self, within_s: float) -> None:
@@ -215,7 +216,7 @@ class EngineProcess:
 
 
 class ListenedEngine(HostedEngine, Protocol):
-    """An engine whose records can be listened to."""
+    """An engine that passes the records of its steps to a listener."""
 
     @property
     def pool(self) -> MemoryAndLimits: ...
@@ -253,10 +254,10 @@ class EngineThreads:
 
 
 class RemoteEngine:
-    """An engine behind the channel; the package's docstring states the contract.
+    """An engine at the other end of the channel; the package's docstring states the contract.
 
     Args:
-        far_end: what runs the engine; it may still be starting.
+        far_end: the far end that runs the engine; it may still be starting.
         limits: limits on the K/V memory of one request.
         launch: starts another far end with a plan.
         limits_of: returns the limits under a plan.
@@ -299,7 +300,7 @@ class RemoteEngine:
         self.takes_seeds, self.scores_prompts, self._resumes = ready.takes_seeds, ready.scores_prompts, ready.resumes
 
     def _receive(self) -> Ready | Alive | Began | Stepped | Rested | Followed | Refused | None:
-        """Return the next message. Raises EngineLost, or the engine's last error."""
+        """Return the next message. Raises EngineLost, or the error that the engine has reported."""
         message = self._front.receive()
         if isinstance(message, Failed):
             raise message.error
@@ -308,7 +309,7 @@ class RemoteEngine:
         return message
 
     def _ended(self) -> str:
-        """Return how the process ended; its sockets close a little before it does."""
+        """Return how the process ended. Its sockets close a little before it ends, so wait for the end."""
         end_s = time.monotonic() + POLL_S
         while (why := self._far_end.why_ended()) is None and time.monotonic() < end_s:
             time.sleep(0.01)
@@ -333,7 +334,7 @@ class RemoteEngine:
         return self._resumes
 
     def repeats(self, generation: Generation) -> bool:
-        """Return True: tokens depend on the request alone."""
+        """Return True, since tokens depend only on the request."""
         return True
 
     def submit(self, generation: Generation) -> None:
@@ -342,12 +343,12 @@ class RemoteEngine:
         self._front.send(Submit(generation))
 
     def cancel(self, id_: int) -> None:
-        """Remove a request; one that has already ended is ignored."""
+        """Remove a request; if it has already ended, do nothing."""
         self.pool.leave(id_)
         self._front.send(Cancel(id_))
 
     def go_over_to(self, plan: Plan) -> None:
-        """Follow another plan as soon as possible. Raises InputError: its schedule cannot be built."""
+        """Follow another plan as soon as possible. Raises InputError if the plan's schedule cannot be built."""
         self._limits_of(plan)
         self._next.append(plan)
         self._front.send(Follow(plan.model_dump_json()))
@@ -397,7 +398,9 @@ class RemoteEngine:
     def _check_alive(self) -> None:
         """Raise EngineLost if the process hangs."""
         now_s = time.monotonic()
-        if now_s - self._looked_s > SILENCE_S / 4:  # this process itself did not run
+        if (
+            now_s - self._looked_s > SILENCE_S / 4
+        ):  # this process itself was suspended, so the engine's silence does not count
             self._heard_s = self._stepped_s = now_s
         if not self.pool.running or self.is_emptying or self._uses:
             self._stepped_s = now_s
@@ -416,7 +419,7 @@ class RemoteEngine:
         """End the old engine, and start a new one with a plan and without requests.
 
         Raises:
-            XgptError: it does not start.
+            XgptError: the new engine does not start.
         """
         self._close(0.0)
         self.pool.clear()
@@ -435,8 +438,9 @@ class RemoteEngine:
 
 
 def in_threads(engine: ListenedEngine) -> RemoteEngine:
-    """Return an engine in threads of this process with the interface of the front, for tests and small servers. It
-    cannot be restarted."""
+    """Return an engine that runs in threads of this process and has the interface of `RemoteEngine`, for tests and
+    small servers. It cannot be restarted.
+    """
 
     def launch(_: Plan) -> EngineThreads:
         raise MachineError("an engine in this process cannot be restarted")

@@ -1,4 +1,6 @@
-"""Say which worker of a replica holds what and talks to which others; each worker derives it from the plan alone."""
+"""Compute what each worker of a replica holds, and with which workers it exchanges data; every worker derives this from
+the plan alone.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ class Deployment(Frozen):
         return sum(len(stage.devices) for stage in self.stages)
 
     def role(self, worker: int) -> Role:
-        """Return what a worker holds, and which workers it exchanges data with.
+        """Return what a worker holds, and with which workers it exchanges data.
 
         Raises:
             InputError: the model's heads cannot be shared out among the stage's devices.
@@ -108,16 +110,16 @@ class Deployment(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a worker holds, and which workers, by number, it exchanges data with.
+    """What one worker holds, and the numbers of the workers with which it exchanges data.
 
     Attributes:
         number: number of its stage.
         part: its part of the model.
-        receives_from: the worker that sends it hidden states; None: it is in its lane's first stage.
-        sends_to: the workers that it sends hidden states to.
+        receives_from: the worker from which it receives hidden states; None: it is in its lane's first stage.
+        sends_to: the workers to which it sends hidden states.
         last: the first worker of its lane's last stage, which sends an encoder's output.
         encoder_output_to: the workers that receive that output.
-        forwards_to: the workers that it forwards control messages to.
+        forwards_to: the workers to which it forwards control messages.
         reports: whether it reports to the engine that a step has ended.
     """
 

@@ -1,4 +1,6 @@
-"""A replica's workers as one executor: send steps to the first stage of their lane, take results from its last."""
+"""Run a replica's workers as one executor: send steps to the first stage of their lane, and receive results from its
+last stage.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,16 @@ CHECK_MS = 100
 
 @dataclass(slots=True)
 class _Pending:
-    """What a lane's next message will carry."""
+    """The content of a lane's next message."""
 
     release: list[int]
     begin: list[m.Beginning]
 
 
 class RemoteExecutor:
-    """An `Executor` over the workers of a replica, which it then owns. Belongs to one thread; call `deploy` first."""
+    """An `Executor` that runs steps on the workers of a replica and owns these workers. It belongs to one thread; call
+    `deploy` first.
+    """
 
     def __init__(self, workers: Workers, deployment: Deployment) -> None:
         self.logprobs: dict[int, Logprobs] = {}
@@ -59,7 +63,7 @@ class RemoteExecutor:
         """`interrupt` wakes `collect`."""
 
     def deploy(self) -> dict[int, float]:
-        """Have the workers build their parts, with no request in them. Returns seconds by worker."""
+        """Make the workers build their parts, without requests. Return the seconds that each worker took."""
         self.disconnect()
         self._sockets = sockets = Sockets(self._workers.secret, self._workers.host)
         try:
@@ -87,7 +91,7 @@ class RemoteExecutor:
         self._in_order: dict[str, deque[int]] = {lane: deque() for lane in self._lanes}
         """Steps under way, in the order in which they began."""
         self._done: dict[int, m.Done] = {}
-        """Steps that ended before one that began earlier, whose prompts still had to pass the encoder."""
+        """Steps that ended before an earlier step, whose prompts still had to pass the encoder."""
         self._number = 0
         self._generations: dict[int, Generation] = {}
         self._tables: dict[int, tuple[BlockTable, BlockTable]] = {}
@@ -100,7 +104,8 @@ class RemoteExecutor:
         """Return an executor for other stages on the same workers, in place of this one.
 
         Raises:
-            MachineError: there are too few workers, or one cannot build its part; this executor can be deployed again.
+            MachineError: there are too few workers, or a worker cannot build its part; this executor can then be
+                deployed again.
         """
         self.disconnect()
         deployment = Deployment.model_validate(self._deployment.model_dump() | {"stages": stages})
@@ -111,7 +116,7 @@ class RemoteExecutor:
         try:
             then.deploy()
         except XgptError as error:
-            self._workers.renew()  # some workers may have built their parts, others wait for them
+            self._workers.renew()  # some workers may have built their parts, and others wait for them
             raise MachineError(f"the other plan cannot be deployed: {error}") from None
         return then
 
@@ -217,7 +222,7 @@ class RemoteExecutor:
                         return self._end_transfer(number)
 
     def _begin_transfer(self, step: Step) -> None:
-        """Have the encode lane send the K/V that the decode lane does not have."""
+        """Make the encode lane send the K/V that the decode lane does not have."""
         begin: dict[str, list[m.Beginning]] = {lane: [] for lane in self._lanes}
         for id_ in step.transfer:
             generation = self._generations[id_]

@@ -1,8 +1,8 @@
 """A machine's launcher: a process with one thread that forks the machine's workers and ends them.
 
-It has imported all that workers need, so that restarting them takes less than a second. Its orders are lines of JSON on
-standard input; when that closes, since the process that started it has ended for whatever reason, the launcher ends its
-workers and itself. It opens no port, and ends no process but its own children.
+The launcher has imported all modules that workers need, so that restarting workers takes less than a second. Its orders
+are lines of JSON on standard input. When standard input closes, because the process that started the launcher has
+ended, the launcher ends its workers and itself. It opens no port, and ends no process but its own children.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Launcher:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
 
     def run(self, rest: bytes) -> None:
-        """Carry out orders until standard input closes; `rest`: what has been read of it already."""
+        """Carry out orders until standard input closes; `rest` is the part of the input that has been read already."""
         try:
             while True:
                 *lines, rest = rest.split(b"\n")
@@ -94,7 +94,7 @@ class Launcher:
                 self._report(Exited(self._epoch, worker))
 
     def _end(self) -> None:
-        """Kill all workers, suspended ones included."""
+        """Kill all workers, including suspended ones."""
         for process in self._workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -103,15 +103,15 @@ class Launcher:
         self._workers.clear()
 
     def _report(self, what: Exited | Working) -> None:
-        with contextlib.suppress(BlockingIOError):  # the pipe has not been read for minutes
+        with contextlib.suppress(BlockingIOError):  # nobody has read the pipe for minutes
             os.write(self._output, msgspec.json.encode(what) + b"\n")
 
 
 def run() -> None:
     """Carry out the orders of the process at the other end of standard input."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it says when to end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started the launcher decides when it ends
     output = os.dup(1)
-    os.dup2(2, 1)  # keeps what libraries print out of the protocol
+    os.dup2(2, 1)  # keeps output of libraries out of the protocol
     os.set_blocking(output, False)
     line, rest = b"", b""
     while b"\n" not in line:

@@ -33,7 +33,7 @@ class LauncherSettings(msgspec.Struct, frozen=True):
         engine: the endpoint at which the engine's process listens to its workers.
         secret: the private key that the engine's process and all workers share.
         host: address of the interface that sockets bind to.
-        first_device: number of the first device on this machine that the replica has.
+        first_device: number of the replica's first device on this machine.
     """
 
     engine: str
@@ -48,7 +48,7 @@ class StartWorkers(msgspec.Struct, frozen=True):
     Attributes:
         epoch: number of the epoch; workers of one epoch belong together.
         first, count: number of this machine's first worker, and how many workers it has.
-        total: workers on all machines.
+        total: number of workers on all machines.
     """
 
     epoch: int
@@ -72,7 +72,7 @@ _decode = msgspec.json.Decoder(Exited | Working).decode
 
 
 class MachineLauncher(Protocol):
-    """Starts the workers of one machine and reports which have ended. Belongs to one thread.
+    """Starts the workers of one machine and reports which ones have ended. Belongs to one thread.
 
     Attributes:
         sees_workers: whether the workers are processes of this machine, so that the kernel says whether they run.
@@ -81,7 +81,7 @@ class MachineLauncher(Protocol):
     sees_workers: bool
 
     def start(self, order: StartWorkers) -> None:
-        """Replace the running workers; do not wait for it."""
+        """Replace the running workers; do not wait until this is done."""
 
     def exited(self) -> list[Exited]:
         """Return the workers that have ended since the last call.
@@ -91,10 +91,10 @@ class MachineLauncher(Protocol):
         """
 
     def is_at_work(self) -> bool:
-        """Return whether it is starting, or waits for a processor or a machine."""
+        """Return whether the launcher is starting, or waits for a processor or a machine."""
 
     def excuse_silence(self) -> None:
-        """Restart the measurement of the launcher's silence: this process itself did not run."""
+        """Restart the measurement of the launcher's silence, because this process itself did not run."""
 
     def close(self) -> None:
         """End the workers and the launcher."""
@@ -105,8 +105,8 @@ class MachineGroup:
     """The machines on which workers run, the same number on each.
 
     Attributes:
-        launches: for each machine, what starts its launcher.
-        free: is called when no workers will run there any more.
+        launches: for each machine, the function that starts its launcher.
+        free: a function that is called when no workers will run on these machines any more.
     """
 
     launches: Sequence[Callable[[LauncherSettings], MachineLauncher]]
@@ -128,8 +128,11 @@ class LauncherProcess:
             raise MachineError(f"no network interface of this machine has the address {settings.host}")
         environment = os.environ | {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
         if not os.environ.get("XGPT_DEBUG"):
-            environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it would print a long message for every lost peer
-        # A group of its own: Ctrl-C in a terminal is for the server, which lets its requests end first.
+            environment.setdefault(
+                "TORCH_CPP_LOG_LEVEL", "ERROR"
+            )  # NCCL would print a long message for every lost peer
+        # The launcher has its own process group: Ctrl-C in a terminal is for the server, which first lets its requests
+        # end.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "xrunner.cluster.launcher"],
             stdin=subprocess.PIPE,
@@ -149,7 +152,7 @@ class LauncherProcess:
         return self._output.fileno()
 
     def start(self, order: StartWorkers) -> None:
-        """Replace the running workers; do not wait for it."""
+        """Replace the running workers; do not wait until this is done."""
         self._write(order)
 
     def exited(self) -> list[Exited]:
@@ -174,11 +177,13 @@ class LauncherProcess:
         return [what for what in heard if isinstance(what, Exited)]
 
     def is_at_work(self) -> bool:
-        """Return whether it runs or waits for a processor, as it does while it imports what workers need."""
+        """Return whether the launcher runs or waits for a processor, for example while it imports the modules that
+        workers need.
+        """
         return processes.is_at_work(self._process.pid)
 
     def excuse_silence(self) -> None:
-        """Restart the measurement of the launcher's silence: this process itself did not run."""
+        """Restart the measurement of the launcher's silence, because this process itself did not run."""
         if self._heard_s is not None:
             self._heard_s = time.monotonic()
 
@@ -191,7 +196,7 @@ class LauncherProcess:
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # the kernel ends its workers with it
+            self._process.kill()  # the kernel ends the launcher's workers with it
             self._process.wait()
         self._output.close()
 

@@ -20,7 +20,7 @@ class _Message(msgspec.Struct, tag=True, array_like=True):
 
 
 class Deploy(_Message):
-    """Build the worker's part; forward control messages to these endpoints, and report ended steps to `answers_to`."""
+    """Build the worker's part. Forward control messages to these endpoints, and report ended steps to `answers_to`."""
 
     deployment: bytes
     forwards_to: list[str]
@@ -35,7 +35,7 @@ class Prepare(_Message):
 
 
 class Forget(_Message):
-    """A grammar need not stay compiled for the sake of this `Prepare`."""
+    """The grammar of a `Prepare` need no longer stay compiled."""
 
     number: int
 
@@ -104,11 +104,11 @@ class Work(_Message):
 class RunEncoder(_Message):
     """Release and begin requests, then run prompts through the encoder; `Work` of the same number follows.
 
-    All that concerns requests outside the step goes with this message: before `Work` follows, another step's message
-    may release them.
+    All orders about requests outside the step are in this message, because another step's message may release these
+    requests before `Work` follows.
 
     Attributes:
-        decode: that of the step: it decides where the step's prompts are cut into slices.
+        decode: the requests that the step decodes; their number decides where the step's prompts are cut into slices.
         grown: pairs of a request and a block that it gets; the request may be in the micro-batch without decoding now.
     """
 
@@ -129,7 +129,7 @@ class Transfer(_Message):
 
 
 class StoreAnswer(_Message):
-    """The values that the keys of a `StoreCall` have after that call; None: there is no such key."""
+    """The values of the keys of a `StoreCall` after the call; None: there is no such key."""
 
     number: int
     values: list[bytes | None]
@@ -161,7 +161,7 @@ class Hello(_Message):
 
 
 class Loaded(_Message):
-    """A worker has built its part; or, with an error and its exit code, cannot."""
+    """A worker has built its part; with an error and an exit code: the worker cannot build it."""
 
     worker: int
     seconds: float
@@ -170,7 +170,7 @@ class Loaded(_Message):
 
 
 class Prepared(_Message):
-    """A worker has compiled a grammar; or, with an error, cannot."""
+    """A worker has compiled a grammar; with an error: the worker cannot compile it."""
 
     number: int
     worker: int

@@ -28,7 +28,8 @@ class Mover(threading.Thread):
 
     Args:
         group: all workers of the replica; used for transfers only, so that they never wait for hidden states.
-        moved: is called in this thread, with the transfer's number, when this worker's part of it has ended.
+        moved: a function that is called in this thread with the transfer's number, when this worker's part of the
+            transfer has ended.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Mover(threading.Thread):
                     (self._send if piece.sender == self._worker else self._receive)(piece, order.requests)
                 self._moved(order.number)
         except Exception as error:
-            # The end of a thread would go unnoticed; that of the process does not.
+            # The end of a thread would go unnoticed; the end of the process does not.
             print(f"worker {self._worker} cannot transfer: {error}", file=sys.stderr, flush=True)
             os._exit(1)
 

@@ -1,8 +1,8 @@
 """Start and watch workers on several machines through Ray, which places one launcher on each of them.
 
-Ray (https://docs.ray.io, "Placement Groups" and "Actors") says which machines are free and alive. All else is as on one
-machine: an actor holds the machine's `LauncherProcess`, workers report to the engine's process over its encrypted
-sockets, and tensors travel in torch.distributed groups.
+Ray (https://docs.ray.io, "Placement Groups" and "Actors") knows which machines are free and alive. Everything else is
+the same as on one machine: an actor holds the machine's `LauncherProcess`, workers report to the engine's process over
+its encrypted sockets, and tensors travel in torch.distributed groups.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ logger = logging.getLogger(__name__)
 
 
 def reserve(address: str, count: int, devices: int, *, gpus: bool) -> MachineGroup:
-    """Reserve devices on machines of a Ray cluster, and return what starts the launcher of each and frees them.
+    """Reserve devices on machines of a Ray cluster, and return an object that starts the machines' launchers and later
+    frees the devices.
 
     Args:
-        address: the cluster's; `auto`: that of the cluster which this machine is part of.
+        address: address of the cluster; `auto`: the cluster to which this machine belongs.
         count: number of different machines.
         devices: number of devices on each machine.
 
@@ -64,19 +65,19 @@ def reserve(address: str, count: int, devices: int, *, gpus: bool) -> MachineGro
         ray.get(group.ready(), timeout=MEET_S)
     except GetTimeoutError:
         wanted = f"{devices} free {'GPUs' if gpus else 'CPUs'} on each of {count} machines for {MEET_S:.0f} s"
-        raise MachineError(f"Ray has not had {wanted}; `ray status` shows what it has") from None
+        raise MachineError(f"Ray has not had {wanted}; `ray status` shows which resources it has") from None
     launches = [partial(RayLauncher, group, number, bundle.get("GPU", 0.0)) for number in range(count)]
     return MachineGroup(launches, partial(_free, group))
 
 
 def _free(group: PlacementGroup) -> None:
-    """Free reserved devices, unless the cluster is gone."""
+    """Free the reserved devices, unless the cluster no longer exists."""
     with suppress(RayError):
         remove_placement_group(group)
 
 
 def _leave(error: AuthenticationError) -> NoReturn:
-    """End the engine's process, since its cluster is gone: a restarted head makes another cluster.
+    """End the engine's process, because its cluster no longer exists: a restarted head makes a different cluster.
 
     Ray connects a process to one cluster only. The front starts another engine process, which joins the new cluster and
     continues the requests.
@@ -95,7 +96,7 @@ def _connect(address: str) -> None:
     with _connecting:
         if ray.is_initialized():
             return
-        logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that this thread receives no signals
+        logging.getLogger("ray").setLevel(logging.ERROR)  # Ray warns that this thread receives no signals
         deadline = time.monotonic() + MEET_S
         while True:
             try:
@@ -114,7 +115,7 @@ class _Machine:
     """The launcher of one machine, as a Ray actor. Its calls are carried out one after the other."""
 
     def __init__(self, settings: LauncherSettings, threads: str | None) -> None:
-        # Ray sets it to the actor's CPUs, but the launcher itself computes nothing.
+        # Ray sets this variable to the number of the actor's CPUs, but the launcher itself computes nothing.
         os.environ.pop("OMP_NUM_THREADS", None)
         if threads is not None:
             os.environ["OMP_NUM_THREADS"] = threads
@@ -124,7 +125,7 @@ class _Machine:
         self._launcher.start(order)
 
     def exited(self) -> list[Exited]:
-        """Return the workers that have ended; wait a little until there are any, or the launcher reports."""
+        """Return the workers that have ended. Wait a little until a worker has ended or the launcher reports."""
         select.select([self._launcher], [], [], ALIVE_S)
         return self._launcher.exited()
 
@@ -132,8 +133,8 @@ class _Machine:
 class RayLauncher:
     """A `MachineLauncher` on the machine of one bundle of a placement group.
 
-    Ray starts it there once the machine is alive. If that is lost, the launcher ends, and the next one is placed on the
-    same machine when it has come back, or on another with as many free devices.
+    Ray starts the launcher once the machine is alive. If the machine is lost, the launcher ends, and the next launcher
+    is placed on the same machine when it has come back, or on another machine with enough free devices.
     """
 
     sees_workers = False
@@ -152,7 +153,7 @@ class RayLauncher:
         self._place()
 
     def _place(self) -> None:
-        """Have Ray start the actor, with the order that it has to carry out."""
+        """Make Ray start the actor, with the order that the actor has to carry out."""
         self._placed_s = time.monotonic()
         self._calls: list[Any] = []
         """Calls to the actor that have not been answered; empty: the actor died before it had started."""
@@ -191,7 +192,7 @@ class RayLauncher:
             if self._is_there:
                 reason = str(error).strip().splitlines()[0]
                 raise MachineError(f"the launcher of machine {self._number} is lost: {reason}") from None
-            # Until Ray knows that a machine is gone, it places actors there, which die at once.
+            # Until Ray knows that a machine is lost, it places actors there, which die immediately.
             self._calls = []
             return []
         if ready:

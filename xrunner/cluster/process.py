@@ -37,13 +37,13 @@ ALIVE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """What a worker is started with.
+    """The settings with which a worker is started.
 
     Attributes:
         launcher: the settings of its machine's launcher.
-        worker: its number.
-        local: its number among the workers of its machine.
-        started: the order with which it was started.
+        worker: number of the worker.
+        local: number of the worker among the workers of its machine.
+        started: the order that started the worker.
     """
 
     launcher: LauncherSettings
@@ -87,7 +87,7 @@ def _connect(settings: ProcessSettings) -> EngineStore:
 
 
 def _backend(workers_here: int) -> str:
-    """Return the backend: Gloo alone where several workers share a GPU, which NCCL cannot."""
+    """Return the backend: only Gloo if several workers share a GPU, since NCCL does not support that."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return "cpu:gloo,cuda:nccl" if gpus >= workers_here else "gloo"
 
@@ -97,7 +97,7 @@ class ControlPlane(threading.Thread):
 
     Args:
         compiling: the queue for grammars.
-        move: begins a transfer; it need not wait for the steps queued before it.
+        move: a function that begins a transfer; the transfer need not wait for the steps queued before it.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Compiling(threading.Thread):
                     error = ""
                     try:
                         kept[number] = self._prepare(grammar)
-                    except Exception as failed:  # the request ends with it, not the worker
+                    except Exception as failed:  # this error ends the request, not the worker
                         error = str(failed) or type(failed).__name__
                     engine.send(m.encode(m.Prepared(number, settings.worker, error)))
                 case m.Forget(number):
@@ -230,7 +230,7 @@ class Executing:
             RuntimeError,
             MemoryError,
             OSError,
-        ) as error:  # memory or a peer is missing
+        ) as error:  # there is too little memory, or a peer is missing
             reason = f"{type(error).__name__}: {error}"
             self._engine.send(m.encode(m.Loaded(self._number, 0.0, reason, MachineError.exit_code)))
             return
@@ -285,7 +285,7 @@ class Executing:
         self._traffic.busy_s = 0.0  # only waits have been counted so far
 
     def _clear(self) -> None:
-        """Free what was deployed before: its memory is needed."""
+        """Free the previous deployment, since its memory is needed."""
         if self._mover is not None:
             self._mover.stop()
             self._mover.join()
@@ -294,7 +294,7 @@ class Executing:
         self._mover = self._cargo = self._answers = self._worker = None
 
     def _tell_moved(self, answers_to: str) -> Callable[[int], None]:
-        """Return a function that reports a transfer, through a socket of the transfer thread's own."""
+        """Return a function that reports a transfer; the thread of transfers has a socket of its own for this."""
         answers = self._sockets.connect(zmq.PUSH, answers_to)
         return lambda number: answers.send(m.encode(m.Moved(number, self._number)))
 
@@ -338,8 +338,8 @@ class Executing:
     def move(self, transfer: m.Transfer) -> None:
         """Begin a transfer in its own thread, while earlier steps are still executed.
 
-        Those steps touch none of its blocks: the encode step of these requests has been settled, and so has the last
-        step of the requests that held the blocks before.
+        The earlier steps do not use the transfer's blocks: the encode step of these requests has been settled, and so
+        has the last step of the requests that held the blocks before.
         """
         assert self._mover is not None
         requests = [Moving(beginning.id, beginning.moving, beginning.cached) for beginning in transfer.begin]

@@ -1,8 +1,8 @@
 """Sockets of the control plane: encrypted with a secret that all sides share.
 
-Processes of one machine reach each other through Unix sockets, to which the kernel lets no other user. Those of several
-machines bind to one named interface. There a stranger can connect, and only the handshake shows who a peer is. Before
-and after the handshake, a message beyond a limit ends the connection.
+Processes of one machine reach each other through Unix sockets, to which the kernel lets no other user connect.
+Processes on several machines bind to one named interface. There a stranger can connect, and only the handshake shows
+who a peer is. Before and after the handshake, a message beyond a limit ends the connection.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Sockets:
     def bind(self, kind: int, max_bytes: int = DATA_BYTES) -> tuple[zmq.Socket[bytes], str]:
         """Return a socket that listens, and its endpoint.
 
-        On loopback it is a Unix socket; elsewhere any free port is taken.
+        On loopback, this is a Unix socket; on other interfaces, it is any free port.
 
         Args:
             max_bytes: largest message that a peer may send.
 
         Raises:
-            MachineError: the interface is not here, or no port is free.
+            MachineError: this machine does not have the interface, or no port is free.
         """
         opened = self._open(kind)
         opened.curve_server = True
@@ -112,7 +112,7 @@ class Wakeup:
     """Wakes a thread that polls sockets.
 
     Attributes:
-        socket: the thread polls it, too; it becomes readable with `wake`.
+        socket: a socket that the thread also polls; `wake` makes it readable.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class Wakeup:
 
     def wake(self) -> None:
         """Wake the thread; any thread may call this."""
-        with suppress(OSError):  # full: it is awake already; closed: no thread waits
+        with suppress(OSError):  # if the socket is full, the thread is awake already; if it is closed, no thread waits
             self._waker.send(b"\0")
 
     def clear(self) -> None:

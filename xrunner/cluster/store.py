@@ -19,7 +19,7 @@ from xrunner.cluster import messages as m
 from xrunner.cluster.sockets import Secret, Sockets
 
 WAIT_S = 300.0
-"""Time to wait for a key where torch sets no timeout."""
+"""Time to wait for a key if torch sets no timeout."""
 ANSWER_S = 30.0
 """Time in which a call that waits for no key must be answered."""
 
@@ -38,7 +38,7 @@ class EpochKeys:
     _waiting: list[tuple[bytes, m.StoreCall]] = field(default_factory=list)
 
     def begin(self, epoch: int) -> None:
-        """Clear the store for a new epoch: keys of older ones lead to processes that have ended."""
+        """Clear the store for a new epoch: keys of older epochs lead to processes that have ended."""
         self.epoch = epoch
         self._values.clear()
         self._waiting.clear()
@@ -78,9 +78,10 @@ class EpochKeys:
 
 
 class EngineStore(dist.Store):
-    """The workers' side: a torch.distributed store. Several threads may use it at once, each with its own socket.
+    """The workers' side: a torch.distributed store. Several threads may use it at the same time, each with its own
+    socket.
 
-    Its C++ wrapper does not keep it alive: the caller must.
+    The C++ wrapper of this object does not keep it alive, so the caller must.
     """
 
     def __init__(self, secret: Secret, host: str, engine: str, epoch: int) -> None:

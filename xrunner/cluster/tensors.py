@@ -15,12 +15,16 @@ from xrunner.cluster.deployment import Deployment, Role
 MAX_UNDER_WAY = 8
 """Tensors under way before a send waits for the oldest: more than a pipeline has micro-batches."""
 MAX_MEMORIES = 64
-"""The same for encoder outputs, which are received only in a step's second pass: one for each slice of the step."""
+"""Largest number of encoder outputs under way; they are received only in a step's second pass, one for each slice of
+the step.
+"""
 
 
 @dataclass
 class Traffic:
-    """Bytes that this worker has sent, and seconds that it has executed steps, without waiting for other stages."""
+    """Bytes that this worker has sent, and seconds for which it has executed steps, without the time spent waiting for
+    other stages.
+    """
 
     tensor_bytes: int = 0
     control_bytes: int = 0
@@ -100,7 +104,9 @@ class RankPipe:
 
 
 def stage_groups(deployment: Deployment, worker: int, traffic: Traffic) -> RankGroup | None:
-    """Return the group of this worker's stage; None if it is alone in it. All workers must call this together."""
+    """Return the group of this worker's stage; None if the stage has no other worker. All workers must call this
+    together.
+    """
     own_groups = None
     for stage in deployment.stages:
         if stage.tp > 1:

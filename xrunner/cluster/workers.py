@@ -24,9 +24,11 @@ from xrunner.cluster.store import EpochKeys
 from xrunner.executor import WorkerLost
 
 SILENCE_S = 4.0
-"""A worker that has been silent for this time counts as lost, unless it is seen to work."""
+"""A worker that has been silent for this time counts as lost, unless the kernel shows that it works."""
 BUSY_S = 60.0
-"""A worker that is seen to work, or that loads out of sight on another machine, may be silent for this time."""
+"""A worker may be silent for this time if the kernel shows that it works, or if it loads its part on another
+machine.
+"""
 START_S = 120.0
 """Time in which all workers must have started, not counting time in which their launcher works."""
 LOAD_S = 3600.0
@@ -47,7 +49,9 @@ class DeploymentRefused(XgptError):
 
 @dataclass(slots=True)
 class WorkerStatus:
-    """A worker's last report: bytes that it has sent and seconds that it has executed steps since its start."""
+    """A worker's last report: the bytes that it has sent, and the seconds for which it has executed steps, since its
+    start.
+    """
 
     hello: m.Hello
     sender: bytes
@@ -59,12 +63,12 @@ class WorkerStatus:
 
 @dataclass(slots=True)
 class _Shared:
-    """What the watching thread and the engine's thread share; hold `changed` to access the rest.
+    """The state that the watching thread and the engine's thread share; hold `changed` to access the other fields.
 
     Attributes:
-        epoch: of the current workers; all workers of an epoch are started together.
-        prepared: errors of the workers that have answered a `Prepare`, by its number and the worker's.
-        lost: why a worker is lost; None if none is.
+        epoch: number of the current workers' epoch; all workers of an epoch are started together.
+        prepared: errors in the answers to a `Prepare`, by the number of the order and that of the worker.
+        lost: the reason why a worker is lost; None if no worker is lost.
     """
 
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -76,20 +80,20 @@ class _Shared:
 
 
 class _PreparedGrammar:
-    """Workers keep a grammar compiled as long as this is referenced."""
+    """A reference to a grammar: workers keep the grammar compiled as long as this object is referenced."""
 
 
 class Workers:
-    """Starts workers, deploys a plan's parts to them, and detects when one is lost.
+    """Starts workers, deploys a plan's parts to them, and detects when a worker is lost.
 
     Args:
-        num_workers: one for each device.
+        num_workers: number of workers, one for each device.
         host: address of the interface that this machine's sockets bind to.
         first_device: number of this machine's first device for these workers.
-        machines: those on which the workers run; they are free again after `close`.
+        machines: the machines on which the workers run; they are free again after `close`.
 
     Raises:
-        MachineError: no interface has that address.
+        MachineError: no interface has the address `host`.
     """
 
     def __init__(
@@ -139,13 +143,13 @@ class Workers:
         """Check that no worker is lost.
 
         Raises:
-            WorkerLost: one is.
+            WorkerLost: a worker is lost.
         """
         if self._shared.lost is not None:
             raise WorkerLost(self._shared.lost)
 
     def deploy(self, deployment: Deployment, answers_to: str) -> dict[int, float]:
-        """Make all workers build their parts, in place of what they hold; no step may be under way.
+        """Make all workers build their parts, which replace their previous ones; no step may be under way.
 
         Returns:
             Seconds that each worker took, by number.
@@ -181,11 +185,11 @@ class Workers:
         return {worker: answer.seconds for worker, answer in loaded.items()}
 
     def prepare(self, grammar: str, workers: Collection[int]) -> object:
-        """Have these workers compile a grammar, and wait for it; any thread may call this.
+        """Make these workers compile a grammar, and wait until they have done so; any thread may call this.
 
         Returns:
-            What keeps the grammar compiled in them while it is referenced. If workers are replaced meanwhile, the new
-            ones compile it when they need it.
+            An object that keeps the grammar compiled in these workers as long as it is referenced. If workers are
+            replaced meanwhile, the new ones compile the grammar when they need it.
 
         Raises:
             MachineError: a worker cannot compile it.
@@ -214,15 +218,15 @@ class Workers:
         return prepared
 
     def _order(self, member: WorkerStatus, message: m.Deploy | m.Prepare) -> None:
-        """Have the watching thread send a message to a worker."""
+        """Make the watching thread send a message to a worker."""
         self._orders.put((member.sender, m.encode(message)))
         self._wakeup.wake()
 
     def restart(self) -> None:
-        """End the remaining workers and restart all.
+        """End the remaining workers, and restart all workers.
 
         Raises:
-            MachineError: more than `RESTARTS` times within `PERIOD_S`.
+            MachineError: workers have been restarted `RESTARTS` times within `PERIOD_S` already.
         """
         now = time.monotonic()
         self._restarts = [then for then in self._restarts if now - then < PERIOD_S]
@@ -234,7 +238,7 @@ class Workers:
         self.renew()
 
     def renew(self) -> None:
-        """Have all workers replaced by new ones, without counting it as a restart; `deploy` waits for them."""
+        """Replace all workers by new ones, without counting this as a restart; `deploy` waits for the new workers."""
         with self._shared.changed:
             self._shared.epoch += 1
             self._shared.members.clear()
@@ -292,7 +296,7 @@ class Workers:
             self._wakeup.close()
 
     def _start(self) -> None:
-        """Order each machine's launcher, once an epoch, to start its workers."""
+        """Order each machine's launcher to start its workers, once in each epoch."""
         shared = self._shared
         if shared.lost is not None:
             return
@@ -330,7 +334,7 @@ class Workers:
     def _check_silence(self) -> None:
         """Detect workers that have ended or fallen silent."""
         now, shared = time.monotonic(), self._shared
-        if now - self._looked_s > SILENCE_S / 4:  # this process did not run, so it received nothing
+        if now - self._looked_s > SILENCE_S / 4:  # this process itself did not run, so it could receive nothing
             for member in shared.members.values():
                 member.heard_s = now
             for launcher in self._launchers:
@@ -354,10 +358,10 @@ class Workers:
                 self._report_loss(str(error))
 
     def _is_excused(self, worker: int, member: WorkerStatus, silent_s: float) -> bool:
-        """Return whether a silent worker works: it compiles or loads, or is short of processors.
+        """Return whether a silent worker works: it compiles or loads, or waits for a processor.
 
-        One that has not built its part yet has as long as building may take. Workers on other machines are out of
-        sight: there, one that builds its part may be silent for `BUSY_S`.
+        A worker that has not built its part yet may take as long as building may take. The state of workers on other
+        machines cannot be seen; there, a worker that builds its part may be silent for `BUSY_S`.
         """
         is_loading = worker not in self._shared.loaded
         launcher = self._launchers[worker * len(self._launchers) // self.num_workers]

@@ -5,9 +5,9 @@ torch only.
 
 `layouts` names the ways to pack a weight: `panels` multiply in vector registers (AVX-512), `matrix_panels` in Intel's
 matrix registers (AMX), and `highest` finds the highest logit. `attention` computes a step's attention: `decodes`
-handles a query that shares its keys with no other, `prompts` queries that share keys, in tiles held in vector registers
-(`tiles`) or in matrix registers (`amx`). Inner loops are LLVM vector instructions (`simd`) or `assembly`, because
-compilers move sums from registers to memory.
+handles queries that share their keys with no other query; `prompts` handles queries that share keys, in tiles that stay
+in vector registers (`tiles`) or in matrix registers (`amx`). Inner loops are LLVM vector instructions (`simd`) or
+`assembly`, because compilers move sums from registers to memory.
 """
 
 from __future__ import annotations

@@ -31,5 +31,5 @@ def argument(number: int) -> str:
 
 @cache
 def enable() -> None:
-    """Let LLVM read assembly; call it before the first function that contains some is compiled."""
+    """Let LLVM read assembly; call this before the first function that contains assembly is compiled."""
     llvmlite.binding.initialize_native_asmparser()

@@ -41,11 +41,11 @@ from xrunner.cpu.simd import address, at, take_next
 from xrunner.cpu.threads import num_threads
 
 LEAST_GROUP = 4
-"""Fewest queries of a decode that form a tile; fewer are faster one by one."""
+"""Smallest number of queries of a decode that form a tile; fewer queries are faster one by one."""
 TASKS_A_THREAD = 8
-"""Tasks for each thread: enough that none waits long for the last one."""
+"""Number of tasks for each thread: so many that no thread waits long for the last task."""
 SPAN_FLOATS = 1 << 16
-"""Size of the tiles that read the same keys, in numbers: they fit into the second-level cache."""
+"""Size of the tiles that read the same keys, in float32 numbers: small enough for the second-level cache."""
 
 
 PIECES: dict[type[Way], tuple[int, int]] = {Vectors: (64, 32), Matrices: (128, 128)}
@@ -69,8 +69,8 @@ class _Places(NamedTuple):
 
 
 class _StridedRows(NamedTuple):
-    """Queries, keys or values with any strides; numba would otherwise compile again, for seconds, for each layout of an
-    array.
+    """Queries, keys or values with any strides. Without this type, numba would compile again for each layout of an
+    array, which takes seconds.
 
     # values [elements]: element d of head h of token t is values[t * token_stride + h * head_stride + d]
     """
@@ -89,7 +89,8 @@ class NumbaAttention(AttentionBackend):
     """
 
     def __init__(self) -> None:
-        # Numba and torch share one OpenMP: starting numba's threads resets the count that torch was given.
+        # Numba and torch share one OpenMP: when numba's threads start, they reset the number of threads that torch was
+        # given.
         threads = torch.get_num_threads()
         numba.set_num_threads(1)
         torch.set_num_threads(threads)
@@ -137,15 +138,16 @@ class NumbaAttention(AttentionBackend):
 
 
 def suits_matrices(cache: Tensor) -> bool:
-    """Return whether heads and blocks fill matrix registers, if there are any."""
+    """Return whether the processor has matrix registers, and heads and blocks fill them."""
     block_size, head_dim = cache.shape[3:]
     whole = block_size % amx.SQUARE == 0 and head_dim % amx.DEPTH == 0
     return cache.dtype == torch.bfloat16 and whole and amx.is_available()
 
 
 def _rows(x: Tensor) -> _StridedRows:
-    """Return a tensor in which each head's elements are contiguous, and the heads of each decode, too: a view if
-    possible, else a copy. # x [tokens, heads, head_dim]"""
+    """Return a tensor in which the elements of each head and the heads of each decode are contiguous: a view if
+    possible, else a copy. # x [tokens, heads, head_dim]
+    """
     num_tokens, num_heads, head_dim = x.shape
     if x.stride(2) != 1 or x.stride(1) != head_dim:
         x = x.contiguous()
@@ -217,7 +219,7 @@ def _(cache: Any, scales: Any, place: Any, scale_place: Any, head_dim: Any) -> A
 def _write(k, v, cache, scales, slots, head_dim):
     num_kv_heads, block_size = cache.shape[2], cache.shape[3]
     size = block_size * cache.shape[4]
-    to_values = (cache.shape[0] - 1) * cache.shape[1] * num_kv_heads * size  # 0 where keys are the values
+    to_values = (cache.shape[0] - 1) * cache.shape[1] * num_kv_heads * size  # 0 if keys also serve as values
     for i in prange(len(slots)):
         offset = slots[i] % block_size
         for h in range(num_kv_heads):
@@ -227,7 +229,7 @@ def _write(k, v, cache, scales, slots, head_dim):
             new_values = at(v.values, i * v.token_stride + h * v.head_stride)
             _keep(new_values, cache, scales, place + to_values, scale_place + to_values, head_dim)
             _keep(new_keys, cache, scales, place, scale_place, head_dim)
-            if not _all_finite(new_keys, head_dim):  # softmax would drop the NaN, but a sum of values keeps it
+            if not _all_finite(new_keys, head_dim):  # the softmax would lose the NaN, but the sum of values keeps it
                 _lose(cache, scales, place + to_values, scale_place + to_values, head_dim)
 
 
@@ -271,7 +273,8 @@ def _attend(q, cache, scales, places, scored, way, of_decodes, num_threads, head
         task -= num_alone * parts
         begin_products(way)
         while task < num_spans * num_kv_heads:
-            # Head by head: a sequence's spans find its keys and values in the processor's cache.
+            # Spans are computed head by head, so that a sequence's spans find its keys and values in the processor's
+            # cache.
             h, i, first = task // num_spans, num_alone + sequence[task % num_spans], first_row[task % num_spans]
             begin, num_tokens = query_start[i], query_start[i + 1] - query_start[i]
             span = RowSpan(

@@ -16,7 +16,7 @@ from xrunner.cpu.scalars import INNER, exp
 from xrunner.cpu.simd import add_rows, at, dot_keys, fetch, soften_keys
 
 NEVER = np.float32(-1e30)
-"""A number below any score; -inf would not do, as fastmath may assume that there is none."""
+"""A number below any score. It is not -inf, since fastmath may assume that no number is infinite."""
 
 LOG2_E = np.float32(1.4426950408889634)
 
@@ -85,12 +85,12 @@ def decode(q, keys, num_kv_heads, scored, acc, floats):
     size = block_size * cache.shape[4]
     stride = cache.shape[2] * size
     per_line = LINE_BYTES // cache.itemsize
-    # Lines of keys and of values to prefetch at a time: more at once would wait for memory.
+    # Lines of keys and of values to prefetch at a time; more of them would have to wait for memory.
     share = (LINE * head_dim // (2 * group) + per_line - 1) // per_line * per_line
     to_values = (cache.shape[0] - 1) * cache.shape[1] * stride
     to_scales = block_size * head_dim
     together = _heads_at_once(cache, num_kv_heads)
-    passes = 1 if together == 1 else 3  # scores, softmax and values, each for all these heads
+    passes = 1 if together == 1 else 3  # scores, softmax and values are each computed for all of these heads
     for b in range(earliest // block_size, (context + block_size - 1) // block_size):
         start = table[b] * stride + first_head * size
         following = table[min(b + 1, (context - 1) // block_size)] * stride + first_head * size
@@ -132,8 +132,9 @@ def decode(q, keys, num_kv_heads, scored, acc, floats):
 
 
 def _heads_at_once(cache: np.ndarray, num_kv_heads: int) -> Any:
-    """K/V heads that are multiplied one after the other before the first one's softmax, so that no softmax waits for
-    its own product; one in float32, where memory is the limit."""
+    """Number of K/V heads whose products are computed before the softmax of the first head, so that a softmax need not
+    wait for its product. It is 1 in float32, where memory is the limit.
+    """
 
 
 @overload(_heads_at_once, strict=False)
@@ -158,19 +159,23 @@ def _(cache: Any, scales: Any, numbers: Any, place: Any) -> Any:
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _fetch(cache, start, count):
-    """Prefetch all cache lines of some elements: no processor reads ahead from one block to the next by itself."""
+    """Prefetch all cache lines of some elements, since processors do not read ahead from one block to the next by
+    themselves.
+    """
     for line in range(0, count, LINE_BYTES // cache.itemsize):
         fetch(cache, start + line)
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy", **INNER)
 def _adjust(scores, scored, head, distance):
-    """Scale a line of scores to powers of two, and add the layer's bias; `distance` is that from query to first key."""
+    """Scale a line of scores for powers of two, and add the layer's bias; `distance` is the distance from the query to
+    the first key.
+    """
     for i in range(LINE):
         scores[i] *= scored.scale * LOG2_E
     if scored.softcap:
         limit(scores, LINE, scored.softcap * LOG2_E)
-    if len(scored.bias):  # heads have keys of their own
+    if len(scored.bias):  # heads do not share keys if there is a bias
         for i in range(min(LINE, distance + 1)):
             scores[i] += scored.bias[head, scored.center + distance - i] * LOG2_E
 

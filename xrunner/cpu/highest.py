@@ -1,9 +1,9 @@
 """Find the highest of many sums exactly, starting from a product in eight bits.
 
-Greedy sampling needs only the highest logit, and a head over 150,000 tokens is a quarter of a small model's weights.
-Its product in eight bits reads a quarter of the bytes, and its error is bounded for each output. The outputs that can
-be the highest within that bound, some tens, are then multiplied in float32. So the chosen token is that of float32,
-whatever the rounding.
+Greedy sampling needs only the highest logit, and an output head for 150,000 tokens has a quarter of a small model's
+weights. The head's product in eight bits reads a quarter of the bytes, and its error is bounded for each output. By
+this bound, only some tens of outputs can be the highest; these are then multiplied in float32. So the chosen token is
+the one that a product in float32 would give.
 
 Source: the bound is the Cauchy-Schwarz inequality; screening before exact products: Teflioudi et al., LEMP (SIGMOD
 2015).
@@ -24,10 +24,13 @@ from xrunner.eight_bits import quantise
 from xrunner.packing.base import PackedLinear
 
 MOST_CANDIDATES = 32
-"""At most one output in this many is multiplied in float32; with more, reading them one by one takes as long as reading
-all."""
+"""At most one output in this many is multiplied in float32: reading more of them one by one would take as long as
+reading all outputs.
+"""
 MOST_REST = 63
-"""Most calls without screening after it has failed repeatedly; failing screens then cost next to nothing."""
+"""Largest number of calls without screening after screening has failed repeatedly, so that failing screens cost next to
+nothing.
+"""
 _AT_ONCE = 4096
 """Outputs whose errors are measured together."""
 _BLOCK = 256
@@ -44,7 +47,7 @@ class Screen:
     Args:
         weight: the weight. # float32 [out, in]
         rounded: the product with a copy of the weight in eight bits, whose rows are rounded by `quantise`.
-        whole: the product in float32, for rows in which too many outputs can be the highest.
+        whole: the product with the whole weight in float32, for rows in which too many outputs can be the highest.
     """
 
     def __init__(self, weight: Tensor, rounded: PackedLinear, whole: PackedLinear) -> None:
@@ -128,7 +131,7 @@ def _rescore(
         added: numbers that were added to the sums; empty: none.
     """
     if not np.isfinite(norm * norm):
-        return False  # there would be no bound, and fastmath assumes finite numbers
+        return False  # without this check there would be no bound, since fastmath assumes finite numbers
     certain, count = _highest(sums, -norm, -lost, errors, norms), 0
     for first in range(0, len(sums), _BLOCK):
         block = slice(first, min(first + _BLOCK, len(sums)))

@@ -6,8 +6,8 @@ prefetched between this panel's multiplications.
 
 A weight is stored in panels of WIDTH outputs, and a panel line by line: a line holds four consecutive inputs of each
 output. Sixteen lines of sixteen outputs fill a register. The sums of up to GROUP rows by WIDTH outputs stay in
-registers while all inputs pass. Rows are rounded into a buffer whose lines are whole STEPs wide, padded with zeros. The
-threads are torch's OpenMP threads, as in attention.
+registers while all inputs are multiplied. Rows are rounded into a buffer whose lines are whole STEPs wide, padded with
+zeros. The threads are torch's OpenMP threads, as in attention.
 
 Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18, and Intel's optimisation
 reference manual, chapter 20 (blocking).
@@ -38,19 +38,24 @@ WIDTH = 32
 HEIGHT = 16
 """Rows of a register."""
 GROUP = 32
-"""Rows whose sums stay in registers: four of the eight registers; two more hold weights and two hold inputs."""
+"""Number of rows whose sums stay in registers. Sums take four of the eight registers; weights and inputs take two
+each.
+"""
 STEP = 64
 """Bytes of a row that one multiplication takes."""
 SUMS_BYTES = 4 * GROUP * WIDTH
 SCRATCH = SUMS_BYTES + 128
-"""Scratch bytes of a thread: its sums when they leave the registers, the register configuration, and the least
-result."""
+"""Scratch memory of a thread, in bytes: for sums that leave the registers, the configuration of the registers, and the
+smallest allowed result.
+"""
 LINE = 4 * WIDTH
 """Bytes of a panel's line."""
 STEP_LINES = HEIGHT * LINE // 64
 """Cache lines of weights that one turn of the inner loop reads."""
 CHUNK = 8
-"""Groups for which a weight is read once, if their inputs take at most CHUNK_BYTES of the second-level cache."""
+"""Number of groups for which a weight is read once, if the groups' inputs take at most CHUNK_BYTES of the second-level
+cache.
+"""
 CHUNK_BYTES = 5 * 2**18
 
 INPUTS, INPUTS_STRIDE, WEIGHT, STEPS, SUMS, SOON, SOON_LINES, CONFIG = range(8)
@@ -89,7 +94,7 @@ def pack(weight: Tensor, scales: Tensor, *, relu: bool = False) -> Product:
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
         y = torch.empty(len(x), num_outputs + missing)
-        if not len(x):  # the processor refuses registers of no rows
+        if not len(x):  # the processor refuses registers with 0 rows
             return y[:, :num_outputs]
         added = no_bias if bias is None else (F.pad(bias, (0, missing)) if missing else bias).numpy()
         rows, of_rows = _rounded(x, inputs, -(-len(x) // HEIGHT) * HEIGHT)
@@ -105,7 +110,7 @@ def _rounded(x: Tensor, width: int, num_rows: int) -> tuple[np.ndarray, np.ndarr
     Args:
         x: rows to round. # float32 [rows, in]
         width: width of the result; zeros follow the numbers.
-        num_rows: rows of the result; those after x's rows hold anything.
+        num_rows: number of rows of the result; rows after those of x are undefined.
 
     Returns:
         uint8 [num_rows, width], and each row's scale, float32 [num_rows].
@@ -283,7 +288,7 @@ def _begin(typing_context: Any, arguments: Any) -> Any:
 
 @inlined
 def _end(typing_context: Any, arguments: Any) -> Any:
-    """Release this thread's registers, so that the system has less state to save."""
+    """Release this thread's matrix registers, so that the system has less state to save."""
     return types.void(arguments), _single(["tilerelease"])
 
 

@@ -1,17 +1,17 @@
 """Products that read a weight from memory while they multiply, for processors with AVX-512.
 
-MKL's and oneDNN's products alternate between reading and multiplying: at 8 to 64 rows, where both take about as long,
-they reach half of the memory's bandwidth. Here the next slice of weights is prefetched between this slice's
-multiplications.
+MKL's and oneDNN's products alternate between reading and multiplying. At 8 to 64 rows, both take about the same time,
+so these products reach half of the memory's bandwidth. Here the next slice of weights is prefetched between this
+slice's multiplications.
 
 A weight is stored in blocks of up to DEEPEST inputs, a block in panels of WIDTH outputs, and a panel input by input, in
 the order in which it is read. An input takes four bytes: one number in float32, two in bfloat16, four in eight bits,
-which the processor's dot-product instructions take at once; with fewer bits, one call rounds, multiplies and scales.
-The sums of up to GROUP rows by WIDTH outputs stay in registers. A compiler would not keep them there, so the inner loop
-is in assembly. A slice of a panel stays in a cache while all groups of rows pass it, and a block of the rows' inputs
-stays in the second-level cache while all panels pass. Panels of gates alternate with panels of gated outputs: a gate is
-applied before either leaves the cache, and half as much is written. The threads are torch's OpenMP threads, as in
-attention.
+which the processor's dot-product instructions multiply together. With fewer bits than float32, one call rounds,
+multiplies and scales. The sums of up to GROUP rows by WIDTH outputs stay in registers. A compiler would not keep them
+there, so the inner loop is in assembly. A slice of a panel stays in a cache while all groups of rows are multiplied by
+it, and a block of the rows' inputs stays in the second-level cache while it is multiplied by all panels. Panels of
+gates alternate with panels of gated outputs: a gate is applied before its sums leave the cache, so only half as much is
+written. The threads are torch's OpenMP threads, as in attention.
 
 Source: K. Goto and R. van de Geijn, Anatomy of High-Performance Matrix Multiplication (2008).
 """
@@ -43,20 +43,23 @@ from xrunner.cpu.threads import num_threads
 WIDTH = 32
 """Outputs of a panel: two registers."""
 GROUP = 12
-"""Rows whose sums stay in registers: 24 of the 32 registers; two more hold weights, the others inputs."""
+"""Number of rows whose sums stay in registers. Sums take 24 of the 32 registers, weights two, and inputs the others."""
 SLICE = 128
-"""Inputs of a panel that up to GROUP rows pass at a time: 16 KiB, which stay in the first-level cache. With more rows,
-each group passes all inputs of a block from the second-level cache, so that sums are read and written once."""
+"""Number of inputs of a panel by which up to GROUP rows are multiplied at a time: 16 KiB, which stay in the first-level
+cache. With more rows, each group is multiplied by all inputs of a block from the second-level cache, so that sums are
+read and written only once.
+"""
 DEEPEST = 1024
 """Largest number of inputs in a block: a group's sums are read and written once for each block."""
 CHUNK = 132
-"""Rows for which the weight is read once: half a MiB of a block's inputs."""
+"""Number of rows for which the weight is read once: half a MiB of a block's inputs."""
 STEPS = 4
-"""Inputs that one turn of the inner loop takes."""
+"""Number of inputs that one turn of the inner loop multiplies."""
 FEW = 6
-"""Rows that pass a slice as one group, without prefetching: the processor itself reads ahead of a single pass, at 26
-GB/s instead of 20. More rows form two groups: the second finds the slice in the first-level cache, and multiplies while
-memory delivers the prefetched lines."""
+"""Number of rows that are multiplied by a slice as one group, without prefetching: in a single pass the processor
+itself reads ahead, at 26 GB/s instead of 20. More rows form two groups: the second group finds the slice in the
+first-level cache, and multiplies while memory delivers the prefetched lines.
+"""
 SPREAD = (8, 4, 2)
 """Numbers of cache lines that are prefetched between a turn's multiplications, not before them."""
 LINES = STEPS * WIDTH // 16
@@ -88,8 +91,9 @@ Product = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class Finish(IntEnum):
-    """How sums are finished: left as they are; clipped at zero; or with the first half of the outputs gating the second
-    (see `scalars.gated`), which halves their number."""
+    """How sums are finished: unchanged; clipped at zero; or gated, where the first half of the outputs gates the second
+    half (see `scalars.gated`) and the number of outputs is halved.
+    """
 
     NOTHING = 0
     RELU = 1
@@ -116,7 +120,7 @@ def pack_int8(weight: Tensor, scales: Tensor, finish: Finish = Finish.NOTHING) -
         weight: the weight. # int8 [out, in]
         scales: scale of each output. # float32 [out]
     """
-    # Rows have 128 added; the initial sums make up for it.
+    # 128 is added to the rows' numbers; the initial sums compensate for it.
     begin = weight.sum(dim=1, dtype=torch.int32) * -128
     return _packed(lay_out(weight, finish), scales, begin.view(torch.float32), INT8)
 
@@ -128,7 +132,7 @@ class PanelOutputs:
         number, width: number of outputs after finishing, and the same rounded up to whole panels.
 
     Args:
-        together: the number of panels after finishing is a multiple of this.
+        together: the number of panels after finishing is rounded up to a multiple of this.
     """
 
     def __init__(self, number: int, finish: Finish, together: int = 1) -> None:
@@ -216,7 +220,7 @@ def _laid_out(weight: Tensor) -> tuple[np.ndarray, int]:
 
 
 def _block_depth(depth: int) -> int:
-    """Return the number of inputs in a block: equally many in each, in whole turns."""
+    """Return the number of inputs in a block: the same for all blocks, and a whole number of turns."""
     count = -(-depth // DEEPEST)
     return -(-depth // (count * STEPS)) * STEPS
 
@@ -253,7 +257,7 @@ def _multiply_all(inputs: Any, packed: Any, y: Any, block: Any, how: Any) -> Non
 
 @njit(nogil=True, cache=True, parallel=True, error_model="numpy")
 def _multiply_shared(inputs: Any, packed: Any, y: Any, block: Any, how: Any, num_threads: Any) -> None:
-    count = y.shape[1] // WIDTH  # panels of results: gates stay with the outputs that they gate
+    count = y.shape[1] // WIDTH  # panels of results: a panel of gates stays together with the outputs that it gates
     for thread in prange(num_threads):
         together = len(packed[2]) // y.shape[1]
         first, last = count * thread // num_threads, count * (thread + 1) // num_threads
@@ -284,7 +288,7 @@ def _round_shared(rows: Any, rounded: Any, how: Any, num_threads: Any) -> None:
 
 @njit(**OPTIONS, **INNER)
 def _round(rows: Any, rounded: Any, how: Any, first: Any, last: Any) -> None:
-    """Round rows from `first` to `last`; in eight bits to unsigned numbers, as the instruction takes them."""
+    """Round rows from `first` to `last`; in eight bits, to unsigned numbers, which the instruction requires."""
     x, bits = rows
     numbers, scale = rounded
     size = 1 if how[1] == INT8 else 2
@@ -431,7 +435,8 @@ def _assembly(num_rows: int, instruction: str) -> str:
     sums = [(f"%zmm{8 + 2 * row}", f"%zmm{9 + 2 * row}") for row in range(num_rows)]
 
     def multiplication(value: str, weight: str, total: str) -> str:
-        # In eight bits the first factor, which is named last, is unsigned: the inputs.
+        # In eight bits the inputs are unsigned; they are the first factor of the instruction, which assembly names
+        # last.
         factors = (weight, value) if instruction == INSTRUCTIONS[INT8] else (value, weight)
         return f"{instruction} {', '.join(factors)}, {total}"
 
@@ -451,7 +456,7 @@ def _assembly(num_rows: int, instruction: str) -> str:
         return [*code, f"add $$128 * {count}, %rdx", *(f"add $$4 * {count}, {start}" for start in starts)]
 
     def spread(lines: int) -> list[str]:
-        """Run all turns, where each prefetches `lines` lines."""
+        """Run all turns; each turn prefetches `lines` lines."""
         turn = [f"9{lines}:", *multiply(STEPS, lines), f"add $${64 * lines}, %r11", "dec %r13", f"jnz 9{lines}b"]
         return [f"cmp $${lines}, %r12", f"jne 8{lines}f", *turn, "jmp 5f", f"8{lines}:"]
 

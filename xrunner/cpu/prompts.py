@@ -1,12 +1,12 @@
 """Attention of tokens that share keys: prompts, and decodes whose heads share K/V heads.
 
 Up to 32 queries that read the same K/V head form a tile: the queries of one token's heads, then of the next token's.
-Several tiles of one sequence form a span. They pass a piece of its keys one after the other, so that the keys are
-converted (to float32, or transposed for matrix registers) only once.
+Several tiles of one sequence form a span. The tiles of a span read a piece of the sequence's keys one after the other,
+so that the keys are converted (to float32, or transposed for matrix registers) only once.
 
 Products are float32 in vector registers (`tiles`). If keys are bfloat16 and the processor has matrix registers, they
-are bfloat16 with sums in float32 (`amx`): each query is split into two bfloat16 numbers, which keep 16 bits, and
-weights are rounded to one.
+are bfloat16 with sums in float32 (`amx`): each query is split into two bfloat16 numbers, which together keep 16 bits,
+and weights are rounded to one bfloat16 number.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from xrunner.cpu.simd import at, fetch, widen
 from xrunner.cpu.tiles import add_values, hide, rescale, score_keys, soften
 
 NARROW, WIDE = 16, 32
-"""Lanes of a tile: in a wide one, a loaded key serves two registers."""
+"""Number of lanes of a tile; in a wide tile, a loaded key is used for two registers."""
 
 KEYS_AT_ONCE = {WIDE: 8, NARROW: 16}
-"""Keys that are scored at once: their sums fit into registers."""
+"""Number of keys that are scored together: their sums fit into registers."""
 
 
 class Vectors(NamedTuple):
@@ -66,8 +66,8 @@ class RowSpan(NamedTuple):
     (`simd.at`).
 
     Attributes:
-        queries, results: those of the group at the sequence's first token of this step; strides, in elements, lead to
-            the rest.
+        queries, results: queries and results of the group at the sequence's first token of this step; strides, in
+            elements, lead to the others.
         num_tokens: tokens of the sequence in this step.
         group: number of heads that share the K/V head.
         first, num_rows: first row of the span among the sequence's rows, and the number of its rows.
@@ -108,7 +108,7 @@ class Rules(NamedTuple):
     """A `Scoring` with its factors in powers of two; an absent cap, window, bias or sinks is 0.
 
     Attributes:
-        bias: bias of the K/V head, by query position less key position; each head has its own keys.
+        bias: bias of the K/V head, by query position minus key position; each head has its own keys.
         sinks: sinks of the heads in the group.
     """
 
@@ -213,7 +213,7 @@ def attend(way, span, context, rules, space):
     limits, places, results = space.limits, space.places, at(space.places, space.num_tiles * WIDE)
     num_tiles = (num_rows + WIDE - 1) // WIDE
     for r in range(num_tiles * WIDE):
-        row = first + min(r, num_rows - 1)  # lanes left over repeat the last row
+        row = first + min(r, num_rows - 1)  # unused lanes repeat the last row
         token, head = row // group, row % group
         limits[r] = context.length if context.both_ways else context.length - span.num_tokens + token + 1
         places[r] = token * span.query_strides[0] + head * span.query_strides[1]
@@ -236,7 +236,7 @@ def attend(way, span, context, rules, space):
         num_soon = place_keys(context, before + way.piece, visible, way.piece, space.soon)
         _prepare(way, context, space, before, num_held, max(earliest - before, 0), visible - before)
         for tile in range(num_tiles):
-            asks_for = num_soon if tile == num_tiles - 1 else 0  # the last row sees as many keys as any
+            asks_for = num_soon if tile == num_tiles - 1 else 0  # no other row sees more keys than the last row
             if num_rows - tile * WIDE > NARROW:
                 _pass(way, context, rules, space, span, (tile, before, num_held, asks_for), WIDE)
             else:
@@ -266,8 +266,9 @@ def place_keys(context, begin, end, most, places):
 
 
 def ask(context: Context, places: np.ndarray, begin: int, end: int, behind: int) -> None:
-    """Prefetch the lines `behind` elements after the positions from `begin` to `end`: no processor reads ahead from
-    block to block."""
+    """Prefetch the lines that are `behind` elements after the positions from `begin` to `end`, since processors do not
+    read ahead from block to block.
+    """
 
 
 @overload(ask, strict=False)
@@ -362,7 +363,7 @@ def _pass(way, context, rules, space, span, piece, lanes):
 
 
 def _pair_queries(way: Any, queries: np.ndarray, scratch: np.ndarray, head_dim: int, lanes: int) -> None:
-    """Split a tile's queries, lane by lane, into the numbers that the products take."""
+    """Split a tile's queries, lane by lane, into the numbers that the products multiply."""
 
 
 @overload(_pair_queries, strict=False, prefer_literal=True)
@@ -385,7 +386,9 @@ def _(way: Any, queries: Any, scratch: Any, head_dim: Any, lanes: Any) -> Any:
 def _prepare(
     way: Any, context: Context, space: ThreadScratch, before: int, num_held: int, begin: int, end: int
 ) -> None:
-    """Convert a piece's keys and values to what the products take; those outside `begin` to `end` may be anything."""
+    """Convert a piece's keys and values to the format of the products; keys and values outside `begin` to `end` may get
+    any value.
+    """
 
 
 @overload(_prepare, strict=False)
@@ -469,7 +472,7 @@ def _score(
     """Score a tile's queries against keys from `begin` to `end` of a piece; further keys may be scored as well.
 
     Args:
-        held: number of the piece's keys, and of the next piece's keys to prefetch.
+        held: the number of the piece's keys, and the number of the next piece's keys to prefetch.
     """
 
 
@@ -512,7 +515,7 @@ def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, num_k
 
 @njit(nogil=True, **INNER)
 def _is_one_run(places, count, stride):
-    """Return whether rows are contiguous, which rows of several blocks may be, too."""
+    """Return whether rows are contiguous; rows of several blocks may also be."""
     steps = 0
     for i in range(1, count):
         steps += places[i] - places[i - 1] == stride
@@ -534,7 +537,7 @@ def _add(
     """Add the values from `begin` to `end` of a piece to a tile's sums, weighted by the softmax of the scores.
 
     Args:
-        asks_for: number of the next piece's values to prefetch.
+        asks_for: how many of the next piece's values to prefetch.
     """
 
 

@@ -1,13 +1,14 @@
 """Inner loops of the CPU kernels over 16 or 32 float32 lanes, as LLVM vector instructions for numba to call.
 
-Here are the loops of a query that shares its keys with no other, whose lanes are its dimensions, and the parts that all
-loops are made of; `tiles` has those whose lanes are queries. Keys and values may be bfloat16, stored as uint16, or
+This module has the parts of which all loops consist, and the loops for a query that shares its keys with no other
+query; their lanes are the query's dimensions. `tiles` has the loops whose lanes are queries. Keys and values may be
+bfloat16, stored as uint16, or
 int8: loading converts them to float32.
 
-LLVM's own vectoriser uses half an AVX-512 register and keeps accumulators in memory; written out, each accumulator
-stays in a register. On narrower registers LLVM splits a vector into several.
+LLVM's own vectoriser uses half an AVX-512 register and keeps accumulators in memory; in loops that are written out,
+each accumulator stays in a register. On narrower registers LLVM splits a vector into several.
 
-An array comes with the index of its first element and is taken as C-contiguous; `lanes` and other counts by which loops
+An array is passed with the index of its first element and must be C-contiguous; `lanes` and other counts by which loops
 are unrolled must be constants where the function is called.
 """
 
@@ -46,8 +47,8 @@ def _lanes(*firsts: int, run: int) -> tuple[int, ...]:
     return tuple(first + i for first in firsts for i in range(run))
 
 
-# Shuffles of two vectors into halves whose sum holds each vector's partial sums in half as many lanes; at the end, in
-# one.
+# Shuffles of two vectors into two halves. The sum of the halves contains each vector's partial sums in half the number
+# of lanes; after the last shuffle, in one lane.
 _PAIRS = (
     (
         tuple(lane + other for group in range(0, 16, 4) for lane in (group, group + 1) for other in (0, 16)),
@@ -118,8 +119,7 @@ def dot_keys(
 def soften_keys(
     typing_context: Any, scores: Any, totals: Any, from_totals: Any, highest: Any, begin: Any, end: Any, lanes: Any
 ) -> Any:
-    """Take one step of the online softmax of a query over `lanes` keys, of which those from `begin` to `end` are
-    visible.
+    """Take one step of the online softmax of a query over `lanes` keys; only keys from `begin` to `end` are visible.
 
     Scores become weights, computed as powers of two; totals sum them lane by lane.
 
@@ -205,7 +205,8 @@ def widen(
 def at(typing_context: Any, array: Any, first: Any) -> Any:
     """Return a pointer to an element of an array, or of an earlier pointer; it keeps nothing alive.
 
-    Numba counts references to an array, atomically, wherever it is passed on, which is too slow for inner loops.
+    Numba counts references to an array atomically wherever the array is passed on, and this is too slow for inner
+    loops.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
@@ -273,8 +274,9 @@ class Emit:
 
     @contextmanager
     def shrunk_sums(self, sums: ir.Value, factor: ir.Value, count: int) -> Iterator[list[ir.Value]]:
-        """Yield an array's first vectors times a factor, as variables to add to; they are written back after the
-        block."""
+        """Yield an array's first vectors times a factor, as variables to which a caller adds; they are written back
+        after the block.
+        """
         totals = self.variables(count)
         for number, total in enumerate(totals):
             self.builder.store(self.builder.fmul(self.load(sums, int64(number)), factor), total)

@@ -9,7 +9,8 @@ import numba
 import torch
 from numba import njit
 
-# Torch computes on OpenMP threads already; numba's own pool would fight them for the cores (twice as slow).
+# Torch already computes on OpenMP threads; numba's own pool of threads would compete with them for the cores (twice as
+# slow).
 numba.config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]
 
 LEAST_SHARED = 2**15

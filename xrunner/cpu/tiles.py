@@ -95,8 +95,8 @@ def soften(
 ) -> Any:
     """Take one step of the online softmax in powers of two: scores become weights. # scores [keys, lanes]
 
-    It covers keys from `first` on. `highest` rises to the highest score so far, `total` sums the weights, and `shrink`
-    becomes the factor for all earlier weights. # each [lanes]
+    The step covers keys from `first` on. `highest` rises to the highest score so far, `total` sums the weights, and
+    `shrink` becomes the factor for all earlier weights. # each [lanes]
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
@@ -126,8 +126,8 @@ def soften(
 def hide(
     typing_context: Any, scores: Any, limits: Any, before: Any, begin: Any, end: Any, window: Any, lanes: Any
 ) -> Any:
-    """Hide scores from `begin` to `end` of keys that lanes must not see: those from their limits on, or more than
-    `window` before.
+    """Hide the scores, from `begin` to `end`, of keys that are not visible to a lane: keys from the lane's limit on,
+    and keys more than `window` before it.
 
     # scores [keys, lanes] of keys from the sequence's `before`-th on, limits int32 [lanes]
     """

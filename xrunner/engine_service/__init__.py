@@ -1,4 +1,5 @@
-"""An engine as a gRPC service of the front: token ids and sampling parameters in, token ids and log probabilities out.
+"""Offer an engine as a gRPC service. Its input is token ids and sampling parameters, its output is token ids and log
+probabilities.
 
 The messages are those of `vllm_engine.proto` (package `smg-grpc-proto`), so a gateway that speaks to vLLM speaks to
 this engine. The gateway has the text: it renders chats, tokenises, detokenises, ends outputs at stop strings and parses
@@ -16,9 +17,9 @@ Contract of `Generate`:
                     `stream`, only the latter. The token that ends an output is included in the output, and is also its
                     `matched_token_id`.
 
-In addition to the messages, metadata of a call (keys of `METADATA`) carries what schedules need and messages have no
-field for. A request is removed when its caller disconnects, or by `Abort`. Too many waiting requests end with
-RESOURCE_EXHAUSTED, a passed deadline with DEADLINE_EXCEEDED, a failed engine with UNAVAILABLE.
+In addition to the messages, the metadata of a call (keys of `METADATA`) has values that schedules need and for which
+messages have no field. A request is removed when its caller disconnects, or by `Abort`. Too many waiting requests end
+with RESOURCE_EXHAUSTED, a passed deadline with DEADLINE_EXCEEDED, a failed engine with UNAVAILABLE.
 """
 
 from typing import NamedTuple

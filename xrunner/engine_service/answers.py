@@ -1,4 +1,4 @@
-"""From the engine's tokens to the messages of an answer."""
+"""Turn the engine's tokens into the messages of an answer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Output:
 
     Args:
         prompt: token ids.
-        stop_token_ids: tokens that end it.
-        keep: keep all tokens for `complete`; a gateway that reads a stream adds them up itself.
+        stop_token_ids: tokens that end the output.
+        keep: whether to keep all tokens for `complete`; a gateway that reads a stream collects them itself.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Output:
         )
 
     def _input_logprobs(self) -> pb.InputLogProbs | None:
-        """Return the scores of the prompt's tokens; its first has none."""
+        """Return the scores of the prompt's tokens; the first token has none."""
         if self._scores is None:
             return None
         values = [pb.InputTokenLogProb(), *(pb.InputTokenLogProb(value=score.chosen) for score in self._scores)]

@@ -1,4 +1,4 @@
-"""From a `GenerateRequest` to what the engine takes, or a refusal that names the field."""
+"""Turn a `GenerateRequest` into the engine's input, or refuse it with the name of the field."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class GenerationCall:
 
     Attributes:
         choices: sampling parameters of each output.
-        stop_token_ids: tokens that end an output, those that end every output of the model included.
-        deadline_s: seconds from now; None: it has no deadline.
-        class_name, account: empty: none is named.
+        stop_token_ids: tokens that end an output, including those that end every output of the model.
+        deadline_s: seconds from now until the deadline; None: the request has no deadline.
+        class_name, account: names of the class and the account; empty if the call states none.
     """
 
     prompt: tuple[int, ...]
@@ -58,12 +58,12 @@ def read(
     """Return a request with everything that can be checked without the engine.
 
     Args:
-        metadata: of the call; see `METADATA`.
+        metadata: metadata of the call; see `METADATA`.
         capacity: tokens that the K/V memory holds.
         rule: limits on the length of outputs.
 
     Raises:
-        Invalid: the field, and why.
+        Invalid: a field is not accepted; the error names the field and the reason.
     """
     _check_input(request)
     spec, given = model.spec, request.sampling_params
@@ -97,7 +97,7 @@ def read(
 
 
 def _allowance(given: ProtoSampling, num_tokens: int, spec: ModelSpec, capacity: int, rule: OutputRule) -> Allowance:
-    """Return how many tokens an output may have, and for how many K/V memory is reserved."""
+    """Return how many tokens an output may have, and for how many of them K/V memory is reserved."""
     room = min(spec.max_context, capacity) - num_tokens
     if not given.HasField("max_tokens"):
         return rule.of_no_maximum(max(1, room))
@@ -195,7 +195,7 @@ def _grammar(given: ProtoSampling) -> str | None:
         case "choice":
             return choice_grammar(list(given.choice.choices))
         case other:
-            raise Invalid(f"{other}: this engine cannot hold an output to it; leave it out")
+            raise Invalid(f"{other}: this engine cannot restrict an output to this; leave the field out")
 
 
 def _schema(text: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Run the gRPC service before an engine, from its start to the end of its last request."""
+"""Run the gRPC service in front of an engine, from the engine's start to the end of its last request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def service(
     *,
     drain_s: float,
 ) -> AsyncIterator[int]:
-    """Answer calls on this machine; yields the port. At the end, let requests end.
+    """Answer calls on this machine, and yield the port. When the context ends, let running requests end.
 
     Args:
         drain_s: seconds that running requests have to end.

@@ -43,7 +43,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
 
     Args:
         model: its `codec` is not used.
-        limits: on waiting requests, their time, and the length of outputs.
+        limits: limits on waiting requests, on their time, and on the length of outputs.
         classes: the plan's classes of requests.
     """
 
@@ -60,7 +60,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """Yield an output's tokens as they come; see the package."""
+        """Yield an output's tokens as they are generated; see the package's docstring."""
         self._last_receive_s = time.time()
         received_s = time.perf_counter()
         task = asyncio.current_task()
@@ -123,11 +123,11 @@ class Servicer(pb_grpc.VllmEngineServicer):
     def _submit(
         self, call: GenerationCall, received_s: float, inbox: Inbox, streams: list[TokenStream]
     ) -> dict[int, Output]:
-        """Hand every output to the engine, or none. Raises ApiError."""
+        """Submit all outputs of a request to the engine, or none of them. Raises ApiError."""
         engine = self._engine
         key = self._classes.key_of(Key(account=Account(call.account)), call.class_name or None)
         if engine.failure is not None:
-            raise ApiError(503, engine.failure)  # a gateway sends it to another engine
+            raise ApiError(503, engine.failure)  # so that a gateway sends the request to another engine
         engine.check_open()
         if not engine.backlog.has_room(key.account, len(call.choices), self._limits.max_waiting):
             most = self._limits.max_waiting
@@ -152,11 +152,11 @@ class Servicer(pb_grpc.VllmEngineServicer):
         return outputs
 
     def _end_s(self, call: GenerationCall, received_s: float) -> float:
-        """Return when the answer must be whole, on the clock of `time.perf_counter`."""
+        """Return the time by which the answer must be complete, on the clock of `time.perf_counter`."""
         return received_s + min(call.deadline_s or math.inf, self._limits.request_timeout_s or math.inf)
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-        """Take requests out; unknown ids are ignored."""
+        """Remove requests; unknown ids are ignored."""
         for id_ in request.request_ids:
             if (task := self._calls.get(id_)) is not None:
                 task.cancel()
@@ -165,14 +165,16 @@ class Servicer(pb_grpc.VllmEngineServicer):
     async def HealthCheck(
         self, request: pb.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> pb.HealthCheckResponse:
-        """Return whether the engine takes requests."""
+        """Return whether the engine accepts requests."""
         reason = self._engine.failure or ("it is shutting down" if self._engine.is_draining else "")
         return pb.HealthCheckResponse(healthy=not reason, message=reason or "ok")
 
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetModelInfoResponse:
-        """Return what a gateway needs to render, tokenise and refuse."""
+        """Return the properties of the model that a gateway needs to render chats, to tokenise, and to refuse
+        requests.
+        """
         spec, model = self._model.spec, self._model
         return pb.GetModelInfoResponse(
             model_path=model.path or model.name,
@@ -226,7 +228,9 @@ class Servicer(pb_grpc.VllmEngineServicer):
     async def FlushCache(
         self, request: common.FlushCacheRequest, context: grpc.aio.ServicerContext
     ) -> common.FlushCacheResponse:
-        """Decline: K/V that prompts share is kept by account, and given up when memory is needed."""
+        """Decline to flush the cache: K/V that prompts share is kept by account, and is evicted when memory is
+        needed.
+        """
         return common.FlushCacheResponse(success=False, message="shared prompts are kept until memory is needed")
 
 

@@ -1,9 +1,10 @@
 """Attention on GPUs in Triton: pieces of prompts over paged keys and values, and decodes split along their context.
 
 Nothing is read back from the device, and every launch depends only on shapes, so a step can be captured in a CUDA
-graph. In a captured step that must suit any batch of its shape, the kernels themselves find out what each sequence
-holds (`Batch.counts`). Position biases, attention in both directions, windows, sinks, soft caps and latent keys
-run in plain torch. Triton is imported where the backend is built, so that no other code needs it.
+graph. In a captured step, which must suit any batch of its shape, the kernels themselves read which sequences decode
+and which are pieces of prompts (`Batch.counts`). Position biases, attention in both directions, windows, sinks, soft
+caps and latent keys run in plain torch. Triton is imported only when the backend is built, so that no other code needs
+it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from xrunner.gpu.fused import power_of_two
 
 MOST_SPLITS = 64
 PROGRAMS_A_PROCESSOR = 4
-"""Programs of a decode for each of the device's processors; contexts are split until there are this many."""
+"""Number of programs for each of the device's processors in a decode step; contexts are split until there are this
+many.
+"""
 CAPTURED_SPLITS = 8
-"""Most splits in a captured step with prompts, where only the device knows the number of decodes; with many decodes,
-most of these splits are empty."""
+"""Largest number of splits in a captured step with prompts, in which only the device knows the number of decodes; with
+many decodes, most of these splits are empty.
+"""
 LEAST_DOT = 16
 """Rows and columns of the smallest product that tensor cores compute."""
 
@@ -186,8 +190,9 @@ class TritonAttention(AttentionBackend):
 
 
 def prompt_tile(head_dim: int, dtype: torch.dtype, group: int) -> Tile:
-    """Return the tile for pieces of prompts, as large as a Hopper GPU compiles without spilling registers. It was timed
-    on no device."""
+    """Return the tile for pieces of prompts: the largest one that compiles for a Hopper GPU without spilling registers.
+    Its speed was not measured on any device.
+    """
     if dtype == torch.float32:
         tile = Tile(64 if head_dim <= 64 else 32, 32, 8, 2)
     else:
@@ -196,7 +201,7 @@ def prompt_tile(head_dim: int, dtype: torch.dtype, group: int) -> Tile:
 
 
 def decode_tile(head_dim: int, dtype: torch.dtype, group: int) -> Tile:
-    """Return the tile for decodes: a sequence's queries of one K/V head. It was timed on no device."""
+    """Return the tile for decodes: a sequence's queries of one K/V head. Its speed was not measured on any device."""
     wide = dtype == torch.float32 or head_dim > 128
     return Tile(max(LEAST_DOT, power_of_two(group)), 32 if wide else 64, 4, 3)
 
@@ -206,7 +211,7 @@ def num_splits(num_tiles: int, most_keys: int, keys: int, num_processors: int) -
 
     Args:
         num_tiles: sequences times K/V heads.
-        most_keys: number of keys for which a block table has room; no context is read from the device.
+        most_keys: number of keys for which a block table has room; the actual contexts are not read from the device.
         keys: keys of a tile; a split takes at least two tiles.
     """
     wanted = PROGRAMS_A_PROCESSOR * num_processors // num_tiles
@@ -221,7 +226,9 @@ def dot_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 def _most_decodes(batch: Batch) -> int:
-    """Return the most sequences that may decode; in a captured step with prompts, all."""
+    """Return the largest number of sequences that may decode; in a captured step with prompts, that of all
+    sequences.
+    """
     return batch.num_decodes if batch.counts is None else len(batch.context_len)
 
 

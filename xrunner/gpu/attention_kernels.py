@@ -45,7 +45,8 @@ def write_kernel(
     tl.store(cache + value_start + place, value, mask=inside)
 
 
-# Not specialised: these change from step to step, and each divisibility by 16 would need another compilation.
+# These are not specialised: they change from step to step, and each combination of divisibility by 16 would need
+# another compilation.
 @triton.jit(do_not_specialize=["first_sequence", "num_sequences", "splits", "table_stride"])
 def attend_kernel(
     q,
@@ -243,13 +244,13 @@ def combine_kernel(
 @triton.jit
 def _tile(num_tiles, first_sequence, query_start, num_sequences, TOKENS: tl.constexpr, IS_DECODE: tl.constexpr):
     """Return a program's sequence and its first token. Each decode has one tile. Pieces of prompts have tiles of TOKENS
-    tokens: those of sequence i begin at tile (tokens before it) // TOKENS + i. Some may be empty, so that no count need
-    be read from the device.
+    tokens: the tiles of sequence i begin at tile (tokens before it) // TOKENS + i. Some tiles may be empty, so that no
+    count need be read from the device.
     """
     if IS_DECODE:
         return first_sequence + tl.program_id(0), 0
     else:
-        # Late tiles see most keys: they go first, so that none of them runs alone at the end.
+        # Late tiles see the most keys. They run first, so that none of them runs alone at the end.
         tile = num_tiles - 1 - tl.program_id(0)
         query_starts = query_start + first_sequence
         index = _sequence_of(tile, query_starts, num_sequences, TOKENS)
@@ -280,7 +281,7 @@ def _first_tile(sequence, query_start, TOKENS: tl.constexpr):
 
 @triton.jit
 def _sequence_of(tile, query_start, num_sequences, TOKENS: tl.constexpr):
-    """Return the last sequence whose tiles begin at or before this one."""
+    """Return the last sequence whose tiles begin at or before this tile."""
     low, high = 0, num_sequences - 1
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,5 +1,5 @@
-"""Fused small operations of a layer on GPUs, in one launch each: apart from weights, launches take up a decode step's
-time.
+"""Fused small operations of a layer on GPUs, with one launch each: apart from reading weights, a decode step consists
+mostly of launches.
 
 In plain torch, a rotation takes some ten launches for queries and as many for keys, each for microseconds of work.
 """

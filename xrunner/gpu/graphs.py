@@ -1,8 +1,8 @@
 """Capture steps as CUDA graphs, one for each size: a replay is one launch instead of hundreds.
 
-A captured step reads its batch from memory that never moves. A batch is copied there and padded to the next size:
-decode batches with rows of no request, which use a K/V block of their own; steps with prompts with tokens of no
-sequence. Source: vLLM's and nano-vllm's decode graphs.
+A captured step reads its batch from memory that never moves. A batch is copied to that memory and padded to the next
+size. A decode batch is padded with rows that belong to no request and use a separate K/V block; a step with prompts is
+padded with tokens that belong to no sequence. Source: vLLM's and nano-vllm's decode graphs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_SEQUENCES = 256
 
 
 class Capture(Protocol):
-    """Captures a step: on a GPU as a graph."""
+    """An object that captures a step: on a GPU, as a CUDA graph."""
 
     def __call__(self, run: Callable[[], object]) -> Callable[[], None]:
         """Run the step once; return a function that runs it again on the current contents of its inputs."""
@@ -43,7 +43,8 @@ class GraphedModel:
     """A model whose steps are captured; it is called like the model.
 
     Args:
-        cache: its last block is for tokens of no request, so it has one block more than the pool knows of.
+        cache: the K/V cache. Its last block is for tokens that belong to no request, so the cache has one block more
+            than the pool.
         most_tokens: longest sequence, which sets the width of block tables.
         sizes: sizes of decode batches, ascending.
         mixed_sizes: numbers of tokens of steps with prompts, ascending.
@@ -80,7 +81,7 @@ class GraphedModel:
                 steps.capture(capture, run)
 
     def __call__(self, batch: Batch, cache: KvCache, backend: AttentionBackend) -> Tensor:
-        """Return the logits; the next replay overwrites those of this one. # [sampled, vocab]"""
+        """Return the logits; the next replay overwrites them. # [sampled, vocab]"""
         steps = self._decodes if batch.num_decodes == len(batch.context_len) else self._mixed
         if not steps.has_room(batch):
             return self.model(batch, cache, backend)
@@ -97,11 +98,11 @@ def size_of(count: int, sizes: tuple[int, ...]) -> int:
 class _Captured:
     """Steps captured in several sizes, which read a batch at fixed addresses: decodes, or sequences of any lengths.
 
-    Padding rows decode a first token in the last block. Tokens of no sequence are written there.
+    Padding rows decode a first token in the last block. Tokens that belong to no sequence are also written there.
 
     Args:
         sizes: numbers of tokens, ascending.
-        sequences, num_blocks: most sequences of a batch, and most blocks of a sequence.
+        sequences, num_blocks: largest number of sequences of a batch, and of blocks of a sequence.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class _Captured:
 
     def capture(self, capture: Capture, run: Callable[[Batch], None]) -> None:
         """Capture a step of each size."""
-        for size in reversed(self._sizes):  # the largest first: the others fit into its memory
+        for size in reversed(self._sizes):  # the largest size is captured first, so that the others fit into its memory
             self._replays[size] = capture(partial(run, self._first(size)))
 
     def replay(self, batch: Batch) -> None:

@@ -22,7 +22,7 @@ class DecoderLayer(nn.Module):
 
     Args:
         norm: builds a norm.
-        norms_results: whether each of the two is also followed by a norm (Gemma).
+        norms_results: whether each of the two blocks is also followed by a norm (Gemma).
     """
 
     def __init__(
@@ -59,17 +59,18 @@ def _attend_of(attend: Attend, rows: Tensor, q: Tensor, k: Tensor, v: Tensor, *,
 
 
 class Model(nn.Module):
-    """A model: a batch in, logits out. A family names its blocks, and the names of their weights in checkpoints.
+    """A model: its input is a batch, its output logits. A family defines its blocks, and the names of their weights in
+    checkpoints.
 
     Attributes:
         decoder_start: tokens after each prompt with which an encoder-decoder's decoder starts. Such a prompt cannot be
             cut, because the encoder reads all of it at once.
         norm: the type of all norms.
         norms_results: whether a layer's two blocks are also followed by norms.
-        checkpoint_layers: name in checkpoints of each of our lists of layers.
-        checkpoint_names: name in checkpoints of each of our modules: several names if ours fuses several modules.
-            Modules of a layer are named within it ("layers.*." precedes our names); unlisted modules have the same
-            name. An expert's number is a * in both.
+        checkpoint_layers: for each list of layers of this class, its name in checkpoints.
+        checkpoint_names: for each module of this class, its name in checkpoints; several names if the module fuses
+            several. Modules of a layer are named relative to the layer ("layers.*." precedes the names here); modules
+            that are not listed have the same name in checkpoints. An expert's number is a * in both names.
         checkpoint_stacked: parameters of an expert that a checkpoint stores for all experts in one tensor, by number,
             with matrices as [in, out]; maps them to the name of that tensor.
         checkpoint_copies: tensors that a checkpoint may store more than once, and the names of the copies.
@@ -77,8 +78,9 @@ class Model(nn.Module):
         first_modules: modules that only the first stage of a pipeline needs.
         last_modules: modules that only the last stage of a pipeline needs.
         has_embedding, has_head: whether this is a pipeline's first stage, and its last.
-        runs_decoder: whether it has a decoder to run; otherwise it is an encoder for a decoder that runs elsewhere.
-        first_layers: number in the checkpoint of the first layer of each of our lists; 0 if the list is not named.
+        runs_decoder: whether it runs a decoder; otherwise it is an encoder for a decoder that runs elsewhere.
+        first_layers: for each list of layers, the number of its first layer in the checkpoint; 0 if the list is not
+            named.
     """
 
     decoder_start: tuple[int, ...] = ()
@@ -111,7 +113,7 @@ class Model(nn.Module):
         return DecoderLayer(partial(self._norm, empty), attention, mlp, norms_results=self.norms_results)
 
     def scoring(self, layer: int) -> Scoring:
-        """Return how a layer scores queries against keys."""
+        """Return the scoring of a layer: how it scores queries against keys."""
         spec = self.spec
         window = None if layer in spec.full_attention_layers else spec.sliding_window
         return Scoring(spec.score_scale, spec.score_softcap, window=window)
@@ -125,7 +127,7 @@ class Model(nn.Module):
 
     @abstractmethod
     def attention(self, empty: Empty, layer: int) -> nn.Module:
-        """Return the attention block of one layer, counted from the first that this part holds."""
+        """Return the attention block of one layer; layers are counted from the first one of this part."""
 
     @abstractmethod
     def mlp(self, empty: Empty, layer: int) -> nn.Module:
@@ -141,8 +143,8 @@ class Model(nn.Module):
     ) -> Tensor:
         """Run one step; return the logits of `batch.logit_rows`. # [sampled, vocab]
 
-        A stage of a pipeline takes the hidden states that it has `received`, unless it is the first, and returns hidden
-        states, unless it is the last. # [tokens, hidden]
+        A stage of a pipeline starts from the hidden states that it has `received`, unless it is the first stage, and
+        returns hidden states, unless it is the last. # [tokens, hidden]
         """
 
     def prepack(self, dtype: DType = "float32", layouts: Mapping[str, str] | None = None) -> None:
@@ -155,9 +157,9 @@ class Model(nn.Module):
         return (module for module in self.modules() if isinstance(module, Linear))
 
     def checkpoint_parameters(self, name: str) -> tuple[str, ...]:
-        """Return the names in checkpoints of the parameter `name`: several if ours fuses several parameters."""
+        """Return the names in checkpoints of the parameter `name`: several names if the parameter fuses several."""
         if name == "lm_head.weight" and self.spec.tie_embeddings:
-            name = "token_embedding.weight"  # a last stage may have only the head
+            name = "token_embedding.weight"  # the last stage may have no layers, only the head
         module, _, leaf = name.rpartition(".")
         place, prefix = module, ""
         for ours, theirs in self.checkpoint_layers.items():

@@ -1,7 +1,7 @@
-"""The contract of an encoder-decoder family: the interface of a decoder-only model, with an encoder inside.
+"""The contract of an encoder-decoder family: it has the interface of a decoder-only model and contains an encoder.
 
-A sequence that is encoded comes with its whole prompt and the token that the decoder starts with; one that decodes
-comes with its last token. In the cache, a prompt's slots hold the keys and values of cross-attention, which are
+In a batch, a sequence that is encoded has its whole prompt and the token with which the decoder starts; a sequence that
+decodes has its last token. In the cache, a prompt's slots hold the keys and values of cross-attention, which are
 computed once; the slots after it hold those of the decoder's self-attention. So a request takes as many blocks as in a
 decoder-only model, and frees all of them at once. The encoder's own keys and values last for one layer of one step and
 have blocks of their own.
@@ -104,7 +104,9 @@ class EncoderDecoderModel(Model):
     def forward(
         self, batch: Batch, cache: KvCache, backend: AttentionBackend, received: Tensor | None = None
     ) -> Tensor:
-        """Run one step; return the logits of all sequences: each decodes or ends its prompt. # [sequences, vocab]"""
+        """Run one step; return the logits of all sequences, since each sequence decodes or reaches the end of its
+        prompt. # [sequences, vocab]
+        """
         assert received is None, "a stage is run by `encode` and `decode`: what is read goes through all of them first"
         return self.decode(batch, self.encode(batch, backend), cache, backend)
 
@@ -188,8 +190,9 @@ def own_tokens(batch: Batch) -> Batch:
 
 
 def recalling(batch: Batch) -> Batch:
-    """Return the batch for cross-attention: one token of each sequence attends to its prompt; new prompts are
-    written."""
+    """Return the batch for cross-attention: one token of each sequence attends to the prompt, and the keys and values
+    of new prompts are written.
+    """
     assert batch.prompt_len is not None
     return replace(_one_each(batch, _is_prompt(batch)), context_len=batch.prompt_len)
 
@@ -236,7 +239,9 @@ def _is_prompt(batch: Batch) -> Tensor:
 
 
 def _tokens(batch: Batch, chosen: Tensor) -> Batch:
-    """Return the batch with only these tokens; the fields about sequences stay. # bool [tokens] or int64 [chosen]"""
+    """Return the batch with only these tokens; the fields about sequences do not change.
+    # bool [tokens] or int64 [chosen]
+    """
     return replace(
         batch,
         token_ids=batch.token_ids[chosen],

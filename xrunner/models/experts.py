@@ -1,7 +1,7 @@
 """A mixture of experts: a router, and the feed-forward blocks among which it chooses.
 
-Each expert is a block of its own, so that its weights are read, cut and packed like any other block's. A rank may hold
-some of the experts, or slices of all of them; the ranks' results are added.
+Each expert is a separate block, so that its weights are read, cut and packed in the same way as those of any other
+block. A rank may hold some of the experts, or slices of all of them; the ranks' results are added.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Router(nn.Module):
         self.of = spec.experts
         self.weight = parameter(empty(spec.experts.number, spec.hidden_size))
         self.bias = parameter(empty(spec.experts.number)) if bias else None
-        # The checkpoints' name. It affects the choice of experts, not their weights.
+        # Checkpoints use this name. The bias affects the choice of experts, not their weights.
         is_sigmoid = spec.experts.scoring == "sigmoid"
         self.e_score_correction_bias = parameter(empty(spec.experts.number)) if is_sigmoid else None
 
@@ -95,7 +95,8 @@ class MixtureOfExperts(nn.Module):
             if end > begin:
                 found[begin:end] = self.experts[str(number)](hidden[tokens[begin:end]])
                 begin = end
-        # Back to the order of tokens and scores, so that a token's result does not depend on the others in the step.
+        # Results are put back in the order of tokens and scores, so that a token's result does not depend on the other
+        # tokens in the step.
         by_token = torch.empty_like(found)
         by_token[order] = found
         by_token = by_token.unflatten(0, chosen.shape)  # [tokens, chosen, hidden]

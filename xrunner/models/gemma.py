@@ -26,7 +26,7 @@ class Gemma2Model(LlamaModel):
 
     def embed(self, batch: Batch) -> Tensor:
         hidden = self.token_embedding(batch.token_ids)
-        # The factor as transformers has it, rounded to the type of the activations.
+        # The same factor as in transformers, rounded to the type of the activations.
         return hidden * hidden.new_tensor(self.spec.hidden_size**0.5)
 
 

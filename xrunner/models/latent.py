@@ -1,7 +1,7 @@
 """Multi-head latent attention: the cache stores one vector for each token, from which all heads' K/V follow.
 
-The matrices that compute K/V are applied to the queries and to the results instead, so that attention runs on the
-stored vectors as if all heads shared one key, which is also the value. Source: DeepSeek-V2 (arXiv 2405.04434) sec. 2.1.
+The matrices that would compute K/V are instead applied to the queries and to the results. So attention runs on the
+stored vectors, as if all heads shared one key that is also the value. Source: DeepSeek-V2 (arXiv 2405.04434) sec. 2.1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class HeadProjections(nn.Module):
 
 
 class LatentSelfAttention(nn.Module):
-    """Projections around attention over what is stored for each token: a vector, and a key with a rotary position.
+    """Projections around attention over the two things that are stored for each token: a vector, and a key with a
+    rotary position.
 
     Args:
         scoring: the layer's scoring; its scale is that of a whole head's query and key.

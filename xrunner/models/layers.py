@@ -1,7 +1,7 @@
 """The blocks of which every model family consists. They assume one device and no parallelism.
 
-Each takes `empty`, which allocates: `torch.empty` with dtype and device bound. The values are loaded later
-(weights.py).
+Each block takes the argument `empty`, a function that allocates a parameter: `torch.empty` with dtype and device bound.
+The values are loaded later (weights.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Linear(nn.Module):
     Args:
         out_features: output size of each fused part; a checkpoint stores the parts separately.
         activation: one of `ACTIVATIONS`; gates halve the outputs.
-        weight: a weight to share (a tied head); None: an own weight.
+        weight: a weight to share (a tied head); None: the block allocates its own.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Linear(nn.Module):
     def prepack(self, dtype: DType = "float32", layouts: Mapping[str, str] | None = None) -> None:
         """Pack the weight as the device's kernels need it, if that is faster (see `xrunner.packing.choice.pack`).
 
-        A weight that is not shared is freed; a tied one stays with the embedding, so packing it costs its size once
+        A weight that is not shared is freed. A tied weight stays in the embedding, so packing it takes its size once
         more.
         """
         if self.weight is not None and (packed := pack(self.weight.data, self.activation, dtype, layouts)) is not None:
@@ -99,7 +99,7 @@ class Head(Linear):
         """# [rows, in] -> [rows, vocab]
 
         Args:
-            highest_only: only the highest logit of each row is needed; no other may be above it.
+            highest_only: whether only the highest logit of each row must be right; no other logit may be above it.
             added: numbers to add to the logits. # [rows, vocab]
         """
         if highest_only and self._highest is not None:
@@ -132,7 +132,7 @@ class RmsNorm(nn.Module):
 
 
 class OffsetRmsNorm(RmsNorm):
-    """x / rms(x) * (1 + weight): weights are stored less one (Gemma)."""
+    """x / rms(x) * (1 + weight): stored weights are smaller by one (Gemma)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, 1.0 + self.weight, self.eps)
@@ -167,7 +167,7 @@ class Rotary(nn.Module):
         super().__init__()
         frequencies, self.magnitude = _frequencies(spec)
         device = empty(0).device
-        # The model has no memory yet: the values stay here until they can be moved.
+        # The model has no memory yet, so the values stay here until they can be moved.
         self.register_buffer(
             "frequencies", frequencies.to("cpu" if device.type == "meta" else device), persistent=False
         )
@@ -206,8 +206,9 @@ class Rotary(nn.Module):
 def _frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
     """Return the radians a position of each pair of dimensions, and the factor on rotated vectors. # float32 [waves]
 
-    Waves that turn often within the trained context stay; those that hardly turn once are stretched by `factor`; in
-    between it is interpolated, by the number of turns (Llama 3.1) or by the wave's index (YaRN).
+    Waves that turn often within the trained context do not change; waves that turn hardly once are stretched by
+    `factor`. In between, the stretching is interpolated by the number of turns (Llama 3.1) or by the wave's index
+    (YaRN).
 
     Raises:
         InputError: this version does not support the scaling.
@@ -224,7 +225,7 @@ def _frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
             kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
             return torch.lerp(frequencies / scaling.factor, frequencies, kept.clamp(0.0, 1.0)), 1.0
         case YarnRope() as scaling:
-            # The index of the wave that turns this often within the original context.
+            # The index of the wave that turns this number of times within the original context.
             per_wave = 2 * math.log(spec.rope_theta) / dim
             low, high = (
                 math.log(scaling.original_max_position / (turns * 2 * math.pi)) / per_wave
@@ -240,10 +241,12 @@ def _frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
 
 
 class RelativeBias(nn.Module):
-    """The number that each head adds to a score for the distance from query to key: one value for each bucket.
+    """The number that each head adds to a score, which depends on the distance from query to key: one value for each
+    bucket of distances.
 
-    Half of the buckets hold one distance each; the others hold more and more, and the last one all distances beyond the
-    longest. If both directions are visible, each has half of the buckets. Source: T5 (arXiv 1910.10683) sec. 2.1.
+    Half of the buckets contain one distance each; the others contain more and more distances, and the last one also all
+    distances beyond the longest. If both directions are visible, each direction has half of the buckets. Source: T5
+    (arXiv 1910.10683) sec. 2.1.
     """
 
     def __init__(self, empty: Empty, spec: ModelSpec, *, bidirectional: bool) -> None:
@@ -255,7 +258,7 @@ class RelativeBias(nn.Module):
         """Buckets of all distances in sequences of up to a power of two tokens, by that power."""
 
     def forward(self, distance: Tensor) -> Tensor:
-        """Return the bias of each distance: key position less query position. # int64 [...] -> [..., heads]"""
+        """Return the bias of each distance: key position minus query position. # int64 [...] -> [..., heads]"""
         return F.embedding(self.bucket(distance), self.weight)
 
     def of_places(self, longest: int) -> PositionBias:
@@ -268,7 +271,7 @@ class RelativeBias(nn.Module):
         return PositionBias(values.t().float().contiguous(), center)
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """Return the bucket of each distance: key position less query position. # int64 [...] -> same"""
+        """Return the bucket of each distance: key position minus query position. # int64 [...] -> same"""
         num_buckets, first = self.weight.shape[0], torch.zeros_like(distance)
         if self.bidirectional:
             num_buckets //= 2
@@ -277,7 +280,8 @@ class RelativeBias(nn.Module):
         else:
             distance = (-distance).clamp(min=0)
         num_exact = num_buckets // 2
-        # The same terms as in transformers: distances at the edge of a bucket depend on rounding.
+        # The terms are the same as in transformers, since for distances at the edge of a bucket the result depends on
+        # rounding.
         ratio = torch.log(distance.clamp(min=num_exact).float() / num_exact) / math.log(self.max_distance / num_exact)
         shared = num_exact + (ratio * (num_buckets - num_exact)).long()
         return first + torch.where(distance < num_exact, distance, shared.clamp(max=num_buckets - 1))

@@ -32,7 +32,7 @@ class HighestLinear(Protocol):
 
 
 class WeightLayout(NamedTuple):
-    """A way to store a weight on a CPU. Activations enter and leave in float32, whatever the dtype of the products.
+    """A way to store a weight on a CPU. Activations and results are float32, whatever the dtype of the products.
 
     Attributes:
         dtype: dtype of the products.

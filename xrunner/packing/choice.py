@@ -1,4 +1,4 @@
-"""The layouts of a weight by name: those of our own kernels and of torch's libraries; and the choice among them.
+"""The layouts of a weight by name (those of xgpt's own kernels and of torch's libraries), and the choice among them.
 
 Which layout is fastest differs between processors: measuring.py compares them.
 """
@@ -47,7 +47,7 @@ def pack(
 
 
 def pack_highest(weight: Tensor, whole: PackedLinear, layouts: Mapping[str, str] | None = None) -> HighestLinear | None:
-    """Return the product of which only each row's highest sum is needed; None if the whole product is used for that.
+    """Return the product for which only each row's highest sum is needed; None if the whole product is used instead.
 
     Args:
         whole: the product with the same weight in float32.

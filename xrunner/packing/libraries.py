@@ -15,14 +15,15 @@ from xrunner.eight_bits import quantise
 from xrunner.packing.base import PackedLinear, WeightLayout
 
 _MKL_ROWS = 512
-"""Number of rows for which MKL chooses its layout; products with any other number of rows are right, too, and small
-ones no slower."""
+"""Number of rows for which MKL chooses its layout; products with any other number of rows are also right, and for few
+rows they are no slower.
+"""
 
 ZERO = 128
 """The number that stands for zero in rows of unsigned eight bits; signed rows take hundreds of times as long on Zen
 4."""
 
-# oneDNN's name and algorithm for each of our activations that it fuses.
+# oneDNN's name and algorithm for each activation function that it fuses.
 _ONEDNN = {
     "none": ("none", ""),
     "relu": ("relu", ""),
@@ -82,8 +83,9 @@ def _with_onednn_int8(weight: Tensor, activation: str) -> PackedLinear:
 
 @cache
 def _int8_is_exact() -> bool:
-    """Return whether the largest sums of products in eight bits are right: without the instructions for them, pairs of
-    products saturate at 16 bits."""
+    """Return whether the largest sums of products in eight bits are right. On processors without instructions for such
+    products, pairs of products saturate at 16 bits.
+    """
     if not torch.backends.mkldnn.is_available():
         return False
     product = _with_onednn_int8(torch.full((16, 64), 127.0), "none")

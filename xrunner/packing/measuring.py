@@ -34,7 +34,7 @@ def fastest(shapes: Collection[Shape], dtype: DType, *, is_brief: bool = False) 
     the same choice.
 
     Args:
-        is_brief: the machine is busy: compare at fewer numbers of rows, and less often.
+        is_brief: whether to compare at fewer numbers of rows and less often, because the machine is busy.
     """
     names = layouts_of(dtype)
     if len(names) < 2:
@@ -86,6 +86,6 @@ def _timed(products: Mapping[str, Callable[..., Tensor]], x: Tensor, others: Ten
             others.sum()
             started = time.perf_counter()
             product(x, None)
-            if repeat:  # the first call allocates what the others use
+            if repeat:  # the first call allocates memory that the others use
                 best[name] = min(best[name], time.perf_counter() - started)
     return best

@@ -44,7 +44,7 @@ def activation(config: dict[str, Any], field: str, default: str) -> str:
     """Return the activation in `field`.
 
     Raises:
-        InputError: it is not known.
+        InputError: the activation is not known.
     """
     name = config.get(field, default)
     if not isinstance(name, str) or name not in ACTIVATIONS:
@@ -85,11 +85,11 @@ def windows(config: dict[str, Any], default: int | None, full_every: int | None)
 
     Args:
         default: the window if config.json has none.
-        full_every: one layer in `full_every` attends to all tokens, unless there is a `layer_types`; None: no layer
-            does.
+        full_every: one layer in `full_every` attends to all tokens, unless config.json has `layer_types`; None: no
+            layer does.
 
     Raises:
-        InputError: a layer has another kind.
+        InputError: a layer's attention is of an unknown kind.
     """
     window, num_layers = config.get("sliding_window", default), count(config, "num_hidden_layers")
     if window is not None and (type(window) is not int or window < 2):

@@ -41,10 +41,10 @@ def planned(family: str, config: Config, defaults: Config) -> Config:
 
     Args:
         config: content of config.json.
-        defaults: values of fields that it leaves out.
+        defaults: values of the fields that config.json leaves out.
 
     Raises:
-        InputError: a size is not known, or is not read.
+        InputError: a size has a value that is not known, or no reader uses the size.
         KeyError: a size is missing.
     """
     read = ReadFields(defaults | config)
@@ -195,7 +195,9 @@ def _attention(family: str, config: Config, layer: int, kind: str) -> Attention:
 
 
 def _searched_attention(config: Config, block: Config) -> Attention | None:
-    """Return the attention of a layer from an architecture search (Llama-Nemotron); None: it has none."""
+    """Return the attention of a layer from an architecture search (Llama-Nemotron); None if the layer has no
+    attention.
+    """
     if block.get("no_op") or block.get("replace_with_linear"):
         return None
     heads = count(config, "num_attention_heads")
@@ -205,7 +207,9 @@ def _searched_attention(config: Config, block: Config) -> Attention | None:
 
 
 def _compressed(config: Config, kind: str) -> Attention:
-    """Return DeepSeek-V4's attention, to the last tokens and to compressed entries of several earlier tokens each."""
+    """Return DeepSeek-V4's attention: each token attends to the last tokens, and to compressed entries that stand for
+    several earlier tokens each.
+    """
     hidden, heads, dim = count(config, "hidden_size"), count(config, "num_attention_heads"), count(config, "head_dim")
     rank, groups, out_rank = count(config, "q_lora_rank"), count(config, "o_groups"), count(config, "o_lora_rank")
     weights = hidden * rank + rank * heads * dim + hidden * dim + heads * dim * out_rank + groups * out_rank * hidden
@@ -230,7 +234,7 @@ def _compressed(config: Config, kind: str) -> Attention:
 
 
 def _mixed_streams(config: Config) -> int:
-    """Return the number of weights of a layer that mix several residual streams (hyper-connections)."""
+    """Return how many weights of a layer mix its residual streams (hyper-connections)."""
     streams = config.get("hc_mult") or 1
     return 2 * (2 + streams) * streams * streams * count(config, "hidden_size") if streams > 1 else 0
 
@@ -315,7 +319,7 @@ def _feeds(family: str, config: Config, number: int) -> list[tuple[int, Experts 
 
 
 def _searched_width(config: Config, block: Config) -> int:
-    """Return the width of a feed-forward block from an architecture search; 0: there is none."""
+    """Return the width of a feed-forward block from an architecture search; 0 if the layer has none."""
     if block.get("no_op") or block.get("replace_with_linear"):
         return 0
     if (size := block.get("intermediate_size")) is not None:

@@ -1,4 +1,4 @@
-"""Rename fields of families with other names of sizes, before the sizes of layers are read."""
+"""Rename the fields of families that use their own names for sizes, before the sizes of layers are read."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def _lfm2(config: Config) -> Config:
 
 
 def _llama4(config: Config) -> Config:
-    """Set the layer types: layers with rotary embeddings attend within chunks, every fourth attends to all tokens."""
+    """Set the layer types: layers with rotary embeddings attend within chunks, and every fourth layer attends to all
+    tokens.
+    """
     number, every = config["num_hidden_layers"], config.get("no_rope_layer_interval") or 4
     if "layer_types" not in config and config.get("attention_chunk_size"):
         rotates = config.get("no_rope_layers") or [(i + 1) % every for i in range(number)]

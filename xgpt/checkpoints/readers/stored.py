@@ -27,7 +27,7 @@ PREFIXES = ("", "model.", "model.language_model.", "language_model.model.", "bac
 
 
 def quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Return the format of weights; None: they are stored in the dtype.
+    """Return the format in which weights are stored; None if they are stored in the model's dtype.
 
     Args:
         side: content of hf_quant_config.json; None: there is none.
@@ -109,7 +109,9 @@ def _int4(group_size: Any, *, has_zero_points: bool) -> dict[str, Any]:
 
 
 def _mixed(layers: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the format of experts, or else of most weights, and the parts with 8-bit weights."""
+    """Return the format of the experts (without experts, of most weights), and the parts of the model with 8-bit
+    weights.
+    """
     kinds: dict[str, str] = {}
     for name, layer_format in layers.items():
         kind = FORMATS.get(layer_format.get("quant_algo", "") if isinstance(layer_format, dict) else "")

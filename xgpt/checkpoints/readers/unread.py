@@ -1,4 +1,4 @@
-"""Record which fields of a config.json are read, and refuse sizes that are not."""
+"""Record which fields of a config.json are read, and refuse a config that has sizes which no reader used."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """Decide which waiting request enters next, with a fair share for each account.
 
 Each account (an API key; without keys, all requests belong to one) keeps its requests in the plan's order of admission
-(`orders`). The next request comes from an account of the highest priority; among these, from the one that has had the
-fewest tokens relative to its share. Prompt tokens count as a request enters, output tokens as they are generated. So
-two accounts that always have requests waiting get tokens in the ratio of their shares, whatever their lengths. An
-account that had no requests for a while starts level with the others: unused share is not saved up. Source: Sheng et
-al., Fairness in serving large language models, OSDI 2024 (the virtual token counter), with shares.
+(`orders`). The next request comes from an account of the highest priority; of several such accounts, from the one that
+has had the fewest tokens relative to its share. Prompt tokens count as a request enters, output tokens as they are
+generated. So two accounts that always have requests waiting get tokens in the ratio of their shares, whatever their
+lengths. An account that had no requests for a while starts level with the others, so it cannot save up an unused share.
+Source: Sheng et al., Fairness in serving large language models, OSDI 2024 (the virtual token counter), with shares.
 
-No order starves a request: one that has waited longer than `patience_ns` is overdue. Its account then counts as one of
-the highest priority, and every second request that enters from the account is its longest-waiting overdue one.
+No order starves a request: a request that has waited longer than `patience_ns` is overdue. Its account then has the
+highest priority, and every second request that enters from this account is its overdue request that has waited longest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QueuePlace = Literal["front", "order", "overdue", "back"]
 class Queue:
     """The waiting requests.
 
-    A preempted request waits before the others of its account if it had kept within its promise of memory
+    A preempted request waits before the others of its account if it had used no more memory than it was promised
     (`push_front`), otherwise after them (`push_back`).
 
     Logs must replay exactly. So `head` and `ahead` change nothing, since how often an engine calls them depends on its
@@ -69,7 +69,7 @@ class Queue:
         """The result of `_choose`, kept until anything changes."""
 
     def fresh(self) -> Queue:
-        """Return an empty queue with this one's settings."""
+        """Return an empty queue with the settings of this queue."""
         return Queue(self._make_order, self.patience_ns)
 
     def __len__(self) -> int:
@@ -93,7 +93,8 @@ class Queue:
         account.add(request, self._number)
 
     def plan(self, begun: Sequence[Job], pace: Pace) -> set[int]:
-        """Under order in-time, decide which requests give way to others; return those whose prompts are begun.
+        """Under order in-time, decide which requests give way to others; of these, return the requests whose prompts
+        are begun.
 
         Each account is planned separately, together with the begun requests.
 
@@ -223,7 +224,7 @@ class Queue:
         return self._named(name).order
 
     def _account(self, request: Request) -> _Account:
-        """Return a request's account, which is about to change."""
+        """Return a request's account; the caller is about to change the account's queue."""
         self._next = None
         return self._named(request.account.name)
 
@@ -268,7 +269,9 @@ class Queue:
 
 
 class _NextRequest(NamedTuple):
-    """The request that enters next; `since_ns` is the time since which it has waited, only with place "back"."""
+    """The request that enters next. `since_ns` is the time at which its wait began; it is set only with place
+    "back".
+    """
 
     account: _Account
     request: Request
@@ -283,14 +286,14 @@ class _Account:
         self.order = order
         self.front: deque[Request] = deque()
         self.back: deque[tuple[int, Request]] = deque()
-        """Pairs (time since which a request has waited, request)."""
+        """Pairs (time at which a request's wait began, request)."""
         self.priority = 0
         self.served = 0.0
         """Tokens charged to the account, divided by its share."""
         self._arrived: list[Entry] = []
         """The requests of `order`, in the order of arrival."""
         self._may_be_overdue = True
-        """Whether the next request to enter may be an overdue one; true for every second request."""
+        """Whether the next request to enter may be an overdue one; this alternates from request to request."""
 
     def has_any(self) -> bool:
         return bool(self.order.numbers or self.front or self.back)
@@ -312,8 +315,9 @@ class _Account:
         self.served += num_tokens / request.account.share
 
     def overdue(self, due_ns: int | None) -> tuple[Request, QueuePlace, int] | None:
-        """Return the longest-waiting request, its place and the time since which it waits; None if it is not
-        overdue."""
+        """Return the request that has waited longest, its place and the time at which its wait began; None if it is not
+        overdue.
+        """
         if due_ns is None:
             return None
         oldest: tuple[Request, QueuePlace, int] | None = None
@@ -325,8 +329,9 @@ class _Account:
         return None if oldest is None or oldest[2] >= due_ns else oldest
 
     def choose(self, due_ns: int | None) -> tuple[Request, QueuePlace, int]:
-        """Return the request that enters next, its place, and (only with place "back") the time since which it
-        waits."""
+        """Return the request that enters next, its place, and (only with place "back") the time at which its wait
+        began.
+        """
         if self.front:
             return self.front[0], "front", 0
         if self._may_be_overdue and (found := self.overdue(due_ns)) is not None:
@@ -354,7 +359,7 @@ class _Account:
         self._may_be_overdue = False
 
     def put_back(self, chosen: _NextRequest, number: int) -> None:
-        """Undo `take`; call it for the last taken request first, and then `restore`."""
+        """Undo `take`. Call this for the last taken request first, and `restore` after all of them."""
         match chosen.place:
             case "front":
                 self.front.appendleft(chosen.request)

@@ -3,7 +3,7 @@
 A full block of a prompt (or of a prompt and its output) has a key, a hash of its tokens and of all tokens before them.
 A request whose chain of keys begins with the keys of such blocks shares them instead of computing them again. A block
 that no request uses any more stays cached until memory is needed. Then the least recently used block is evicted first;
-of blocks released together, the last of the sequence, which is useless without those before it.
+of blocks released together, the one at the end of the sequence, which is useless without the blocks before it.
 
 Source: vLLM (hash chains, a queue in order of last use).
 """
@@ -27,7 +27,7 @@ class BlockTable:
     Attributes:
         blocks: the numbers of the blocks.
         found: number of first blocks that were cached when the request entered.
-        named: number of first blocks that have a key, or hold the same as a block that has one.
+        named: number of first blocks that have a key, or have the same content as a block with a key.
     """
 
     __slots__ = ("blocks", "found", "named")
@@ -42,7 +42,7 @@ class Found(NamedTuple):
 
     Attributes:
         blocks: the blocks that hold its beginning.
-        num_used: number of them that some request uses; sharing these takes no further memory.
+        num_used: number of these blocks that some request uses; sharing these takes no further memory.
     """
 
     chain: Chain
@@ -57,7 +57,8 @@ NOTHING = Found((), 0, (), 0)
 class Blocks:
     """The K/V blocks of one lane; all its stages use the same numbers.
 
-    Every block is free, in use or cached. A request gets a free block, or else the one cached for longest.
+    Every block is free, in use or cached. A request gets a free block, or if there is none, the block that has been
+    cached for longest.
     """
 
     def __init__(self, count: int) -> None:
@@ -104,7 +105,7 @@ class Blocks:
         return found
 
     def count_own(self, table: BlockTable, others: Sequence[int]) -> int:
-        """Return the number of blocks in a table that no other request uses, without those in `others`."""
+        """Return how many blocks of a table no other request uses; blocks in `others` are not counted."""
         shared, uses = set(others), self._uses
         return sum(uses.get(block, 1) == 1 and block not in shared for block in table.blocks)
 
@@ -119,7 +120,9 @@ class Blocks:
         return BlockTable(found)
 
     def grow(self, table: BlockTable) -> int:
-        """Give a request one more block and return its number; the caller must have made sure that there is one."""
+        """Give a request one more block and return its number; the caller must have made sure that a block is
+        available.
+        """
         if self._free:
             block = self._free.pop()
         elif self._num_touched < self.count:
@@ -138,7 +141,9 @@ class Blocks:
         last = min(count, len(chain))
         for index in range(table.named, last):
             key = chain[index]
-            if key not in self._by_key:  # otherwise another request has computed the same, and its block is used
+            if (
+                key not in self._by_key
+            ):  # otherwise another request has computed the same content, and that request's block is used
                 block = table.blocks[index]
                 self._by_key[key] = block
                 self._key[block] = key
@@ -147,7 +152,9 @@ class Blocks:
         table.named = max(table.named, last)
 
     def forget(self, chain: Chain) -> None:
-        """Remove the keys of a chain, so that no later request finds its blocks; requests that use them go on."""
+        """Remove the keys of a chain, so that no later request finds its blocks; requests that use the blocks are not
+        affected.
+        """
         self._found.clear()
         for key in chain:
             block = self._by_key.pop(key, None)

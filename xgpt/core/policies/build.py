@@ -86,7 +86,7 @@ def row_tokens(plan: Plan) -> int:
 
 
 def _held(plan: Plan, name: str, other: int) -> int:
-    """Return the value at which the user fixed a variable; `other` if it is free."""
+    """Return the value at which the user fixed a variable; `other` if the user did not fix it."""
     return other if plan.pinned is None else plan.pinned.fixed.get(name, other)
 
 
@@ -113,8 +113,9 @@ def _slack(plan: Plan, policy: SingleLaneSettings) -> Slack | None:
 
 
 def first_tokens(plan: Plan) -> FirstTokens | None:
-    """Return when first tokens are due by the plan's bound, and how long prompts take; None if the order does not use
-    them."""
+    """Return when first tokens are due by the plan's bound, and how long prompts take; None if the order of admission
+    does not use these times.
+    """
     if plan.admission.order != "in-time":
         return None
     times, ttft_ns = plan.estimate.step_times, plan.ttft_ns
@@ -142,5 +143,7 @@ def queue_of(plan: Plan) -> Queue:
 
 
 def _fewest_blocks(stages: Iterable[Stage]) -> int:
-    """Return the fewest blocks of any stage, since every stage holds its layers' K/V of every request."""
+    """Return the number of blocks of the stage that has the fewest, since every stage holds the K/V of its layers for
+    every request.
+    """
     return min(stage.kv_blocks for stage in stages)

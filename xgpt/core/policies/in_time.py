@@ -1,7 +1,8 @@
-"""Implement order in-time: as many requests as possible have their first token by the bound; the others give way.
+"""Implement order in-time: as many requests as possible get their first token within the bound, and the others give
+way.
 
-If not all waiting prompts can be encoded in time, as few as possible give way, the longest ones (Moore and Hodgson's
-algorithm; prompts that are already begun are included).
+If not all waiting prompts can be encoded in time, the longest ones give way, as few as possible (Moore and Hodgson's
+algorithm; it includes prompts that are already begun).
 
 Source: J. M. Moore, Management Science 15(1), 1968, pp. 102-109.
 """
@@ -28,7 +29,7 @@ class Pace(NamedTuple):
 
     Attributes:
         token_ns: nanoseconds per prompt token, without attention.
-        at_once: number of prompts that are encoded at the same time, each at that pace, in a pipeline's micro-batches.
+        at_once: number of prompts that the micro-batches of a pipeline encode at the same time, each at that pace.
     """
 
     token_ns: float
@@ -36,7 +37,9 @@ class Pace(NamedTuple):
 
 
 class Job(NamedTuple):
-    """The rest of a prompt to encode: `tokens` and the nanoseconds of their attention, due at `due_ns`."""
+    """The part of a prompt that is not encoded yet: its `tokens`, the nanoseconds of their attention, and the time
+    `due_ns` at which it is due.
+    """
 
     due_ns: int
     number: int
@@ -62,12 +65,13 @@ class FirstTokens(NamedTuple):
         return request.arrival_ns + (self.ttft_ns if own_ns is None else own_ns)
 
     def latest_ns(self, request: Request) -> int:
-        """Return the latest time at which a request can begin, if its prompt had the engine to itself."""
+        """Return the latest time at which a request can begin and still be in time if the engine runs nothing else."""
         return self.due_ns(request) - self.clock.prompt_ns(request.input_length)
 
     def job(self, request: Request, number: int = -1) -> Job:
-        """Return the rest of a request's prompt as a job; `number` is its place in order of arrival, -1 for begun
-        prompts."""
+        """Return the part of a request's prompt that is not encoded yet, as a job. `number` is the request's place in
+        order of arrival, -1 for begun prompts.
+        """
         attention_ns = 1e9 * self.clock.piece(request.encoded, request.context)
         return Job(self.due_ns(request), number, request.id, request.context - request.encoded, attention_ns)
 
@@ -75,8 +79,8 @@ class FirstTokens(NamedTuple):
         """Return the pace of prompts in steps that decode this many requests.
 
         Args:
-            context: tokens to which these attend.
-            budget: most tokens of a step; None: any number. It is ignored with `slack`.
+            context: number of tokens to which these requests attend.
+            budget: largest number of tokens of a step; None: any number. With `slack`, it is ignored.
         """
         others_s = self.clock.decodes(decodes, context)
         tokens = (UNCUT_TOKENS + decodes if budget is None else budget) - decodes
@@ -88,10 +92,10 @@ class FirstTokens(NamedTuple):
 
 
 def that_give_way(jobs: Iterable[Job], now_ns: int, pace: Pace) -> set[int]:
-    """Return the ids of the requests that give way so that as many as possible are in time.
+    """Return the ids of the requests that give way, so that as many others as possible are in time.
 
     Args:
-        jobs: rests of prompts, the earliest due first.
+        jobs: parts of prompts that are not encoded yet, the earliest due first.
     """
     token_ns, at_once = pace
     late: set[int] = set()
@@ -115,8 +119,8 @@ def that_give_way(jobs: Iterable[Job], now_ns: int, pace: Pace) -> set[int]:
 class InTimeOrder(Order):
     """Of the requests that do not give way, the earliest due enters next; then the others in order of arrival.
 
-    `plan` decides which requests give way, before each step; requests that have arrived since then do not. Requests
-    that could not be in time even by themselves give way for good.
+    Before each step, `plan` decides which requests give way; requests that arrive after that do not give way. Requests
+    that could not be in time even if the engine ran nothing else give way for good.
     """
 
     def __init__(self, first_tokens: FirstTokens) -> None:
@@ -159,7 +163,7 @@ class InTimeOrder(Order):
         return min(late, key=lambda request: self.numbers[request.id])
 
     def gives_way(self, request: Request) -> bool:
-        """Return whether a waiting request gives way to requests that can be in time."""
+        """Return whether a waiting request gives way to other requests, which can be in time."""
         return request.id in self._giving_way or request.id in self._late.numbers
 
     def _add(self, request: Request, number: int) -> None:

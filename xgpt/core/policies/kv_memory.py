@@ -64,15 +64,15 @@ class KvMemory:
         return self.blocks_for(request.context) - self._find(self.prompts, request).num_used
 
     def num_missing(self, request: Request, overdrawn: Iterable[BlockTable]) -> int:
-        """Return the number of blocks that are missing for a waiting request to enter; 0 or less: it fits.
+        """Return the number of blocks that a waiting request lacks to enter; 0 or less: it fits.
 
         Args:
-            overdrawn: tables of requests that would be preempted for it.
+            overdrawn: block tables of requests that would be preempted for the waiting request.
         """
         found = self._find(self.decodes, request)
         missing = self.num_reserved + self._blocks_to_enter(request) - found.num_used - self.decodes.count
         if missing > 0 and not request.generated:
-            # Requests beyond their promise only use memory that others leave free.
+            # Requests that use more memory than they were promised only use what others leave free.
             missing -= sum(self.decodes.count_own(table, found.blocks) for table in overdrawn)
         return missing
 
@@ -89,7 +89,9 @@ class KvMemory:
         return self.num_reserved + request.blocks - request.table.found > self.decodes.count
 
     def fill(self, request: Request) -> None:
-        """After `open`, give a request the blocks of its prompt and its next token, and promise it the others."""
+        """After `open`, give a request the blocks of its prompt and its next token, and promise it its further
+        blocks.
+        """
         table = request.table
         assert table is not None
         # A promised block is given one token early, so that a worker may run a step ahead.
@@ -137,8 +139,9 @@ class KvMemory:
         request.blocks = 0
 
     def tokens_to_move(self, request: Request) -> int:
-        """Return the number of a running request's prompt tokens that the decode lane did not have cached when it
-        entered."""
+        """Return how many of a running request's prompt tokens were not cached in the decode lane when the request
+        entered.
+        """
         assert request.table is not None
         return request.input_length - request.table.found * self.block_size
 
@@ -162,12 +165,12 @@ class KvMemory:
 
     def name_output(self, request: Request, output: Chain) -> None:
         """Give keys to the blocks of a request that has ended, as far as their K/V has been computed."""
-        if request.prompt_table is None and request.table is not None:  # else its prompt is not decoded yet
+        if request.prompt_table is None and request.table is not None:  # otherwise the request has not begun to decode
             count = (request.context - 1) // self.block_size  # the last token's K/V has not been computed
             self.decodes.name(request.table, request.chain + output, count)
 
     def forget_blocks(self, request: Request) -> None:
-        """Remove the keys of a prompt's blocks in both lanes, including blocks that it found itself."""
+        """Remove the keys of a prompt's blocks in both lanes, including blocks that the request found in the cache."""
         self.decodes.forget(request.chain)
         if self.prompts is not self.decodes:
             self.prompts.forget(request.chain)

@@ -34,20 +34,21 @@ class LaneSettings:
         microbatches: number of micro-batches, each with its own rule.
         reuse_is_planned: whether `encode_tokens` counts only uncached tokens; otherwise it counts whole prompts, so
             that a plan that expects no reuse takes as many requests at a time as planned.
-        encode_parts: number of steps in which a micro-batch of a whole batch is encoded (only with
+        encode_parts: number of steps over which the prompts of a micro-batch are encoded (only with
             `refill_when_empty`).
-        ahead: whether a step is scheduled while the previous one runs, as if all its requests went on (only with `mix`
-            and one micro-batch).
+        ahead: whether a step is scheduled while the previous one runs, on the assumption that all requests of that step
+            continue (only with `mix` and one micro-batch).
         prompts_first: whether prompts are encoded in separate steps that precede decode steps (only with `mix`).
         whole_prompts: whether a prompt waits for a step that has room for all of it or that is otherwise empty (only
             with `mix`).
         batch_wait_steps: number of steps for which prompts wait for more prompts while requests decode (only with
             `mix`).
         batch_wait_tokens: prompts stop waiting once the step would have this many tokens.
-        receive_steps: number of decode steps from one look for new requests to the next (only with `mix`).
-        slack: prompts fill a step as far as running requests have time, instead of `token_budget` (only with `mix`).
-        first_tokens: times at which first tokens are due, if prompts that cannot be in time give way; None: they do
-            not.
+        receive_steps: number of decode steps between two checks for new requests (only with `mix`).
+        slack: the rule by which prompts fill a step as far as running requests have time, instead of `token_budget`
+            (only with `mix`).
+        first_tokens: times at which first tokens are due, by which prompts that cannot be in time give way; None: no
+            prompt gives way.
     """
 
     mix: bool
@@ -93,13 +94,15 @@ def lane_settings(
     Args:
         encode_tokens: the plan's mean number of prompt tokens in a step that encodes (rra only).
         decode_batch: the plan's requests in decode at the start of a phase (rra only).
-        decoding_share: share of the requests that decode; the others end with their first token (rra only).
+        decoding_share: share of the requests that have more than one output token; the others end with their first
+            token (rra only).
     """
     return RULES[settings.kind](settings, encode_tokens, decode_batch, decoding_share)
 
 
 def as_run_by(engine: EngineSpec | None, settings: LaneSettings, num_stages: int = 1) -> LaneSettings:
-    """Return the settings adapted to how an engine runs steps that both encode and decode; None: any engine.
+    """Return the settings adapted to the way in which an engine runs steps that both encode and decode; None: any
+    engine.
 
     An engine schedules ahead only if one step runs at a time: phases and static batches depend on which requests have
     ended, and a pipeline is kept busy by its micro-batches.

@@ -1,8 +1,8 @@
 """Implement the orders of admission, which decide which of an account's waiting requests enters next.
 
 First come, first served (fcfs), shortest prompt first (sjf), longest output first (lpt), earliest deadline first (edf),
-and TCB's deadline-aware scheduling (das); in-time is in `in_time`. All insert requests in sorted order as they arrive,
-so the cost of a step depends on the requests that enter, not on those that wait.
+and TCB's deadline-aware scheduling (das); in-time is in `in_time`. All orders sort requests as they arrive, so the cost
+of a step depends on the number of requests that enter, not on the number that wait.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ def deadline(request: Request) -> float:
 
 
 class Order(ABC):
-    """A queue of requests that have never run, with the order in which they enter. `first` changes nothing.
+    """A queue of requests that have never run, with the order in which they enter. Calling `first` does not change the
+    queue.
 
     Attributes:
-        is_fifo: whether they enter in order of arrival.
+        is_fifo: whether requests enter in order of arrival.
         num_dominant: number of the row's first requests, which were chosen only by utility.
     """
 
@@ -53,7 +54,7 @@ class Order(ABC):
         self._add(request, number)
 
     def drop(self, request: Request) -> None:
-        """Remove a request that leaves, or enters out of turn."""
+        """Remove a request that leaves the queue, or that enters out of turn."""
         del self.numbers[request.id]
         self._drop(request)
 
@@ -64,7 +65,7 @@ class Order(ABC):
         return request
 
     def open_row(self, row_tokens: int) -> None:
-        """Begin a row of `row_tokens` prompt tokens, even if the previous one has room."""
+        """Begin a row of `row_tokens` prompt tokens, even if the previous row is not full."""
         return
 
     def fits_row(self, request: Request) -> bool:
@@ -76,7 +77,7 @@ class Order(ABC):
         return
 
     def state(self) -> Any:
-        """Return the order's state that depends on requests that have entered."""
+        """Return the part of the order's state that depends on requests that have entered."""
         return None
 
     def restore(self, state: Any) -> None:
@@ -128,7 +129,7 @@ class DasOrder(Order):
     rest of the row is skipped; if none fits, the next row begins. For a fixed set of requests this reaches eta q / (eta
     q + 1) of the best schedule's utility (Theorem 5.1).
 
-    A request longer than a row fits in none: it enters once no other request waits.
+    A request that is longer than a row fits in no row; it enters once no other request waits.
     """
 
     def __init__(self, row_tokens: int, eta: float = ETA) -> None:
@@ -175,7 +176,7 @@ class DasOrder(Order):
         return request.input_length <= self._room
 
     def _num_shortest(self, room: int) -> int:
-        """Return how many of the shortest requests fit the room."""
+        """Return how many requests, the shortest first, fit in a number of tokens."""
         total = 0
         for length in self._lengths:
             fitting = min(self._count[length], room // length)
@@ -192,7 +193,7 @@ class DasOrder(Order):
         self._room, self._dominant, self.num_dominant, self._worth = state
 
     def first(self) -> Request:
-        length = self._lengths[0]  # also correct for the first of a row
+        length = self._lengths[0]  # this is also correct for the first request of a row
         if length <= self._room and not self._dominant and self.num_dominant:
             # Utility of at least q times their mean; the tolerance keeps 1 / (1 / n) from becoming less than n.
             longest = math.floor((1 + 1e-9) * self.num_dominant / ((1 - self._eta) * self._worth))
@@ -200,7 +201,9 @@ class DasOrder(Order):
         return self._heaps[length][0][2]
 
     def _most_urgent(self, longest: int) -> int | None:
-        """Return the length with the earliest deadline among lengths up to `longest`; None: there is none."""
+        """Return the length with the earliest deadline among lengths up to `longest`; None if no waiting request is
+        that short.
+        """
         for length in self._changed:
             heap = self._heaps.get(length)
             self._earliest.put(length, None if heap is None else heap[0][:2])
@@ -276,7 +279,7 @@ def _least(a: tuple[float, int, int] | None, b: tuple[float, int, int] | None) -
 
 
 def prune(heap: list[Entry], numbers: Mapping[int, int], num_waiting: int) -> None:
-    """Remove requests that have left from the top of a heap, or from all of it if they are the majority."""
+    """Remove requests that have left from the top of a heap; if they are the majority, from the whole heap."""
     if len(heap) > 2 * num_waiting + 16:
         heap[:] = [entry for entry in heap if numbers.get(entry[2].id) == entry[1]]
         heapify(heap)

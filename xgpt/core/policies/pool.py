@@ -28,20 +28,22 @@ class Pool(Running):
     """Requests with their state, and K/V memory in blocks.
 
     Under "reserve", the blocks of a request's prompt and promised output are reserved when it enters (ORCA Algorithm
-    1); if its maximum is promised, it never waits for memory again. A request beyond its promise takes more blocks as
-    it grows, until a request within its promise needs them: then requests beyond theirs are preempted, the last to
-    enter first. A preempted request loses its K/V, waits after the others of its account, and is encoded again with its
-    generated tokens and a promise for as many again. Under "quantile", a request enters with the blocks of its prompt
-    and takes more as it grows; when blocks run out, the request that entered last is preempted and waits first. A
-    request in a running step is never preempted, since a stage may be reading its K/V.
+    1); if its maximum is promised, it never waits for memory again. A request that exceeds its promise takes more
+    blocks as it grows, until a request within its promise needs them. Then requests that exceed their promise are
+    preempted, the last to enter first. A preempted request loses its K/V and waits after the others of its account; it
+    is encoded again together with its generated tokens, and is promised the same number of further tokens. Under
+    "quantile", a request enters with the blocks of its prompt and takes more as it grows; when blocks run out, the
+    request that entered last is preempted and waits first. A request in a running step is never preempted, since a
+    stage may be reading its K/V.
 
     Args:
         kv_blocks: number of blocks for all requests.
         block_size: tokens of a block.
         kv: how memory is promised.
-        max_running: largest number of running requests; under "quantile", as many as fit with the plan's probability.
+        max_running: largest number of running requests; under "quantile", the number that fits with the plan's
+            probability.
         hold_finished: whether finished requests keep their slots until the whole batch has finished (static batching);
-            it needs "reserve".
+            only with "reserve".
         waiting: the empty queue of waiting requests; None: the earliest arrival enters next.
         encoder: whether an encoder reads prompts; a preempted request then generates its tokens again, since the
             encoder cannot read them.
@@ -90,7 +92,9 @@ class Pool(Running):
         self.waiting.patience_ns = other.waiting.patience_ns
 
     def is_shaped_like(self, other: Pool) -> bool:
-        """Return whether requests could move to another pool unchanged: equal memory, promised in the same way."""
+        """Return whether requests could move to another pool unchanged, because both have equal memory and promise it
+        in the same way.
+        """
         names = ("kv_blocks", "block_size", "kv", "hold_finished", "encode_emits", "prompt_blocks")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
@@ -113,7 +117,7 @@ class Pool(Running):
         return not (self.waiting or self.running)
 
     def is_silent(self, id_: int) -> bool:
-        """Return whether a running request's tokens are no longer needed because it has finished or was cancelled."""
+        """Return whether a running request needs no further tokens because it has finished or was cancelled."""
         return id_ in self.under_way.leaving or id_ in self._batch_of(id_).held
 
     @property
@@ -132,12 +136,12 @@ class Pool(Running):
         return [request.id for request in self.waiting.expire(now_ns)]
 
     def cancel(self, id_: int) -> list[int]:
-        """Remove a waiting or running request; one that has finished or is unknown is ignored.
+        """Remove a waiting or running request; an id that has finished or is unknown is ignored.
 
         A request in a running step stays until that step is settled.
 
         Returns:
-            The requests whose slot and K/V become free: this one, and those that waited for it to end.
+            The requests whose slot and K/V become free: this request, and the held requests that waited for it to end.
         """
         if id_ in self.running:
             if id_ in self._batch_of(id_).held:
@@ -161,7 +165,9 @@ class Pool(Running):
         return self.memory.num_missing(request, (table for table in overdrawn if table is not None)) <= 0
 
     def admit(self, batch: MicroBatch) -> Request | None:
-        """Admit the first waiting request and return it; None: there is none, or its K/V does not fit."""
+        """Admit the first waiting request and return it; None if no request waits, or the first one's K/V does not
+        fit.
+        """
         if not self.can_admit():
             return None
         request = self.waiting.pop()
@@ -186,7 +192,7 @@ class Pool(Running):
 
         Args:
             outputs: for requests that ended, the keys of the blocks after those of the prompt.
-            failed: requests among them that ended in an error; their blocks are no longer shared.
+            failed: finished requests that ended in an error; their blocks are no longer shared.
 
         Returns:
             The requests whose slot and K/V become free.

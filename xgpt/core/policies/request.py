@@ -46,9 +46,9 @@ class Request:
     place: int = field(default=0, repr=False, compare=False)
     """Its place among all that have begun to decode in that micro-batch."""
     base: int = field(default=0, repr=False)
-    """Number of output tokens, without those that `counter` counts."""
+    """Number of output tokens, without the tokens that `counter` counts."""
     counter: MicroBatch | None = field(default=None, repr=False, compare=False)
-    """The micro-batch whose iterations count its further tokens; None while it gets none."""
+    """The micro-batch whose iterations count the request's further tokens; None while the request gets none."""
 
     @property
     def generated(self) -> int:
@@ -61,13 +61,14 @@ class Request:
 
     @property
     def context(self) -> int:
-        """Number of prompt and output tokens so far; encoding must cover them, and the next decode step attends to
-        them."""
+        """Number of prompt and output tokens so far: encoding must cover all of them, and the next decode step attends
+        to all of them.
+        """
         return self.input_length + self.generated
 
     @property
     def num_scored(self) -> int:
-        """Number of prompt tokens that are scored while it is encoded."""
+        """Number of prompt tokens that are scored while the request is encoded."""
         return self.input_length if self.is_scored and not self.generated else 0
 
     @property
@@ -77,14 +78,16 @@ class Request:
 
     @property
     def promised(self) -> int:
-        """Prompt and output tokens for which memory is reserved if it enters now."""
+        """Prompt and output tokens for which memory is reserved if the request enters now."""
         if self.promised_output is None:
             return self.longest
         return min(self.longest, self.context + self.promised_output)
 
 
 class Chunk(NamedTuple):
-    """Tokens [start, start + length) of a request's prompt, and after a preemption of its output, too."""
+    """Tokens [start, start + length) of a request's prompt; after a preemption, these tokens may include generated
+    ones.
+    """
 
     id: int
     start: int
@@ -97,9 +100,9 @@ class Step(NamedTuple):
     Attributes:
         encode: the pieces of prompts to encode.
         decode: the requests to decode by one token.
-        preempted: the requests preempted for this step; they were in no running step.
+        preempted: the requests preempted for this step; none of them was in a running step.
         transfer: the requests whose K/V moves from the encode to the decode lane (only in "transfer" steps).
-        lane: the worker group that executes it.
+        lane: the worker group that executes the step.
         microbatch: the micro-batch within the lane, from 0.
         grown: (request, block) pairs given since the lane's last step, in order.
     """
@@ -123,22 +126,22 @@ class Step(NamedTuple):
 class MicroBatch:
     """Requests that run together, and the number of their running steps.
 
-    All requests that decode get a token in every decode step. So tokens are counted once for all of them, by
-    `iterations`, and events of a single request after some number of tokens are stored by the iteration.
+    All requests that decode get a token in every decode step. So one counter, `iterations`, counts the tokens of all of
+    them, and an event of one request after some number of tokens is stored under the iteration in which it occurs.
 
     Args:
-        decodes: whether it has decode steps; otherwise requests only pass through it.
+        decodes: whether the micro-batch has decode steps; otherwise requests are only encoded in it.
 
     Attributes:
         encoding: requests whose prompts are not encoded yet, by id, in order of admission.
         decoding: requests that decode, in the order in which they began to.
         held: finished requests that keep their slot until their whole batch has finished.
-        stopped: requests among those decoding or held that get no further token.
+        stopped: decoding or held requests that get no further token.
         assumed: a running step whose tokens are assumed to exist, so that the next step can be scheduled.
         iterations: decode steps so far.
         context: prompt and output tokens of all requests that get a token in the next decode step.
-        input_tokens: prompt tokens among them.
-        joining_tokens: prompt tokens of those of them that have no token yet.
+        input_tokens: prompt tokens of these requests.
+        joining_tokens: prompt tokens of those of these requests that have no output token yet.
         joined: requests that have begun to decode since the last decode step.
     """
 
@@ -170,7 +173,7 @@ class MicroBatch:
         self.joined: list[Request] = []
         self._decodes = decodes
         self._due: dict[int, list[tuple[int, Request]]] = {}
-        """By iteration: the requests that `due` returns then, each with its place."""
+        """The requests that `due` returns in each iteration, each with its place."""
         self._num_joined = 0
 
     @property
@@ -184,7 +187,9 @@ class MicroBatch:
 
     @property
     def next_to_decode(self) -> tuple[int, ...]:
-        """The requests that get a token in the next decode step; held ones only while others decode."""
+        """The requests that get a token in the next decode step. Held requests are among them only while others
+        decode.
+        """
         ids = tuple(self.decoding)
         if self.stopped:
             ids = tuple(id_ for id_ in ids if id_ not in self.stopped)
@@ -240,7 +245,7 @@ class MicroBatch:
         self.joined.clear()
 
     def recall(self, request: Request, num_tokens: int) -> None:
-        """Make `due` return a request after this many more tokens."""
+        """Make `due` return a request once it has this many more tokens."""
         self._due.setdefault(self.iterations + max(num_tokens, 0), []).append((request.place, request))
 
     def due(self) -> list[Request]:
@@ -249,7 +254,7 @@ class MicroBatch:
         return [request for place, request in sorted(entries, key=_place) if self.counts(request, place)]
 
     def counts(self, request: Request, place: int) -> bool:
-        """Return whether a request that began to decode here at this place still does."""
+        """Return whether a request that began to decode in this micro-batch, at this place, still decodes here."""
         return request.counter is self and request.place == place
 
     def _stop_counting(self, request: Request) -> None:

@@ -1,4 +1,5 @@
-"""Choose a replica for a request: the one that holds the beginning of its prompt, unless that one is much busier.
+"""Choose a replica for a request: the one that holds the beginning of its prompt, unless that replica is much busier
+than another.
 
 The same code routes a server's requests and those of a trace that is planned or simulated for several replicas.
 """
@@ -12,20 +13,22 @@ from xgpt.core.schema.step_log import Chain
 from xgpt.core.workload import TraceLengths
 
 BLOCKS_A_KEY = 4
-"""K/V blocks per key: common prefixes are compared coarsely, at a quarter of the cost."""
+"""Number of K/V blocks for each compared key: comparing prefixes in such large pieces costs a quarter."""
 MOST_KEYS = 131_072
 SLACK = 0.5
-"""A replica that holds a request's whole prompt gets the request unless it exceeds another replica by this share of a
-replica's running requests. If it holds only a part of the prompt, the share is multiplied by the square of that part:
-less is saved, and the requests before it have as much to encode (benchmarks.many_replicas)."""
+"""A replica that holds a request's whole prompt gets the request, unless it has more requests than another replica by
+this share of a replica's running requests. If it holds only a part of the prompt, the share is multiplied by the square
+of that part: less work is saved, and the requests that wait there have as much to encode (benchmarks.many_replicas).
+"""
 
 
 class ReplicaRouter:
-    """Routes requests by the number of requests of each replica and by where each prompt prefix was last sent.
+    """Routes requests by the number of requests at each replica, and by the replica to which each prompt prefix was
+    last sent.
 
     Args:
         count: number of replicas.
-        slack: number of requests by which a replica may exceed another one to get a prompt that it holds.
+        slack: number of requests that a replica may have more than another one and still get a prompt that it holds.
     """
 
     def __init__(self, count: int, slack: float) -> None:
@@ -63,8 +66,8 @@ class ReplicaRouter:
 def share_of_replica(trace: TraceLengths, plan: Plan) -> TraceLengths:
     """Return the requests of a trace that are routed to the first of a plan's replicas.
 
-    As many requests run at once as in the plan: the oldest one ends when another arrives. If the trace has no prefixes,
-    replicas take turns.
+    The number of requests that run at the same time is that of the plan: when a request arrives, the oldest one ends.
+    If the trace has no prefixes, replicas take turns.
     """
     prefixes = trace.prefixes
     if plan.replicas == 1:

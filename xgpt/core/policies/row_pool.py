@@ -1,10 +1,10 @@
 """Manage the requests of an engine that runs whole batches in rows (TCB), and the rows' K/V memory.
 
-A batch enters as a whole and is laid out at once (`tcb.lay_out`). Its memory is that of its slots: every slot has room
+A batch enters as a whole, and its layout is fixed then (`tcb.lay_out`). Its slots hold its memory: every slot has room
 for the prompts of the longest slot, and for one answer of the longest length for each request of the fullest slot. A
-slot's memory is one piece, so a request that ends frees none of it: padded and concatenated rows keep their memory
-until the batch has ended. Slots that have ended leave before that (early memory cleaning, TCB sec. 4.2.2), and the next
-batch enters in their place while the last slots of its predecessor still run.
+slot's memory is one piece, so a request that ends frees nothing: padded and concatenated rows keep their memory until
+the batch has ended. Slots are freed as soon as they have ended (early memory cleaning, TCB sec. 4.2.2), and the next
+batch enters in their place while the last slots of the previous batch still run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _RowBatch:
 
     Attributes:
         present: the requests that have not left.
-        slot: the slot of each request, those that have left included.
+        slot: the slot of each request, including requests that have left.
         slot_blocks: blocks of a slot.
         blocks: blocks of the slots that have not left.
     """
@@ -42,7 +42,7 @@ class _RowBatch:
 
 
 class RowPool(Pool):
-    """A pool of whole batches in rows: the next one enters once the last has ended, or has left slots.
+    """A pool of whole batches in rows: the next batch enters once the previous one has ended, or has freed slots.
 
     Args:
         batching: how a batch is laid out; not "flat".
@@ -88,7 +88,7 @@ class RowPool(Pool):
 
     @property
     def takes_batch(self) -> bool:
-        """Whether a batch may enter: none runs, or only one whose slots have begun to leave."""
+        """Whether a batch may enter, because no batch runs, or only one that has begun to free slots."""
         return all(rows.has_left_slots for rows in self._rows.values())
 
     @property
@@ -150,13 +150,17 @@ class RowPool(Pool):
         return members
 
     def make_room(self, batch: MicroBatch) -> None:
-        """Stop requests that have reached their maximum; slots have room for every answer."""
+        """Stop requests that have reached their maximum. No request needs more memory, since slots have room for every
+        answer.
+        """
         for request in batch.due():
             if request.id in batch.held and request.generated >= request.max_output:
                 batch.stop(request)
 
     def _end_batch(self) -> list[int]:
-        """Free held requests: with slots, those whose slot has ended; otherwise all once their batch has ended."""
+        """Free held requests: with slots, those whose slot has ended; otherwise all of them once their batch has
+        ended.
+        """
         freed: list[int] = []
         for number, rows in list(self._rows.items()):
             batch = self.batches[number]

@@ -26,8 +26,9 @@ Source: ExeGPT sec. 5.2, which names the threshold but no figure.
 class PromptBudget:
     """The prompt tokens that a phase may encode: a target, corrected by the excess or deficit of earlier phases.
 
-    A prompt is taken only if at least half of it is covered. This keeps every phase within half a prompt of the target,
-    and the mean at the target, so that prompts of different lengths neither cost throughput nor stall the decode batch.
+    A prompt is encoded only if the remaining tokens cover at least half of it. This keeps every phase within half a
+    prompt of the target, and the mean at the target, so that prompts of different lengths neither cost throughput nor
+    stall the decode batch.
 
     Source: ExeGPT sec. 5.2.
     """
@@ -47,7 +48,7 @@ class PromptBudget:
         self._credit += target
 
     def covers(self, length: int) -> bool:
-        """Return whether a prompt of `length` tokens may be taken."""
+        """Return whether a prompt of `length` tokens may be encoded in this phase."""
         return self._credit >= length / 2
 
     def spend(self, length: int) -> None:
@@ -85,7 +86,7 @@ class OneLaneRule:
     def next_step(self, pool: Pool, batch: MicroBatch, *, may_encode: bool = True) -> Step | None:
         """Return the next step, or None if nothing can run; admit the requests whose prompts it begins.
 
-        A call that returns None changes nothing, since how often an engine calls depends on its clock.
+        A call that returns None changes nothing, since the number of such calls depends on the engine's clock.
 
         Args:
             may_encode: whether a phase may begin now.
@@ -120,16 +121,18 @@ class OneLaneRule:
         return Step(encode, decode, preempted, microbatch=self._number, grown=pool.take_grown())
 
     def _decodable(self, pool: Pool, batch: MicroBatch) -> tuple[int, ...]:
-        """Return the requests to decode: all except those whose last token is in the running step or that were
-        cancelled."""
+        """Return the requests to decode: all except cancelled ones and those that get their last token in the running
+        step.
+        """
         if self.settings.ahead and pool.under_way.leaving:
             for id_ in pool.under_way.leaving.intersection(batch.decoding) - batch.stopped:
                 batch.stop(batch.decoding[id_])
         return batch.next_to_decode
 
     def _waits_for_others(self, pool: Pool, batch: MicroBatch) -> bool:
-        """Return whether prompts wait in this step: for a look at new requests, or for more prompts. Count the
-        latter."""
+        """Return whether prompts wait in this step, for the next check for new requests or for more prompts; steps of
+        the second kind are counted.
+        """
         settings = self.settings
         if self._iterations % settings.receive_steps and self._decodable(pool, batch):
             return True
@@ -144,15 +147,17 @@ class OneLaneRule:
         return waits
 
     def _give_way(self, first_tokens: FirstTokens, pool: Pool, batch: MicroBatch) -> Collection[int]:
-        """Decide which prompts give way to those that can be in time; return the begun ones among them."""
+        """Decide which prompts give way to prompts that can be in time; of the former, return those that are begun."""
         settings = self.settings
-        # Preempted requests already had their first token.
+        # Preempted requests already have their first token.
         begun = [first_tokens.job(r) for each in pool.batches for r in each.encoding.values() if not r.generated]
         pace = first_tokens.pace(batch.num_decoding, batch.context, settings.token_budget, settings.slack)
         return pool.waiting.plan(begun, pace)
 
     def _fill(self, pool: Pool, batch: MicroBatch, giving_way: Collection[int]) -> tuple[Chunk, ...]:
-        """Return pieces of prompts that fill the step's room, up to the largest batch."""
+        """Return pieces of prompts that fill the step up to its limit, with at most the largest number of running
+        requests.
+        """
         if self.settings.slack is not None:
             return self._fill_in_time(self.settings.slack, pool, batch, giving_way)
         budget = self.settings.token_budget
@@ -162,7 +167,7 @@ class OneLaneRule:
     def _fill_in_time(
         self, slack: Slack, pool: Pool, batch: MicroBatch, giving_way: Collection[int]
     ) -> tuple[Chunk, ...]:
-        """Return pieces of prompts that fill the time that running requests can spare."""
+        """Return pieces of prompts that take the time which running requests can spare."""
         forecast, now_ns = pool.forecast, pool.now_ns
         num_decodes = len(self._decodable(pool, batch))
         free_ns = forecast.free_ns(now_ns, len(pool.under_way))
@@ -178,8 +183,9 @@ class OneLaneRule:
     def _fill_room(
         self, room: PromptRoom, pool: Pool, batch: MicroBatch, giving_way: Collection[int]
     ) -> tuple[Chunk, ...]:
-        """Return pieces of prompts that fill the step, up to the largest batch: begun ones first, then others; those
-        that give way come last."""
+        """Return pieces of prompts that fill the step, with at most the largest number of running requests: begun
+        prompts first, then new ones; prompts that give way come last.
+        """
         chunks: list[Chunk] = []
         begun = list(batch.encoding.values())
         self._go_on(room, pool, [request for request in begun if request.id not in giving_way], chunks)
@@ -223,7 +229,9 @@ class OneLaneRule:
             chunks.append(Chunk(admitted.id, admitted.encoded, room.take(admitted.encoded, end)))
 
     def _holds_next(self, room: PromptRoom, pool: Pool) -> bool:
-        """Return whether the next prompt fits in the rest of the step, uncut unless it is longer than any step."""
+        """Return whether the next prompt fits in the rest of the step as a whole; a prompt that is longer than any step
+        may be cut.
+        """
         budget = self.settings.token_budget
         return all(
             room.holds(request.input_length if budget is None else min(request.input_length, budget))
@@ -234,7 +242,7 @@ class OneLaneRule:
         return self.settings.max_batch is None or batch.num_running < self.settings.max_batch
 
     def _part(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
-        """Return the next part of a batch that entered as a whole; several parts may run at once."""
+        """Return the next part of a batch that entered as a whole; several parts may run at the same time."""
         missing = [batch.encoding[id_] for id_ in pool.under_way.untouched(batch.encoding)]
         size = -(-batch.num_running // self.settings.encode_parts)
         return tuple(rest_of_prompt(request) for request in missing[:size])

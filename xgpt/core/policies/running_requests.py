@@ -36,7 +36,7 @@ class StepsUnderWay:
         return any(id_ in step.ids for step in self._steps)
 
     def untouched(self, ids: Iterable[int]) -> list[int]:
-        """Return those of these requests that are in no running step."""
+        """Return the given requests that are in no running step."""
         touched = {id_ for step in self._steps for id_ in step.ids}
         return [id_ for id_ in ids if id_ not in touched]
 
@@ -59,7 +59,7 @@ class Running:
         waiting: the queue of waiting requests.
 
     Attributes:
-        encode_emits: whether the step that ends a prompt also computes its first output token.
+        encode_emits: whether the step that encodes the end of a prompt also computes the first output token.
         runs_ahead: whether steps are scheduled while others run. Requests then stop at their maximum, since it is not
             known yet whether they have ended.
         running: running requests, in the order in which they entered.
@@ -88,7 +88,7 @@ class Running:
         """(request, block) pairs given since the last step, in order."""
 
     def add_batches(self, count: int, *, decodes: bool = True) -> tuple[MicroBatch, ...]:
-        """Return new micro-batches over this pool's waiting queue and memory."""
+        """Return new, empty micro-batches that use this pool's waiting queue and memory."""
         added = tuple(MicroBatch(decodes=decodes) for _ in range(count))
         self.batches.extend(added)
         return added
@@ -109,7 +109,7 @@ class Running:
 
     @property
     def encoding(self) -> Iterator[int]:
-        """Requests whose prompt is not, or only partly, encoded."""
+        """Requests whose prompt is not completely encoded."""
         return (id_ for batch in self.batches for id_ in batch.encoding)
 
     @property

@@ -1,16 +1,17 @@
 """Define the schedule that both engines drive: lanes of micro-batches over one pool of requests.
 
-An engine submits requests, asks each lane for steps until it has none, and settles a step once it has been executed:
+An engine submits requests, asks each lane for steps until the lane has none, and settles a step once it has been
+executed:
 
     while step := schedule.next_step(lane):     # decides, admits, preempts; the step runs from here on
         ...                                     # execute it: stage after stage, a lane's steps in order
     freed = schedule.settle(step, finished)     # its tokens exist; `finished` requests leave
 
 Steps of a lane overlap on its stages. A micro-batch's next step begins only after its previous one has been settled,
-and micro-batches take strict turns, so a pipeline of P stages needs P of them to be always busy. A schedule that runs
-ahead decides one more step while one runs: like some engines, it assumes that every request of that step goes on unless
-it reaches its maximum, so a request that ends still has a row in one more step. Source: ORCA Algorithm 1 and Figure 8a,
-ExeGPT Figure 4.
+and micro-batches take strict turns, so a pipeline of P stages needs P micro-batches to be always busy. A schedule that
+runs ahead decides the next step while a step runs. It assumes, as some engines do, that every request of the running
+step continues unless it reaches its maximum, so a request that ends early is still computed in one more step. Source:
+ORCA Algorithm 1 and Figure 8a, ExeGPT Figure 4.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ class Schedule(ABC):
 
     @abstractmethod
     def fresh(self) -> Schedule:
-        """Return the same schedule without requests, for a restart of all workers."""
+        """Return a schedule with the same settings and no requests, for a restart of all workers."""
 
     def submit(self, request: Request) -> None:
         """Add a new request to the queue. Its id must be new, and `Pool.can_ever_fit` must be true for it."""
         self.pool.submit(request)
 
     def cancel(self, id_: int) -> list[int]:
-        """Remove a request: at once, or after its running step has been settled.
+        """Remove a request: now, or if it is in a running step, when that step is settled.
 
         Returns:
             The requests whose slot and K/V become free.
@@ -61,8 +62,9 @@ class Schedule(ABC):
         return self.pool.cancel(id_)
 
     def expire(self, now_ns: int) -> list[int]:
-        """Remove and return the waiting requests whose deadline has passed; engines call it before they ask for
-        steps."""
+        """Remove and return the waiting requests whose deadline has passed; engines call this before they ask for
+        steps.
+        """
         return self.pool.expire(now_ns)
 
     def apply(self, other: Schedule) -> bool:
@@ -82,7 +84,9 @@ class Schedule(ABC):
 
     @abstractmethod
     def next_step(self, lane: LaneName) -> Step | None:
-        """Return the lane's next step, which then runs; None, with nothing changed, if the lane must wait."""
+        """Return the lane's next step, which counts as running from now on; None, with nothing changed, if the lane
+        must wait.
+        """
 
     @abstractmethod
     def settle(
@@ -171,7 +175,7 @@ class OneLane(Schedule):
         return None
 
     def _can_run_ahead(self, batch: MicroBatch) -> bool:
-        """Return whether the step after the running one can be scheduled now, assuming the latter's tokens."""
+        """Return whether the next step can be scheduled now, while a step runs whose tokens are assumed to exist."""
         if not self.settings.ahead or batch.steps_under_way > 1:
             return False
         self.pool.assume(batch)
@@ -192,7 +196,7 @@ class OneLane(Schedule):
         return self._batches[step.microbatch]
 
     def _may_encode(self, number: int) -> bool:
-        """Return whether all other micro-batches have ended this one's phase."""
+        """Return whether all other micro-batches have ended the phase in which this one is."""
         if self.settings.mix or self.settings.refill_when_empty or len(self._rules) == 1:
             return True
         phase = self._rules[number].phase

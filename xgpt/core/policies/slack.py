@@ -23,11 +23,11 @@ class StepClock:
         self._decode_s, self._context_s = times.decode_s, times.context_s
 
     def tokens(self, count: int) -> float:
-        """Return the seconds of this many tokens, without attention."""
+        """Return the seconds that a number of tokens takes, without attention."""
         return _at(self._tokens, self._tokens_s, count)
 
     def most_tokens(self, seconds: float) -> int:
-        """Return the largest number of tokens that takes at most this long, without attention."""
+        """Return the largest number of tokens that takes at most this many seconds, without attention."""
         counts, times = self._tokens, self._tokens_s
         i = min(bisect_right(times, seconds), len(times) - 1) - 1
         if i < 0:
@@ -36,7 +36,7 @@ class StepClock:
         return int(counts[i] + share * (counts[i + 1] - counts[i]))
 
     def decodes(self, count: int, context: int) -> float:
-        """Return the seconds of decodes besides their tokens."""
+        """Return the seconds of decodes, in addition to the seconds of their tokens."""
         return self._decode_s * count + self._context_s * context
 
     def piece(self, start: int, end: int) -> float:
@@ -95,12 +95,12 @@ class Slack(NamedTuple):
     def step_s(self, own_ns: float, others_ns: Sequence[float]) -> float:
         """Return the seconds that a step may take through all stages.
 
-        Micro-batches take turns with steps of equal length. Another micro-batch's next step begins once this one has
-        left the first stage, and leaves the last stage after it.
+        Micro-batches take turns with steps of equal length. Another micro-batch's next step begins once the step of
+        this one has left the first stage, and leaves the last stage after it.
 
         Args:
-            own_ns: time from when the first stage is free until the first of the micro-batch's requests is due its next
-                token; infinite if none decodes.
+            own_ns: time from the moment when the first stage is free until the first of the micro-batch's requests is
+                due its next token; infinite if none decodes.
             others_ns: the same for the other micro-batches' next steps, in the order of their turns.
         """
         stages, equal_ns = self.num_stages, self.equal_ns
@@ -113,10 +113,10 @@ class Slack(NamedTuple):
     def even_tokens(self, to_encode: Iterable[int]) -> int:
         """Return the number of prompt tokens after which a step leaves further prompts to other micro-batches.
 
-        If one step took all prompts, stages would idle during the others' turns.
+        If one step encoded all prompts, stages would idle during the turns of the other micro-batches.
 
         Args:
-            to_encode: tokens of each prompt that waits or is begun.
+            to_encode: number of tokens of each waiting or begun prompt.
         """
         count, most = self.num_microbatches, self.budget.most_tokens
         if count == 1:
@@ -163,8 +163,9 @@ class LaneForecast:
         return first_ns
 
     def begin_decode(self, batch: MicroBatch, now_ns: int, slack: Slack) -> None:
-        """Note that a micro-batch's decode step is scheduled now, when requests that have joined had their first
-        token."""
+        """Note that a micro-batch's decode step is scheduled now; requests that have joined since its last one count as
+        having had their first token now.
+        """
         for request in batch.joined:
             if request.first_ns is None:
                 request.first_ns = now_ns
@@ -197,23 +198,23 @@ class LaneForecast:
 
 
 class PromptRoom(Protocol):
-    """The room that a step has left for prompts."""
+    """The number of further prompt tokens for which a step has room."""
 
     @property
     def is_open(self) -> bool:
-        """Whether there is room for another token."""
+        """Whether the step has room for another token."""
 
     def holds(self, length: int) -> bool:
-        """Return whether there is room for a whole prompt of that length."""
+        """Return whether the step has room for a whole prompt of that length."""
 
     def take(self, start: int, end: int) -> int:
-        """Take tokens [start, end) of a prompt or as many of them as fit, at least one; return how many. The room must
-        be open.
+        """Add tokens [start, end) of a prompt to the step, or the first of them if not all fit, and return their
+        number. It is at least one; the step must have room.
         """
 
 
 class TokenRoom:
-    """Room for a number of tokens; None: for any number."""
+    """Room that is limited to a number of tokens; None: no limit."""
 
     def __init__(self, left: int | None) -> None:
         self._left = left
@@ -234,12 +235,12 @@ class TokenRoom:
 
 
 class TimeRoom:
-    """Room for as many tokens as the step can process in time, within the budget's limits.
+    """Room that is limited to the tokens which the step can process in time, within the budget's limits.
 
     Args:
         spare_s: seconds that the step may take.
         decodes, context: number of requests that the step decodes, and tokens to which they attend.
-        even: number of prompt tokens after which it takes no further prompt.
+        even: number of prompt tokens after which the step takes no further prompt.
     """
 
     def __init__(self, slack: Slack, spare_s: float, decodes: int, context: int, even: int) -> None:
@@ -272,7 +273,7 @@ class TimeRoom:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step with all tokens taken so far."""
+        """Seconds of the step with all tokens added so far."""
         return self._clock.tokens(self._decodes + self._used) + self._others_s
 
     def _is_over_in_time(self, start: int, length: int) -> bool:

@@ -1,8 +1,8 @@
 """Lay a batch out in rows (padded, concatenated, in slots), for models that run rows of equal length.
 
-The layouts are those of TCB and of its baselines: one request per row, padded to the longest (TNB); the same in batches
-of similar length (TTB, TurboTransformers); concatenated requests in rows of fixed length (TCB); and these in slots,
-which are separate parts of a row.
+The layouts are those of TCB and of its baselines: one request per row, padded to the longest (TNB); the same for
+batches of requests with similar lengths (TTB, TurboTransformers); several concatenated requests in each row of fixed
+length (TCB); and concatenated requests in slots, which are separate parts of a row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from xgpt.core.policies.request import Request
 from xgpt.core.schema import Batching
 
 LEAVING_SHARE = 0.25
-"""Ended slots leave once they are this share of the slots, since each leaving copies the K/V of the others."""
+"""Ended slots are removed once they make up this share of the slots, since each removal copies the K/V of the other
+slots.
+"""
 
 
 class Place(NamedTuple):
@@ -56,8 +58,8 @@ class RowBatch:
 def lay_out(batching: Batching, requests: Sequence[Request], row_tokens: int) -> RowBatch:
     """Return the layout of a batch; equal requests in the same order give equal layouts.
 
-    Rows hold `row_tokens` prompt tokens, or the longest prompt if that is longer; a slot holds the longest prompt, so
-    every request fits in one.
+    A row holds `row_tokens` prompt tokens, or the longest prompt if that is longer. A slot holds the longest prompt, so
+    every request fits in a slot.
     """
     if batching == "padded":
         return padded_rows(requests)
@@ -71,8 +73,9 @@ def lay_out(batching: Batching, requests: Sequence[Request], row_tokens: int) ->
 
 
 def filled_rows(requests: Sequence[Request], row_tokens: int) -> list[list[Request]]:
-    """Return rows of at most `row_tokens` prompt tokens; each request, longest first, goes to the first row with
-    room."""
+    """Return rows of at most `row_tokens` prompt tokens: requests, the longest first, go to the first row in which they
+    fit.
+    """
     rows: list[list[Request]] = []
     room: list[int] = []
     for one in sorted(requests, key=lambda one: -one.input_length):
@@ -97,7 +100,8 @@ def concatenated_rows(rows: Sequence[Sequence[Request]]) -> RowBatch:
 
 
 def even_rows(rows: Sequence[Sequence[Request]], row_tokens: int) -> list[list[Request]]:
-    """Return the same requests distributed so that all rows have about equally many: longest first, back and forth.
+    """Return rows with the same requests, distributed so that all rows have about the same number: the longest first,
+    back and forth over the rows.
 
     A decode step attends in every row as if it had as many requests as the fullest one, and DAS fills its first row
     with the shortest requests. If a row would then exceed `row_tokens`, the rows stay as they are.

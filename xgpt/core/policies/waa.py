@@ -1,10 +1,10 @@
 """Implement the two-lane rule, WAA: one group of workers encodes and another decodes, asynchronously.
 
-The encode lane takes a batch of prompts when all of it fits under the cap. The batch leaves with its first tokens and
-waits until its keys and values are moved ("transfer" steps, one at a time, each with everything encoded meanwhile).
-Then it joins the micro-batch of the decode lane whose turn it is, but not before the buffer time has passed since the
-batch began. The buffer time is counted in decode iterations, because a rule reads no clock. Source: ExeGPT sec. 4.1,
-5.2, Figure 4 (b) and (c).
+The encode lane starts a batch of prompts when all of it fits under the cap. After its first tokens, the batch waits
+until its keys and values are moved. This happens in "transfer" steps, one at a time, each for all batches that were
+encoded meanwhile. Then it joins the micro-batch of the decode lane whose turn it is, but not before the buffer time has
+passed since the batch began. The buffer time is counted in decode iterations, because a rule reads no clock. Source:
+ExeGPT sec. 4.1, 5.2, Figure 4 (b) and (c).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class TwoLaneSettings:
 
     Attributes:
         encode_tokens: mean prompt tokens of an encode batch.
-        encode_stages: number of stages of the encode lane, in which as many batches run at once.
+        encode_stages: number of stages of the encode lane, and of batches that run in it at the same time.
         encode_blocks: K/V blocks of the encode lane, which hold prompts until they have been transferred.
         max_decode_batch: largest number of requests in encode, transfer and decode together.
         decode_batch: mean number of requests in decode.
-        adjustment: if the number of requests in decode differs by more than this share, an encode batch takes more or
-            fewer tokens by this share; 0: never.
+        adjustment: if the number of requests in decode differs from its mean by more than this share, encode batches
+            get larger or smaller by this share; 0: never.
         decode_microbatches: number of micro-batches of the decode lane.
         buffer_iterations: least number of decode iterations from an encode batch's beginning until it joins.
         reuse_is_planned: whether `encode_tokens` counts only uncached tokens, not whole prompts.
@@ -60,8 +60,9 @@ class TwoLaneSettings:
 
 
 class TwoLane(Schedule):
-    """The schedule of WAA. The pool's memory is the decode lane's; a request has memory there from when it enters the
-    encode lane."""
+    """The schedule of WAA. The pool's memory is that of the decode lane; a request has memory there as soon as it
+    enters the encode lane.
+    """
 
     lanes: tuple[LaneName, ...] = ("decode", "transfer", "encode")
 
@@ -79,7 +80,7 @@ class TwoLane(Schedule):
         self._encode_turn = self._decode_turn = 0
         self._num_decode_steps = 0
         self._joins_at: dict[int, int] = {}
-        """For requests that have not joined: the number of decode steps that must have begun before they join."""
+        """For each request that has not joined: the number of decode steps that must have begun before it joins."""
         self._budget = settings.budget()
 
     def apply(self, other: Schedule) -> bool:
@@ -140,7 +141,8 @@ class TwoLane(Schedule):
         due = self._due()
         settings = self.settings
         pool = self.pool
-        # A batch waits until all of it fits, since few prompts at a time would use the encode lane badly.
+        # A batch waits until all of it fits, since encoding few prompts at a time would waste the encode lane's
+        # capacity.
         if pool.running and pool.num_running + due > settings.max_decode_batch:
             return None
         if self._encode_blocks_with(due) > settings.encode_blocks:
@@ -188,7 +190,7 @@ class TwoLane(Schedule):
         return count
 
     def _excess(self) -> float:
-        """Return the number of requests in decode above the mean, if encode batches depend on it; else 0."""
+        """Return by how many requests decode exceeds its mean, if encode batches depend on that; else 0."""
         return self._num_decoding() - self.settings.decode_batch if self.settings.adjustment else 0.0
 
     def _length(self, request: Request) -> int:
@@ -231,15 +233,16 @@ class TwoLane(Schedule):
         return None
 
     def _join(self, batch: MicroBatch) -> None:
-        """Let transferred requests join until the micro-batch has its share of all requests."""
+        """Let transferred requests join the micro-batch until it has its share of all requests."""
         share = -(-self._num_decoding() // len(self._decode))
         for request in self._ready()[: max(0, share - batch.num_running)]:
             self._joins_at.pop(request.id, None)
             self.pool.move(request, batch)
 
     def _ready(self) -> list[Request]:
-        """Return the transferred requests whose buffer time is over, or all if no request decodes, since no iteration
-        would end it."""
+        """Return the transferred requests whose buffer time is over. If no request decodes, return all: without
+        iterations the buffer time would never end.
+        """
         arrived = list(self._arrived.decoding.values())
         if not self._joins_at or not any(batch.num_running for batch in self._decode):
             return arrived

@@ -63,7 +63,7 @@ class DeviceKind(Frozen):
     efficiency: Efficiency | None = None
     """Shares of these rates that kernels achieve; None: those of an A40 are assumed."""
     efficiency_float8: Efficiency | None = None
-    """Shares that they achieve in eight bits; None: the same."""
+    """Shares of the rates that kernels achieve in eight bits; None: the same as `efficiency`."""
     usable_memory: float = Field(default=0.9, gt=0, le=1)
     """Largest share of the memory for weights, K/V and workspace together."""
 
@@ -93,13 +93,13 @@ class ClusterSpec(Frozen):
     inter_node: Link | None = None
     """Link between machines."""
     host: Link | None = None
-    """Link between a device's memory and its host's: the path of keys and values under WAA."""
+    """Link between the memory of a device and that of its host, over which keys and values move under WAA."""
     price_per_device_hour: PositiveFloat | None = None
     """Price of one device for an hour, in any currency."""
 
     @property
     def is_local(self) -> bool:
-        """Whether this is the machine at hand (`local`, `local:N`)."""
+        """Whether the cluster is this machine (`local`, `local:N`)."""
         return self.name.partition(":")[0] == "local"
 
     @property

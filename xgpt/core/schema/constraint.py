@@ -24,9 +24,9 @@ class Goal(NamedTuple):
 
     Attributes:
         quantile: the share.
-        latency_bound_s: to the last token; None: no bound.
-        ttft_s: to the first token.
-        tpot_s: on the mean gap between the request's tokens.
+        latency_bound_s: bound on the time to the last token; None: no bound.
+        ttft_s: bound on the time to the first token.
+        tpot_s: bound on the mean gap between the request's tokens.
     """
 
     quantile: float
@@ -44,7 +44,8 @@ class Constraint(Frozen):
 
     The plan maximises the `objective`. "arrivals" is the highest arrival rate at which the quantile of all requests
     keeps the bounds, waiting included (`Capacity`), under either sla. "saturated" is throughput while requests are
-    always waiting, with latency from admission, as in the papers. Files without the field were made for "saturated".
+    always waiting, with latency from admission, as in the papers. Files without the field `objective` were made for
+    "saturated".
     """
 
     objective: Objective = "saturated"
@@ -78,8 +79,8 @@ class Constraint(Frozen):
 
     @property
     def planned_quantile(self) -> float:
-        """The share of requests for which a plan is made to keep the bound; under sla "request" slightly above the
-        quantile.
+        """The share of requests for which a plan is made to keep the bound; under sla "request" it is slightly above
+        the quantile.
 
         Latency jumps when one more token falls into the next encode phase, so a share that is only just reached is
         easily missed.
@@ -110,13 +111,13 @@ class Constraint(Frozen):
 
     @property
     def all_bounds(self) -> Goal:
-        """All bounds together; the share of requests that keep them is the goodput."""
+        """All bounds together; the share of requests that keep all of them is the goodput."""
         return Goal(self.quantile, self.latency_bound_s, self.ttft_s, self.tpot_s)
 
     @property
     def goals(self) -> tuple[Goal, ...]:
-        """The goals of arriving requests: one for all bounds without a separate quantile, and one for each bound that
-        has one.
+        """The goals of arriving requests: one for all bounds that have no quantile of their own, and one for each bound
+        that has one.
         """
         together, apart = self.all_bounds, []
         if self.ttft_quantile is not None and self.ttft_s is not None:
@@ -154,8 +155,8 @@ class Constraint(Frozen):
 class Admission(Frozen):
     """The order in which waiting requests enter, and the reservation of K/V memory.
 
-    "reserve" reserves a request's maximum (ORCA Algorithm 1). "quantile" admits as many requests (`max_running`) as fit
-    99.9% of the time, and preempts some if they do not fit.
+    "reserve" reserves a request's maximum (ORCA Algorithm 1). "quantile" admits up to `max_running` requests, the
+    number that fits 99.9% of the time, and preempts some when they do not fit.
 
     Orders in which waiting requests enter:
 
@@ -167,11 +168,11 @@ class Admission(Frozen):
     - "das": TCB's deadline-aware scheduling over `row_tokens` prompt tokens at a time.
 
     A request that has waited for longer than `patience` times the plan's latency is overdue. While there are overdue
-    requests, every second request to enter is the one that has been overdue longest, so that none starves. None: no
-    request is ever overdue.
+    requests, every second request to enter is the one that has been overdue longest, so that no request starves. None:
+    no request is ever overdue.
 
     If a request states no maximum, memory is reserved for the quantile `promise_quantile` of the plan's output lengths.
-    A longer output continues, and is preempted when other requests need the memory beyond its reservation.
+    A longer output continues; it is preempted when other requests need the memory that it uses beyond its reservation.
     """
 
     order: AdmissionOrder = "fcfs"

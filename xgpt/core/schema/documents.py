@@ -75,7 +75,7 @@ class CalibrateOutput(Frozen):
     step_s: float
     """Further seconds of each step."""
     path_s: float
-    """Further seconds of a request outside the engine's loop."""
+    """Fitted seconds that each request spends outside the engine's loop."""
     loads: tuple[CalibratedLoadOutput, ...]
     """The loads."""
 

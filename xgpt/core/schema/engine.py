@@ -1,4 +1,4 @@
-"""The costs and the scheduling of one version of an engine, which add to the step times of a model."""
+"""The costs and the scheduling of one version of an engine; the costs add to the step times of a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EngineSpec(Frozen):
     """The schedule, costs and memory of one version of an engine, as in a file of configs/engines.
 
     Times of the loop (`layer_s` to `captured_tokens`) are added to profiles that are computed or imported for the
-    engine; a measured profile contains them. None: the profile's own figure is used.
+    engine; a measured profile already contains them. A field that is None leaves the profile's figure unchanged.
     """
 
     name: str
@@ -34,8 +34,9 @@ class EngineSpec(Frozen):
     scheduler: Literal["own", "xgpt"] = "own"
     """Whether the engine's own scheduler or xgpt's scheduler class schedules steps."""
     waiting_step_s: NonNegativeFloat = 0.0
-    """Further seconds of the loop for each step that is scheduled after the step before has ended, as by xgpt's
-    scheduler."""
+    """Further seconds of the loop for each step that is scheduled only after the previous step has ended, as xgpt's
+    scheduler does.
+    """
     waiting_request_s: NonNegativeFloat = 0.0
     """Further seconds for each request in such a step."""
     mixes: bool = True
@@ -43,15 +44,16 @@ class EngineSpec(Frozen):
     cuts_prompts: bool = True
     """Whether a step cuts a prompt that does not fit; otherwise the prompt waits for a step with room for it."""
     admits_by_use: bool = False
-    """Whether requests enter while K/V memory is free, and the last one is preempted if it runs out; otherwise memory
-    for each request's maximum is reserved."""
+    """Whether requests enter as long as K/V memory is free, and the last request is preempted if memory runs out;
+    otherwise memory for each request's maximum is reserved.
+    """
     batch_wait_steps: NonNegativeInt = 0
     """Steps for which prompts wait for further prompts while requests decode, unless the step has
     `batch_wait_tokens`."""
     batch_wait_tokens: NonNegativeInt = 0
     """Number of tokens of a step, of decodes and waiting prompts, from which prompts wait no longer."""
     receive_steps: PositiveInt = 1
-    """Number of decode steps from one look at new requests to the next. The step after one that encodes looks, too."""
+    """Number of decode steps between two checks for new requests. The step after a step that encodes also checks."""
     layer_s: NonNegativeFloat | None = None
     """Seconds of a layer outside its operators: gaps between kernels, and the smallest kernels."""
     step_s: NonNegativeFloat | None = None
@@ -69,12 +71,13 @@ class EngineSpec(Frozen):
     before_admission_s: NonNegativeFloat = 0.0
     """Seconds from a request's arrival at the server until the scheduler sees it, without `tokenise_s`."""
     tokenise_s: NonNegativeFloat = 0.0
-    """Further seconds until then for each token of its prompt."""
+    """Further seconds, for each token of the prompt, until the scheduler sees the request."""
     stream_s: NonNegativeFloat = 0.0
     """Seconds that an API server works on each token that it streams, on one core; 0: not known."""
     layer_path_s: NonNegativeFloat = 0.0
-    """Further seconds until then for each of the model's layers: kernels of a prompt that the host launches one by
-    one."""
+    """Further seconds, for each of the model's layers, before the first token: the host launches the kernels of a
+    prompt one by one.
+    """
     after_token_s: NonNegativeFloat = 0.0
     """Seconds from the end of a step until its tokens have left the server."""
     memory_share: float | None = Field(default=None, gt=0, le=1)
@@ -84,7 +87,7 @@ class EngineSpec(Frozen):
     shares_only_cache: bool = False
     """Whether `memory_share` is for weights and K/V only, and activations of a step use the rest."""
     kept_bytes: NonNegativeInt | None = None
-    """Bytes of that memory for anything except weights, K/V and activations; None: the planner's allowance."""
+    """Bytes of the engine's memory for anything except weights, K/V and activations; None: the planner's allowance."""
     group_bytes: NonNegativeInt = 0
     """Further bytes on each device of a tensor-parallel group: buffers of all-reduces."""
     sampling_bytes: NonNegativeFloat = 0.0
@@ -127,12 +130,12 @@ class EngineSpec(Frozen):
 
     @property
     def borrowed(self) -> tuple[str, ...]:
-        """Names of figures of times that are of another engine or version: their sources say "as ..." or "borrowed"."""
+        """Names of times that were taken from another engine or version: their sources say "as ..." or "borrowed"."""
         return tuple(name for name in TIMED if re.match(r"as |.*borrowed", self.sources.get(name, "")))
 
     @property
     def with_xgpt(self) -> EngineSpec:
-        """The engine with xgpt's scheduler class, which schedules each step after the step before has ended."""
+        """The engine with xgpt's scheduler class, which schedules a step only after the previous step has ended."""
         if self.scheduler == "xgpt":
             return self
         name = {"scheduler": "xgpt", "name": f"xgpt-{self.name}"}
@@ -147,7 +150,7 @@ class EngineSpec(Frozen):
         return self.with_xgpt if self.framework == "vllm" and kind != "chunked" else self
 
     def request_path_s(self, prompt: float, num_layers: int) -> float:
-        """Return the seconds before a request's tokens that are spent neither waiting nor in steps.
+        """Return the seconds from a request's arrival to its first token that are spent neither waiting nor in steps.
 
         Args:
             prompt: number of prompt tokens.

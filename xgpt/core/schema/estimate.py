@@ -27,7 +27,7 @@ class JointLengths(Frozen):
 
 
 class MixingEdge(Frozen):
-    """The cost of mixed steps above which (or below which) a plan of another policy serves more."""
+    """The cost of mixed steps above which (or below which) another policy's plan has the higher throughput."""
 
     mixing: float
     """Extra time of a mixed step, as a share of the time of a step with only its decodes (see `EngineSpec.mixing`)."""
@@ -56,8 +56,8 @@ class Capacity(Frozen):
 
     A request keeps the bounds if its times from arrival to the last and to the first token, and its mean gap between
     tokens, are within the bounds reduced by the headroom. The rate is the highest at which the constraint's quantile of
-    `num_requests` simulated requests keeps them; the `warm_up_requests` before those do not count. Lengths and gaps
-    between arrivals are drawn from `seed` and are the same at every rate.
+    `num_requests` simulated requests keeps the bounds; `warm_up_requests` earlier requests do not count. Lengths and
+    gaps between arrivals are drawn from `seed` and are the same at every rate.
     """
 
     rate_per_s: float
@@ -71,9 +71,9 @@ class Capacity(Frozen):
     rate_under_looser_per_s: float | None = None
     """The rate under bounds that are 5% looser."""
     whole_s: float
-    """Quantile of the time from arrival to the last token at that rate."""
+    """Quantile of the time from arrival to the last token at the rate `rate_per_s`."""
     share_kept: float
-    """Share of the simulated requests that kept the bounds at that rate."""
+    """Share of the simulated requests that kept the bounds at the rate `rate_per_s`."""
     closed_form_per_s: float | None = None
     """The rate that the closed form predicted."""
     num_requests: int
@@ -120,8 +120,9 @@ class Estimate(Frozen):
     """The highest arrival rate within the bounds; None: there is no bound (any rate below the throughput is sustained),
     or it has not been simulated."""
     mixing_edge: MixingEdge | None = None
-    """The cost of mixed steps at which the best policy changes; None: there is none from 0 to 0.4, or mixed steps were
-    measured."""
+    """The cost of mixed steps at which the best policy changes; None: no cost from 0 to 0.4 changes it, or mixed steps
+    were measured.
+    """
     joint_lengths: JointLengths | None = None
     """Effect of correlated lengths; None: the workload is not a trace, or its lengths are all equal."""
     reuse: ReuseEstimate | None = None
@@ -131,10 +132,14 @@ class Estimate(Frozen):
     step_times: StepTimes | None = None
     """Step times that the scheduling rule uses; None: it uses none."""
     ranges: dict[str, tuple[float, float]] = Field(default_factory=dict, exclude_if=lambda ranges: not ranges)
-    """Lowest and highest value of these figures, and of the capacity's `rate_per_s`, in nine of ten cases: of loads on
-    this machine, if its profile is fitted to a served engine, or of the measured rows of `ranges_from`."""
+    """Lowest and highest value of these figures, and of the capacity's `rate_per_s`, in nine of ten cases. The cases
+    are loads on this machine when idle, if its profile is fitted to a served engine, or the published measurements in
+    `ranges_from`.
+    """
     ranges_from: dict[str, str] = Field(default_factory=dict, exclude_if=lambda rows: not rows)
-    """Measured rows whose errors give a range, by figure; empty: ranges are of this machine, or not known."""
+    """By figure, the published measurements whose prediction errors give its range; empty: ranges are those of this
+    machine, or are not known.
+    """
     warnings: tuple[str, ...] = ()
     """Warnings to read before using the plan."""
 
@@ -155,9 +160,10 @@ class Estimate(Frozen):
 class SearchCertificate(Frozen):
     """How the plan was found, and the proof that no plan of the search space is better by more than `gap`.
 
-    Under objective "arrivals" the plan's rate is simulated, with an error (`estimate.capacity.error`), and the gap is
-    the distance to a bound in closed form: two separate uncertainties. Method "given": the settings were given and only
-    scored. Method "grid": closed forms along curves were ranked, which proves nothing.
+    Under objective "arrivals" there are two separate uncertainties: the plan's rate is simulated, with the error
+    `estimate.capacity.error`, and the gap is the distance from that rate to an upper bound in closed form. Method
+    "given": the settings were given, and only their figures were computed. Method "grid": closed forms were ranked
+    along curves, which proves nothing.
     """
 
     method: Literal["branch-and-bound", "exhaustive", "optuna", "grid", "given"]

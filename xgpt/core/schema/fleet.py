@@ -35,7 +35,9 @@ class ReplicaKind(Frozen):
 
     @property
     def change_cost(self) -> float:
-        """Cost of starting and stopping a replica: the price of the time in which it accepts no requests."""
+        """Cost of starting and stopping a replica: the price of the time in which the replica runs but accepts no
+        requests.
+        """
         return self.price_per_hour * (self.start_s + self.drain_s) / 3600
 
 
@@ -45,13 +47,13 @@ class FleetInterval(Frozen):
     rate_per_s: NonNegativeFloat
     """Mean number of requests that arrive each second."""
     peak_per_s: NonNegativeFloat
-    """Mean rate of the interval's busiest third, for which the fleet is planned."""
+    """Mean rate in the busiest third of the interval; the fleet is planned for this rate."""
     lengths: NonNegativeInt
-    """Index of its request lengths in the fleet's `lengths`."""
+    """Index of the interval's request lengths in the fleet's `lengths`."""
     replicas: tuple[NonNegativeInt, ...]
     """Replicas of each kind."""
     share_kept: float | None = None
-    """Simulated share of its requests that keep the bounds; None: it has no requests."""
+    """Simulated share of the interval's requests that keep the bounds; None: no requests arrive."""
 
 
 class FleetFigures(Frozen):
@@ -66,7 +68,7 @@ class FleetFigures(Frozen):
     share_kept: float
     """Share of all requests of the day that keep the bounds reduced by the headroom, by simulation."""
     share_within: float
-    """Share of them that keep the bounds themselves."""
+    """Share of all requests of the day that keep the full bounds, without headroom, by simulation."""
 
 
 class ConstantFleet(Frozen):
@@ -75,7 +77,7 @@ class ConstantFleet(Frozen):
     replicas: tuple[NonNegativeInt, ...]
     """Replicas of each kind."""
     figures: FleetFigures
-    """Its cost, and the share of requests that keep the bounds."""
+    """The fleet's cost, and the share of requests that keep the bounds."""
 
 
 class FleetPlan(Frozen):
@@ -98,7 +100,9 @@ class FleetPlan(Frozen):
     least_replicas: NonNegativeInt
     """Least number of replicas at any time."""
     load_factor: PositiveFloat
-    """Factor on the load for which replicas are planned: the least one that keeps the quantile in simulation."""
+    """Factor by which the load is multiplied before replicas are planned: the smallest one with which the simulation
+    keeps the quantile.
+    """
     kinds: tuple[ReplicaKind, ...] = Field(min_length=1)
     """Kinds of replicas."""
     lengths: tuple[Workload, ...] = Field(min_length=1)
@@ -110,7 +114,9 @@ class FleetPlan(Frozen):
     constant: ConstantFleet
     """The cheapest fleet that never changes, for comparison."""
     least_cost: NonNegativeFloat
-    """Lower bound on the cost of any fleet that serves the planned load, if changes were free and instantaneous."""
+    """Lower bound on the cost of any fleet that serves the planned load: the cost if changes were free and
+    instantaneous.
+    """
     gap: NonNegativeFloat
     """Largest share by which the planned cost, with all changes, can exceed the optimum for a known load."""
     num_requests: PositiveInt

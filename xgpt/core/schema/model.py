@@ -1,4 +1,4 @@
-"""The shape of a model, as planning and running need it."""
+"""The shape of a model: all sizes that planning and running need."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ Family = Literal[
     "deepseek_v3",
     "other",
 ]
-"""Families that xgpt runs or whose shapes it reads in full; "other" is planned from its blocks."""
+"""Families that xgpt runs, or whose shapes it reads completely; a model of family "other" is planned from its
+`blocks`.
+"""
 StoredDType = Literal["float32", "float16", "bfloat16"]
 """Types in which a checkpoint's weights may be stored."""
 RunDType = Literal[StoredDType, "int8"]
@@ -70,7 +72,7 @@ class Precision(NamedTuple):
         kv: type of K/V.
         packs: whether projections are stored in a layout for the device's kernels; a tied head is then a copy of the
             embedding.
-        screens: whether the head is also stored in 8 bits, in addition to the weights as they were read.
+        screens: whether the head is stored twice: in 8 bits, and as it was read.
     """
 
     weights: DType
@@ -90,12 +92,12 @@ class Precision(NamedTuple):
     ) -> Precision:
         """Return the types that an engine (None: xgpt's own) uses for a dtype.
 
-        On CPUs xgpt's own engine uses float32 for everything except products and K/V: with few rows, attention takes as
-        long as reading K/V.
+        On CPUs xgpt's own engine uses float32 for everything except products and K/V. K/V has the smaller type because,
+        with few rows, attention takes as long as reading K/V.
 
         Args:
             kv_dtype: type of K/V; None: the engine's default.
-            layouts: names of the weights that have a special layout on a CPU.
+            layouts: keys of the weights that have a special layout on a CPU.
         """
         if device_type != "cpu" or engine not in (None, "native"):
             return cls(dtype, "bfloat16" if dtype == "float8" else dtype, kv_dtype or dtype, packs=False)
@@ -174,9 +176,9 @@ class ModelShape(Frozen):
 class ModelSpec(ModelShape):
     """A transformer; weights come from a checkpoint or from a seed.
 
-    Encoder-decoders (t5) start their decoder with `bos_token_id` (default 0). Their positions enter as a bias by
-    distance, in `relative_buckets` that reach to `relative_max_distance` tokens. `head_scale` multiplies the input of
-    the output head.
+    Encoder-decoders (t5) start their decoder with `bos_token_id` (default 0). Positions enter as a bias that depends on
+    distance, in `relative_buckets` buckets for distances of up to `relative_max_distance` tokens. `head_scale`
+    multiplies the input of the output head.
     """
 
     tie_embeddings: bool = True
@@ -253,7 +255,7 @@ class ModelSpec(ModelShape):
 
     @property
     def norms_span_heads(self) -> bool:
-        """Whether queries and keys are normalised over all heads together, also if devices divide the heads."""
+        """Whether queries and keys are normalised over all heads together, even if devices divide the heads."""
         return self.family == "minimax_m2"
 
     @property
@@ -291,8 +293,9 @@ class ModelSpec(ModelShape):
 
     @property
     def query_params(self) -> int:
-        """Number of weights that compute queries, from the hidden state or from the query vector of latent
-        attention."""
+        """Number of weights that compute queries from the hidden state, or from the query vector of latent
+        attention.
+        """
         rank = None if self.latent is None else self.latent.q_rank
         return (rank or self.hidden_size) * self.num_heads * self.head_dim
 
@@ -340,12 +343,12 @@ class ModelSpec(ModelShape):
         return attention.kept_elements(group) * BYTES_PER_ELEMENT[dtype] + scales + attention.index_bytes
 
     def kv_bytes_per_token(self, dtype: DType) -> int:
-        """Return the K/V bytes of a token in all decoder layers, while it is within their windows."""
+        """Return the K/V bytes of a token in all decoder layers, as long as the token is within their windows."""
         return sum(len(kind.layers) * int(self.kv_bytes_of(kind, dtype)) for kind in self.kinds)
 
     @property
     def unpacked(self) -> ModelSpec:
-        """The model with weights in the dtype of products, without quantisation."""
+        """The same model without quantisation: its weights have the dtype of products."""
         return self if self.quantization is None else self.model_copy(update={"quantization": None})
 
     def layer_weight_bytes(self, dtype: DType, first: int = 0, last: int | None = None) -> float:

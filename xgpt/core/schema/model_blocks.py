@@ -12,7 +12,8 @@ from xgpt.core.schema.model_parts import Experts, LatentAttention
 
 
 class Indexer(Frozen):
-    """The index of sparse attention, which scores all earlier tokens so that attention reads only the best ones.
+    """The index of sparse attention: it scores all earlier tokens, and attention reads only the tokens with the best
+    scores.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556) sec. 2.1.
     """
@@ -20,7 +21,7 @@ class Indexer(Frozen):
     num_heads: PositiveInt
     """Heads that score tokens."""
     head_dim: PositiveInt
-    """Width of such a head, and of the 8-bit key that the index stores for each token."""
+    """Width of a head of the index, and of the 8-bit key that the index stores for each token."""
     top_k: PositiveInt
     """Largest number of tokens that attention reads."""
     pool: PositiveInt = 1
@@ -30,7 +31,7 @@ class Indexer(Frozen):
 
 
 class Attention(Frozen):
-    """Softmax attention over all earlier tokens, the last ones, or those that an index selects."""
+    """Softmax attention over all earlier tokens, over the last ones, or over those that an index selects."""
 
     num_heads: PositiveInt
     """Query heads."""
@@ -55,7 +56,7 @@ class Attention(Frozen):
     compression: PositiveInt = 1
     """Number of tokens for each stored entry; the last tokens, in `window`, have one entry each."""
     weights: PositiveInt | None = None
-    """Number of weights of all projections, if their shapes are unusual; None: it follows from the sizes."""
+    """Number of weights of all projections, if their shapes are unusual; None: the number follows from the sizes."""
     other_params: NonNegativeInt = 0
     """Number of further weights of the block, which devices divide."""
 
@@ -111,8 +112,9 @@ class Attention(Frozen):
 
 
 class Recurrent(Frozen):
-    """Linear attention, a state-space layer or a short convolution, in which a request has one state of constant
-    size."""
+    """A recurrent block (linear attention, a state-space layer or a short convolution): each request has one state of
+    constant size.
+    """
 
     num_heads: PositiveInt
     """Heads, which a tensor-parallel group divides."""
@@ -125,7 +127,7 @@ class Recurrent(Frozen):
 
 
 class Block(Frozen):
-    """Equal layers: the part that mixes tokens, and the feed-forward block."""
+    """Layers that are equal: the part that mixes tokens, and the feed-forward block."""
 
     layers: tuple[int, ...]
     """Numbers of the layers, from 0."""
@@ -145,7 +147,7 @@ class Block(Frozen):
         return self
 
     def count(self, first: int, last: int) -> int:
-        """Return the number of its layers in [first, last)."""
+        """Return how many of these layers are in [first, last)."""
         ordered = _ordered(self.layers)
         return bisect_left(ordered, last) - bisect_left(ordered, first)
 
@@ -169,7 +171,7 @@ class Sizes(Frozen):
         return attention + (0 if block.recurrent is None else block.recurrent.weights)
 
     def unshared(self, block: Block) -> int:
-        """Return the number of these weights that every device of a group holds in full."""
+        """Return the number of weights that mix tokens and that every device of a group holds in full."""
         return 0 if block.attention is None else block.attention.unshared_params(self.hidden)
 
     def dense(self, block: Block) -> int:

@@ -42,8 +42,9 @@ class Experts(Frozen):
     bias: bool = Field(default=False, exclude_if=lambda bias: not bias)
     """Whether the products of an expert have biases."""
     latent_size: PositiveInt | None = None
-    """Width to which tokens are projected before routed experts, and from which back after them; None: the hidden
-    size."""
+    """Width to which tokens are projected before the routed experts; after them, they are projected back. None: the
+    hidden size, without projections.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> Experts:
@@ -118,7 +119,9 @@ class Quantization(Frozen):
     """Whether each step computes the scale of its activations (fp8); otherwise the checkpoint holds one for each
     matrix."""
     group_size: PositiveInt = 128
-    """Number of weights that share a scale (int4), or on each side of a block that shares one (fp8_block)."""
+    """Number of weights that share a scale (int4), or number of rows and of columns of a block that shares a scale
+    (fp8_block).
+    """
     has_zero_points: bool = False
     """Whether each group also has a 4-bit zero point (int4)."""
     kv_float8: bool = False
@@ -153,9 +156,9 @@ class RopeScaling(Frozen):
     factor: float = Field(gt=0)
     """Factor on long wavelengths."""
     low_freq_factor: float = Field(gt=0)
-    """Wavelengths above `original_max_position` divided by this are scaled fully."""
+    """Wavelengths above `original_max_position` divided by this factor are scaled fully."""
     high_freq_factor: float = Field(gt=0)
-    """Wavelengths below `original_max_position` divided by this are not scaled."""
+    """Wavelengths below `original_max_position` divided by this factor are not scaled."""
     original_max_position: PositiveInt
     """Context before scaling."""
 
@@ -170,7 +173,8 @@ class LinearRope(Frozen):
 
 
 class YarnRope(Frozen):
-    """YaRN: long wavelengths are multiplied by a factor, short ones are unchanged, and queries and keys are scaled.
+    """YaRN scaling: long wavelengths are multiplied by a factor, short ones are unchanged, and queries and keys are
+    scaled.
 
     Source: arXiv 2309.00071.
     """
@@ -182,9 +186,9 @@ class YarnRope(Frozen):
     original_max_position: PositiveInt
     """Context before scaling."""
     beta_fast: PositiveFloat = 32.0
-    """Waves with more rotations than this within the context are not scaled."""
+    """Dimensions that rotate more often than this within the original context are not scaled."""
     beta_slow: PositiveFloat = 1.0
-    """Waves with fewer rotations than this within the context are scaled fully."""
+    """Dimensions that rotate less often than this within the original context are scaled fully."""
     truncate: bool = True
     """Whether the two limits are rounded to whole dimensions."""
     attention_factor: PositiveFloat

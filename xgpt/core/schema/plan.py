@@ -27,13 +27,15 @@ SLICE_TOKENS = 2048
 """Largest number of tokens that pass the layers at once; larger steps run in slices, to limit activations."""
 
 NEVER_NS = 10**15
-"""The bound that the scheduling rule uses for requests without one: eleven days."""
+"""The bound that the scheduling rule uses for requests without a bound: eleven days."""
 
 EngineKind = Literal["native", "vllm"]
 SPECULATIVE_POLICIES = ("chunked", "orca")
 """Policies that support speculative decoding: every step decodes all running requests."""
 Batching = Literal["flat", "padded", "rows", "slots"]
-"""Layout of a whole batch: flat, without padding; padded, one request a row; concatenated in rows; in slots of rows."""
+"""Layout of a whole batch. flat: without padding; padded: one request in each row; rows: several requests in each row,
+concatenated; slots: rows divided into slots.
+"""
 
 
 def is_hub_id(name: str) -> bool:
@@ -42,7 +44,7 @@ def is_hub_id(name: str) -> bool:
 
 
 class Stage(Frozen):
-    """One pipeline stage: its devices, and the layers [first, last) that they hold.
+    """One pipeline stage: its devices, and the layers [first, last) that these devices hold.
 
     The encode lane of an encoder-decoder has no decoder layers: its K/V blocks hold the encoder's hidden states of
     prompts that the decode lane has not received yet.
@@ -72,8 +74,8 @@ class ProfileRef(Frozen):
 
     Attributes:
         sha256: hash of the profile's content, which identifies it.
-        engine: the engine whose steps were timed and which the plan is for; None: times are from a datasheet, for any
-            engine.
+        engine: the engine whose steps were timed, and for which the plan was made; None: times are from a datasheet,
+            for any engine.
         slowdown: factor on the profile's times, measured by a server.
     """
 
@@ -143,7 +145,7 @@ class Plan(Frozen):
     """The profile from which the figures were predicted."""
 
     def with_estimate(self, **figures: object) -> Plan:
-        """Return the plan with these figures of its estimate replaced."""
+        """Return the plan with the given figures in its estimate."""
         return self.model_copy(update={"estimate": self.estimate.model_copy(update=figures)})
 
     @property
@@ -153,7 +155,9 @@ class Plan(Frozen):
         return max(1, self.stages[0].ep // self.stages[0].tp)
 
     def step_tokens(self, budget: int) -> int:
-        """Return the largest number of tokens of a whole step, given that of a step of the schedule."""
+        """Return the largest number of tokens of a whole step, given the largest number of tokens of a step of the
+        schedule.
+        """
         if self.speculation is None:
             return budget
         each, most = self.speculation.tokens_per_step, getattr(self.policy, "max_batch", 0)
@@ -255,8 +259,9 @@ class Plan(Frozen):
 
     @property
     def vllm_shares_prompts(self) -> bool:
-        """Whether vLLM can share the K/V of equal prompts under this plan, which needs one lane and no attention
-        windows."""
+        """Whether vLLM can share the K/V of equal prompts under this plan: it needs a plan of one lane and a model
+        without attention windows.
+        """
         return self.policy.lanes == ("both",) and self.model.sliding_window is None
 
     @property
@@ -306,7 +311,7 @@ class Plan(Frozen):
     def may_outgrow(self) -> bool:
         """Whether an output may exceed its reservation.
 
-        It may not in a static batch, whose memory is reserved as a whole, or if an encoder would have to read the
-        prompt again.
+        An output may not exceed its reservation in a static batch, whose memory is reserved as a whole, or if an
+        encoder would have to read the prompt again.
         """
         return not (self.policy.holds_finished or self.model.is_encoder_decoder)

@@ -1,4 +1,4 @@
-"""The settings of every policy, among them the control variables that the search varies.
+"""The settings of every policy, including the control variables that the search varies.
 
 Each class declares its variables once, with the direction in which throughput and latency change; the search space and
 the contract tests read them here.
@@ -26,7 +26,9 @@ class Variable(NamedTuple):
 
 
 class TensorParallel(Frozen):
-    """Tensor parallelism of a lane: `devices` of its devices form groups of `degree`; each of the others is a stage."""
+    """Tensor parallelism of a lane: `devices` of its devices form groups of `degree`; each of its other devices is a
+    stage by itself.
+    """
 
     degree: PositiveInt = 1
     """Number of devices of a group."""
@@ -37,8 +39,8 @@ class TensorParallel(Frozen):
 
 
 class SingleLane(Frozen):
-    """Settings of all single-lane policies: `tp_devices` of the devices form groups of `tp_degree`; each other is a
-    stage.
+    """Settings of all single-lane policies: `tp_devices` of the devices form groups of `tp_degree`; each other device
+    is a stage by itself.
     """
 
     tp_degree: PositiveInt = 1
@@ -49,7 +51,7 @@ class SingleLane(Frozen):
     """Number of parts into which such a group divides the experts of a layer."""
 
     tuned: ClassVar[tuple[str, ...]] = ()
-    """Settings of the scheduling rule, not of the placement, that are not control variables."""
+    """Settings of the scheduling rule that are neither control variables nor part of the placement."""
     steadying: ClassVar[tuple[str, ...]] = ()
     """Numeric settings of the scheduling rule, 0 by default, that `--fix` can set."""
     lanes: ClassVar[tuple[StageLane, ...]] = ("both",)
@@ -61,7 +63,8 @@ class SingleLane(Frozen):
 class RraSettings(SingleLane):
     """Alternately encode `encode_batch` requests and run `decode_iterations` decode iterations.
 
-    Source: ExeGPT sec. 4.1. `encode_batch` is the mean: the scheduling rule fills steps by tokens (sec. 5.2).
+    Source: ExeGPT sec. 4.1. `encode_batch` is a mean number of requests, since the scheduling rule fills steps by
+    tokens (sec. 5.2).
     """
 
     kind: Literal["rra"] = "rra"
@@ -107,9 +110,9 @@ class OrcaSettings(SingleLane):
 class SlackBudget(Frozen):
     """A budget of prompt tokens in a step, from the slack of running requests.
 
-    A running request's next token is due when its mean time per token would reach the plan's bound. A step contains as
-    many prompt tokens as let it end, by the plan's step times, before the first token is due. Source: FairBatching,
-    arXiv 2510.14392; here deadlines count from the first token.
+    A running request's next token is due when its mean time per token would reach the plan's bound. A step contains the
+    largest number of prompt tokens with which, by the plan's step times, it ends before any token is due. Source:
+    FairBatching, arXiv 2510.14392; here deadlines count from the first token.
     """
 
     least_tokens: PositiveInt
@@ -117,10 +120,13 @@ class SlackBudget(Frozen):
     most_tokens: PositiveInt
     """Largest number of prompt tokens in a step, even if running requests have more slack."""
     share: float = Field(default=0.95, gt=0, le=1)
-    """Share of the bound on time per token at which tokens are due; the rest allows for steps that take longer than
-    predicted, and in a pipeline for the steps of other micro-batches."""
+    """Share of the bound on time per token after which a token is due. The rest of the bound allows for steps that take
+    longer than predicted, and in a pipeline for the steps of other micro-batches.
+    """
     behind_tokens: NonNegativeInt = 0
-    """Number of tokens by which a running request may be late; it catches up in steps that encode little."""
+    """Number of tokens by which a running request may be late; the request catches up in steps that encode few prompt
+    tokens.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> SlackBudget:
@@ -151,10 +157,10 @@ class ChunkedSettings(SingleLane):
 
 
 class StaticSettings(SingleLane):
-    """Encode a batch and decode it until its longest output has finished, then start the next, as FasterTransformer
-    does.
+    """Encode a batch and decode it until its longest output has finished, then start the next batch, as
+    FasterTransformer does.
 
-    With more encode than decode micro-batches it is the hybrid scheduling of DeepSpeed Inference.
+    With more encode than decode micro-batches, this is the hybrid scheduling of DeepSpeed Inference.
     """
 
     kind: Literal["static"] = "static"

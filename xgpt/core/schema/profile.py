@@ -39,8 +39,9 @@ drift nor the load of clients on the same machine. A running server re-plans onl
 RESTLESS = 0.15
 """Spread above which a profile counts as measured on a busy machine, with other work in its times."""
 MOST_HEADROOM = 0.20
-"""Largest headroom that a profile's spread or other processes cause; a disturbed measurement should not waste more of
-the machine."""
+"""Largest headroom that a profile's spread or other processes cause; a disturbed measurement should not lead to plans
+that waste more of the machine.
+"""
 
 
 class Curve(Frozen):
@@ -130,12 +131,15 @@ class LayerTimes(Frozen):
     """Number of devices of the group."""
     ep_degree: PositiveInt = 1
     """Number of parts into which a layer's experts are divided; the devices of each part hold slices of its experts. If
-    it exceeds `tp_degree`, several groups divide the experts, and each processes as many tokens as this one."""
+    it exceeds `tp_degree`, several groups divide the experts, and each group processes the same number of tokens.
+    """
     rest: Curve
     """Everything except attention, by tokens."""
     last: Curve | None = None
-    """Everything except attention in the model's last layer, for tokens without logits, of which it computes only keys
-    and values; its work for tokens with logits is then part of `head`. None: the last layer is like all others."""
+    """Everything except attention in the model's last layer, for tokens whose logits are not needed: of these tokens,
+    the layer computes only keys and values. Its work for tokens with logits is then part of `head`. None: the last
+    layer is like all others.
+    """
     encode_attention: Surface
     """Causal attention of whole prompts, by (batch, prompt length)."""
     decode_attention: Surface
@@ -154,7 +158,7 @@ class EncoderLayerTimes(Frozen):
     rest: Curve
     """Everything except attention, by tokens."""
     attention: Surface
-    """Attention of all tokens of a prompt to all its tokens, by (batch, prompt length)."""
+    """Attention of all tokens of a prompt to all tokens of the prompt, by (batch, prompt length)."""
 
 
 class Jitter(Frozen):
@@ -163,7 +167,7 @@ class Jitter(Frozen):
     seconds: float = Field(gt=0)
     """Mean time of the measured steps."""
     ratios: tuple[NonNegativeFloat, ...] = Field(min_length=1)
-    """Times of single steps divided by that mean, at evenly spaced quantiles, rising."""
+    """Times of single steps divided by their mean, at evenly spaced quantiles, in rising order."""
 
     @model_validator(mode="after")
     def _check(self) -> Jitter:
@@ -231,19 +235,21 @@ class Profile(Frozen):
     For a device with a share of the layers or heads, take that share of the tokens.
     """
     load_bytes_per_s: float | None = Field(default=None, gt=0, exclude_if=lambda rate: rate is None)
-    """Bytes of weights that a device loads each second from a checkpoint in host memory; None: not known."""
+    """Rate at which a device loads weights from a checkpoint in host memory, in bytes a second; None: not known."""
     spread: float = Field(default=0.0, ge=0)
     """Share by which slow periods of the measurement exceed the mean."""
     others: dict[str, float] = Field(default_factory=dict, exclude_if=lambda others: not others)
-    """Mean number of cores that each other process used during the measurement, if at least 0.05, by name; "steal" is
-    the host of a virtual machine."""
+    """By name, the mean number of cores that each other process used during the measurement, if at least 0.05; "steal"
+    is time that the host of a virtual machine gave to others.
+    """
     is_brief: bool = Field(default=False, exclude_if=lambda is_brief: not is_brief)
-    """Whether fewer points were measured, less often, because other processes used the machine; others are
-    interpolated."""
+    """Whether fewer points were measured, and less often, because other processes used the machine; the other points
+    are interpolated.
+    """
     gflops: float | None = Field(default=None, gt=0, exclude_if=lambda gflops: gflops is None)
     """GFLOP/s of a fixed matrix product on all cores when the measurement began, which shows the clock rate."""
     jitter: Jitter | None = Field(default=None, exclude_if=lambda jitter: jitter is None)
-    """The variation of short steps around their mean; None: not known, so that all take the mean time."""
+    """The variation of short steps around their mean; None: not known, so that all steps take the mean time."""
     provenance: dict[str, str] = Field(default_factory=dict)
     """Sources of parts of the profile, in addition to `source`."""
     environment: dict[str, str] = Field(default_factory=dict)
@@ -275,10 +281,12 @@ class Profile(Frozen):
 
     @property
     def headroom(self) -> float:
-        """Default headroom of plans: the known error of the profile's source plus the share of the engine's cores that
-        other processes used meanwhile, or the profile's spread if that is larger; at most `MOST_HEADROOM` of these.
+        """Default headroom of plans. It is the known error of the profile's source plus the share of the engine's cores
+        that other processes used during the measurement, or the profile's spread if that is larger; the spread and the
+        other processes count for at most `MOST_HEADROOM`.
 
-        The times contain what other processes took, and these may take as much again while the plan runs.
+        The measured times already contain the time that other processes took; these may take as much again while the
+        plan runs.
         """
         is_unserved = self.source == "measured" and self.engine == "native" and not self.is_served
         known = UNSERVED_ERROR if is_unserved else KNOWN_ERROR[self.source]

@@ -21,7 +21,7 @@ class ObservedReuse(Frozen):
         share: share of prompt tokens that were in the cache.
         sizes: cache sizes, in tokens.
         shares: share of prompt tokens that are in a cache of each of these sizes.
-        most: that share in an unlimited cache.
+        most: share of prompt tokens that are in an unlimited cache.
     """
 
     share: float = Field(ge=0, le=1)
@@ -36,10 +36,10 @@ class Observation(Frozen):
     Attributes:
         workload: their lengths; an output that is still running counts as at least as long as it is now.
         num_requests: number of requests that arrived.
-        num_finished: number of them that have finished.
+        num_finished: number of these requests that have finished.
         weight: Kish's effective sample size of the weighted requests.
         arrival_rate_per_s: requests a second; None: there were too few.
-        input_distance, output_distance: Wasserstein distance to the planned lengths, in tokens.
+        input_distance, output_distance: Wasserstein distance between observed and planned lengths, in tokens.
         step_ratio: measured over predicted step times of the running plan; None: not known.
         slowdown: measured step times over the profile's; None: too few steps have been compared.
         reuse: their prefix reuse; None: not observed.
@@ -65,7 +65,7 @@ class Outcome(Frozen):
 
     Attributes:
         latency_s: the latency that is compared with the bound.
-        keeps_bound: whether it keeps the bound; None: there is no bound.
+        keeps_bound: whether the plan keeps the bound; None: there is no bound.
         arrival_rate_per_s: simulated highest arrival rate within the bounds, at which `latency_s` is then the quantile
             of the time from arrival to the last token; None: the plan does not maximise the arrival rate.
     """
@@ -83,7 +83,7 @@ class Decision(Frozen):
     Attributes:
         at: date and time, ISO 8601, UTC.
         reason: the reason for the decision, as text.
-        running: figures of the plan that ran until then.
+        running: figures of the plan that ran until the decision.
         best: figures of the best plan for these lengths; None: no plan keeps the bound.
         slowdown: factor on the profile's times in the predictions of both plans.
         gain: relative gain of the best plan over the running one in throughput, or in arrival rate if the plan

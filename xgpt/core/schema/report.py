@@ -32,13 +32,14 @@ class Comparison(Frozen):
 
     @property
     def is_outside(self) -> bool:
-        """Whether there is a range and the measured value is not in it."""
+        """Whether the measured value is outside the range; false if there is no range."""
         return self.low is not None and self.high is not None and not self.low <= self.measured <= self.high
 
     @property
     def error_at_pace(self) -> float | None:
-        """Relative error of the prediction for these requests at the machine's pace, which is the error of the model;
-        None: the pace is not known."""
+        """Relative error of the prediction for these requests at the machine's pace, so without the part of the error
+        that is due to the pace; None: the pace is not known.
+        """
         if self.at_pace is None:
             return None
         return self.at_pace / self.measured - 1 if self.measured else 0.0
@@ -49,7 +50,7 @@ class Calibration(Frozen):
 
     Attributes:
         factors: factor on each of the profile's tables.
-        error_before, error_after: mean absolute relative error of step times, on steps that the fit did not use.
+        error_before, error_after: mean absolute relative error of step times, over steps that the fit did not use.
         bias_before, bias_after: relative error of the total time of those steps.
     """
 
@@ -63,7 +64,7 @@ class Calibration(Frozen):
 
 
 class CoreWaits(Frozen):
-    """The time for which the engine's threads waited for cores in a run, and the figures without these waits.
+    """How long the engine's threads waited for cores during a run, and the figures without these waits.
 
     Attributes:
         seconds: seconds for which a thread was ready to run and waited, over all steps, as Linux counts them.
@@ -123,7 +124,7 @@ class BenchReport(Frozen):
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether steps took longer than the plan allows, so that the machine is not as during profiling."""
+        """Whether steps took longer than the plan allows, so that the machine was slower than during profiling."""
         return self.pace is not None and self.pace > 1 + self.headroom
 
     @property

@@ -17,8 +17,9 @@ MOST_AHEAD = 16
 class Speculation(Frozen):
     """Settings of speculative decoding.
 
-    A decode step first generates `tokens` draft tokens, one after the other, then verifies them all at once with the
-    token before them. It emits the draft tokens up to the first rejected one, and one token of the model.
+    A decode step first generates `tokens` draft tokens, one after the other. Then the model verifies all of them in one
+    pass, together with the token before them. The step emits the draft tokens before the first rejected one, and one
+    token of the model.
 
     Source: Leviathan et al., arXiv 2211.17192, Algorithm 1; EAGLE-3, arXiv 2503.01840; multi-token prediction,
     DeepSeek-V3, arXiv 2412.19437 sec. 2.2.

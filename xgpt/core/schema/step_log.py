@@ -72,17 +72,18 @@ class StepRecord(NamedTuple):
         encode: (request, first prompt token, number of tokens) triples.
         decode: requests that decoded one token.
         finished: requests that ended in this step.
-        arrivals: requests received before this step was scheduled.
+        arrivals: requests received since the previous step was scheduled, before this one was.
         cancelled: requests removed before this step was scheduled.
         preempted: requests that lost their K/V for this step and wait again.
         transfer: requests whose K/V moved from the encode to the decode lane.
         lane: the worker group that executed it.
         microbatch: the micro-batch within the lane.
         number: its position in the order in which steps were scheduled, from 0.
-        settled: number of steps whose results had been processed when it was scheduled; with `number` it gives the
-            order of all events.
-        outputs: (request, keys) pairs: the keys of the blocks after those of the prompt, for requests that ended here.
-        failed: requests that ended here with an error; the content of their blocks is no longer shared.
+        settled: number of steps whose results had been processed when this step was scheduled; together with `number`,
+            it gives the order of all events.
+        outputs: (request, keys) pairs for requests that ended in this step; the keys are those of the blocks after the
+            prompt's blocks.
+        failed: requests that ended in this step with an error; the content of their blocks is no longer shared.
         cancelled_after: for each request in `cancelled`, the number of steps whose results had been processed when it
             was removed; in a log without it, the number when this step was scheduled.
         replica: the replica that executed it; each replica numbers its steps.

@@ -11,9 +11,9 @@ class StepTimes(Frozen):
     """A model of the seconds of a step through all stages of its lane.
 
     The time is the sum of the times of its tokens (a table, linear between points), of its prompts' attention (another
-    table; for a chunk [start, end) the difference between the values at the two ends), and of its decodes, by their
-    number and the tokens that they attend to. It is fitted to the profile with the error `error`. Scheduling rules use
-    it, but no figure of a plan depends on it.
+    table; for a chunk [start, end) the difference between the values at the two ends), and of its decodes, by the
+    number of decodes and of the tokens that they attend to. The model is fitted to the profile, with the error `error`.
+    Scheduling rules use it, but no figure of a plan depends on it.
     """
 
     tokens: tuple[int, ...] = Field(min_length=2)

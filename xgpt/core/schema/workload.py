@@ -11,7 +11,9 @@ from xgpt.core.schema.base import Frozen
 
 
 class TruncatedNormal(Frozen):
-    """A normal distribution truncated to `min` and `max`; mean and sd are those before truncation."""
+    """A normal distribution truncated to `min` and `max`; `mean` and `sd` are those of the distribution before
+    truncation.
+    """
 
     kind: Literal["normal"] = "normal"
     mean: float
@@ -63,7 +65,9 @@ LengthDistribution = Annotated[TruncatedNormal | Uniform | Constant | Histogram,
 
 
 class RequestClass(Frozen):
-    """A class of requests with its own bounds; a class without bounds gets the remaining capacity."""
+    """A class of requests with its own bounds. A class without bounds uses the capacity that the other classes
+    leave.
+    """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")
     """Name of the class: up to 64 letters, digits and . _ @ -, the first a letter or digit."""

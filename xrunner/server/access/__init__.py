@@ -1,5 +1,5 @@
-"""Decide which requests are let in: host names, API keys, and each key's limits a minute.
+"""Decide which requests are accepted, by host name, API key, and each key's limits per minute.
 
-Heads of requests and a file of keys enter; a `Key` and a `Quota`, or a refusal, leave. May be imported by `observe`,
-`http` and the server's own modules.
+Its input is the heads of requests and a file of keys; its output is a `Key` and a `Quota`, or a refusal. May be
+imported by `observe`, `http` and the server's own modules.
 """

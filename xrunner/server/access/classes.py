@@ -18,10 +18,10 @@ class Classes:
 
     Args:
         plan: the plan; None: there are no classes.
-        answer_within_s: promise by class, as in `Limits`.
+        answer_within_s: promised time of an answer by class, as in `Limits`.
 
     Raises:
-        InputError: a named class is not one of the plan's.
+        InputError: a given class is not one of the plan's classes.
     """
 
     def __init__(self, plan: Plan | None, answer_within_s: Mapping[str, float] | None = None) -> None:
@@ -33,10 +33,10 @@ class Classes:
                 raise InputError("answer_within_s", f"{name}=...", self._missing(name))
 
     def key_of(self, key: Key, header: str | None) -> Key:
-        """Return what a request with this key may do, given the class of the key or of the header.
+        """Return the rights of a request with this key, in the class of the key or of the header.
 
         Raises:
-            ApiError: 400, the plan has no such class; 403, the key belongs to another one.
+            ApiError: 400, the plan has no such class; 403, the key belongs to another class.
         """
         name = key.of_class if header is None else header
         if header is not None and header not in self._of:

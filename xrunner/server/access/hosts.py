@@ -21,12 +21,12 @@ ADMIN_PATHS = frozenset({"/", "/live", "/plan", "/plan/history", "/plan/decision
 class AllowedHosts:
     """The host names by which this server may be addressed.
 
-    They keep out a foreign page whose host name is made to point to this machine (DNS rebinding), and foreign pages
-    that post to this server across sites.
+    Checking them keeps out a foreign page whose host name was made to point to this machine (DNS rebinding), and
+    foreign pages that post to this server across sites.
 
     Args:
         bound: the host that the server listens on; with "0.0.0.0" or "::" any literal address is accepted.
-        extra: further names, of a proxy or a service.
+        extra: further names, for example of a proxy or a service.
         origins: origins of other sites whose pages may use this server.
     """
 
@@ -53,8 +53,8 @@ class AllowedHosts:
     def accept_origin(self, origin: str, scheme: str = "http", host: str = "") -> bool:
         """Return whether a page of this origin may post to this server: its own pages may, and those of `origins`.
 
-        Other ports of this machine are other servers, whose pages are not its own. For a name that was added, the port
-        is the proxy's.
+        Other ports of this machine belong to other servers, whose pages are not this server's own. For a name that was
+        added, the port is that of the proxy.
 
         Args:
             scheme: scheme of the request; behind a proxy, "http" may stand for https.
@@ -77,7 +77,7 @@ def _is_address(name: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens on `host`."""
+    """Whether only this machine can reach a server that listens on `host`."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -89,7 +89,7 @@ def check_exposure(host: str, keys: ApiKeys | None) -> None:
     """Refuse to listen beyond this machine without keys.
 
     Raises:
-        InputError: there are no keys; the message says how to go on.
+        InputError: there are no keys; the message states what to do.
     """
     if keys is None and not is_loopback(host):
         raise InputError("host", host, "others could use it without a key: give `api_key_file`, or listen on 127.0.0.1")

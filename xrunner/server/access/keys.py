@@ -32,12 +32,12 @@ class Key:
 
     Attributes:
         account: name of the account, which has a share of the engine under load, and a priority.
-        is_admin: whether it may also read what concerns all accounts: /plan, /metrics, the live page.
+        is_admin: whether the key may also read pages about all accounts: /plan, /metrics, the live page.
         requests_per_minute, tokens_per_minute: limits; None: no limit.
-        answer_within_s: promise for this key's requests, as in `Limits`; None: the server's.
-        ttft_s, tpot_s, whole_s: bounds by which its requests are counted. `answer_within_s` replaces a missing
-            `whole_s`; without any of these, the plan's bounds count. Rules that use bounds (slack, order of deadlines)
-            use these, too, by account.
+        answer_within_s: promised time of answers to this key's requests, as in `Limits`; None: the server's promise.
+        ttft_s, tpot_s, whole_s: bounds by which this key's requests are counted. `answer_within_s` replaces a missing
+            `whole_s`; without any of these, the plan's bounds count. Scheduling rules that use bounds (slack, order of
+            deadlines) also use these bounds, by account.
         of_class: the class of its requests, with its priority and bounds; empty: any.
     """
 
@@ -88,8 +88,9 @@ class ApiKeys:
         Each line holds a key, after an optional name and before optional settings: `share=3`, `priority=1`,
         `requests_per_minute=60`, `tokens_per_minute=1e5`, `answer_within=10`, `ttft=0.5`, `tpot=0.05`, `class=batch`,
         `admin`.
-        Empty lines and lines that begin with # are skipped. A key without a name is the operator's own and may do
-        everything; a key with a name is a client's, and is `admin` only with that setting.
+        Empty lines and lines that begin with # are skipped. A key without a name belongs to the operator and may do
+        everything; a key with a name belongs to a client, and has the rights of an administrator only with the setting
+        `admin`.
 
         Raises:
             InputError: there is no key, or a line is malformed. The message never shows a key.
@@ -108,7 +109,7 @@ class ApiKeys:
             logger.info("API keys reloaded", extra={"fields": {"keys": names}})
 
     def find(self, authorization: bytes) -> Key | None:
-        """Return what the key in an Authorization header grants; None if there is no such key.
+        """Return the rights of the key in an Authorization header; None if there is no such key.
 
         Args:
             authorization: the header's value: Bearer KEY, or Basic with the key as password.

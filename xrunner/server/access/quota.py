@@ -1,4 +1,4 @@
-"""Count how many requests and tokens each API key has left this minute."""
+"""Count how many requests and tokens each API key may still use in this minute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from xrunner.server.api.errors import ApiError
 
 
 class Quotas:
-    """The requests and tokens that every key has left, by the key's name, so that they survive a change of settings.
+    """The requests and tokens that every key may still use, stored by the key's name, so that a change of settings does
+    not reset them.
 
     Args:
         clock: a clock in seconds that never goes back.
@@ -53,7 +54,7 @@ class Quota:
         self._reserved = 0
 
     def reserve(self, num_tokens: int) -> None:
-        """Reserve tokens for prompts and the outputs that are promised.
+        """Reserve tokens for prompts and for the largest outputs that they may get.
 
         Raises:
             ApiError: 429, the key has too few tokens left this minute.
@@ -63,7 +64,7 @@ class Quota:
             self._reserved = num_tokens
 
     def settle(self, num_tokens: int) -> None:
-        """Account for the tokens that the request has used in the end."""
+        """Account for the tokens that the request has actually used."""
         if self.tokens is not None:
             self.tokens.give(self._reserved - num_tokens)
             self._reserved = num_tokens
@@ -72,7 +73,7 @@ class Quota:
 class _Bucket:
     """A token bucket that holds a minute's worth, and fills evenly.
 
-    A cost above its capacity empties a full bucket and leaves a debt.
+    A cost above the bucket's capacity empties a full bucket and leaves a debt.
     """
 
     def __init__(self, name: str, kind: str, per_minute: float, clock: Callable[[], float]) -> None:
@@ -96,13 +97,13 @@ class _Bucket:
         self._level -= cost
 
     def give(self, cost: float) -> None:
-        """Take unused tokens back; a negative number charges further ones."""
+        """Return unused tokens to the bucket; a negative number charges further tokens."""
         self._fill()
         self._level = min(self._level + cost, self._capacity)
 
     @property
     def _capacity(self) -> float:
-        """A minute's worth, but at least one request."""
+        """The capacity: a minute's worth, but at least one request."""
         return max(1.0, self.per_minute)
 
     def _fill(self) -> None:

@@ -1,4 +1,5 @@
-"""Compute how many tokens a request may have, from its own fields, the server's limits, the context and the K/V memory.
+"""Compute how many tokens a request may have, from its fields, the server's limits, the model's context and the K/V
+memory.
 
 A chat without max_tokens may continue to the end of the context, or to --default-max-tokens. K/V memory is reserved for
 the plan's quantile of outputs. If an output outgrows its share while others need the memory, it waits and continues
@@ -15,7 +16,9 @@ from xrunner.server.api.protocol import GenerationRequest
 
 
 class Allowance(NamedTuple):
-    """The output tokens of a prompt: the most, and for how many of them K/V memory is reserved; None: for all."""
+    """The largest number of output tokens of a prompt, and the number for which K/V memory is reserved (None: for
+    all).
+    """
 
     max_output: int
     promised_output: int | None = None
@@ -28,8 +31,9 @@ class OutputRule(NamedTuple):
         default: output tokens of a request without a maximum; None: OpenAI's default for completions, all of the
             context for chats.
         most: largest maximum that a request may name; None: the model's context.
-        promised: tokens for which K/V memory is reserved if a request names no maximum; None: for all that may come.
-        may_outgrow: whether an output may continue beyond that.
+        promised: tokens for which K/V memory is reserved if a request names no maximum; None: for all tokens that may
+            come.
+        may_outgrow: whether an output may exceed its reservation.
     """
 
     default: int | None = None

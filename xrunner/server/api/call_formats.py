@@ -1,8 +1,8 @@
 """Read function calls that models write in free text, in the formats that chat templates teach.
 
-A format has grammar rules (Lark, as llguidance reads it) for what may follow its trigger, and a reader for it. If the
-tokenizer has special tokens for a format's marks, the model writes those: the grammar names them by id, and outputs
-show them as text.
+A format has grammar rules (Lark, as llguidance reads it) for the text that may follow its trigger, and a reader for
+this text. If the tokenizer has special tokens for a format's marks, the model writes these tokens: the grammar refers
+to them by id, and outputs show them as text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CallFormat(ABC):
     Attributes:
         trigger: text with which calls begin; one or more calls follow.
         marks: texts for which a tokenizer may have special tokens.
-        special: ids of the special tokens that it has for them.
+        special: ids of the tokenizer's special tokens for these marks.
         free: ids of tokens that are not text; a model may write each of them anywhere.
         arguments: name of the arguments in a call's object.
     """
@@ -89,7 +89,9 @@ class CallFormat(ABC):
 
     @abstractmethod
     def read(self, text: str) -> tuple[list[Call], int] | None:
-        """Return the calls at the beginning of a text (its trigger), and where they end; None if there are none."""
+        """Return the calls at the beginning of a text, which is a trigger, and the place where they end; None if there
+        are no calls.
+        """
 
     def begin(self, name: str) -> str:
         """Return the part of a call's object before its arguments."""
@@ -137,13 +139,15 @@ class ObjectCalls(CallFormat):
     def grammar(self, schemas: Schemas) -> str:
         """Return the grammar of text in which arguments follow their schema, once a function's call has begun.
 
-        A mark by itself does not start a call: a text may mention it, and models also write other things after it.
+        A mark by itself does not start a call: a text may mention the mark, and models also write other things after
+        it.
         """
         return opened_grammar({self.begin(name): schema for name, schema in schemas.items()}, "}", self.free)
 
     def only(self, schemas: Schemas) -> str:
         opening, closing = (self.terms(mark) if mark else "" for mark in (self.mark, self.closing))
-        # In JSON's tokens: longer pieces could not be told from the beginning of an answer that is also an object.
+        # The text is divided into JSON's tokens: longer pieces could not be distinguished from the beginning of an
+        # answer that is also an object.
         opened = ((re.findall(r'"[^"]*"|[^"]', self.begin(name)), schema) for name, schema in schemas.items())
         called = " | ".join(f'{" ".join(map(json.dumps, words))} {json_rule(schema)} "}}"' for words, schema in opened)
         return (
@@ -172,7 +176,7 @@ ID = "[a-zA-Z0-9]{9}"
 
 
 class _MistralIds(CallFormat):
-    """Mistral's calls, whose ids have nine letters or digits."""
+    """The parts that Mistral's formats of calls share; ids have nine letters or digits."""
 
     __slots__ = ()
 

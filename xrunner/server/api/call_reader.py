@@ -27,10 +27,10 @@ class CallPiece(NamedTuple):
 
 
 class CallList:
-    """The calls of an output, whole and in pieces for a stream.
+    """The function calls of an output, which can be read as a whole, or in pieces for a stream.
 
     Args:
-        most: calls of an output; further ones are left out. None: all.
+        most: largest number of calls of an output; further calls are left out. None: no limit.
     """
 
     def __init__(self, most: int | None) -> None:
@@ -80,7 +80,7 @@ class Calls:
     """Extracts calls from an output's text. Text that may be the beginning of a call is held back.
 
     Args:
-        most: calls of an output; further ones are left out. None: all.
+        most: largest number of calls of an output; further calls are left out. None: no limit.
     """
 
     def __init__(self, choice: ToolChoice, most: int | None = None, format_: CallFormat = HERMES) -> None:
@@ -100,12 +100,12 @@ class Calls:
             self._state = "opening"
 
     def push(self, piece: str) -> str:
-        """Return the text that may go out."""
+        """Return the text that may be sent now."""
         self._held += piece
         return "".join(self._read(is_end=False))
 
     def end(self) -> str:
-        """Return the text that is still held; a call that is cut off ends with the output."""
+        """Return the text that is still held back; a call that is cut off ends with the output."""
         return "".join(self._read(is_end=True))
 
     @property
@@ -135,7 +135,7 @@ class Calls:
                 return
 
     def _shown(self, text: str) -> Iterator[str]:
-        """Yield text; white space after a call only if more text follows."""
+        """Yield text, but white space after a call only if more text follows."""
         if not text:
             return
         if self._is_after_call:
@@ -175,7 +175,7 @@ class Calls:
         return ""
 
     def _whole(self, *, is_end: bool) -> str:
-        """Read complete calls, or find that there are none."""
+        """Read complete calls, or find that the text contains none."""
         if self._must_call:
             if not is_end:
                 return ""
@@ -199,7 +199,7 @@ class Calls:
         return ""
 
     def _may_be_complete(self) -> bool:
-        """Whether the held text may be a complete call already."""
+        """Whether the text that is held back may already be a complete call."""
         if not isinstance(self._format, ObjectCalls):
             return False
         closing = self._format.closing
@@ -218,7 +218,7 @@ class Calls:
         return ""
 
     def _closing(self, *, is_end: bool) -> str:
-        """Read the end of a call: of its object, and of its format."""
+        """Read the end of a call's object, and the closing text of its format."""
         closing = self._format.closing if isinstance(self._format, ObjectCalls) and not self._must_call else ""
         rest = self._held.lstrip()
         for mark in ("}", closing):
@@ -249,7 +249,7 @@ class JsonObject:
         self._in_string = self._escaped = False
 
     def feed(self, text: str) -> int | None:
-        """Return the number of characters up to its end; None if it continues."""
+        """Return the number of characters up to the end of the object; None if the object continues."""
         for position, character in enumerate(text):
             if self._in_string:
                 if self._escaped:

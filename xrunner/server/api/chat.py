@@ -1,4 +1,6 @@
-"""Turn chats into prompts: the checkpoint's own template, rendered as Hugging Face's tokenizers render it."""
+"""Turn chats into prompts, by the checkpoint's own template, which is rendered in the same way as by Hugging Face's
+tokenizers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ PROBE = "xgptprobe"
 
 
 class _Template:
-    """One template and its expectations, which are found by rendering a probe text.
+    """One template, and the form of messages that it expects, which is found by rendering a probe text.
 
     Attributes:
         takes_parts: whether it loops over the parts of a message's content.
@@ -35,7 +37,7 @@ class _Template:
         self.knows_developer = self._shows("developer", content) or not self._shows("system", content)
 
     def render(self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
-        """Return the rendered messages. Raises ValueError: the template refuses them."""
+        """Return the rendered messages. Raises ValueError if the template refuses them."""
         given = {"tools": None, "documents": None} | variables | self._special_tokens
         given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         return rendering.render(self.source, given)
@@ -46,7 +48,7 @@ class _Template:
         if role == "developer" and not self.knows_developer:
             role = "system"
         shown = message | {"role": role, "content": self.content(message["content"])}
-        # gpt-oss' template has a name of its own, and room for reasoning or a text beside calls, not for both.
+        # The template of gpt-oss uses its own field name, and shows either reasoning or a text beside calls, not both.
         has_room = ".thinking" in self.source and not (message["content"] and "tool_calls" in message)
         return shown | {"thinking": message["reasoning"]} if has_room and "reasoning" in message else shown
 
@@ -76,7 +78,7 @@ class ChatTemplate:
         named: further templates by name; `tool_use` renders chats with functions.
 
     Raises:
-        InputError: one is not valid Jinja.
+        InputError: a template is not valid Jinja.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: dict[str, Any] | None = None,
     ) -> str:
-        """Return the prompt, special tokens written out.
+        """Return the prompt, in which special tokens are written as text.
 
         Args:
             messages: messages, whose contents are texts or lists of parts of the type `text`.
@@ -117,7 +119,9 @@ class ChatTemplate:
 
 
 def _up_to(text: str, content: str | list[dict[str, Any]]) -> str:
-    """Return a prompt up to the end of its last message. Raises ValueError: the template does not show it."""
+    """Return a prompt up to the end of its last message. Raises ValueError if the template does not show that
+    message.
+    """
     last = content if isinstance(content, str) else content[-1]["text"]
     at = text.rfind(last.strip())
     if at < 0:
@@ -149,7 +153,7 @@ def load_chat_template(checkpoint: Path) -> ChatTemplate | None:
 
 
 def _listed(found: object) -> dict[str, str]:
-    """Return the templates in tokenizer_config.json by their names; one without a name is `default`."""
+    """Return the templates in tokenizer_config.json by name; a template without a name is called `default`."""
     if found is None:
         return {}
     if isinstance(found, str):

@@ -1,4 +1,4 @@
-"""One output of an answer: its tokens as text, up to where it ends."""
+"""One output of an answer: its tokens as text, up to the place where the output ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from xrunner.server.api.writers import AnswerWriter, Delta, LogprobsJson, TokenR
 class Choice:
     """The state of one output of an answer.
 
-    A stream keeps nothing; a whole answer keeps its text, tokens, and log probabilities as they will be written.
+    In a stream, nothing is kept; for a whole answer, text, tokens and log probabilities are kept in the form in which
+    they will be written.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Choice:
 
         Args:
             prefix: text that the answer begins with: the prompt's text.
-            scored: the prefix's tokens, if they are also reported.
+            scored: the tokens of `prefix`, if they are also reported.
             context: the prompt's last tokens, if the output continues their text: its first token may then begin with a
                 space.
         """
@@ -87,7 +88,7 @@ class Choice:
         self._num_chars += len(self._echoed.push(token))
 
     def push(self, token: Token) -> Delta:
-        """Account for a token. A stop token is counted, but has no text; a stop string ends the choice."""
+        """Account for a token. A stop token is counted, but adds no text; a stop string ends the choice."""
         if self._is_hidden:
             self.finish = "length"
             self._texts.append(self._prefix)

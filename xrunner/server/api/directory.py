@@ -1,8 +1,8 @@
 """Read a checkpoint's tokenizer as transformers' `AutoTokenizer` reads it: tokenizer.json and tokenizer_config.json.
 
-Sections of tokenizer.json that cut or pad texts are for training, not for prompts, and are dropped. Tokens that only
-tokenizer_config.json lists are added; a token that it lists as special (`eos_token`, ...) becomes special.
-tokenizer.json decides what surrounds a prompt, whatever `add_bos_token` says.
+Sections of tokenizer.json that cut or pad texts are dropped, since they are for training, not for prompts. Tokens that
+only tokenizer_config.json lists are added; a token that this file lists as special (`eos_token`, ...) becomes special.
+tokenizer.json decides which tokens surround a prompt, whatever the value of `add_bos_token`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, dict[str, Any]] | None:
     """Return the tokenizer of a checkpoint directory and its tokenizer_config.json; None if there is no tokenizer.json.
 
     Raises:
-        InputError: a file is there but cannot be read.
+        InputError: a file exists but cannot be read.
     """
     path = checkpoint / "tokenizer.json"
     if not path.is_file():

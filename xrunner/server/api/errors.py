@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from xgpt.core.errors import MAX_SHOWN, cut
 
 MAX_MESSAGE = 400
-"""Characters of an error's message; of a longer one the beginning and the end are sent."""
+"""Largest number of characters of an error's message; of a longer message, the beginning and the end are sent."""
 
 
 def quoted(text: str) -> str:
@@ -24,7 +24,7 @@ class ApiError(Exception):
     """An answer with a status other than 200.
 
     Args:
-        retry_after_s: seconds after which a retry may succeed; None: it will not.
+        retry_after_s: seconds after which a retry may succeed; None: a retry will not succeed.
         headers: further headers of the answer.
     """
 

@@ -1,4 +1,4 @@
-"""The form of a chat's output (reasoning, an answer, calls): its grammar, and how it is read."""
+"""The form of a chat's output (reasoning, an answer, calls): its grammar, and its reader."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ OutputReader = ChatReader | HarmonyReader
 
 @dataclass(frozen=True, slots=True)
 class OutputForm:
-    """How a model writes an output.
+    """The form in which a model writes an output.
 
     Attributes:
         calls: the format of calls.
         marks: marks around reasoning; None: the model shows no reasoning, or its format of calls covers it.
-        thought: how the output of one prompt may begin; None: without reasoning.
-        tokens: ids of the tokens that the marks are written with.
+        thought: how the output after one prompt may begin; None: without reasoning.
+        tokens: ids of the tokens with which the marks are written.
     """
 
     calls: CallFormat = HERMES
@@ -70,8 +70,8 @@ class OutputForm:
         """Return the form of a checkpoint's outputs.
 
         Args:
-            template: its chat template.
-            format_: the format of calls that this describes.
+            template: the checkpoint's chat template.
+            format_: the format of calls that the template describes.
             added: ids of the tokenizer's tokens that are not text.
         """
         if (harmony := harmony_of(added)) is not None:
@@ -94,10 +94,10 @@ class OutputForm:
         return frozenset(self.tokens.values()) | frozenset(self.calls.special.values() if is_read else ())
 
     def reader(self, choice: ToolChoice, most: int | None = None) -> OutputReader | None:
-        """Return a reader of one output; None if all of it is the answer.
+        """Return a reader of one output; None if the whole output is the answer.
 
         Args:
-            most: calls of an output; further ones are left out. None: all.
+            most: largest number of calls of an output; further calls are left out. None: no limit.
         """
         takes_calls = choice != "none"
         if isinstance(self.calls, Harmony):
@@ -113,10 +113,10 @@ class OutputForm:
         formatted: dict[str, Any] | None = None,
         free: Container[str] = (),
     ) -> str | None:
-        """Return the grammar of an output, after any reasoning; None if it is free.
+        """Return the grammar of an output, after any reasoning; None if the output is not restricted.
 
         Args:
-            formatted: the JSON schema of the answer; None: it is free.
+            formatted: the JSON schema of the answer; None: the answer is free text.
             free: functions whose arguments may be any object.
         """
         schemas = None if choice == "none" or not tools else _schemas(tools, choice, free)

@@ -79,7 +79,7 @@ class Harmony(CallFormat):
 
 
 def harmony_of(special: Mapping[str, int]) -> Harmony | None:
-    """Return the format if a tokenizer has its tokens; None if it does not."""
+    """Return this format if a tokenizer has its tokens; otherwise None."""
     if not {*MARKS} <= special.keys():
         return None
     return Harmony("", MARKS)
@@ -90,7 +90,7 @@ class HarmonyReader:
 
     Args:
         calls: whether function calls are extracted.
-        most: calls of an output; further ones are left out. None: all.
+        most: largest number of calls of an output; further calls are left out. None: no limit.
     """
 
     def __init__(self, format_: Harmony, *, calls: bool, most: int | None = None) -> None:
@@ -153,7 +153,7 @@ class HarmonyReader:
             self._shows = "reasoning" if channel.startswith("analysis") else "text"
 
     def _body(self, *, is_end: bool) -> str:
-        """Read the content of a message up to its end, if that has arrived; return the text to show."""
+        """Read the content of a message, up to its end if the end has arrived; return the text to show."""
         found = [(at, mark) for mark in ENDS if (at := self._held.find(mark)) >= 0]
         if found:
             at, mark = min(found)

@@ -1,4 +1,4 @@
-"""Anthropic's Messages over chats: POST /v1/messages and /v1/messages/count_tokens.
+"""Implement Anthropic's Messages by chats: POST /v1/messages and /v1/messages/count_tokens.
 
 If the last message is the assistant's, the model continues it. `thinking` switches a template's reasoning on or off
 (`enable_thinking`); its budget is a hint, which models here do not use. Images, documents, and tools that Anthropic
@@ -37,7 +37,7 @@ NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "respo
 
 
 class ContentBlock(msgspec.Struct):
-    """A part of a message. Only the fields of its type are used; others (`cache_control`, ...) are hints."""
+    """A part of a message. Only the fields of its type are used; other fields (`cache_control`, ...) are hints."""
 
     type: str
     text: str | None = None
@@ -87,7 +87,7 @@ class OutputConfig(msgspec.Struct):
 
 
 class CountRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/messages/count_tokens; fields that only concern the answer have no effect."""
+    """The body of POST /v1/messages/count_tokens; fields that concern only the answer have no effect."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     system: str | list[ContentBlock] | None = None
@@ -108,7 +108,7 @@ class CountRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
                 refuse("tools", f"{tool.name} has no input_schema; this server does not run Anthropic's own tools")
 
     def chat(self, **fields: Any) -> ChatRequest:
-        """Return the chat that the request stands for. Raises ApiError (400)."""
+        """Return the chat to which the request is translated. Raises ApiError (400)."""
         messages = [] if not self.system else [ChatMessage("system", _texts(self.system, "system"))]
         for message in self.messages:
             messages += _messages(message)
@@ -153,12 +153,12 @@ class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
             refuse("container", "this server runs no code; leave it out")
 
     def chat(self, **fields: Any) -> ChatRequest:
-        """Return the chat that the request stands for. Raises ApiError (400)."""
+        """Return the chat to which the request is translated. Raises ApiError (400)."""
         return super().chat(stop=self.stop_sequences or None, max_tokens=self.max_tokens, **fields)
 
 
 def _texts(content: str | list[ContentBlock], field: str) -> str | list[TextPart]:
-    """Return a content that has only texts. Raises ApiError (400)."""
+    """Return a content that consists of texts only. Raises ApiError (400)."""
     if isinstance(content, str):
         return content
     return parts_of([_text(block, field) for block in content])
@@ -171,8 +171,9 @@ def _text(block: ContentBlock, field: str) -> str:
 
 
 def _messages(message: Message) -> list[ChatMessage]:
-    """Return a message as chat messages: results of calls first, each as a message of its own. Raises ApiError
-    (400)."""
+    """Return a message as chat messages: first the results of calls, each as a separate message. Raises ApiError
+    (400).
+    """
     if isinstance(message.content, str):
         return [ChatMessage(message.role, message.content)]
     results: list[ChatMessage] = []
@@ -190,7 +191,7 @@ def _messages(message: Message) -> list[ChatMessage]:
             case "thinking", "assistant":
                 thoughts.append(block.thinking or "")
             case "redacted_thinking", "assistant":
-                pass  # only its author can read it
+                pass  # only the model's provider can read redacted thinking
             case _:
                 texts.append(_text(block, "messages"))
     if results and not texts:
@@ -212,7 +213,7 @@ def _choice(choice: Choosing) -> ToolChoice:
 
 
 class MessagesWriter(BlockWriter):
-    """Writes a chat's answer as a message of Anthropic's."""
+    """Writes a chat's answer in the format of Anthropic's messages."""
 
     def __init__(self, model: str) -> None:
         super().__init__()
@@ -266,7 +267,7 @@ class MessagesWriter(BlockWriter):
 
 
 def _object(arguments: str) -> bytes:
-    """Return a call's arguments as an object; an empty one if they were cut off."""
+    """Return a call's arguments as an object; an empty object if the arguments were cut off."""
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):

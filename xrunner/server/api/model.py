@@ -1,4 +1,4 @@
-"""The served model's properties that requests are checked against."""
+"""The properties of the served model against which requests are checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class ServedModel:
         names: the model's names; a request must give one of them.
         codec: the tokenizer; None: prompts are token ids only, and answers have no text.
         eos_token_ids: tokens that end an output.
-        grammars: compiler of grammars for outputs; None: no tokenizer, or the engine supports none.
+        grammars: compiler of grammars for outputs; None: there is no tokenizer, or the engine does not support
+            grammars.
         sampling_defaults: values of fields that a request leaves out (`checkpoint.sampling_defaults`).
         path: the checkpoint's directory; empty: the weights are drawn from a seed.
     """

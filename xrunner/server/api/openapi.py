@@ -1,4 +1,4 @@
-"""Describe the endpoint at /openapi.json, from the types that requests are parsed with."""
+"""Describe the endpoint at /openapi.json, by the types with which requests are parsed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _object(**properties: Json) -> Json:
 
 
 def _answer(kind: str, prefix: str, **said: Json) -> Json:
-    """Return the schema of a completion or a chat; `said` are members of each choice."""
+    """Return the schema of a completion or a chat; `said` are the members of each choice."""
     choice = _object(
         index=_COUNT,
         **said,
@@ -188,7 +188,7 @@ def describe(names: Sequence[str], spec: ModelSpec, *, has_keys: bool) -> Json:
 
 
 def _say_what_types_do_not(components: Json, names: Sequence[str], spec: ModelSpec) -> None:
-    """Add to the schemas what this model's requests accept, and which tags may be omitted."""
+    """Add to the schemas the values that this model's requests accept, and which tags may be omitted."""
     token: Json = {"type": "integer", "minimum": 0, "maximum": spec.vocab_size - 1}
     tokens: Json = {"type": "array", "items": token, "minItems": 1, "maxItems": spec.max_context}
     text: Json = {"type": "string", "minLength": 1}

@@ -1,4 +1,4 @@
-"""From the bytes of a body to a checked request, or an error that names the field."""
+"""Turn the bytes of a body into a checked request, or an error that names the field."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_ITEMS = 1 << 18
 loop for 25 ms."""
 
 MAX_FREE_BYTES = 256 << 10
-"""Largest size in bytes of a field in which clients may put anything; without white space, less is accepted."""
+"""Largest size in bytes of a field in which clients may put anything; white space counts."""
 MAX_PROMPTS = 4096
 """Largest number of lists of token ids in a long body."""
 LONG_FIELDS = ("prompt", "messages", "tokens", "input", "instructions", "system")
@@ -44,7 +44,7 @@ FREE_FIELDS = (
     *("metadata", "prediction", "audio", "web_search_options", "functions", "function_call", "text", "output_config"),
     "context_management",
 )
-"""Fields in which clients may put anything, or whose text nothing here reads."""
+"""Fields in which clients may put anything, or whose text the server does not read."""
 _Looked = msgspec.defstruct("_Looked", [(name, msgspec.Raw, msgspec.Raw()) for name in (*FREE_FIELDS, *LONG_FIELDS)])
 _look = msgspec.json.Decoder(_Looked).decode
 """Decodes a body's fields only as far as their sizes."""
@@ -62,7 +62,8 @@ def _parser(kind: type[P]) -> Callable[[Body], P]:
 
 
 def _parse(decoder: msgspec.json.Decoder[P], body: Body) -> P:
-    # Counting commas takes a hundredth of the time of decoding; text also has some, but hardly one in 16 characters.
+    # Counting commas takes a hundredth of the time of decoding. Text also contains commas, but hardly one in 16
+    # characters.
     if body.count(b",") > MAX_ITEMS + len(body) // 16 or _has_many_strings(body):
         raise ApiError(413, f"the body holds more than {MAX_ITEMS} items; send fewer prompts at once")
     try:
@@ -119,9 +120,9 @@ def parse_deadline(header: str | None, field_s: float | None) -> float | None:
 
 
 def _has_many_strings(body: Body) -> bool:
-    """Return whether a body has more than MAX_ITEMS strings, names of fields among them."""
+    """Return whether a body has more than MAX_ITEMS strings, including names of fields."""
     num_quotes = body.count(b'"')
-    # Quotes within a string are escaped. Counting those takes three times as long, and few bodies need it.
+    # Quotes within a string are escaped. Counting escaped quotes takes three times as long, and few bodies need it.
     return num_quotes > 2 * MAX_ITEMS and num_quotes - body.count(b'\\"') > 2 * MAX_ITEMS
 
 
@@ -134,10 +135,11 @@ def _with_whole_numbers(body: Body, kind: Any) -> Any:
 
 
 def _check_sizes(looked: Any, size: int) -> None:
-    """Refuse a long field of any form before it is decoded: millions of small objects take seconds, and much memory.
+    """Refuse long fields, whatever their form, before they are decoded: millions of small objects take seconds, and
+    much memory.
 
-    If a field occurs several times, only the last occurrence is checked here, but each is decoded later. So earlier
-    occurrences, and all white space, count towards `MAX_BESIDE_BYTES`.
+    If a field occurs several times, only the last occurrence is checked here, but all occurrences are decoded later. So
+    earlier occurrences, and all white space, count towards `MAX_BESIDE_BYTES`.
     """
     beside = size - sum(len(getattr(looked, name)) for name in LONG_FIELDS)
     if beside > MAX_BESIDE_BYTES:

@@ -1,9 +1,9 @@
-"""The bodies of /v1/completions and /v1/chat/completions: accepted fields, and how they go together.
+"""The bodies of /v1/completions and /v1/chat/completions: accepted fields, and how they may be combined.
 
 In addition to OpenAI's fields a request may carry:
     top_k, min_p: further limits on the distribution.
     repetition_penalty: a factor on the logits of tokens in the prompt or the output, as in vLLM.
-    ignore_eos: go on to max_tokens, whatever tokens come.
+    ignore_eos: continue to max_tokens, whatever tokens are generated.
     min_tokens: accepted if it equals max_tokens, so that nothing ends the output earlier; load generators send this.
     stop_token_ids: tokens that end an output.
     include_stop_str_in_output: leave the stop string in the text.
@@ -14,11 +14,12 @@ In addition to OpenAI's fields a request may carry:
     skip_special_tokens: only true is accepted; special tokens are never shown.
     deadline_s: seconds after which the answer is useless (also in the header X-Deadline-S; the shorter one counts): an
         answer that is not complete by then ends with 504, deadline_exceeded.
-    add_generation_prompt, chat_template_kwargs (chat): variables of the template; `reasoning_effort` is one, too.
-    continue_final_message (chat): go on with the last message, which is the beginning of the answer.
+    add_generation_prompt, chat_template_kwargs (chat): variables of the template; `reasoning_effort` is also one.
+    continue_final_message (chat): continue the last message, which is the beginning of the answer.
 
-If the checkpoint has a tokenizer, an output can be held to a JSON schema (`response_format`), or to the schemas of the
-functions that it may call (`tools`), or to either. A model that shows its reasoning does so first, freely.
+If the checkpoint has a tokenizer, an output can be restricted to a JSON schema (`response_format`), to calls of
+functions with their schemas (`tools`), or to one of the two. A model that shows its reasoning writes it first, and the
+reasoning is not restricted.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """`continuous_usage_stats`: usage so far with every chunk, as load generators ask for; vLLM's addition.
+    """`continuous_usage_stats`: send the usage so far with every chunk, for load generators; an addition of vLLM's.
 
     `include_obfuscation`: OpenAI's padding of chunks; none is sent.
     """
@@ -70,7 +71,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 HINTS = ("user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_retention", "prediction")
-"""Fields that cannot change an answer; they are dropped at once."""
+"""Fields that cannot change an answer; they are dropped immediately."""
 COMMON_WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "skip_special_tokens": (True, "special tokens are never shown; leave it out"),
 }
@@ -228,7 +229,7 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def num_text_bytes(self) -> int:
-        """Return the memory of the texts that prompts are made from."""
+        """Return the memory of the texts from which prompts are made."""
         raise NotImplementedError
 
     @property
@@ -238,7 +239,7 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
         return biases + sum(map(getsizeof, self.stops)) + getsizeof(self.grammar or "")
 
     def forget_text(self) -> None:
-        """Forget what prompts are made from; called once they are token ids."""
+        """Forget the texts from which prompts are made; this is called once prompts are token ids."""
         raise NotImplementedError
 
     def fill(self, defaults: Mapping[str, float]) -> None:
@@ -248,7 +249,7 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
                 setattr(self, field, value)
 
     def check(self) -> None:
-        """Check fields against each other, and forget those without use here. Raises ApiError (400)."""
+        """Check fields against each other, and forget fields that have no use here. Raises ApiError (400)."""
         for field, (neutral, reason) in (COMMON_WITHOUT_EFFECT | self.WITHOUT_EFFECT).items():
             value = getattr(self, field)
             if value is not None and value != neutral:
@@ -320,7 +321,7 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
         """Return the prompts: strings or lists of token ids.
 
         Args:
-            longest: largest number of items of a list; millions are refused without looking at each.
+            longest: largest number of items of a list; longer lists are refused without examining their items.
 
         Raises:
             ApiError: 400, a prompt is empty or far too long, or both token ids and prompts are given.
@@ -347,8 +348,8 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text"):
 class ChatMessage(msgspec.Struct):
     """A message. An assistant's may have no content; a function's result names its call.
 
-    Clients send answers back as they came, with fields that models do not use (`annotations`, `audio`, `id`); those are
-    dropped.
+    Clients send earlier answers back unchanged, with fields that models do not use (`annotations`, `audio`, `id`);
+    these fields are dropped.
     """
 
     role: Annotated[str, Meta(min_length=1)]
@@ -362,7 +363,7 @@ class ChatMessage(msgspec.Struct):
 
     @property
     def texts(self) -> Iterator[str]:
-        """Yield the texts that a template may show."""
+        """Yield the texts of the message that a template may show."""
         yield self.role
         if self.content is not None:
             yield from [self.content] if isinstance(self.content, str) else (part.text for part in self.content)
@@ -399,7 +400,7 @@ def _check_parts(messages: Sequence[ChatMessage]) -> None:
 
 
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
-    """A JSON schema of an output; `strict` has no effect, as outputs always keep to the schema."""
+    """A JSON schema of an output; `strict` has no effect, since outputs always follow the schema."""
 
     name: str
     schema: dict[str, Any] = {}
@@ -517,7 +518,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
 
     @property
     def answer_schema(self) -> dict[str, Any] | None:
-        """Return the JSON schema of an answer that is not a call; None if it is free."""
+        """Return the JSON schema of an answer that is not a call; None if the answer is free text."""
         match self.response_format:
             case JsonObjectFormat():
                 return {"type": "object"}
@@ -526,7 +527,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         return None
 
     def leave_free(self, name: str | None) -> None:
-        """Allow any arguments for a function; None: any text for calls."""
+        """Functions that may be called with any arguments; None: calls may be any text."""
         if name is None:
             self.__dict__["free"] = None
         else:
@@ -572,12 +573,13 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         is_held = self.answer_schema is not None or self.chosen_tools != "none"
         if is_held and (self.ignore_eos or self.output_length):
             refuse(
-                "ignore_eos", "an output that keeps to a grammar ends with it; leave ignore_eos and output_length out"
+                "ignore_eos",
+                "an output that follows a grammar ends where the grammar ends; leave ignore_eos and output_length out",
             )
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /tokenize, as vLLM has it: the token ids of a text, or of a chat."""
+    """The body of POST /tokenize, in vLLM's format: it asks for the token ids of a text or a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -603,7 +605,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /detokenize: the text of token ids."""
+    """The body of POST /detokenize, which asks for the text of token ids."""
 
     model: str | None = None
     tokens: list[TokenId]

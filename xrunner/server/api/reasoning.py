@@ -1,8 +1,8 @@
-"""Separate a model's reasoning from its answer while it is written.
+"""Separate a model's reasoning from its answer while the output is generated.
 
-Models of a family write their reasoning between two marks. The chat template shows which, since it removes reasoning
-from earlier messages; if it does not, the tokenizer's tokens do. Whether an output begins within reasoning follows from
-the prompt: templates open the reasoning there, or close it at once.
+Models of a family write their reasoning between two marks. The chat template shows which marks these are, since it
+removes reasoning from earlier messages; if it does not, the tokenizer's tokens show them. Whether an output begins
+within reasoning follows from the prompt, in which templates open the reasoning, or open and close it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ MAX_SPACE = 64
 
 
 def marks_of(template: str, tokens: Container[str]) -> Marks | None:
-    """Return the marks around a model's reasoning, by its chat template and its added tokens; None if it has none."""
+    """Return the marks around a model's reasoning, found in its chat template or its added tokens; None if the model
+    has none.
+    """
     return next((m for m in FAMILIES if m.end in template or (m.begin.strip() in tokens and m.end in tokens)), None)
 
 
@@ -57,7 +59,7 @@ def thought_after(prompt: str, marks: Marks | None) -> Thought | None:
 
 
 class Said(NamedTuple):
-    """What a piece of an output adds to the model's reasoning and to its answer."""
+    """The texts that a piece of an output adds to the model's reasoning and to its answer."""
 
     reasoning: str
     text: str

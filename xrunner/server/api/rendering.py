@@ -1,4 +1,4 @@
-"""Render templates in separate processes, which are killed if one takes too long (`sandbox`)."""
+"""Render templates in separate processes (`sandbox`); a process that takes too long is killed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C must reach only the server, which lets its requests end first
+            start_new_session=True,  # Ctrl-C must reach only the server, which first lets its requests end
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
@@ -43,15 +43,15 @@ class _Process:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process can render nothing more."""
+        """Whether the process has ended, so that it cannot render any more."""
         return self._process.poll() is not None
 
     def ask(self, asked: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Return the process's answer; kill a process that takes too long.
 
         Raises:
-            TimeoutError: it took too long.
-            EOFError: it has ended.
+            TimeoutError: the process took too long.
+            EOFError: the process has ended.
         """
         is_late = threading.Event()
 
@@ -114,7 +114,7 @@ def render(source: str, given: dict[str, Any]) -> str:
 
     Raises:
         InputError: the template is not valid.
-        ValueError: it refuses the values, in its own words, or takes more time or memory than it may.
+        ValueError: the template refuses the values, in its own words, or takes more time or memory than allowed.
     """
     process: _Process | None = None
     try:

@@ -1,4 +1,4 @@
-"""OpenAI's Responses over chats: POST /v1/responses.
+"""Implement OpenAI's Responses by chats: POST /v1/responses.
 
 Nothing is stored: `previous_response_id`, `conversation`, `background` and stored prompts are refused, and answers say
 `store: false`. All tools are functions. Reasoning is returned as an item with its text, and clients may send it back
@@ -58,7 +58,7 @@ WITH_LOGPROBS = "message.output_text.logprobs"
 
 
 class ContentPart(msgspec.Struct):
-    """A part of an item's content. Models do not use its other fields (`annotations`, ...)."""
+    """A part of an item's content. Models do not use other fields (`annotations`, ...)."""
 
     type: str
     text: str | None = None
@@ -79,7 +79,7 @@ class Item(msgspec.Struct):
 
 
 class ResponseTool(msgspec.Struct, omit_defaults=True):
-    """A function; other types of tools run at OpenAI and are refused."""
+    """A function; other types of tools, which OpenAI would run, are refused."""
 
     type: str
     name: Annotated[str, Meta(pattern=NAME)] | None = None
@@ -173,7 +173,7 @@ class ResponsesRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
 
 
 def _messages(items: str | list[Item]) -> list[ChatMessage]:
-    """Return the chat messages of these items: reasoning and calls join a message of the assistant's."""
+    """Return the chat messages of these items; reasoning and calls become part of an assistant message."""
     if isinstance(items, str):
         return [ChatMessage("user", items)]
     messages: list[ChatMessage] = []
@@ -249,7 +249,7 @@ def _format(text: TextConfig | None) -> TextFormat | JsonObjectFormat | JsonSche
 
 
 class ResponsesWriter(BlockWriter):
-    """Writes a chat's answer as a response of OpenAI's."""
+    """Writes a chat's answer in the format of OpenAI's responses."""
 
     times_scored = 5
     """A stream repeats a text with its log probabilities when it ends: alone, as a part, an item and an answer."""
@@ -275,7 +275,7 @@ class ResponsesWriter(BlockWriter):
             "truncation": "disabled",
         }
         self._id = new_id("resp")
-        # Encoded already, so that the request need not be kept.
+        # These fields are encoded already, so that the request need not be kept.
         self._said = msgspec.json.encode(said)
         self.num_kept_bytes = len(self._said)
         self._items: list[dict[str, Any]] = []

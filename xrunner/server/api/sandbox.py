@@ -32,7 +32,7 @@ def _raise(message: str) -> NoReturn:
 
 
 class _Generation(Extension):
-    """Renders {% generation %} ... {% endgeneration %}, which marks what training learns from, as its contents."""
+    """Renders {% generation %} ... {% endgeneration %} as its contents; the tag only marks the text for training."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
 
@@ -54,8 +54,9 @@ def compiled(source: str) -> jinja2.Template:
 
 
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the rendered text of a template; `broken`: why it cannot be compiled; `refused`: the error that it
-    raises."""
+    """Return the rendered text of a template, or one of two errors: `broken` says why it cannot be compiled, `refused`
+    is the error that the template raises.
+    """
     try:
         template = compiled(asked["source"])
     except jinja2.TemplateSyntaxError as error:
@@ -66,7 +67,7 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
         return {"text": template.render(asked["given"])}
     except MemoryError:
         raise
-    except Exception as error:  # a template may fail in any way on messages it was not written for
+    except Exception as error:  # a template may fail in any way on messages for which it was not written
         return {"refused": str(error) or type(error).__name__}
 
 

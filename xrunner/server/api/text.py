@@ -1,4 +1,4 @@
-"""Encode text into token ids and decode them, if the checkpoint has a tokenizer; end a text at a stop string."""
+"""Encode text into token ids and decode token ids, if the checkpoint has a tokenizer; end a text at a stop string."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class TextCodec:
     """A checkpoint's tokenizer, and its chat template if it has one.
 
     Attributes:
-        form: the form of its outputs: reasoning, function calls.
-        eos_token_id: the tokenizer's own end token, which may differ from the model's; None: it names none.
+        form: the form of the model's outputs: reasoning, function calls.
+        eos_token_id: the tokenizer's end token, which may differ from the model's; None: the tokenizer names none.
         added: ids of the tokens that are not text: a model may write each of them anywhere.
         longest_token: characters of the longest token: a text of n tokens is at most n times as long.
     """
@@ -54,7 +54,7 @@ class TextCodec:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a text; a rendered chat already has its special tokens. Other threads run meanwhile."""
-        # Encoding a single text would hold Python's lock throughout.
+        # Encoding a single text with the library's other method would hold Python's lock throughout.
         return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def has_text(self, token: int) -> bool:
@@ -66,24 +66,25 @@ def load_tokenizer(checkpoint: Path) -> TextCodec | None:
     """Return the tokenizer of a checkpoint directory, or None if it has none.
 
     Raises:
-        InputError: tokenizer.json or the chat template is there but cannot be read.
+        InputError: tokenizer.json or the chat template exists but cannot be read.
     """
     found = read_tokenizer(checkpoint)
     if found is None:
         return None
     tokenizer, settings = found
     _check_encodes(tokenizer, checkpoint)
-    # With threads of its own it would bypass `tokenising`, which decides which text is next, and at which priority.
+    # If the library used its own threads, it would bypass `tokenising`, which decides which text is next and at which
+    # priority.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return TextCodec(tokenizer, load_chat_template(checkpoint), special_tokens(settings).get("eos_token"))
 
 
 def _check_encodes(tokenizer: Tokenizer, checkpoint: Path) -> None:
-    """Encode a text, since some tokenizers can be read but fail at every text, for example without their special
-    tokens.
+    """Encode a text as a check: some tokenizers can be read but fail at every text, for example if their special tokens
+    are missing.
 
     Raises:
-        InputError: it fails.
+        InputError: the tokenizer fails.
     """
     try:
         for add_special_tokens in (False, True):
@@ -97,7 +98,7 @@ def _check_encodes(tokenizer: Tokenizer, checkpoint: Path) -> None:
 
 @lru_cache(maxsize=1 << 16)
 def token_text(codec: TextCodec | None, token: int) -> str:
-    """Return how a single token is shown next to its log probability."""
+    """Return the text that is shown for a single token next to its log probability."""
     return f"token_id:{token}" if codec is None else codec.tokenizer.decode([token], skip_special_tokens=False)
 
 
@@ -149,7 +150,7 @@ class Detokenizer:
             self._ids = [token for token in context if codec.has_text(token)][-CONTEXT:]
         before = "" if codec is None or not self._ids else self._decoded(codec)
         if before.endswith(REPLACEMENT):
-            self._ids, before = [], ""  # a part of a character, which the output may complete
+            self._ids, before = [], ""  # a part of a character, which the next tokens may complete
         self._num_given = len(before)
         """Number of characters of the window's text that were returned."""
         self._num_pending = 0
@@ -157,7 +158,8 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """Return the text that `token` completes."""
-        # Skipped before decoding: a window of only such tokens would decode as the beginning of a text.
+        # Hidden tokens are skipped before decoding: a window that contains only such tokens would be decoded like the
+        # beginning of a text.
         if self._codec is None or not (token in self._shown or self._codec.has_text(token)):
             return ""
         self._ids.append(token)
@@ -167,7 +169,7 @@ class Detokenizer:
             return self._give(self._codec, text, 0)
         if self._num_pending <= MAX_UNFINISHED:
             return ""
-        # No character has this many tokens: only the last ones can still become one.
+        # No character has this many tokens, so only the last tokens can still become a character.
         num_held = len(text) - len(text.rstrip(REPLACEMENT))
         return self._give(self._codec, text, min(num_held, MAX_UNFINISHED))
 
@@ -182,7 +184,7 @@ class Detokenizer:
     def _give(self, codec: TextCodec, text: str, num_held: int) -> str:
         """Return the new part of the window's text, except its last `num_held` characters."""
         given = text[self._num_given : len(text) - num_held]
-        # One token before the held or pending ones is enough context: decoders look one token back.
+        # One token before the held or pending tokens is enough context, since decoders look one token back.
         del self._ids[: -max(self._num_pending, 1)]
         self._num_pending = 0
         self._num_given = max(0, len(self._decoded(codec)) - num_held)
@@ -243,7 +245,7 @@ class StopStrings:
 
 @lru_cache(maxsize=1024)
 def _borders(stop: str) -> tuple[int, ...]:
-    """Return for each beginning of a string the length of the longest shorter beginning that it ends with."""
+    """Return, for each prefix of a string, the length of the longest shorter prefix with which it ends."""
     borders, length = [0], 0
     for character in stop[1:]:
         while length and stop[length] != character:

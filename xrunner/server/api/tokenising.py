@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class TooLong(Exception):
-    """A text has more tokens than the model's context; `at_least` says how many were counted."""
+    """A text has more tokens than the model's context; `at_least` is the number of tokens that were counted."""
 
     def __init__(self, at_least: int) -> None:
         super().__init__(at_least)
@@ -49,8 +49,8 @@ class Tokenising:
     """Encodes texts, renders chats and compiles grammars in separate threads. All methods belong to the event loop's
     thread.
 
-    Accounts take turns by the number of characters that were processed for each while any waits; within an account,
-    short texts go first.
+    Accounts take turns: the next text is of the account for which the fewest characters were processed while texts
+    waited. Within an account, short texts go first.
     """
 
     def __init__(self, codec: TextCodec, max_context: int) -> None:
@@ -69,7 +69,9 @@ class Tokenising:
         return await self.by_turns(account, len(text), encode)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Encode in a thread. A text that is much too long is recognised by its beginning, however long the rest is."""
+        """Encode a text in a thread. A text that is much too long is recognised by its beginning, however long the rest
+        is.
+        """
         length = FIRST_LOOK * self._max_context
         while length < len(text):
             # Cutting may change some tokens at the cut, but far fewer than the context holds.
@@ -83,7 +85,7 @@ class Tokenising:
         return tokens
 
     async def by_turns(self, account: str, characters: int, work: Callable[[], T]) -> T:
-        """Return `work`'s result for a text of this many characters, when it is the account's turn."""
+        """Run `work` for a text of this many characters when it is the account's turn, and return the result."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
         due_s = loop.time() + characters * SECONDS_A_CHARACTER

@@ -1,7 +1,8 @@
 """Functions that a chat may call, as requests declare them and messages report their calls.
 
-A model that is free to choose writes a call as its template teaches (`call_formats`), and its arguments follow the
-function's schema. One that must call writes only the call. `form` has the grammar of outputs, and reads them.
+A model that is free to choose writes a call in the format that its template teaches (`call_formats`), and the call's
+arguments follow the function's schema. A model that must call a function writes only the call. `form` has the grammar
+of outputs, and reads them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Function(msgspec.Struct, omit_defaults=True):
     """A function that the model may call.
 
     Attributes:
-        parameters: a JSON schema of an object; None: it takes no arguments.
+        parameters: a JSON schema of an object; None: the function takes no arguments.
         strict: accepted without effect: arguments always follow the schema.
     """
 

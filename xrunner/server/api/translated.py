@@ -32,7 +32,7 @@ class Translated:
     """A request of another API.
 
     Attributes:
-        chat: the chat that it stands for.
+        chat: the chat to which it is translated.
         writer: writes the answer in that API's format.
         names: that API's names of the chat's fields, for error messages.
     """
@@ -43,7 +43,7 @@ class Translated:
 
     @property
     def num_text_bytes(self) -> int:
-        """Return the memory of the texts that the prompt is made from."""
+        """Return the memory of the texts from which the prompt is made."""
         return self.chat.num_text_bytes
 
     def refuse_as_named(self, error: ApiError) -> NoReturn:
@@ -71,7 +71,9 @@ class AnswerBlock(NamedTuple):
 
 
 class BlockWriter(AnswerWriter):
-    """Writes an answer with one choice in blocks, each opened, filled and closed, as named events or as one object."""
+    """Writes an answer with one choice as a sequence of blocks, each of which is opened, filled and closed; the answer
+    is sent as named events or as one object.
+    """
 
     def __init__(self) -> None:
         self._num_reasoning = 0
@@ -154,7 +156,7 @@ class BlockWriter(AnswerWriter):
 
 
 def _pieces(delta: Delta) -> Iterator[tuple[Kind, int, str, CallPiece | None]]:
-    """Yield what a token adds: the kind and number of the block, its text, and a call's first piece."""
+    """Yield the additions of a token: the kind and number of the block, the text, and a call's first piece."""
     if delta.reasoning:
         yield "reasoning", 0, delta.reasoning, None
     if delta.text:

@@ -1,11 +1,11 @@
-"""Write answers as OpenAI's objects, whole or chunk by chunk.
+"""Write answers as OpenAI's objects: as a whole, or chunk by chunk.
 
 In addition to OpenAI's fields an answer carries:
     reasoning_content: of each message, what the model has thought before its answer, if it shows that.
     token_ids: of each choice, its tokens (in a stream: of each chunk).
     xgpt: {queued_s, ttft_s, total_s}, the server's own times from taking the request in to the start of its
-        first step, its first token and its last; of several choices, those of the slowest. A stream brings it
-        with the last token.
+        first step, its first token and its last; of several choices, those of the slowest. A stream contains it with
+        the last token.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TokenReport:
 
 @dataclass(slots=True)
 class Delta:
-    """What a token adds to a choice."""
+    """The additions of a token to a choice."""
 
     index: int
     text: str
@@ -74,7 +74,7 @@ class PromptTokens(NamedTuple):
 
 
 class AnswerWriter(ABC):
-    """Writes one answer in an API's format: whole, or as the events of a stream."""
+    """Writes one answer in an API's format: as a whole, or as the events of a stream."""
 
     logprobs_rest: ClassVar[dict[str, Any]] = {}
     """Further members of the object `logprobs`."""
@@ -90,7 +90,7 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def end(self, prompt: PromptTokens, completion_tokens: int) -> bytes:
-        """Return what follows the last chunk of a stream."""
+        """Return the bytes that follow the last chunk of a stream."""
 
     @abstractmethod
     def whole(self, choices: Sequence[Choice], prompt: PromptTokens, timings: dict[str, float]) -> Iterator[bytes]:
@@ -98,7 +98,7 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def logprobs(self, report: TokenReport) -> dict[str, Any]:
-        """Return what a token adds to each of the lists in the member `logprobs` of a choice."""
+        """Return the entry that a token adds to each of the lists in the member `logprobs` of a choice."""
 
     def failure(self, error: ApiError) -> bytes:
         """Return the event with which a stream breaks off."""
@@ -149,7 +149,7 @@ class Writer(AnswerWriter):
             self._silent.setdefault(delta.index, []).extend(_tokens(delta))
             return b""
         if delta.calls and delta.finish:
-            # Clients take a call as complete when the finish reason comes, and read no more of that chunk.
+            # Clients treat a call as complete when the finish reason comes, and do not read the rest of that chunk.
             last = replace(delta, text="", reasoning="", calls=(), logprobs=None, is_first=False)
             before = self._chunk(replace(delta, finish=None), None, prompt, num_tokens)
             return before + self._chunk(last, timings, prompt, num_tokens, tokens=())
@@ -163,8 +163,9 @@ class Writer(AnswerWriter):
         num_tokens: int,
         tokens: Sequence[int] | None = None,
     ) -> bytes:
-        """Return a chunk; with `tokens` None, its token is the delta's, after those of deltas that had nothing to
-        show."""
+        """Return a chunk. If `tokens` is None, its tokens are those of earlier deltas that had nothing to show, and the
+        token of this delta.
+        """
         if tokens is None:
             tokens = [*self._silent.pop(delta.index, ()), *_tokens(delta)]
         quoted = msgspec.json.encode(delta.text).decode() if delta.text else '""'

@@ -54,7 +54,7 @@ def test_nothing_is_written_that_could_not_be_read() -> None:
         ("{", "not JSON"),
         ("[]", "must hold a JSON object"),
         ('{"text": "x"}', "schema_version is missing"),
-        ('{"schema_version": 2, "text": "x"}', "2 is not accepted; this version of xgpt reads version 1"),
+        ('{"schema_version": 2, "text": "x"}', "2 is not accepted; this version of xgpt reads files of version 1"),
         ('{"schema_version": 1}', "note.text"),
         ('{"schema_version": 1, "text": "x", "colour": 1}', "note.colour: 1"),
         (
