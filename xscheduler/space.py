@@ -217,12 +217,27 @@ class Space:
     def lines(self) -> tuple[Axis | None, Axis, Ints]:
         """Return the points as lines along one variable: the other variable, this variable, and each line's number of
         points."""
-        inner = next(axis for axis in self.axes if axis.variable.name == self.forecast.line)
-        outer = next((axis for axis in self.axes if axis is not inner), None)
+        inner, outer = self._line_and_other
+        assert np.all(np.diff(inner.values) == 1), (
+            f"{self.kind}: the values of {inner.variable.name}, its line, are not consecutive integers"
+        )
         if outer is None:
             return None, inner, np.asarray([len(inner.values)])
         counts = self.forecast.line_counts(outer.values, inner.values, self._room)
         return outer, inner, np.minimum(np.maximum(counts, 0), len(inner.values)).astype(int)
+
+    @property
+    def _line_and_other(self) -> tuple[Axis, Axis | None]:
+        names = [axis.variable.name for axis in self.axes]
+        assert self.forecast.line in names, (
+            f"{self.kind}: its line, {self.forecast.line}, is none of its variables {names}"
+        )
+        assert len(names) <= 2, f"{self.kind}: a space has at most two control variables, not {names}"
+        inner, *others = sorted(self.axes, key=lambda axis: axis.variable.name != self.forecast.line)
+        assert inner.variable.latency != "none", (
+            f"{self.kind}: the latency of {inner.variable.name}, its line, must rise or fall; others are enumerated"
+        )
+        return inner, others[0] if others else None
 
     def within_memory(
         self, low: tuple[int, ...], high: tuple[int, ...]

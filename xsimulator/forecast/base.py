@@ -62,7 +62,8 @@ class Forecast(ABC, Generic[M]):
         settings: the type of its settings, which declares its control variables.
         model: creates the model that predictions read from the lanes' costs (`LaneCost`), the lengths, the quantile and
             `all_requests`.
-        line: the variable along which settings are numbered; the other variable, if there is one, selects the line.
+        line: the variable along which settings are numbered; the other variable, if there is one, selects the line: a
+            policy has at most two. The values of this one are consecutive integers, and its latency rises or falls.
         load: the variable that grows along a load curve, starting at one request.
         follows: variables that grow in proportion to it.
         num_curves: number of values of another variable at which load curves begin.

@@ -17,7 +17,11 @@ StageLane = Literal["both", "encode", "decode"]
 
 
 class Variable(NamedTuple):
-    """A control variable, and how throughput and latency change as it grows ("none": its values are enumerated)."""
+    """A control variable, and how throughput and latency change as it grows.
+
+    A policy has at most two. Every value of a variable whose latency is "none" is searched by itself, so it should have
+    few (see `Forecast.values`); the other variables are searched by branch and bound.
+    """
 
     name: str
     throughput: Direction
