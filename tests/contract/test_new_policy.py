@@ -1,90 +1,213 @@
-"""What a policy takes: its settings, its rule, its forecast, a line in each table. It is planned, simulated, replayed.
+"""What a policy with a rule of its own takes. It is planned, simulated, served and replayed without code elsewhere.
 
-The toy is "capped": every step decodes all that run and fills up to 256 tokens a micro-batch with pieces of prompts.
+The toy is "watermark": a lane decodes alone until a percentage of its largest batch is left, then encodes whole prompts
+up to that batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 import numpy as np
 import pytest
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from tests.contract.scenarios import problem
+from tests.fakes import FakeExecutor, expected_tokens
 from xgpt.core import policies
 from xgpt.core.io import dump_json
-from xgpt.core.policies import LaneSettings
+from xgpt.core.policies import LaneSettings, OneLane, Pool
 from xgpt.core.policies.lane_settings import RULES
+from xgpt.core.policies.request import Chunk, MicroBatch
+from xgpt.core.policies.rule import RULE_TYPES, OneLaneRule, rest_of_prompt
 from xgpt.core.schema import Plan, PolicySettings, Variable
 from xgpt.core.schema.policy import SingleLane
+from xgpt.core.schema.step_log import StepRecord
+from xrunner.engine import Engine
+from xrunner.generation import Generation
 from xscheduler.replanning.reestimate import reestimate
 from xscheduler.schedule import Scheduler
+from xsimulator.capacity import Trial
+from xsimulator.costs.curves import Array
+from xsimulator.counts.counted_run import counted_run, is_counted
 from xsimulator.events import replay
 from xsimulator.forecast import FORECASTS, Performance
-from xsimulator.forecast.base import Columns, column
-from xsimulator.forecast.mixed import Mixed
+from xsimulator.forecast.base import Columns, Forecast, Ints, PlacementLimits, column
 from xsimulator.forecast.one_lane import OneLaneModel
+from xsimulator.forecast.rra import Rra
+from xsimulator.lengths import Lengths, steady_decode_batch
 from xsimulator.run import simulate
 
 # The policy -------------------------------------------------------------------------------------------------------
 
-TOKENS = 256
 
-
-class CappedSettings(SingleLane):
-    kind: Literal["capped"] = "capped"
+class WatermarkSettings(SingleLane):
+    kind: Literal["watermark"] = "watermark"
     max_batch: PositiveInt
+    refill_percent: int = Field(ge=1, lt=100)
     microbatches: PositiveInt = 1
 
-    variables: ClassVar[tuple[Variable, ...]] = (Variable("max_batch", "rises", "rises", "requests in a step at most"),)
+    variables: ClassVar[tuple[Variable, ...]] = (
+        Variable("max_batch", "rises", "rises", "largest number of running requests"),
+        Variable("refill_percent", "none", "none", "percentage of the batch at which prompts enter"),
+    )
 
 
-def capped(settings: CappedSettings, *_: float) -> LaneSettings:
-    tokens = TOKENS * settings.microbatches
-    return LaneSettings(mix=True, token_budget=tokens, max_batch=settings.max_batch, microbatches=settings.microbatches)
+@dataclass(frozen=True)
+class WatermarkLane(LaneSettings):
+    refill_percent: int = 1
+
+    @property
+    def refill_at(self) -> int:
+        assert self.max_batch is not None
+        return self.max_batch * self.refill_percent // 100
 
 
-class Capped(Mixed):
-    settings = CappedSettings
-    cuts_prompts = True
+def watermark(settings: WatermarkSettings, *_: float) -> WatermarkLane:
+    return WatermarkLane(
+        mix=False,
+        max_batch=settings.max_batch,
+        microbatches=settings.microbatches,
+        refill_percent=settings.refill_percent,
+    )
+
+
+class WatermarkRule(OneLaneRule):
+    settings: WatermarkLane
+
+    def is_phase_over(self, batch: MicroBatch) -> bool:
+        return batch.num_running <= self.settings.refill_at
+
+    def prompts_of_phase(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
+        chunks = []
+        while self.has_slot(batch) and (admitted := pool.admit(batch)) is not None:
+            chunks.append(rest_of_prompt(admitted))
+        return tuple(chunks)
+
+
+class Watermark(Rra):
+    """A batch falls to its watermark after about the same number of iterations each time: this is rra with that
+    number."""
+
+    settings = WatermarkSettings
+    line = load = "max_batch"
+    num_curves = 3
+    swaps_between_steps = False
+
+    def values(self, name: str, room: PlacementLimits) -> Ints:
+        return np.asarray([25, 50, 75]) if name == "refill_percent" else Forecast.values(self, name, room)
+
+    line_counts = Forecast.line_counts
+    reestimate = Forecast.reestimate
 
     def predict(self, model: OneLaneModel, columns: Columns) -> Performance:
-        return super().predict(model, {**columns, "token_budget": TOKENS * column(columns, "microbatches")})
+        inside = _inside(model.lengths)
+        left = 1 - 1 / inside  # the share of the largest batch that is left at the end of a phase
+        iterations = 1 + np.minimum(np.searchsorted(-left, -columns["refill_percent"] / 100), len(inside) - 1)
+        found = {"encode_batch": columns["max_batch"] / inside[iterations - 1], "decode_iterations": iterations}
+        return super().predict(model, found | {"microbatches": column(columns, "microbatches")})
 
 
-class CappedPlan(Plan):
-    policy: PolicySettings | CappedSettings  # type: ignore[assignment]
+@lru_cache(maxsize=2)
+def _inside(lengths: Lengths) -> Array:
+    """Return the requests inside after a phase's prompts, for each of these, by the iterations of a phase."""
+    at_once = 1 - lengths.survival[0]
+    return np.asarray([at_once + steady_decode_batch(lengths, 1.0, n) for n in range(1, max(2, lengths.max_output))])
 
 
-@pytest.fixture
-def added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RULES, "capped", capped)
-    monkeypatch.setitem(FORECASTS, "capped", Capped())
-    monkeypatch.setattr("xscheduler.plan_builder.Plan", CappedPlan)  # stands for the line in the schema's union
+class WatermarkPlan(Plan):
+    policy: PolicySettings | WatermarkSettings  # type: ignore[assignment]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def added() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RULES, "watermark", watermark)
+        patch.setitem(RULE_TYPES, WatermarkLane, WatermarkRule)
+        patch.setitem(FORECASTS, "watermark", Watermark())
+        patch.setattr("xscheduler.plan_builder.Plan", WatermarkPlan)  # stands for the line in the schema's union
+        yield
 
 
 # What it does ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("added")
-@pytest.mark.parametrize("bound_s", [None, 4.0])
-def test_a_new_policy_is_planned_simulated_and_replayed(bound_s: float | None) -> None:
-    subject = problem("llama-3.1-8b", "h200x1", "orca", bound_s)
-    plan = Scheduler(subject).best(["capped"])
-    assert plan.policy.kind == "capped"
+@pytest.fixture(scope="module", params=[None, 4.0])
+def plan(request: pytest.FixtureRequest, added: object) -> Plan:
+    return Scheduler(problem("llama-3.1-8b", "h200x1", "orca", request.param)).best(["watermark"])
+
+
+def prompts_enter_only_at_the_watermark(log: list[StepRecord], max_batch: int, refill_at: int) -> bool:
+    inside: set[int] = set()
+    for record in log:
+        entering = {id_ for id_, *_ in record.encode}
+        if entering and (record.decode or len(inside) > refill_at or len(inside | entering) > max_batch):
+            return False
+        inside = (inside | entering) - set(record.finished)
+    return any(record.decode for record in log)
+
+
+def test_a_new_policy_is_planned_simulated_and_replayed(plan: Plan) -> None:
+    assert isinstance(plan.policy, WatermarkSettings)
     assert plan.search.gap is not None and plan.search.gap <= 0.01
-    assert CappedPlan.model_validate_json(dump_json(plan)) == plan
+    assert WatermarkPlan.model_validate_json(dump_json(plan)) == plan
 
-    # It plans what the one policy that it is a case of would plan with that budget.
-    scheduler = Scheduler(subject)
-    placement = scheduler.candidates.spaces("chunked")[0].placement
-    settings = FORECASTS["chunked"].settings(max_batch=plan.policy.max_batch, token_budget=TOKENS, **placement.fixed)
-    scored = scheduler.score(settings, placement).estimate
-    assert scored.throughput_rps == pytest.approx(plan.estimate.throughput_rps, rel=1e-9)
-    assert scored.latency_s == pytest.approx(plan.estimate.latency_s, rel=1e-9)
-
+    subject = problem("llama-3.1-8b", "h200x1", "orca")
     assert reestimate(plan, subject.profile, subject.workload, 0.9)["latency"] <= plan.estimate.latency_s
     measured, log = simulate(plan, subject.profile, subject.workload, 300, np.random.default_rng(0))
+    assert prompts_enter_only_at_the_watermark(log, plan.policy.max_batch, watermark(plan.policy).refill_at)
     assert measured.throughput_rps == pytest.approx(plan.estimate.throughput_rps, rel=0.1)
     assert replay(policies.build(plan), log) == log
+
+
+def test_its_arrivals_are_simulated_by_its_own_rule(plan: Plan) -> None:
+    trial = Trial(plan, problem("llama-3.1-8b", "h200x1", "orca").profile, least_requests=100)
+    assert not is_counted(plan)
+    assert counted_run(plan, trial.lanes, trial.stream(1.0)) is None
+    assert trial.saturated() == pytest.approx(plan.estimate.throughput_rps, rel=0.15)
+
+
+def test_it_is_served(plan: Plan) -> None:
+    assert isinstance(plan.policy, WatermarkSettings)
+    served = plan.model_copy(update={"policy": plan.policy.model_copy(update={"max_batch": 8, "refill_percent": 50})})
+    log: list[StepRecord] = []
+    engine, tokens = Engine(policies.build(served), FakeExecutor(), on_step=log.append), {}
+    for id_ in range(30):
+        engine.submit(Generation(id_, (id_, 7), 12, output_length=3 + id_ % 9))
+    while not engine.pool.is_idle or not tokens:
+        for token in engine.step() or ():
+            tokens.setdefault(token.id, []).append(token.token)
+    assert tokens == {id_: expected_tokens((id_, 7), 3 + id_ % 9) for id_ in range(30)}
+    assert prompts_enter_only_at_the_watermark(log, 8, 4)
+    assert replay(policies.build(served), log) == log
+
+
+def test_a_lane_goes_over_to_the_rule_of_another_policy_only_when_it_is_empty() -> None:
+    lane = OneLane(LaneSettings(mix=True, max_batch=8), Pool(100, 16))
+    settings = WatermarkLane(mix=False, max_batch=8, refill_percent=50)
+    assert not lane.apply(OneLane(settings, Pool(100, 16)))
+    assert OneLane(settings, Pool(100, 16)).apply(OneLane(replace(settings, refill_percent=25), Pool(100, 16)))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"line": "refill_percent"}, "the latency of refill_percent, its line, must rise or fall"),
+        ({"line": "batch"}, "its line, batch, is none of its variables"),
+        ({"values": lambda *_: np.asarray([10, 20, 30])}, "the values of max_batch, its line, are not consecutive"),
+    ],
+)
+def test_what_a_space_cannot_number_is_said(change: dict[str, object], says: str) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError, match=f"^watermark: {says}"):
+        patch.setitem(FORECASTS, "watermark", type("Other", (Watermark,), change)())
+        Scheduler(problem("llama-3.1-8b", "h200x1", "orca")).best(["watermark"])
+
+
+def test_a_policy_has_at_most_two_variables() -> None:
+    third = Variable("microbatches", "rises", "rises", "number of micro-batches")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError, match="at most two control variables"):
+        patch.setattr(WatermarkSettings, "variables", (*WatermarkSettings.variables, third))
+        Scheduler(problem("llama-3.1-8b", "h200x1", "orca")).best(["watermark"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from xgpt.core import policies
+from xgpt.core.policies import LaneSettings
 from xgpt.core.schema import Plan, StageLane
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.counts import one_lane_arrivals
@@ -30,14 +32,12 @@ def counted_run(
         lanes: step costs of the plan's lanes.
         is_logged: whether to log each step.
     """
-    if not is_counted(plan):
+    if (schedule := _counted_schedule(plan)) is None:
         return None
-    schedule = policies.build(plan)
     pool, by_use = schedule.pool, plan.admission.kv == "quantile"
     kv = Kv(pool.kv_blocks, plan.block_size, by_use)
     if isinstance(schedule, policies.TwoLane):
         return TwoLaneRun(schedule.settings, lanes["encode"], lanes["decode"], kv, stream, is_logged=is_logged)
-    assert isinstance(schedule, policies.OneLane)
     settings = schedule.settings
     if by_use:
         settings = replace(settings, max_batch=min(settings.max_batch or MANY, pool.max_running or MANY))
@@ -45,14 +45,37 @@ def counted_run(
 
 
 def is_counted(plan: Plan) -> bool:
-    """Return whether a plan can be simulated by counts.
+    """Return whether a plan can be simulated by counts; otherwise the simulated engine runs its own rule.
 
-    It needs order fcfs, fixed token budgets, and reserved K/V memory; or, instead of the latter, a decoder-only model
-    under orca or chunked in a single micro-batch."""
-    if plan.admission.order != "fcfs" or getattr(plan.policy, "slack", None) is not None:
+    Counts repeat the rules of `policies.OneLane` and `policies.TwoLane` for the settings that `OneLaneRun.known` and
+    `TwoLaneRun.known` name: a plan whose rule has any other setting is not counted. It also needs order fcfs, and
+    reserved K/V memory; or, instead of the latter, a decoder-only model under orca or chunked in a single
+    micro-batch."""
+    return _counted_schedule(plan) is not None
+
+
+def _counted_schedule(plan: Plan) -> policies.OneLane | policies.TwoLane | None:
+    """Return the plan's schedule if counts know its rule, its order of admission and its use of memory."""
+    if plan.admission.order != "fcfs" or not _counts_kv(plan):
+        return None
+    schedule = policies.build(plan)
+    if type(schedule) is policies.OneLane and _knows(OneLaneRun.known, LaneSettings, schedule.settings):
+        return schedule
+    if type(schedule) is policies.TwoLane and _knows(TwoLaneRun.known, policies.TwoLaneSettings, schedule.settings):
+        return schedule
+    return None
+
+
+def _knows(known: frozenset[str], type_: type[Any], settings: Any) -> bool:
+    """Return whether settings are of this very type, and differ from its defaults only in fields that are known."""
+    if type(settings) is not type_:
         return False
-    if plan.admission.kv == "reserve":
-        return True
+    return all(field.name in known or getattr(settings, field.name) == field.default for field in fields(settings))
+
+
+def _counts_kv(plan: Plan) -> bool:
+    if plan.admission.kv != "quantile":
+        return plan.admission.kv == "reserve"
     mixes = plan.engine is None or plan.engine.mixes
     return (
         FORECASTS[plan.policy.kind].stations.admits_each_step

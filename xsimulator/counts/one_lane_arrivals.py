@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -36,6 +36,29 @@ MANY = np.iinfo(np.int64).max // 2
 
 class OneLaneRun(Run):
     """A run of rra, orca, chunked or static; the same rule as `xgpt.core.policies.OneLane`."""
+
+    known: ClassVar = frozenset(
+        {
+            "mix",
+            "encode_every",
+            "encode_tokens",
+            "carried_batch",
+            "decode_batch",
+            "token_budget",
+            "max_batch",
+            "refill_when_empty",
+            "microbatches",
+            "encode_parts",
+            "reuse_is_planned",
+            "ahead",
+            "prompts_first",
+            "whole_prompts",
+            "batch_wait_steps",
+            "batch_wait_tokens",
+            "receive_steps",
+        }
+    )
+    """The settings of a lane that a run follows; see `is_counted`."""
 
     def __init__(self, settings: LaneSettings, cost: LaneCost, kv: Kv, stream: Stream, **how: Any) -> None:
         num_batches = settings.microbatches

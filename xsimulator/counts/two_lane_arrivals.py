@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
 from xgpt.core.policies.waa import TwoLaneSettings
@@ -29,6 +31,22 @@ from xsimulator.counts.counting import (
 
 class TwoLaneRun(Run):
     """A run of waa; the same rule as `xgpt.core.policies.waa.TwoLane`."""
+
+    known: ClassVar = frozenset(
+        {
+            "encode_tokens",
+            "encode_stages",
+            "encode_blocks",
+            "max_decode_batch",
+            "decode_batch",
+            "adjustment",
+            "decode_microbatches",
+            "buffer_iterations",
+            "encoder_only",
+            "reuse_is_planned",
+        }
+    )
+    """The settings of the two lanes that a run follows; see `is_counted`."""
 
     def __init__(
         self, settings: TwoLaneSettings, encode: LaneCost, decode: LaneCost, kv: Kv, stream: Stream, **how: bool

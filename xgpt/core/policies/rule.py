@@ -106,7 +106,7 @@ class OneLaneRule:
             encode = self._part(pool, batch)
         elif batch.encoding or (may_encode and self.is_phase_over(batch)):
             self.phase += 1
-            encode = self._phase(pool, batch)
+            encode = self.prompts_of_phase(pool, batch)
 
         decode: tuple[int, ...] = ()
         mixes = settings.mix and not (encode and settings.prompts_first)
@@ -139,7 +139,7 @@ class OneLaneRule:
         if not settings.batch_wait_steps:
             return False
         decodes = len(self._decodable(pool, batch))
-        waits = self._waited < settings.batch_wait_steps and decodes > 0 and self._has_slot(batch) and pool.can_admit()
+        waits = self._waited < settings.batch_wait_steps and decodes > 0 and self.has_slot(batch) and pool.can_admit()
         if waits:
             room = pool.num_waiting if settings.max_batch is None else settings.max_batch - batch.num_running
             waits = decodes + sum(r.input_length for r in pool.waiting.ahead(room)) < settings.batch_wait_tokens
@@ -214,7 +214,7 @@ class OneLaneRule:
         self, room: PromptRoom, pool: Pool, batch: MicroBatch, chunks: list[Chunk], *, in_time: bool = False
     ) -> None:
         """Admit waiting prompts and add pieces of them; with `in_time`, stop at the first that gives way."""
-        while room.is_open and self._has_slot(batch):
+        while room.is_open and self.has_slot(batch):
             if in_time and pool.num_waiting and pool.waiting.head_gives_way():
                 return
             if self.settings.whole_prompts and not self._holds_next(room, pool):
@@ -238,7 +238,8 @@ class OneLaneRule:
             for request in pool.waiting.ahead(1)
         )
 
-    def _has_slot(self, batch: MicroBatch) -> bool:
+    def has_slot(self, batch: MicroBatch) -> bool:
+        """Return whether the largest batch has room for another request."""
         return self.settings.max_batch is None or batch.num_running < self.settings.max_batch
 
     def _part(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
@@ -247,7 +248,7 @@ class OneLaneRule:
         size = -(-batch.num_running // self.settings.encode_parts)
         return tuple(rest_of_prompt(request) for request in missing[:size])
 
-    def _phase(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
+    def prompts_of_phase(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
         """Return whole prompts up to the phase's token target; the difference is carried to the next phase."""
         settings = self.settings
         self._budget.open(len(batch.decoding) - settings.carried_batch)
@@ -266,6 +267,16 @@ class OneLaneRule:
             self._budget.spend(length)
         self._budget.close()
         return tuple(chunks)
+
+
+RULE_TYPES: dict[type[LaneSettings], type[OneLaneRule]] = {LaneSettings: OneLaneRule}
+"""The rule of each type of settings. A policy whose steps `LaneSettings` cannot describe adds a subclass of it, with a
+subclass of `OneLaneRule`."""
+
+
+def rule_of(settings: LaneSettings, number: int = 0) -> OneLaneRule:
+    """Return the rule of one micro-batch, at its beginning."""
+    return RULE_TYPES[type(settings)](settings, number)
 
 
 def rest_of_prompt(request: Request) -> Chunk:

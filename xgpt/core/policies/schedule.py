@@ -24,7 +24,7 @@ from xgpt.core.policies.blocks import NO_CHAINS
 from xgpt.core.policies.lane_settings import LaneSettings
 from xgpt.core.policies.pool import Pool
 from xgpt.core.policies.request import MicroBatch, Request, Step
-from xgpt.core.policies.rule import OneLaneRule
+from xgpt.core.policies.rule import rule_of
 from xgpt.core.schema import LaneName, Stage
 from xgpt.core.schema.step_log import Chain
 
@@ -137,7 +137,7 @@ class OneLane(Schedule):
         super().__init__(pool, stages)
         self.settings = settings
         self._batches = pool.add_batches(settings.microbatches)
-        self._rules = [OneLaneRule(settings.of_microbatch(i), i) for i in range(settings.microbatches)]
+        self._rules = [rule_of(settings.of_microbatch(i), i) for i in range(settings.microbatches)]
         pool.runs_ahead = settings.ahead
         self._turn = 0
 
@@ -146,6 +146,8 @@ class OneLane(Schedule):
             return False
         now, then = self.settings, other.settings
         if (now.microbatches, now.encode_parts) != (then.microbatches, then.encode_parts):
+            return False
+        if type(now) is not type(then):  # they have different rules
             return False
         self.settings = then
         self.pool.follow(other.pool)
