@@ -1,48 +1,76 @@
-"""Search with Optuna's TPE sampler, for objectives and constraints without valid bounds."""
+"""Sample settings with Optuna, for objectives and constraints without valid bounds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from xscheduler.search.base import SearchResult
 from xscheduler.space import Space
+from xsimulator.forecast.base import Ints
+
+if TYPE_CHECKING:
+    import optuna
 
 NUM_TRIALS = 300
+
+
+def sample_points(
+    spaces: Sequence[Space],
+    score: Callable[[optuna.Trial, int, dict[str, Ints]], float],
+    *,
+    num_trials: int,
+    seed: int,
+) -> None:
+    """Call `score` for `num_trials` points that Optuna's TPE sampler draws, which raises the scores.
+
+    A policy's variables are sampled by the index of their value on a logarithmic scale, since small batches differ more
+    from each other.
+
+    Args:
+        score: returns the score of a point, given the trial, the index of its space in `spaces`, and its settings as
+            columns of one value.
+    """
+    import optuna  # takes half a second to load: only if used
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+    def objective(trial: optuna.Trial) -> float:
+        number = trial.suggest_categorical("space", range(len(spaces)))
+        columns = {}
+        for axis in spaces[number].axes:
+            name = f"{spaces[number].kind} {axis.variable.name}"
+            index = trial.suggest_int(name, 1, len(axis.values), log=True) - 1
+            columns[axis.variable.name] = np.asarray([axis.values[index]])
+        return score(trial, number, columns)
+
+    sampler = optuna.samplers.TPESampler(seed=seed)
+    optuna.create_study(direction="maximize", sampler=sampler).optimize(objective, n_trials=num_trials)
 
 
 def search(spaces: Sequence[Space], *, num_trials: int = NUM_TRIALS, seed: int = 0) -> SearchResult:
     """Return the best of `num_trials` sampled points, without a proof. Bounds and memory are constraints of the
     sampler."""
-    import optuna  # takes half a second to load: only if used
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     best: SearchResult | None = None
     highest = -np.inf
 
-    def objective(trial: optuna.Trial) -> float:
+    def score(trial: optuna.Trial, number: int, columns: dict[str, Ints]) -> float:
         nonlocal best, highest
-        space = spaces[trial.suggest_categorical("space", range(len(spaces)))]
-        columns = {
-            axis.variable.name: np.asarray(
-                [axis.values[trial.suggest_int(axis.variable.name, 0, len(axis.values) - 1)]]
-            )
-            for axis in (*space.searched, *space.enumerated)
-        }
+        space = spaces[number]
         evaluation = space.evaluate(columns)
         overfull = float(evaluation.performance.peak_requests[0] / space.capacity - 1)
         trial.set_constraint("memory", overfull)
         trial.set_constraint("latency", float(evaluation.excess[0]))
         trial.set_constraint("allowed", 0.0 if evaluation.feasible[0] else 1.0)
-        score = float(evaluation.score[0])
-        if evaluation.feasible[0] and score > highest:
-            best, highest = SearchResult(space, space.settings(columns, 0), evaluation.at(0), 0, None, ""), score
-        return score
+        value = float(evaluation.score[0])
+        if evaluation.feasible[0] and value > highest:
+            best, highest = SearchResult(space, space.settings(columns, 0), evaluation.at(0), 0, None, ""), value
+        return value
 
-    sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True)
-    optuna.create_study(direction="maximize", sampler=sampler).optimize(objective, n_trials=num_trials)
+    sample_points(spaces, score, num_trials=num_trials, seed=seed)
     found = best or SearchResult(None, None, {}, 0, None, "")
     evaluations = sum(space.evaluations for space in spaces)
     return replace(found, method="optuna", evaluations=evaluations, bound="none: sampled points prove no bound")
