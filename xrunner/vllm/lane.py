@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from xgpt.core.errors import InputError
-from xgpt.core.policies import OneLane, Pool
-from xgpt.core.policies.build import queue_of
+from xgpt.core.policies import OneLane
+from xgpt.core.policies.build import pool_of
 from xgpt.core.policies.build import settings_of as lane_settings_of
 from xgpt.core.policies.lane_settings import LaneSettings
 from xgpt.core.schema import Plan, WaaSettings
@@ -66,15 +66,7 @@ def build_lane(plan: Plan, room: VllmRoom, blocks: int | None = None) -> OneLane
             "plan.stages.kv_blocks", blocks, f"vLLM has {room.num_blocks} K/V blocks of {room.block_size} tokens"
         )
     most = min(room.max_running, plan.admission.max_running or room.max_running)
-    admission = plan.admission
-    pool = Pool(
-        blocks,
-        room.block_size,
-        kv=admission.kv,
-        max_running=most,
-        waiting=queue_of(plan),
-    )
-    return OneLane(settings_of(plan), pool)
+    return OneLane(settings_of(plan), pool_of(plan, blocks, room.block_size, most))
 
 
 class PlannedLane:

@@ -125,11 +125,21 @@ def first_tokens(plan: Plan) -> FirstTokens | None:
 
 
 def _pool(plan: Plan, stages: Iterable[Stage], *, hold_finished: bool = False) -> Pool:
+    return pool_of(plan, _fewest_blocks(stages), plan.block_size, plan.admission.max_running, hold_finished)
+
+
+def pool_of(plan: Plan, num_blocks: int, block_size: int, max_running: int | None, hold_finished: bool = False) -> Pool:
+    """Return a pool of K/V blocks without requests that admits them as the plan says.
+
+    Args:
+        max_running: most concurrent requests; None: any number.
+        hold_finished: whether finished requests keep their slots until the whole batch has finished.
+    """
     return Pool(
-        _fewest_blocks(stages),
-        plan.block_size,
+        num_blocks,
+        block_size,
         kv=plan.admission.kv,
-        max_running=plan.admission.max_running,
+        max_running=max_running,
         hold_finished=hold_finished,
         waiting=queue_of(plan),
         encoder=plan.model.is_encoder_decoder,
