@@ -46,7 +46,10 @@ BELOW_ONE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85)
 
 
 class _Stages(NamedTuple):
-    """Least step times of a lane's distinct stages, padded with stages that take no time. # [kinds, m] unless stated"""
+    """Least step times of one lane: a row for each kind of stage, padded with stages that take no time.
+
+    `PlacementBounds` stacks those of its placements into a `LeastSteps`. # [kinds, m] unless stated
+    """
 
     decode_s: Array
     """A step that only decodes."""
