@@ -53,7 +53,7 @@ SHORT = {
 
 def fields_of(family):
     """All that the tables know, what the class of `transformers` knows, and one that nothing knows."""
-    family_fields = config_fields.FAMILIES[family]
+    family_fields = config_fields.FIELDS[family]
     known = (
         family_fields.read
         | family_fields.without_effect

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from xgpt.checkpoints.readers import FAMILIES
+from xgpt.checkpoints.readers import READERS
 from xgpt.checkpoints.readers.planned import PLAIN
 from xgpt.core.errors import InputError
 
@@ -124,12 +124,12 @@ def _tower(config: Mapping[str, Any]) -> int:
 
 def known_families() -> set[str]:
     """Return all model_types that can be read."""
-    return {*FAMILIES, *PLAIN, *ALIASES}
+    return {*READERS, *PLAIN, *ALIASES}
 
 
 def _known(family: str) -> str | None:
     family = ALIASES.get(family, family)
-    return family if family in FAMILIES or family in PLAIN else None
+    return family if family in READERS or family in PLAIN else None
 
 
 @cache

@@ -121,7 +121,7 @@ _DEEPSEEK = Fields(
     {"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"},
 )
 
-FAMILIES: Mapping[str, Fields] = {
+FIELDS: Mapping[str, Fields] = {
     "gpt2": Fields(
         words("activation_function layer_norm_epsilon n_embd n_head n_inner n_layer n_positions"),
         _DECODER
@@ -219,7 +219,7 @@ def check_fields(family: str, config: Mapping[str, Any]) -> None:
     Raises:
         InputError: a field or its value is not known; the message states the field.
     """
-    known = FAMILIES[family]
+    known = FIELDS[family]
     passed = (
         known.read
         | known.without_effect

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from xgpt.checkpoints.families import given_by_default, language_model, tower_params
 from xgpt.checkpoints.fields import check_fields
-from xgpt.checkpoints.readers import FAMILIES, OTHER_NAMES, common
+from xgpt.checkpoints.readers import OTHER_NAMES, READERS, common
 from xgpt.checkpoints.readers.planned import PLAIN, planned
 from xgpt.core.errors import InputError
 from xgpt.core.io import parse
@@ -106,7 +106,7 @@ def spec_of(
     if family not in PLAIN:
         check_fields(family, config)
     try:
-        fields = planned(family, given, defaults) if family in PLAIN else FAMILIES[family](config)
+        fields = planned(family, given, defaults) if family in PLAIN else READERS[family](config)
         fields = common(config, generation, side) | fields
         if family in ENCODER_DECODERS:
             fields["bos_token_id"] = _decoder_start(config, generation)

@@ -10,10 +10,10 @@ from xgpt.checkpoints.readers.dense import DENSE
 from xgpt.checkpoints.readers.experts import WITH_EXPERTS
 from xgpt.core.schema.model import Family
 
-FAMILIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = DENSE | WITH_EXPERTS
+READERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = DENSE | WITH_EXPERTS
 """Readers, by model_type."""
 
 OTHER_NAMES: dict[str, Family] = {"mt5": "t5", "gemma3_text": "gemma3"}
 """Families whose name differs from their model_type, by model_type."""
 
-__all__ = ["FAMILIES", "OTHER_NAMES", "common"]
+__all__ = ["OTHER_NAMES", "READERS", "common"]

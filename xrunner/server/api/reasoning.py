@@ -20,7 +20,7 @@ class Marks(NamedTuple):
     end: str
 
 
-FAMILIES = (
+ALL_MARKS = (
     Marks("<think>", "</think>"),
     Marks("[THINK]", "[/THINK]"),
     Marks("<seed:think>", "</seed:think>"),
@@ -37,7 +37,7 @@ def marks_of(template: str, tokens: Container[str]) -> Marks | None:
     """Return the marks around a model's reasoning, found in its chat template or its added tokens; None if the model
     has none.
     """
-    return next((m for m in FAMILIES if m.end in template or (m.begin.strip() in tokens and m.end in tokens)), None)
+    return next((m for m in ALL_MARKS if m.end in template or (m.begin.strip() in tokens and m.end in tokens)), None)
 
 
 class Thought(NamedTuple):

@@ -24,7 +24,7 @@ from xrunner.server import ChatTemplate, TextCodec
 from xrunner.server.api.call_formats import HERMES, LLAMA, MISTRAL, MISTRAL_IDS
 from xrunner.server.api.form import OutputForm
 from xrunner.server.api.harmony import MARKS
-from xrunner.server.api.reasoning import FAMILIES, Marks, thought_after
+from xrunner.server.api.reasoning import ALL_MARKS, Marks, thought_after
 from xrunner.server.api.tools import Tool
 
 TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}
@@ -166,7 +166,7 @@ def test_the_cut_of_an_output_into_pieces_does_not_matter(cuts: list[int], writt
     assert read([text[start:end] for start, end in itertools.pairwise(edges)]) == read([text])
 
 
-@pytest.mark.parametrize("marks", FAMILIES)
+@pytest.mark.parametrize("marks", ALL_MARKS)
 def test_a_template_or_a_tokenizer_says_what_stands_around_reasoning(marks: Marks) -> None:
     assert OutputForm.of(f"content.split('{marks.end}')", HERMES, {}).marks == marks
     assert OutputForm.of("", HERMES, {marks.begin.strip(): 1, marks.end: 2}).marks == marks
