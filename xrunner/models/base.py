@@ -43,7 +43,7 @@ class DecoderLayer(nn.Module):
             rows: tokens whose outputs are needed; for the others, only keys and values are computed. None: all.
         """
         if rows is not None:
-            attend = partial(_attend_of, attend, rows)
+            attend = partial(attend_to, attend, rows)
         attended = self.attention(self.attention_norm(hidden), batch.positions, attend)
         if rows is not None:
             hidden = hidden[rows]
@@ -53,7 +53,7 @@ class DecoderLayer(nn.Module):
         return self.mlp_result_norm(self.mlp(self.mlp_norm(hidden))).add_(hidden)
 
 
-def _attend_of(attend: Attend, rows: Tensor, q: Tensor, k: Tensor, v: Tensor, *, scoring: Scoring) -> Tensor:
+def attend_to(attend: Attend, rows: Tensor, q: Tensor, k: Tensor, v: Tensor, *, scoring: Scoring) -> Tensor:
     """Return the attention results for these rows."""
     return attend(q, k, v, scoring=scoring)[rows]
 
@@ -108,7 +108,9 @@ class Model(nn.Module):
     def _norm(self, empty: Empty) -> LayerNorm | RmsNorm:
         return self.norm(empty, self.spec.hidden_size, self.spec.norm_eps)
 
-    def _layer(self, empty: Empty, layer: int) -> DecoderLayer:
+    def layer(self, empty: Empty, layer: int) -> DecoderLayer:
+        """Return a new layer. A family whose layers are not attention, then a feed-forward block, returns a subclass of
+        `DecoderLayer` with a `forward` of its own, which computes attention by `attend_to` if `rows` are given."""
         attention, mlp = self.attention(empty, layer), self.mlp(empty, layer)
         return DecoderLayer(partial(self._norm, empty), attention, mlp, norms_results=self.norms_results)
 
@@ -190,7 +192,7 @@ class DecoderModel(Model):
 
     def __init__(self, spec: ModelSpec, empty: Empty = torch.empty) -> None:
         super().__init__(spec, empty)
-        self.layers = nn.ModuleList(self._layer(empty, layer) for layer in range(spec.num_layers))
+        self.layers = nn.ModuleList(self.layer(empty, layer) for layer in range(spec.num_layers))
         self.final_norm = self._norm(empty)
 
     def embed(self, batch: Batch) -> Tensor:

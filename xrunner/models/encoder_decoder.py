@@ -76,7 +76,7 @@ class EncoderDecoderModel(Model):
         super().__init__(spec, empty)
         self.decoder_start = (spec.bos_token_id or 0,)
         self.encoder = Stack(
-            [self._layer(empty, layer) for layer in range(spec.num_encoder_layers)],
+            [self.layer(empty, layer) for layer in range(spec.num_encoder_layers)],
             RelativeBias(empty, spec, bidirectional=True),
             self._norm(empty),
         )
