@@ -49,7 +49,7 @@ from xrunner.generation import Generation
 from xrunner.kv_cache import KvCache
 from xrunner.models import Model
 from xrunner.parallel import Part
-from xrunner.weights import DTYPES, seeded, weights_of
+from xrunner.weights import DTYPES, SeededWeights, load_model, weights_of
 from xrunner.worker import Worker
 from xscheduler.objectives.best_plans import plan_each
 
@@ -255,7 +255,7 @@ def twins(kind: str, changes: dict[str, Any], dtype: DType, device: str) -> Twin
     with tempfile.TemporaryDirectory() as directory:
         config.save_pretrained(directory)
         spec = read_spec(Path(directory))
-    model = seeded(spec, dtype, 0, device)
+    model = load_model(spec, dtype, SeededWeights(0), device)
     with torch.device(device):
         other = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa")
     other.eval()

@@ -240,15 +240,6 @@ class SeededWeights:
             out.fill_(1.0)
 
 
-def seeded(spec: ModelSpec, dtype: DType, seed: int, device: str = "cpu") -> Model:
-    """Return a model with random weights.
-
-    Raises:
-        InputError: this version does not run the family.
-    """
-    return load_model(spec, dtype, SeededWeights(seed), device)
-
-
 def check_weights(spec: ModelSpec, dtype: DType, source: WeightSource) -> None:
     """Refuse a source without a model's weights, before anything is allocated.
 

@@ -16,7 +16,7 @@ from xprofiler import measure
 from xrunner import weights
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.models.layers import Linear
-from xrunner.weights import seeded
+from xrunner.weights import SeededWeights, load_model
 
 
 def weights_of(directory):
@@ -364,7 +364,9 @@ def test_directory_without_config(tmp_path):
 
 def test_seeded_weights_depend_on_the_seed_alone(small_opt):
     spec = read_spec(small_opt[0])
-    first, again, other = (dict(seeded(spec, "float32", seed).named_parameters()) for seed in (1, 1, 2))
+    first, again, other = (
+        dict(load_model(spec, "float32", SeededWeights(seed)).named_parameters()) for seed in (1, 1, 2)
+    )
     assert all(torch.equal(first[name], again[name]) for name in first)
     matrices = [name for name in first if first[name].dim() > 1]
     assert not any(torch.equal(first[name], other[name]) for name in matrices)
@@ -374,7 +376,7 @@ def test_seeded_weights_depend_on_the_seed_alone(small_opt):
 @pytest.mark.parametrize("name", ["gpt2-tied", "llama-grouped", "opt-tied", "qwen2-grouped", "qwen3-grouped"])
 @pytest.mark.parametrize("dtype", few(["float32", "bfloat16", "float16"]))
 def test_seeded_logits_have_unit_deviation(checkpoint, name, dtype):
-    model = seeded(read_spec(checkpoint(name)[0]), dtype, 0)
+    model = load_model(read_spec(checkpoint(name)[0]), dtype, SeededWeights(0))
     hidden = torch.randn(50, model.spec.hidden_size, dtype=model.final_norm.weight.dtype)
     assert 0.8 < model.head(hidden).float().std() < 1.3
 
