@@ -110,7 +110,7 @@ def command_in_words(plans: dict[str, Plan]) -> list[str]:
         rate = most_rate(runs, 1)
         lines.append(f"{runs.api_servers} API servers a command: one passes about {rate:.0f} such requests/s")
     if runs.engine is None:
-        lines.append(f"figures do not include an engine's loop: --engine vllm includes that of {name}")
+        lines.append(f"{name}'s overhead for each step is not included; add `--engine vllm`")
     if runs is not best:
         lines.append(f"{name} alone cannot run {best.policy.kind}: `xgpt export` adds xgpt's scheduler to it")
     return lines

@@ -118,10 +118,11 @@ def mixing_in_words(plan: Plan) -> list[str]:
     if edge is None:
         return []
     now = 0.0 if plan.engine is None else plan.engine.mixing
-    where = "more" if edge.mixing > now else "less"
+    assumed = f"slow decodes by {100 * now:.0f}%" if now else "cost nothing extra"
+    where = "over" if edge.mixing > now else "under"
     return [
-        f"mixed steps: decodes are assumed {100 * now:.0f}% slower in a step that also encodes; at "
-        f"{100 * edge.mixing:.0f}% or {where}, {edge.policy} would serve more"
+        f"mixed steps: assumed to {assumed}; if they slow decodes by {where} {100 * edge.mixing:.0f}%, "
+        f"{edge.policy} is better"
     ]
 
 
@@ -400,7 +401,7 @@ def proof_in_words(plan: Plan) -> str:
     simulated = f", {_count(search.simulations, 'plan')} simulated," if search.simulations else ""
     if plan.estimate.simulated:
         rate = ("the arrival rate",) if plan.estimate.capacity is not None else ()
-        proof += f"; simulated instead of closed form: {', '.join((*plan.estimate.simulated, *rate))}"
+        proof += f"; from simulation: {', '.join((*plan.estimate.simulated, *rate))}; other figures: closed form"
     return f"{proof}; {search.evaluations} of {search.space_size} points{simulated} in {search.seconds:.2f} s"
 
 
