@@ -35,7 +35,7 @@ from xgpt.resolve import load_cluster, load_model, load_workload
 from xprofiler import analytic
 from xsimulator.clock import LaneClock, TwoLaneClock
 from xsimulator.costs.step_cost import LaneCost
-from xsimulator.events import SimulatedEngine, SimulatedRequest, StepClock
+from xsimulator.events import SimulatedClock, SimulatedEngine, SimulatedRequest
 from xsimulator.forecast import OneLaneModel, TwoLaneModel, estimate
 from xsimulator.lengths import Lengths
 from xsimulator.measures import Measured, measure
@@ -73,7 +73,7 @@ class Case:
     settings: PolicySettings
     predicted: dict[str, float]
     schedule: Callable[[], Schedule]
-    clock: Callable[[Schedule], StepClock]
+    clock: Callable[[Schedule], SimulatedClock]
 
     @property
     def is_known_to_differ(self) -> str | None:

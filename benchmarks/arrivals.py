@@ -25,7 +25,7 @@ from xgpt.problems import resolve
 from xgpt.requests import plan_request
 from xscheduler.objectives.arrivals import SHARP
 from xscheduler.objectives.best_plans import plan_each
-from xscheduler.objectives.rates import with_capacities
+from xscheduler.objectives.capacities import with_capacities
 from xscheduler.problem import Problem
 from xsimulator.capacity import CapacitySearch, Trial
 

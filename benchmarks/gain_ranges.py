@@ -18,7 +18,7 @@ from xgpt.core.rates import rate_of
 from xgpt.problems import resolve
 from xgpt.requests import plan_request
 from xscheduler.objectives.best_plans import plan_each
-from xscheduler.objectives.rates import with_capacities
+from xscheduler.objectives.capacities import with_capacities
 
 CASES = (
     ("llama-3.1-8b", "h100x1", "azure-conv", 20.0),

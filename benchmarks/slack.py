@@ -45,7 +45,7 @@ from xgpt.requests import plan_request
 from xgpt.resolve import load_engine
 from xprofiler.store import profile_of
 from xscheduler.objectives.best_plans import plan_each
-from xscheduler.objectives.rates import with_capacity
+from xscheduler.objectives.capacities import with_capacity
 from xscheduler.objectives.tuning import TIGHTER
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler

@@ -19,8 +19,8 @@ from xgpt.serving.checking import check_planned
 from xprofiler.ranges import Cell, Quantity, cell_of, likely
 from xscheduler.expression import maximised
 from xscheduler.objectives.best_plans import UNIFORM_KINDS, Task, check_held, is_uniform, plan_uniform
+from xscheduler.objectives.capacities import predicted_rate, with_capacities
 from xscheduler.objectives.mixing import with_mixing_edge
-from xscheduler.objectives.rates import predicted_rate, with_capacities
 from xscheduler.objectives.reusing import with_reuse
 from xscheduler.objectives.sizing import ClusterChoice, cheapest, fewest_devices
 from xscheduler.problem import Problem

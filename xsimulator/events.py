@@ -36,7 +36,7 @@ class SimulatedRequest(NamedTuple):
     output_chain: Chain = ()
 
 
-StepClock = Callable[[int, Step], int]
+SimulatedClock = Callable[[int, Step], int]
 """(time of scheduling in ns, step) -> the step's end in ns. Called once for each step, in order."""
 
 Outputs = tuple[tuple[int, Chain], ...]
@@ -61,7 +61,7 @@ class SimulatedEngine:
         requests: requests in the order of arrival.
     """
 
-    def __init__(self, schedule: Schedule, clock: StepClock, requests: Sequence[SimulatedRequest]) -> None:
+    def __init__(self, schedule: Schedule, clock: SimulatedClock, requests: Sequence[SimulatedRequest]) -> None:
         self.schedule = schedule
         self._clock = clock
         self._requests = list(requests)

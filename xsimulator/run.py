@@ -25,7 +25,7 @@ from xsimulator.clock import LaneClock, OnSpan, Span, TwoLaneClock
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.counts.arrivals import KeptBounds, Run, Stream
 from xsimulator.drafted import decoded
-from xsimulator.events import SimulatedEngine, SimulatedRequest, StepClock
+from xsimulator.events import SimulatedClock, SimulatedEngine, SimulatedRequest
 from xsimulator.forecast import FORECASTS
 from xsimulator.lengths import Lengths
 from xsimulator.measures import Measured, RequestTimes, measure, request_times
@@ -555,7 +555,7 @@ def reused_share(log: Sequence[StepRecord]) -> float:
     return sum(found.values()) / max(1, sum(asked[id_] for id_ in found))
 
 
-def clock_of(plan: Plan, profile: Profile, schedule: Schedule, on_span: OnSpan | None = None) -> StepClock:
+def clock_of(plan: Plan, profile: Profile, schedule: Schedule, on_span: OnSpan | None = None) -> SimulatedClock:
     """Return the simulated clock of one replica's steps."""
     lanes = lanes_of(plan, profile)
     if "both" in lanes:

@@ -23,8 +23,8 @@ from xgpt.resolve import load_cluster, load_model
 from xscheduler.objectives.arrivals import COARSE
 from xscheduler.objectives.base import TOGETHER
 from xscheduler.objectives.best_plans import plan_each
+from xscheduler.objectives.capacities import with_capacity
 from xscheduler.objectives.ladder import request_law
-from xscheduler.objectives.rates import with_capacity
 from xscheduler.objectives.saturation import AGREES, PASSED_OVER
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler

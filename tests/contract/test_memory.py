@@ -12,7 +12,7 @@ from xgpt.core.schema import OrcaSettings, RraSettings, WaaSettings
 from xgpt.core.workload import sample
 from xsimulator.clock import LaneClock, TwoLaneClock
 from xsimulator.costs.step_cost import LaneCost
-from xsimulator.events import SimulatedEngine, SimulatedRequest, StepClock
+from xsimulator.events import SimulatedClock, SimulatedEngine, SimulatedRequest
 from xsimulator.forecast import OneLaneModel, TwoLaneModel, estimate
 from xsimulator.lengths import Lengths
 from xsimulator.memory import capacity
@@ -23,7 +23,7 @@ PLENTY = 10**6
 INSIDE = 60
 
 
-def engine_of(kind: str, pool: Pool) -> tuple[Schedule, StepClock, Lengths]:
+def engine_of(kind: str, pool: Pool) -> tuple[Schedule, SimulatedClock, Lengths]:
     """One that would let in more than the pool does."""
     subject = problem("opt-13b", "a40x4", "translation")
     lengths = Lengths(subject.workload)

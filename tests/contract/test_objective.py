@@ -13,7 +13,7 @@ from xgpt.core.rates import rate_of
 from xgpt.core.schema import Constraint, Plan
 from xscheduler.objectives.arrivals import SHARP
 from xscheduler.objectives.best_plans import plan_each
-from xscheduler.objectives.rates import with_capacities
+from xscheduler.objectives.capacities import with_capacities
 from xscheduler.problem import Problem
 from xsimulator.capacity import PRECISION, Trial
 

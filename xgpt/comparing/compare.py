@@ -34,7 +34,7 @@ from xgpt.problems import resolve
 from xgpt.requests import PlanRequest
 from xgpt.resolve import load_cluster, load_engine, load_trace
 from xscheduler.objectives.best_plans import plan_each
-from xscheduler.objectives.rates import predicted_rate, with_capacities, with_capacity
+from xscheduler.objectives.capacities import predicted_rate, with_capacities, with_capacity
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
 

@@ -23,7 +23,7 @@ from xgpt.reporting.plan_text import (
     settings_text,
 )
 from xscheduler.expression import maximised
-from xscheduler.objectives.rates import predicted_rate, with_capacity
+from xscheduler.objectives.capacities import predicted_rate, with_capacity
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
 from xscheduler.space import POLICIES

@@ -15,8 +15,8 @@ import sys
 import threading
 from functools import partial
 
+from xgpt.serving.engine_order import EngineOrder
 from xgpt.serving.engines import build_engine
-from xgpt.serving.order import EngineOrder
 from xrunner.channel.ends import EngineEnd
 from xrunner.channel.host import EngineHost, HostedEngine
 from xrunner.channel.messages import DecodeDown

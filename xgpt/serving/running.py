@@ -15,7 +15,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.io import StepLogWriter
 from xgpt.core.schema import Plan, Profile
 from xgpt.serving.checking import missing
-from xgpt.serving.order import EngineOrder
+from xgpt.serving.engine_order import EngineOrder
 from xprofiler.store import check_engine, profile_of
 from xrunner import server
 from xrunner.channel.remote import EngineProcess, RemoteEngine

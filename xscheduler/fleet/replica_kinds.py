@@ -12,7 +12,7 @@ from xgpt.core.schema.fleet import ReplicaKind
 from xgpt.core.schema.policy import PolicyChoice
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.objectives.best_plans import kinds_of
-from xscheduler.objectives.rates import with_capacity
+from xscheduler.objectives.capacities import with_capacity
 from xscheduler.problem import Problem
 from xscheduler.replanning.decide import weights_loading_s
 from xscheduler.replanning.reestimate import reestimate

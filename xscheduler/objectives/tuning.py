@@ -23,7 +23,7 @@ from xgpt.core.progress import Progress
 from xgpt.core.rates import rate_of
 from xgpt.core.schema import AdmissionOrder, Plan, Profile, SlackBudget
 from xscheduler.objectives.arrivals import DRAWS, Arrivals
-from xscheduler.objectives.rates import with_capacity
+from xscheduler.objectives.capacities import with_capacity
 from xscheduler.schedule import Scheduler
 from xsimulator.capacity import CapacitySearch, Trial
 from xsimulator.costs.step_times import with_step_times

@@ -11,8 +11,8 @@ from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.rates import rate_of
 from xgpt.core.schema import Observation, Outcome, Plan, Profile
 from xscheduler.objectives.arrivals import Arrivals
+from xscheduler.objectives.capacities import with_capacity
 from xscheduler.objectives.ladder import request_latency, request_law, with_law
-from xscheduler.objectives.rates import with_capacity
 from xscheduler.objectives.reusing import promising
 from xscheduler.problem import Problem
 from xscheduler.replanning.decide import Verdict, decide

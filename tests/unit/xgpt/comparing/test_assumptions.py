@@ -15,7 +15,7 @@ from xgpt.problems import resolve
 from xgpt.requests import plan_request
 from xgpt.resolve import load_workload
 from xscheduler.objectives.best_plans import plan_each
-from xscheduler.objectives.rates import with_capacities
+from xscheduler.objectives.capacities import with_capacities
 
 ASKED = {"model": "llama-3.1-8b", "cluster": "h100x1", "workload": "chat-short", "latency_bound_s": 30.0}
 
