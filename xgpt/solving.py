@@ -183,13 +183,15 @@ def _with_likely_ranges(plan: Plan, cell: Cell) -> Plan:
     """Return the plan with the ranges of its figures, which follow from the errors on similar published
     measurements.
     """
+    efficiency = plan.cluster.device.efficiency
     borrowed = plan.engine is not None and bool(plan.engine.borrowed)
+    borrowed |= plan.profile.source == "analytic" and (efficiency is None or efficiency.like is not None)
     quantities: dict[str, Quantity] = {"throughput_rps": "throughput", "ttft_s": "TTFT", "tpot_s": "TPOT"}
     ranges, rows = {}, {}
     for name, quantity in quantities.items():
         found, value = likely(cell, quantity, borrowed=borrowed), getattr(plan.estimate, name)
         ranges[name] = found.low * value, found.high * value
-        rows[name] = f"{found.rows} measured rows: {found.shared}" if found.rows else "nothing similar was measured"
+        rows[name] = f"from {found.rows} measurements{found.shared}" if found.rows else "nothing similar was measured"
     estimate = plan.estimate.model_copy(update={"ranges": ranges, "ranges_from": rows})
     return plan.model_copy(update={"estimate": estimate})
 
@@ -215,7 +217,7 @@ def _with_busy_machine_warning(plan: Plan, problem: Problem) -> Plan:
     if constraint.headroom > usual and constraint.maximises_arrivals:
         loose = plan.model_copy(update={"constraint": constraint.model_copy(update={"headroom": usual})})
         most, now = predicted_rate(loose, profile), predicted_rate(plan, profile)
-        if most and now:
+        if most and now and most >= 1.01 * now:
             text += f"; with {100 * usual:.0f}% this plan would sustain about {100 * (most / now - 1):.0f}% more"
     warnings = (*plan.estimate.warnings, text)
     return plan.with_estimate(warnings=warnings)

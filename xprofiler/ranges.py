@@ -38,7 +38,8 @@ SAME: tuple[tuple[tuple[str, ...], float], ...] = (
 range's width.
 """
 BORROWED = 1.25
-"""Factor on the width if the engine's times are those of another engine or version."""
+"""Factor on the width if times are those of another engine or version, or computed with efficiencies of another
+device."""
 
 
 class Cell(NamedTuple):
@@ -64,7 +65,8 @@ class Likely(NamedTuple):
 
     Attributes:
         rows: number of measured rows from which the range comes; 0: none.
-        shared: the properties that these rows have in common with the prediction.
+        shared: the properties that these rows have in common with the prediction, such as " of dense models planned
+            from datasheets".
     """
 
     low: float
@@ -95,7 +97,8 @@ def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False, errors: Er
     """Return the range of a figure.
 
     Args:
-        borrowed: whether the engine's times are those of another engine, which widens the range.
+        borrowed: whether the engine's times are those of another engine, or step times are computed with another
+            device's efficiencies, which widens the range.
         errors: the errors of similar rows; None: the shipped ones.
     """
     known = _shipped() if errors is None else errors
@@ -108,8 +111,21 @@ def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False, errors: Er
         ratios = [ratio for each in same for ratio in each]
         if len(ratios) >= LEAST_ROWS:
             low, high = within(ratios, factor * (BORROWED if borrowed else 1.0))
-            return Likely(low, high, len(ratios), ", ".join(getattr(cell, name) for name in names))
+            return Likely(low, high, len(ratios), _in_words(cell, names))
     return Likely(*UNKNOWN, 0, "")
+
+
+def _in_words(cell: Cell, names: tuple[str, ...]) -> str:
+    """Return what the rows of a cell have in common, as the end of a sentence on them."""
+    planned = {"analytic": "planned from datasheets", "imported": "planned from imported tables"}
+    words = {
+        "family": f"of {'dense models' if cell.family == 'dense' else 'mixtures of experts'}",
+        "device": f"on {cell.device}",
+        "engine": f"in {'xgpt' if cell.engine == 'native' else cell.engine}",
+        "load": f"under {cell.load} load" if cell.load in ("open loop", "closed loop") else f"served {cell.load}",
+        "profile": planned.get(cell.profile, f"planned from {cell.profile} profiles"),
+    }
+    return "".join(f" {text}" for name, text in words.items() if name in names)
 
 
 def within(ratios: list[float], factor: float = 1.0) -> tuple[float, float]:

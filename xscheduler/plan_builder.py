@@ -150,10 +150,14 @@ def _reuse(reused: Reused, block_size: int) -> ReuseEstimate:
 
 
 def _taken_from_another(problem: Problem) -> tuple[str, ...]:
-    """Return a warning if the device states no efficiencies, so that step times are computed with another device's."""
+    """Return a warning if step times are computed with another device's efficiencies."""
     device = problem.cluster.device
-    if problem.profile.source != "analytic" or device.efficiency is not None:
+    if problem.profile.source != "analytic":
         return ()
+    if device.efficiency is not None:
+        like = device.efficiency.like
+        says = f"the `efficiency` of {device.name} was fitted on {like}: measure a profile for closer step times"
+        return () if like is None else (says,)
     taken = problem.profile.provenance.get("efficiency", "another device")
     return (
         f"{device.name} states no `efficiency`: step times assume an A40's ({taken}); measure a profile, or state them",

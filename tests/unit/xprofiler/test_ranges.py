@@ -62,5 +62,18 @@ def test_a_plan_states_the_ranges_of_its_figures_and_the_rows_behind_them() -> N
     own = likely(cell, "throughput", borrowed=True)
     low, high = plan.estimate.ranges["throughput_rps"]
     assert (low, high) == pytest.approx([edge * plan.estimate.throughput_rps for edge in (own.low, own.high)])
-    assert plan.estimate.ranges_from["throughput_rps"].startswith(f"{own.rows} measured rows: ")
+    assert plan.estimate.ranges_from["throughput_rps"].startswith(f"from {own.rows} measurements of dense models")
     assert f"throughput {low:.3g} to {high:.3g} requests/s" in ranges_from_rows(plan)[0]
+
+
+@pytest.mark.parametrize(("cluster", "like"), [("gh200-96gb-x1", "h100-80gb-hbm3"), ("h100x1", None)])
+def test_efficiencies_of_a_similar_device_are_said_and_widen_the_ranges(cluster: str, like: str | None) -> None:
+    asked: dict[str, Any] = {"model": "llama-3.1-8b", "cluster": cluster, "workload": "orca", "policy": "orca"}
+    plan = api.plan(**asked, latency_bound_s=60, objective="saturated")
+    warned = f"the `efficiency` of gh200-96gb was fitted on {like}: measure a profile for closer step times"
+    assert (warned in plan.estimate.warnings) == (like is not None)
+    cell = cell_of(plan)
+    assert cell is not None
+    own = likely(cell, "throughput", borrowed=like is not None)
+    edges = plan.estimate.ranges["throughput_rps"]
+    assert edges == pytest.approx([edge * plan.estimate.throughput_rps for edge in (own.low, own.high)])

@@ -43,6 +43,9 @@ class Efficiency(Frozen):
     """Seconds of a layer's small kernels, and of launches not counted above."""
     step_s: float = Field(ge=0)
     """Seconds of the serving loop for each step."""
+    like: str | None = None
+    """Name of the similar device for which they were fitted, of which plans warn, and state wider ranges. None: this
+    device."""
     source: str
     """Source of these figures."""
 
