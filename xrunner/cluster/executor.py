@@ -128,7 +128,8 @@ class RemoteExecutor:
             self._workers.restart()
             try:
                 self.deploy()
-            except WorkerLost:
+            except WorkerLost as lost:
+                logger.warning("%s; restarting the workers again", lost)
                 continue
             return
 

@@ -69,6 +69,8 @@ class _Shared:
         epoch: number of the current workers' epoch; all workers of an epoch are started together.
         prepared: errors in the answers to a `Prepare`, by the number of the order and that of the worker.
         lost: the reason why a worker is lost; None if no worker is lost.
+        unstarted: number of the machine whose launcher was lost before any of its workers had started; None: it was
+            another loss.
     """
 
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -77,6 +79,7 @@ class _Shared:
     loaded: dict[int, m.Loaded] = field(default_factory=dict)
     prepared: dict[int, dict[int, str]] = field(default_factory=dict)
     lost: str | None = None
+    unstarted: int | None = None
 
 
 class _PreparedGrammar:
@@ -109,6 +112,8 @@ class Workers:
         self.secret = Secret.new()
         self._machines = machines
         self._restarts: list[float] = []
+        self._noticed: set[int] = set()
+        """Machines whose launchers were lost during the last restart, before their workers had started."""
         self._shared = _Shared()
         self._orders: SimpleQueue[tuple[bytes, bytes]] = SimpleQueue()
         self._closing = False
@@ -225,9 +230,17 @@ class Workers:
     def restart(self) -> None:
         """End the remaining workers, and restart all workers.
 
+        A lost machine may be noticed twice: first its workers are missed, then its launcher. It counts as one restart.
+
         Raises:
             MachineError: workers have been restarted `RESTARTS` times within `PERIOD_S` already.
         """
+        machine = self._shared.unstarted
+        if machine is not None and machine not in self._noticed:
+            self._noticed.add(machine)
+            self.renew()
+            return
+        self._noticed.clear()
         now = time.monotonic()
         self._restarts = [then for then in self._restarts if now - then < PERIOD_S]
         if len(self._restarts) >= RESTARTS:
@@ -243,7 +256,7 @@ class Workers:
             self._shared.epoch += 1
             self._shared.members.clear()
             self._shared.loaded.clear()
-            self._shared.lost = None
+            self._shared.lost = self._shared.unstarted = None
             self._shared.changed.notify_all()
 
     def close(self) -> None:
@@ -355,7 +368,11 @@ class Workers:
             except MachineError as error:
                 launcher.close()
                 self._launchers[number] = None
-                self._report_loss(str(error))
+                have_started = number in map(self._machine_of, shared.members)
+                self._report_loss(str(error), None if have_started else number)
+
+    def _machine_of(self, worker: int) -> int:
+        return worker * len(self._launchers) // self.num_workers
 
     def _is_excused(self, worker: int, member: WorkerStatus, silent_s: float) -> bool:
         """Return whether a silent worker works: it compiles or loads, or waits for a processor.
@@ -364,12 +381,12 @@ class Workers:
         machines cannot be seen; there, a worker that builds its part may be silent for `BUSY_S`.
         """
         is_loading = worker not in self._shared.loaded
-        launcher = self._launchers[worker * len(self._launchers) // self.num_workers]
+        launcher = self._launchers[self._machine_of(worker)]
         if launcher is None or not launcher.sees_workers:
             return is_loading and silent_s < BUSY_S
         return silent_s < (LOAD_S if is_loading else BUSY_S) and is_at_work(member.hello.pid)
 
-    def _report_loss(self, why: str) -> None:
+    def _report_loss(self, why: str, unstarted: int | None = None) -> None:
         if self._shared.lost is None:
-            self._shared.lost = why
+            self._shared.lost, self._shared.unstarted = why, unstarted
             self._shared.changed.notify_all()

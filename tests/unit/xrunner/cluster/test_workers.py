@@ -15,8 +15,10 @@ import zmq
 
 from tests.fakes import eventually
 from tests.rings import few
+from xgpt.core.errors import MachineError
 from xrunner.cluster import messages as m
 from xrunner.cluster import workers as workers_module
+from xrunner.cluster.launching import Exited, LauncherSettings, MachineGroup, StartWorkers
 from xrunner.cluster.sockets import Secret, Sockets
 from xrunner.cluster.store import EngineStore, EpochKeys
 from xrunner.cluster.workers import Workers
@@ -115,6 +117,79 @@ def test_nothing_is_killed_but_children_of_the_launcher(alone: Workers) -> None:
     finally:
         bystander.kill()
         bystander.wait()
+
+
+class AwayMachine:
+    """The launcher of another machine: it starts nothing, and reports what the test says."""
+
+    sees_workers = False
+
+    def __init__(self) -> None:
+        self.orders: list[StartWorkers] = []
+        self.ended: list[Exited] = []
+        self.is_lost = False
+
+    def start(self, order: StartWorkers) -> None:
+        self.orders.append(order)
+
+    def exited(self) -> list[Exited]:
+        if self.is_lost:
+            raise MachineError("the machine is gone")
+        ended, self.ended = self.ended, []
+        return ended
+
+    def is_at_work(self) -> bool:
+        return False
+
+    def excuse_silence(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def away() -> Iterator[tuple[Workers, list[AwayMachine]]]:
+    """Two workers, each on a machine of its own, and the launchers started so far, the last one that of the second."""
+    launchers: list[AwayMachine] = []
+
+    def launch(_: LauncherSettings) -> AwayMachine:
+        launchers.append(AwayMachine())
+        return launchers[-1]
+
+    with Workers(2, machines=MachineGroup([launch, launch])) as workers:
+        yield workers, launchers
+
+
+def lose_worker(workers: Workers, machine: AwayMachine) -> None:
+    machine.ended.append(Exited(workers._shared.epoch, 1))
+    assert eventually(lambda: is_lost(workers))
+    workers.restart()
+
+
+def lose_machine(workers: Workers, launchers: list[AwayMachine]) -> None:
+    before = len(launchers)
+    launchers[-1].is_lost = True
+    assert eventually(lambda: is_lost(workers))
+    workers.restart()
+    assert eventually(lambda: len(launchers) > before and launchers[-1].orders != [])
+
+
+def test_a_lost_machine_counts_once_though_its_worker_is_missed_first(
+    away: tuple[Workers, list[AwayMachine]],
+) -> None:
+    """Two machine losses within a minute were counted as four, and ended the server with all its requests."""
+    workers, launchers = away
+    for _ in range(3):
+        lose_worker(workers, launchers[-1])
+        lose_machine(workers, launchers)
+    with pytest.raises(MachineError, match="died 4 times within 60 s"):
+        lose_worker(workers, launchers[-1])
+
+
+def test_a_launcher_that_is_always_lost_ends_the_server(away: tuple[Workers, list[AwayMachine]]) -> None:
+    workers, launchers = away
+    with pytest.raises(MachineError, match="died 4 times within 60 s, the last time: the machine is gone"):
+        for _ in range(10):
+            lose_machine(workers, launchers)
 
 
 # The store -------------------------------------------------------------------------------------------------------
