@@ -38,6 +38,7 @@ from xgpt.checkpoints.files import read_spec
 from xgpt.client import ClientRequest, replay
 from xgpt.core.errors import MachineError
 from xgpt.core.io import dump_json
+from xgpt.core.processes import children_of
 from xgpt.core.schema import OrcaSettings, Plan
 from xrunner.cluster.workers import PERIOD_S
 
@@ -55,16 +56,18 @@ while True:
         time.sleep(0.1)
 """
 """Each host's process 1, which reaps what others leave; when it ends, all processes of the host end."""
-KINDS = ("VLLM::EngineCore", "VLLM::Worker", "xrunner.vllm.supervised", "xrunner.vllm.host", "xrunner.cluster.launcher",
-         "ray::_Machine", "xgpt.serving.engine_process", "xgpt serve", "gcs/gcs_server",
-         "raylet/raylet ")  # fmt: skip
-"""What command lines of the processes contain, the most telling first."""
+LAUNCHER, WORKER = "xrunner.cluster.launcher", "worker"
+KINDS = ("VLLM::EngineCore", "VLLM::Worker", "xrunner.vllm.supervised", "xrunner.vllm.host", LAUNCHER, "ray::_Machine",
+         "xgpt.serving.engine_process", "xgpt serve", "gcs/gcs_server", "raylet/raylet ")  # fmt: skip
+"""What command lines of the processes contain, the most telling first. Children of a launcher are a `WORKER` each."""
 FRONT = "xgpt serve"
 NODE = ("gcs/gcs_server", "raylet/raylet ")
 """The processes with which `ray start` ends."""
 RAY_PORT = 6379
 CONCURRENCY = 16
-KILL_REQUESTS, KILL_AFTER_S, PARTITION_S = 40, 3.5, 30.0
+KILL_REQUESTS, KILL_AFTER_S, PARTITION_S = 40, 1.5, 30.0
+BEGUN = "begun"
+"""What the client prints when it sends the first requests; a process is killed `KILL_AFTER_S` later."""
 NODE_END_S = 150.0
 """Time in which a Ray node ends once it or its head is killed."""
 PROGRAM = r'"(.*?)"'
@@ -211,7 +214,8 @@ def serving(what: Plan, directory: Path, engine: str) -> Iterator[tuple[str, lis
             servers += [start(0, path, engine), *nodes]
         yield _url(servers[0], directory), servers
     finally:
-        for server in servers[: 1 if engine == "vllm" else None]:
+        # The front ends first, and Ray's head last: another node waits 30 s for a head that has ended.
+        for server in servers[:1] if engine == "vllm" else [servers[0], *reversed(servers[1:])]:
             terminate(server)
             with suppress(subprocess.TimeoutExpired):
                 server.wait(60)
@@ -250,14 +254,20 @@ def start_node(number: int, directory: Path) -> subprocess.Popen[str]:
 
 def processes(number: int) -> dict[str, int]:
     """Return a process of each kind on a host; of several, the one started last."""
-    found = {}
-    for pid in map(int, ip("netns", "pids", HOSTS[number]).split()):
+    kinds = {pid: kind for pid in map(int, ip("netns", "pids", HOSTS[number]).split()) if (kind := _kind(pid))}
+    for launcher in [pid for pid, kind in kinds.items() if kind == LAUNCHER]:
         with suppress(OSError):
-            line = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-            kind = next((kind for kind in KINDS if kind in line), None)
-            if kind is not None and not line.startswith("nsenter"):
-                found[kind] = pid
-    return found
+            kinds |= dict.fromkeys(children_of(launcher), WORKER)
+    return {kind: pid for pid, kind in kinds.items()}
+
+
+def _kind(pid: int) -> str | None:
+    """Return the first of `KINDS` that a process's command line contains; None: it contains none, or has ended."""
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return None
+    return None if line.startswith("nsenter") else next((kind for kind in KINDS if kind in line), None)
 
 
 def listening(number: int) -> list[str]:
@@ -293,13 +303,16 @@ def sent(metrics: str) -> dict[str, dict[str, int]]:
 
 
 def ask(url: str, count: int) -> dict[str, object]:
-    """Replay requests in the caller's namespace; return what came of them, and what was sent for them."""
+    """Replay requests in the caller's namespace; return their tokens, which were lost, and what was sent for them."""
 
     def account() -> dict[str, dict[str, int]]:
         time.sleep(1.2)  # workers report twice a second
-        return sent(httpx.get(f"{url}/metrics", trust_env=False).text)
+        with suppress(httpx.TransportError):  # the front has been killed
+            return sent(httpx.get(f"{url}/metrics", trust_env=False).text)
+        return {}
 
     before = account()
+    print(BEGUN, flush=True)
     started = time.perf_counter()
     results = asyncio.run(replay(url, requests(count), concurrency=CONCURRENCY))
     seconds = time.perf_counter() - started
@@ -310,16 +323,18 @@ def ask(url: str, count: int) -> dict[str, object]:
     }
     return {
         "tokens": [result.token_ids for result in results],
-        "lost": sum(result.error is not None for result in results),
+        "lost": [number for number, result in enumerate(results) if result.error is not None],
         "seconds": seconds,
         **difference,
     }
 
 
 def ask_on_first(url: str, count: int) -> subprocess.Popen[str]:
-    """Replay requests on the first host, in the background."""
+    """Replay requests on the first host, in the background; return once they are being sent."""
     command = [sys.executable, "-m", "benchmarks.two_hosts", "--ask", url, "--requests", str(count)]
-    return subprocess.Popen(on_host(0, command), stdout=subprocess.PIPE, text=True)
+    asking = subprocess.Popen(on_host(0, command), stdout=subprocess.PIPE, text=True)
+    assert asking.stdout is not None and asking.stdout.readline().strip() == BEGUN
+    return asking
 
 
 def answered(asking: subprocess.Popen[str]) -> dict[str, Any]:
@@ -330,11 +345,14 @@ def answered(asking: subprocess.Popen[str]) -> dict[str, Any]:
 def kill_each(
     url: str, servers: list[subprocess.Popen[str]], path: Path, options: argparse.Namespace, expected: list[list[int]]
 ) -> Iterator[dict[str, object]]:
-    """Kill each kind of process but the front while 40 requests run, and yield what became of them."""
+    """Kill each kind of process while 40 requests run, and yield what became of them.
+
+    With the first host's front, all connections end; so 40 requests more are sent to the one that is started next.
+    """
     engine = options.engine
     for number in (number for number in range(2) if str(number) in options.kill):
         for kind in processes(number):
-            if (number, kind) == (0, FRONT) or (kind == NODE[1] and NODE[0] in processes(number)):
+            if kind == NODE[1] and NODE[0] in processes(number):
                 continue
             if options.kind and not any(part in kind for part in options.kind):
                 continue
@@ -349,12 +367,18 @@ def kill_each(
             if kind == FRONT:
                 servers[number].wait(60)
                 servers[number] = start(number, path, engine)
+            if (number, kind) == (0, FRONT):
+                yield {"host": 0, "killed": kind} | outcome(asking, expected, path.parent)
+                url = _url(servers[0], path.parent)
+                asking, kind = ask_on_first(url, KILL_REQUESTS), f"{FRONT}, and then started again"
             for node in range(number, 2 if number == 0 else number + 1) if kind in NODE else ():
                 servers[1 + node].wait(NODE_END_S)  # a head that is started anew makes another cluster: all nodes end
                 servers[1 + node] = start_node(node, path.parent)
             yield {"host": number, "killed": kind} | outcome(asking, expected, path.parent)
     if "link" not in options.kill:
         return
+    if engine == "native":
+        time.sleep(PERIOD_S)
     asking = ask_on_first(url, KILL_REQUESTS)
     time.sleep(KILL_AFTER_S)
     ip("-n", HOSTS[1], "link", "set", INTERFACE, "down")
@@ -374,8 +398,15 @@ def outcome(asking: subprocess.Popen[str], expected: list[list[int]], directory:
     except json.JSONDecodeError:
         said = [line for line in _said(directory) if '"xrunner.server.access"' not in line]
         raise MachineError("the server has ended: " + "\n".join(said[-12:])) from None
-    pairs = zip(answer["tokens"], expected[:KILL_REQUESTS], strict=True)
-    return {"lost": answer["lost"], "changed": sum(a != b for a, b in pairs), "s": round(answer["seconds"], 1)}
+    return {**compare(answer, expected[:KILL_REQUESTS]), "s": round(answer["seconds"], 1)}
+
+
+def compare(answer: dict[str, Any], expected: list[list[int]]) -> dict[str, int]:
+    """Return how many requests were lost, and how many have other tokens; a lost one must begin as expected."""
+    lost = set(answer["lost"])
+    pairs = enumerate(zip(answer["tokens"], expected, strict=True))
+    changed = sum(tokens != (want[: len(tokens)] if number in lost else want) for number, (tokens, want) in pairs)
+    return {"lost": len(lost), "changed": changed}
 
 
 def measure(name: str, what: Plan, options: argparse.Namespace) -> Row:
@@ -400,8 +431,8 @@ def measure(name: str, what: Plan, options: argparse.Namespace) -> Row:
             answer = answered(ask_on_first(url, count))
             wire = wire_bytes() - wire
             sockets = [listening(number) for number in range(2)]
-            changed = sum(a != b for a, b in zip(answer["tokens"], expected, strict=True))
-            print(f"{name}: {answer['lost']} lost, {changed} changed; listening {sockets}", file=sys.stderr, flush=True)
+            found = compare(answer, expected)
+            print(f"{name}: {found}; listening {sockets}", file=sys.stderr, flush=True)
             path = Path(directory) / "plan.json"
             kills = []
             for kill in kill_each(url, servers, path, options, expected):
@@ -410,8 +441,8 @@ def measure(name: str, what: Plan, options: argparse.Namespace) -> Row:
     return Row(
         name,
         count,
-        answer["lost"],
-        changed,
+        found["lost"],
+        found["changed"],
         round(start_s, 1),
         round(answer["seconds"], 2),
         sum(map(len, answer["tokens"])),
@@ -447,7 +478,7 @@ def main() -> None:
     what = "kill each kind of process of this host while requests run, or cut the link for 30 s; repeatable"
     accepted.add_argument("--kill", action="append", choices=("0", "1", "link"), default=[], help=what)
     what = "kill only processes whose command lines contain this; repeatable"
-    accepted.add_argument("--kind", action="append", choices=KINDS, default=[], help=what)
+    accepted.add_argument("--kind", action="append", choices=(*KINDS, WORKER), default=[], help=what)
     accepted.add_argument("--ask", metavar="URL", help=argparse.SUPPRESS)  # what runs on the first host
     options = accepted.parse_args()
     if options.ask:
