@@ -86,7 +86,7 @@ def objective_value(plan: Plan) -> float:
     text, e = plan.constraint.maximise, plan.estimate
     if text is None:
         return e.throughput_rps
-    devices, price = float(plan.num_devices * plan.replicas), plan.cluster.price_per_device_hour
+    devices, price = float(plan.num_devices), plan.cluster.price_per_device_hour
     figures: dict[str, Values] = {
         "throughput": e.throughput_rps,
         "tokens": e.output_tokens_per_s,

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import xgpt
+from benchmarks.lib.served_plans import one_lane, plan
 from tests.rings import examples
 from xscheduler.expression import names_in, objective_value, value_of
 
@@ -41,6 +42,15 @@ def test_an_expression_is_computed_for_all_candidates_at_once() -> None:
     value = value_of("throughput / latency if latency < 3 else -1", {"throughput": 6.0, "latency": np.arange(1.0, 5)})
     assert list(value) == [6, 3, -1, -1]
     assert value_of("throughput / latency", {"throughput": 0.0, "latency": 0.0}) == -np.inf
+
+
+def test_devices_of_all_replicas_are_counted_once() -> None:
+    """They were counted once for each replica, so plans of several replicas lost to dearer ones."""
+    two = plan(one_lane([2]), replicas=2)
+    cluster = two.cluster.model_copy(update={"price_per_device_hour": 0.5})
+    for text, value in {"devices": 4.0, "cost": 2.0, "replicas": 2.0}.items():
+        constraint = two.constraint.model_copy(update={"maximise": text})
+        assert objective_value(two.model_copy(update={"cluster": cluster, "constraint": constraint})) == value
 
 
 @pytest.mark.parametrize(
