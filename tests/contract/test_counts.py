@@ -7,8 +7,10 @@ random lengths, outputs of one token among them, arrivals that tie, and K/V memo
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
+from inspect import getsource
+from re import findall
 
 import numpy as np
 import pytest
@@ -27,6 +29,8 @@ from xscheduler.space import POLICIES
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.counts.arrivals import Run, Stream
 from xsimulator.counts.counted_run import counted_run
+from xsimulator.counts.one_lane_arrivals import OneLaneRun
+from xsimulator.counts.two_lane_arrivals import TwoLaneRun
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.run import clock_of
 
@@ -189,3 +193,13 @@ def test_counts_have_the_times_of_the_engine(arrivals: Arrivals) -> None:
     run = by_counts(plan, profile, requests)
     assert run.run()
     assert (list(run.first_ns), list(run.end_ns)) == one_by_one(plan, profile, requests)
+
+
+@pytest.mark.parametrize(
+    ("run", "settings_of_lane"), [(OneLaneRun, policies.LaneSettings), (TwoLaneRun, policies.TwoLaneSettings)]
+)
+def test_counts_know_exactly_the_settings_that_they_read(
+    run: type[OneLaneRun | TwoLaneRun], settings_of_lane: type
+) -> None:
+    read = {*findall(r"settings\.(\w+)", getsource(run.__init__))}
+    assert run.known == read & {field.name for field in fields(settings_of_lane)}
