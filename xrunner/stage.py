@@ -32,9 +32,10 @@ class StageModel:
     """A stage's part of a model, called like the whole model.
 
     In an encoder-decoder, the first decoder layer needs the output of the last encoder layer, so a step with prompts
-    passes the pipeline twice, in the order of the steps: first `run_encoder`, at whose end the last stage sends the
-    encoder's output to every other stage, then the call. Under WAA each lane does one of the two: the output of the
-    encode lane's last stage is transferred to every stage of the decode lane, by `take_encoder_output`.
+    passes the pipeline twice, in the order of the steps. The first pass is `run_encoder`; at its end, the last stage
+    sends the encoder's output to every other stage. The second pass is the call. Under WAA each lane does one of the
+    two: the output of the encode lane's last stage is transferred to every stage of the decode lane, by
+    `take_encoder_output`.
     """
 
     def __init__(self, model: Model, pipe: Pipe) -> None:
@@ -84,7 +85,7 @@ class StageModel:
         return None
 
     def _memory(self, batch: Batch) -> Tensor | None:
-        """Return the encoder's output for the batch's prompts; None if it has none."""
+        """Return the encoder's output for the batch's prompts; None if the batch has no prompts."""
         num_rows = _num_prompt_tokens(batch)
         if not num_rows:
             return None

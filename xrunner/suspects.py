@@ -1,4 +1,4 @@
-"""Find which request makes a step fail, and decide when failures are too many to go on."""
+"""Find the request that makes a step fail, and decide when there are too many failures to continue."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from xgpt.core.errors import XgptError
 
 FAILURES = 3
 PERIOD_S = 60.0
-"""More failed steps than allowed within this time make the engine give up."""
+"""If more steps than allowed fail within this time, the engine gives up."""
 
 T = TypeVar("T")
 
 
 class EngineFailed(XgptError):
-    """Steps keep failing, whatever is executed."""
+    """Steps fail one after another, whatever they execute."""
 
 
 class Suspects(Generic[T]):
     """The requests of a step that has failed.
 
-    They are encoded again one after the other, each after the previous one has generated the token at which the step
-    failed. So if a step fails again, it contains only one of them, and that one is at fault.
+    These requests are encoded again one after the other, each after the previous one has generated the token at which
+    the step failed. So if a step fails again, it contains only one of these requests, and that request is at fault.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Suspects(Generic[T]):
         known.
 
         Raises:
-            EngineFailed: too many have failed recently.
+            EngineFailed: too many steps have failed recently.
         """
         now_s = time.monotonic()
         self._failures = [then_s for then_s in self._failures if now_s - then_s < PERIOD_S]
@@ -63,7 +63,7 @@ class Suspects(Generic[T]):
         return id_ in self._suspected
 
     def recall(self) -> list[T]:
-        """Return all held requests and hold them no longer, since workers were lost."""
+        """Return all requests that are held back and stop holding them back, since workers were lost."""
         requests = list(self._held.values())
         self._held.clear()
         self._tried = None

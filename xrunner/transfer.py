@@ -1,8 +1,8 @@
-"""Transfer the result of encoding from the encode lane's workers to the decode lane's, through host memory.
+"""Transfer the result of encoding from the workers of the encode lane to those of the decode lane, through host memory.
 
-The result is K/V in whole blocks, stored alike on both sides; for an encoder-decoder it is the encoder's output, from
-which each decode worker computes the keys and values of its layers. Both sides derive which rank sends which layers and
-heads to which other rank, so only the contents are sent. Source: ExeGPT sec. 4.1 (WAA).
+The result is K/V in whole blocks, stored in the same way on both sides; for an encoder-decoder it is the encoder's
+output, from which each decode worker computes the keys and values of its layers. Both sides compute which rank sends
+which layers and heads to which other rank, so only the contents are sent. Source: ExeGPT sec. 4.1 (WAA).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from xrunner.parallel import Part
 
 
 class Piece(NamedTuple):
-    """What one worker sends to another: these heads of these layers, both as [first, end) in the model's numbering.
+    """A piece that one worker sends to another: some heads of some layers, both as [first, end) in the model's
+    numbering.
 
-    An encoder's output is sent whole.
+    An encoder's output is sent as a whole.
     """
 
     sender: int
@@ -42,20 +43,22 @@ class Cargo(Protocol):
     """One worker's side of all transfers."""
 
     def read(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
-        """Return a copy, in host memory, of what a piece sends."""
+        """Return a copy of a piece in host memory, which is then sent."""
 
     def write(self, piece: Piece, requests: Sequence[Moving], received: Tensor) -> None:
-        """Store what was received; the worker may execute steps meanwhile."""
+        """Store a received piece; the worker may execute steps meanwhile."""
 
     def take_in(self, count: int) -> None:
-        """Give the worker, between two steps, what the first `count` transfers have received."""
+        """Between two steps, give the worker the contents of the first `count` transfers."""
 
     def empty(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
         """Return host memory in which to receive a piece for `write`."""
 
 
 def pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
-    """Return what must be sent, each part once; if several ranks hold a head, receivers are divided among them."""
+    """Return the pieces to send; every part is sent only once to each receiver. If several ranks hold a head, the
+    receivers are divided among them.
+    """
     found = []
     for receiver, there in receivers.items():
         by_layers: dict[tuple[int, int], list[int]] = {}

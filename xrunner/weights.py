@@ -45,7 +45,7 @@ def kept_dtype(dtype: DType, device: str, kv_dtype: DType | None = None) -> torc
     """Return the dtype of a model's stored keys and values on a device, if its products are in `dtype`.
 
     Raises:
-        InputError: the device does not support storing them in it.
+        InputError: the device does not support keys and values in that dtype.
     """
     kept = _precision(dtype, device, kv_dtype).kv
     known = DTYPES | ({"int8": torch.int8} if torch.device(device).type == "cpu" else {})
@@ -73,7 +73,8 @@ class Weight(NamedTuple):
         out: destination in the model: a parameter, or some rows of one that fuses several.
         transposed: whether the checkpoint stores it as [in, out].
         cut: the part of the stored tensor that is needed; None: all of it.
-        entry: its index in a stored tensor that stacks several, and their number; None: it is stored by itself.
+        entry: its index in a stored tensor that stacks several, and the number of stacked tensors; None: it is stored
+            by itself.
     """
 
     name: str
@@ -84,7 +85,7 @@ class Weight(NamedTuple):
 
     @property
     def shape(self) -> list[int]:
-        """Shape of the whole tensor, in our orientation."""
+        """Shape of the whole tensor, in the model's orientation."""
         shape = list(self.out.shape)
         if self.cut is not None:
             shape[self.cut.dim] = self.cut.full
@@ -97,7 +98,7 @@ class Weight(NamedTuple):
 
     @property
     def place(self) -> tuple[slice, ...]:
-        """Position of the part in the whole tensor, in our orientation."""
+        """Position of the part in the whole tensor, in the model's orientation."""
         index = [slice(None)] * self.out.dim()
         if self.cut is not None:
             index[self.cut.dim] = slice(self.cut.start, self.cut.start + self.out.shape[self.cut.dim])
@@ -113,7 +114,7 @@ class WeightSource(Protocol):
     """A source of weights, read one tensor at a time."""
 
     def check(self, weights: Iterable[Weight], copies: Mapping[str, tuple[str, ...]]) -> None:
-        """Refuse weights that cannot be read, before anything large is allocated; these weights have no memory yet.
+        """Refuse weights that cannot be read, before large memory is allocated; the given weights have no memory yet.
 
         Args:
             copies: tensors that may be stored more than once, and the names of the copies, which must be equal.
@@ -149,8 +150,8 @@ class Checkpoint:
         """Compare names, shapes and dtypes with the headers of the files.
 
         Raises:
-            InputError: a tensor is missing, or has another shape or an unsupported dtype; or the files have a copy of
-                it with other values.
+            InputError: a tensor is missing, or has another shape or an unsupported dtype; or the files have a copy of a
+                tensor with different values.
         """
         for weight in weights:
             path, file, found = self._find(weight.name)
@@ -173,7 +174,7 @@ class Checkpoint:
         """Copy a checked tensor; if it is cut, only the part is read.
 
         Raises:
-            InputError: it holds NaN or infinity, or does after conversion to the model's dtype.
+            InputError: the tensor contains NaN or infinity, possibly only after conversion to the model's dtype.
         """
         path, file, found = self._find(weight.name)
         is_whole = weight.cut is None and weight.entry is None
@@ -201,8 +202,9 @@ class Checkpoint:
         return tensor
 
     def _find(self, name: str) -> tuple[Path, Any, str]:
-        """Return a tensor's file and name there; checkpoints of a base model lack the name's first part, others have
-        one more."""
+        """Return a tensor's file, and its name in that file; in checkpoints of a base model, names lack the first part,
+        and in some others they have a further part.
+        """
         bare = [name.removeprefix(prefix) for prefix in BASE_PREFIXES]
         for found in (name, *bare, *(prefix + inner for prefix in CONTAINERS for inner in (name, *bare))):
             if found in self._files:
@@ -272,7 +274,7 @@ def load_prepacked(
 ) -> Model:
     """Load a model like `load_model`, and pack each projection for the device as soon as it is read.
 
-    So a model in eight bits never takes four times its size: only one matrix at a time is in float32.
+    So a model in eight bits never takes four times its size, since only one matrix at a time is in float32.
 
     Args:
         layouts: as `xrunner.packing.choice.pack` takes them.
@@ -335,7 +337,7 @@ def _pieces(model: Model, part: Part, name: str, cut: tuple[Cut, ...] | None) ->
     entry = _entry(model, part, name)
     in_layer = model.checkpoint_transposed and name.startswith("layers.")
     transposed = (in_layer or entry is not None) and parameter.dim() > 1
-    if len(names) < len(pieces):  # fused in the checkpoint, too: each piece is cut out of the one tensor
+    if len(names) < len(pieces):  # the parameter is also fused in the checkpoint: each piece is cut out of that tensor
         names, parts = names * len(pieces), _within_one(parts)
     elif len(parts) < len(pieces):
         parts = (None,) * len(pieces)

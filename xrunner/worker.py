@@ -24,7 +24,7 @@ from xrunner.stage import StageModel
 from xrunner.transfer import CachePart, Cargo, EncoderOutputs
 
 SCORED_TOKENS = 128
-"""Largest slice in which prompts are scored: there every token needs logits."""
+"""Largest slice in which prompts are scored, since every token of such a slice needs logits."""
 
 Run = Callable[[Batch, KvCache, AttentionBackend], Tensor | None]
 """Runs a step; in the last stage it returns logits. # [sampled, vocab]"""
@@ -33,8 +33,8 @@ Run = Callable[[Batch, KvCache, AttentionBackend], Tensor | None]
 class Worker(OneAtATime):
     """The executor of one device: turns a step into a batch, runs its part of the model, and chooses the next tokens.
 
-    It holds the whole model, or a stage of a pipeline. All stages execute the same steps; since only the last one
-    chooses tokens, the others get them through `set_last_tokens`.
+    It holds the whole model, or a stage of a pipeline. All stages execute the same steps. Only the last stage chooses
+    tokens; the others get them through `set_last_tokens`.
 
     Attributes:
         encoder_outputs: an encoder's output for prompts that another lane decodes, by request: kept in the encode lane
@@ -42,7 +42,7 @@ class Worker(OneAtATime):
             # each [prompt tokens, hidden]
 
     Args:
-        stage: its stage of a pipeline; None: it holds the whole model.
+        stage: the worker's stage of a pipeline; None: it holds the whole model.
         run: a function that runs the whole model in place of `model` itself, for instance from captured graphs.
         vocabulary: this rank's share of the vocabulary; None: all of it.
     """
@@ -77,8 +77,8 @@ class Worker(OneAtATime):
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         """Reserve a row for a request, with these blocks.
 
-        A decoder's start token, if the model has one, follows the prompt. It needs no room of its own: the last output
-        token is never fed to the model.
+        A decoder's start token, if the model has one, follows the prompt. It needs no additional room, since the last
+        output token is never fed to the model.
         """
         lengths = (len(generation.prompt), generation.max_output)
         num_tokens = max(lengths) if self.model.decoder_start else sum(lengths)
@@ -143,7 +143,8 @@ class Worker(OneAtATime):
     def run_encoder(self, step: Step) -> None:
         """Give requests the step's blocks; run its prompts through the encoder, if prompts pass the pipeline twice.
 
-        They are cut into the same slices as in the second pass, which depend on what the step decodes.
+        The prompts are cut into the same slices as in the second pass; the slices depend on the requests that the step
+        decodes.
         """
         self._rows.grow(step.grown)
         if self._stage is None or not self._stage.runs_encoder_first:
@@ -166,7 +167,7 @@ class Worker(OneAtATime):
         A step with more tokens than a slice runs slice by slice, within the memory planned for activations.
 
         Args:
-            encoder_ran: `run_encoder` has been called for this step.
+            encoder_ran: whether `run_encoder` has been called for this step.
         """
         self.logprobs, self.failed = {}, {}
         tokens: dict[int, int] = {}
@@ -180,7 +181,9 @@ class Worker(OneAtATime):
         return tokens
 
     def _joined(self, step: Step) -> Step:
-        """Return the step with requests new to this decode lane as prompts: their K/V must be computed here."""
+        """Return the step in which requests that are new to this decode lane are prompts, since their K/V must be
+        computed here.
+        """
         joining = [id_ for id_ in step.decode if id_ in self.encoder_outputs]
         if not joining:
             return step
@@ -195,14 +198,16 @@ class Worker(OneAtATime):
             self._stage.take_encoder_output(torch.cat(outputs).to(self._device))
 
     def _parts(self, step: Step) -> Iterator[Step]:
-        """Yield the parts of a step that run at once."""
+        """Yield the parts of a step, each of which runs in one pass."""
         for part in slices(step, SCORED_TOKENS if self._scores.concern(step) else SLICE_TOKENS):
             whole = self._uncut(part) if self.model.decoder_start else part
             if whole.encode or whole.decode:
                 yield whole
 
     def _uncut(self, step: Step) -> Step:
-        """Return the step of a model that cannot cut prompts: each runs whole when its last piece comes."""
+        """Return the step for a model that cannot cut prompts: each prompt runs as a whole when its last piece
+        comes.
+        """
         ended = [id_ for id_, start, length in step.encode if start + length == self._rows.prompt_len[self._rows[id_]]]
         return Step(tuple(Chunk(id_, 0, len(self._prompts[id_])) for id_ in ended), step.decode)
 
@@ -226,7 +231,7 @@ class Worker(OneAtATime):
         return dict(zip(sampled, tokens.tolist(), strict=True))
 
     def next_tokens(self, batch: Batch) -> np.ndarray | None:
-        """Run the model; return the tokens with the highest logits, after adding what the batch adds to them.
+        """Run the model; return the tokens with the highest logits, after the batch's numbers are added to them.
 
         None if this is not the last stage. # int64 [sampled]
         """
@@ -283,7 +288,7 @@ class Worker(OneAtATime):
 
 
 def fed(tokens: np.ndarray) -> np.ndarray:
-    """Return the tokens to feed next: 0 for a request without one that stays in its batch. # int64 [n] -> same"""
+    """Return the tokens to feed next; 0 for a request that has no token but stays in its batch. # int64 [n] -> same"""
     return np.maximum(tokens, 0)
 
 

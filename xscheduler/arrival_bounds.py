@@ -1,10 +1,10 @@
 """Compute upper bounds on the arrival rate at which a placement keeps its latency bounds, waiting included.
 
-Settings that keep the bounds at rate r decode m requests in the mean iteration. By Little's law, r is at most the
-throughput of an engine that always decodes m requests. So r is at most the saturated throughput of some settings of the
-placement (batch sizes may be real numbers) whose mean iteration is as long. The lower tables bound that throughput, as
-they do for the saturated objective (`xscheduler.placement_bounds`, `xscheduler.box_bounds`). It remains to bound the
-length of an iteration:
+Settings that keep the bounds at rate r decode some mean number m of requests in an iteration. By Little's law, r is at
+most the throughput of an engine that always decodes m requests. So r is at most the saturated throughput of some
+settings of the placement (batch sizes may be real numbers) whose mean iteration has the same length. The lower tables
+bound that throughput, as for the saturated objective (`xscheduler.placement_bounds`, `xscheduler.box_bounds`). It
+remains to bound the length of an iteration:
 
 - A request of d decode iterations and i prompt tokens takes at least `first(i) + d t` after its arrival, where t is the
   mean iteration that it meets; waiting only adds to that. The quantile of all requests must keep the bound. If all
@@ -131,7 +131,9 @@ class Waits:
         return self._left(queue.waits * prompt_s)
 
     def left_by_budget(self, steps: PromptSteps, rate: float) -> Array:
-        """Return the same share for each token budget if prompts pass in steps; 0: the bounds cannot be kept. # [n]"""
+        """Return, for each token budget, the largest share of the latency bound that waiting can leave if prompts pass
+        in steps; 0: the bounds cannot be kept. # [n]
+        """
         at = steps.at(rate)
         left = np.zeros(len(at.prompt_s))
         for i, (prompt_s, step_s, prompts) in enumerate(zip(at.prompt_s, at.step_s, at.steps_a_prompt, strict=True)):
@@ -157,8 +159,9 @@ class Waits:
         return self._loose_s == inf or self._late(first, pace_s, self._loose_s) <= 1 - self._constraint.quantile
 
     def _late(self, before: Array, pace_s: float, bound_s: float) -> float:
-        """Return the share of requests that end after the bound, given the quantiles of the times at which they begin
-        to decode."""
+        """Return the share of requests that end after the bound, given quantiles of the times at which requests begin
+        to decode.
+        """
         kept = np.searchsorted(before, bound_s - self._decodes * pace_s, side="right") / len(before)
         return float(1 - kept @ self._shares)
 
@@ -221,10 +224,10 @@ class PromptSteps:
     """Lower bounds on the time of prompts that pass all stages in steps of a token budget, one step after the other.
 
     The smaller a step, the more time it takes for each of its tokens, so full steps take the least time for a prompt.
-    Full steps also decode: by Little's law at least `rate E[D] t` requests, with t an iteration that decodes one
-    request. The number of requests in decode is assumed to vary no more than a Poisson number; it varies less, since
-    prompts end one by one. If f rises and f(n) / n falls, then E[f(b)] >= f(c) E[min(1, b / c)] for any c; c = 1 and
-    c = the mean are used.
+    Full steps also decode, by Little's law at least `rate E[D] t` requests, where t is the time of an iteration that
+    decodes one request. The number of requests in decode is assumed to vary no more than a Poisson number; in reality
+    it varies less, since prompts end one by one. If f rises and f(n) / n falls, then E[f(b)] >= f(c) E[min(1, b / c)]
+    for any c; c = 1 and c = the mean are used.
 
     Args:
         lane: the lane's costs on tables whose cost per unit never rises (`xscheduler.lower_tables`).
@@ -235,7 +238,8 @@ class PromptSteps:
         self.microbatches = microbatches
         self._budgets, self._lengths, self._lane = np.asarray(budgets, float), lengths, lane
         prompts, one = lane.prompts(lengths), np.ones(1)
-        # A small step holds the end of one prompt and the beginning of the next; their attention costs less together.
+        # A small step contains the end of one prompt and the beginning of the next; the attention of both together
+        # costs less.
         together = np.minimum(self._budgets / lengths.mean_input + 2, prompts.points[-1])
         self._beside = lane.counts @ prompts(together) / together
         self._step: Array = lane.counts @ (lane.tokens(self._budgets) + lane.hop(self._budgets) + lane.overhead(one))
@@ -263,7 +267,7 @@ class PromptSteps:
         return StepsAtRate(lengths.mean_input / room * step_s + self._beside, step_s, filled, self._alone_s)
 
     def _decodes(self, batch: Array) -> Array:
-        """Return the seconds that decodes take besides the time of their tokens: attention and sampling."""
+        """Return the seconds that decodes take in addition to the time of their tokens: attention and sampling."""
         found: Array = self._lane.counts @ (self._attention(batch) + self._lane.samples(batch))
         return found
 
@@ -285,7 +289,7 @@ class StepsAtRate(NamedTuple):
 
 
 def _factor(lengths: Lengths, quantile: float) -> float | None:
-    """Return the factor by which the latency bound must be loosened; None: without limit."""
+    """Return the factor by which the latency bound must be loosened; None: no factor is enough."""
     decodes, shares = _grouped(lengths.outputs - 1, lengths.output_probabilities, quantile)
     prompts, of_prompts = _evenly(lengths.inputs, lengths.input_probabilities)
     longest = float(lengths.decodes_at(quantile))

@@ -2,7 +2,7 @@
 
 Every placement is searched along curves: settings that differ only in the batch size. One call predicts a placement's
 curves at saturation, and the queueing model (xsimulator.queueing) gives the arrival rate that each point keeps. The
-best points are then simulated (xsimulator.capacity), and the rates of the others are bounded
+best points are then simulated (xsimulator.capacity), and the rates of the other points are bounded
 (xscheduler.arrival_bounds).
 """
 
@@ -44,8 +44,8 @@ def by_rate(
     """Return the best settings of each promising placement, the highest arrival rate first.
 
     Args:
-        spaces: the spaces of one policy; each one's `bound` limits its throughput under the constraint.
-        known: receives the result of each placement that is searched.
+        spaces: the spaces of one policy; the `bound` of each space limits its throughput under the constraint.
+        known: a dictionary to which the result of each searched placement is added.
     """
     found: list[Rated] = []
     at_least = 0.0
@@ -70,7 +70,7 @@ def by_rate(
 
 
 def best_of(space: Space, constraint: Constraint, at_least: float) -> Rated | None:
-    """Return the best settings of a placement; None if none reaches the rate."""
+    """Return the best settings of a placement; None if no settings reach the rate."""
     best = _best_on_a_grid(space, constraint, at_least)
     return None if best is None else _best_nearby(best, constraint)
 
@@ -81,7 +81,7 @@ def _best_on_a_grid(space: Space, constraint: Constraint, at_least: float) -> Ra
 
 
 def _best_nearby(best: Rated, constraint: Constraint) -> Rated:
-    """Return the settings, or better ones on neighbouring curves."""
+    """Return the given settings, or better settings on neighbouring curves."""
     outer = _outer_values(best.space, best.space.forecast.num_curves)
     if len(outer) == 1:
         return best
@@ -113,8 +113,8 @@ def one_step_from(space: Space, settings: PolicySettings) -> list[PolicySettings
 def best_under_tighter(space: Space, constraint: Constraint) -> list[PolicySettings]:
     """Return the best settings of a placement under ever tighter bounds, without repetitions.
 
-    They have smaller batches. The closed form may give all of them about the same rate under the bounds themselves,
-    although simulation tells them apart.
+    Settings under tighter bounds have smaller batches. Under the original bounds, the closed form may give all of them
+    about the same rate, although their simulated rates differ.
     """
     found: list[PolicySettings] = []
     for n in range(1, MOST_TIGHTER + 1):
@@ -139,7 +139,7 @@ def _best_on(space: Space, constraint: Constraint, outer: Ints, at_least: float)
     highest = max_rate(space.forecast.stations, performance, space.lengths, constraint, at_least / replicas)
     rates = np.where(evaluation.fits.reshape(-1, NUM_LOADS), highest, 0.0)
     if not space.fixed.keys().isdisjoint((space.forecast.load, *space.forecast.follows)):
-        rates[:, :-1] = 0.0  # the variable that grows along a curve is fixed: only the end of the curve counts
+        rates[:, :-1] = 0.0  # if the variable that grows along a curve is fixed, only the end of the curve counts
     index = int(rates.argmax())
     rate = replicas * float(rates.ravel()[index])
     return Rated(rate, space, space.settings(columns, index)) if rate > 0 else None

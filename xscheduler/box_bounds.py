@@ -6,13 +6,13 @@ that corner does not fit in memory. There is one exception: in rra on several st
 encode phase pass all stages while some stages idle, and more iterations make these steps smaller. A point may therefore
 have a higher throughput than the corner: its cycle may be shorter by the time that this saves within the box, at most
 the idle time. Batches of static and of waa's encode lane are not monotone: the largest settings bound the requests
-served in a period, and the smallest settings bound the period. If a waa cap holds few encode batches, more is served
-than the closed form says, and Little's law is the bound. As boxes shrink, the bounds approach the predictions. A box is
-dropped once its slow corner breaks a latency bound, so the remaining boxes are those that the constraint allows.
-xscheduler.placement_bounds bounds whole placements.
+served in a period, and the smallest settings bound the period. If a cap of waa holds only a few encode batches,
+throughput exceeds the closed form, and Little's law is the bound. As boxes shrink, the bounds approach the predictions.
+A box is dropped once its slow corner breaks a latency bound, so the remaining boxes are those that the constraint
+allows. xscheduler.placement_bounds bounds whole placements.
 
-None of this is taken on trust: `breach` draws random boxes and points inside them, and if a point exceeds the bound of
-its box, another search that needs no bounds takes over.
+These bounds are tested: `breach` draws random boxes and points inside them, and if a point exceeds the bound of its
+box, a search that needs no bounds is used instead.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LATENCY_TOLERANCE = 0.01
 def ends_of(space: Space) -> tuple[int, int | None]:
     """Return the index of the corner with the lowest latency, and that of the corner with the highest throughput.
 
-    The latter is None unless all directions are known."""
+    The second index is None unless the directions of all variables are known."""
     slow = fast = 0
     for axis in space.searched:
         slow = 2 * slow + (axis.variable.latency == "falls")
@@ -66,7 +66,7 @@ def excess_of(constraint: Constraint, latency: Array, ttft: Array, tpot: Array, 
     kept.
 
     Args:
-        left: share of the latency bound that may be used; if it is 0, the excess is infinite.
+        left: share of the latency bound that may be used; if the share is 0, the excess is infinite.
     """
     excess = np.where(left > 0, -1.0, np.inf)
     latency = latency / np.maximum(left, 1e-9)
@@ -95,7 +95,9 @@ def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners:
 
 
 def _saved(floor: Evaluation, corners: int, fast: int) -> Array:
-    """Return the factor by which a box's points may exceed the fast corner's throughput as the pipeline drains."""
+    """Return the factor by which a box's points may exceed the fast corner's throughput because of steps in which the
+    pipeline drains.
+    """
     performance = floor.performance
     share = (performance.filling[fast::corners] - performance.filling[corners - 1 :: corners]) / performance.cycle[
         fast::corners
@@ -106,8 +108,8 @@ def _saved(floor: Evaluation, corners: int, fast: int) -> Array:
 def breach(space: Space, num_boxes: int, rng: np.random.Generator) -> float:
     """Return the largest share by which a random point beats the bound of a random box around it.
 
-    It is infinite if the search would drop a box because of its slow corner's memory or latency although the point
-    keeps both. With sound bounds and directions it is 0 for every draw.
+    The share is infinite if the search would drop a box because of its slow corner's memory or latency although the
+    point keeps both limits. With sound bounds and directions it is 0 for every draw.
     """
     branches = space.branches()
     branch = rng.integers(len(branches), size=num_boxes)

@@ -70,7 +70,7 @@ class Candidates:
     def devices_needed(self) -> int | None:
         """Return the least number of the cluster's devices, as a pipeline, that hold the model and one longest request.
 
-        None: not even one device for each layer would suffice.
+        None: even one device for each layer would not be enough.
         """
         model, longest = self.problem.model, self.lengths.max_input + self.lengths.max_output
         if model.is_encoder_decoder:
@@ -147,8 +147,8 @@ class Candidates:
         return Space(kind, placement, self.lengths, models, constraint, limits)
 
     def _limits(self, kind: str, placement: Placement) -> SpaceLimits | None:
-        """Return the limits of a placement; None if the weights do not fit."""
-        # Kept prompts stay in the memory of the lane that encodes them.
+        """Return the limits of a placement; None if the weights do not fit in memory."""
+        # Cached prompts stay in the memory of the lane that encodes them.
         memories = [self.memory(layout.lane, keeps=not i) for i, layout in enumerate(placement.layouts)]
         if any(isinstance(memory, InfeasibleError) for memory in memories):
             return None
@@ -169,7 +169,7 @@ class Candidates:
         """Return one placement's space.
 
         Raises:
-            InfeasibleError: the model does not fit on it.
+            InfeasibleError: the model does not fit on the placement.
         """
         for layout in placement.layouts:
             memory = self.memory(layout.lane)
@@ -208,7 +208,7 @@ class Candidates:
         )
 
     def memory(self, lane: Lane, *, keeps: bool = False) -> LaneMemory | InfeasibleError:
-        """Return the memory of a lane, or why the model does not fit on it."""
+        """Return the memory of a lane, or the reason why the model does not fit on it."""
         found = self._memories.get((lane, keeps))
         if found is None:
             problem = self.problem
@@ -232,8 +232,8 @@ class Candidates:
                 if problem.deployed is not None:
                     found = memory(slots=problem.deployed.max_batch or 0)
                 elif engine is not None and engine.sampling_bytes:
-                    # As many slots as fit without their own memory: slightly too many, so that K/V memory is never
-                    # overstated.
+                    # The number of slots is the one that fits if slots need no memory. It is slightly too large, so
+                    # that K/V memory is never overstated.
                     blocks, own_blocks = found.blocks_beside(0), found.request_blocks
                     most = capacity(self.lengths, blocks, self._block_size, "quantile", request_blocks=own_blocks)
                     found = memory(slots=min(self._max_batch, int(most[0])))
@@ -259,8 +259,8 @@ class _Spaces(NamedTuple):
 class _Predictors:
     """The predictors of placements, built once for all placements on the same lanes.
 
-    Spaces refer to it, but it refers to neither spaces nor scheduler: without reference cycles, no search is
-    interrupted by the garbage collection of an earlier one.
+    Spaces refer to this object, but it refers neither to spaces nor to a scheduler: without reference cycles, the
+    garbage collection of an earlier search does not interrupt a later one.
 
     Attributes:
         floor: the profile with lower tables.

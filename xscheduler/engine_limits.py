@@ -12,13 +12,14 @@ SHARING = ("vllm", "sglang")
 
 
 def why_not_divided(model: ModelSpec, engine: EngineSpec | None, tp: int, ep: int = 1) -> str | None:
-    """Return why an engine cannot divide a model's layers among `tp` devices; None if it can.
+    """Return the reason why an engine cannot divide a model's layers among `tp` devices; None if it can.
 
     Blocks of 128 x 128 weights in FP8, and groups of weights in four bits, must not be cut: vLLM, SGLang and
     TensorRT-LLM refuse such shards when they load them.
 
     Args:
-        engine: None or xgpt's own engine unpacks weights, so only heads, widths and experts must divide.
+        engine: the engine; xgpt's own engine (also None) unpacks weights, so only heads, widths and experts must be
+            divisible.
         ep: number of parts into which the experts of a layer are divided; each part holds whole experts.
     """
     for kind in model.kinds:
@@ -51,7 +52,9 @@ def _undivided(kind: Block, tp: int, ep: int) -> str | None:
 
 
 def _cut(model: ModelSpec, kind: Block, tp: int, ep: int) -> str | None:
-    """Return a sentence about a part of which blocks or groups of weights would be cut; None if there is none."""
+    """Return a sentence about a part of the model whose blocks or groups of weights would be cut; None if there is
+    none.
+    """
     stored, parts = model.quantization, []
     if stored is None:
         return None

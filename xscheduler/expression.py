@@ -1,4 +1,4 @@
-"""A user's own objective: an expression over the figures of a plan, parsed without running any code of the user's.
+"""Evaluate a user's own objective: an expression over the figures of a plan, parsed without running code from the user.
 
 An expression may use the names in `FIGURES`, numbers, the operators + - * / **, comparisons (1 if they hold, else 0),
 `a if condition else b`, and the functions in `FUNCTIONS`. It is evaluated for many candidates at once.
@@ -63,10 +63,10 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 
 @cache
 def names_in(text: str) -> frozenset[str]:
-    """Return the figures that an expression names.
+    """Return the names of the figures in an expression.
 
     Raises:
-        ValueError: it is not an expression over figures; the message says what is accepted.
+        ValueError: the text is not an expression over figures; the message states what is accepted.
     """
     tree = _parsed(text)
     _check(tree)
@@ -82,7 +82,7 @@ def value_of(text: str, figures: Mapping[str, Values]) -> Values:
 
 
 def objective_value(plan: Plan) -> float:
-    """Return what a plan maximises at saturation: its throughput, or the value of the user's own objective."""
+    """Return the values that a plan maximises at saturation: throughput, or the user's own objective."""
     text, e = plan.constraint.maximise, plan.estimate
     if text is None:
         return e.throughput_rps

@@ -27,8 +27,8 @@ class TradeOff(NamedTuple):
 def frontier(spaces: Sequence[Space]) -> list[TradeOff]:
     """Return the best schedules that fit, from the lowest latency to the highest throughput.
 
-    They are taken from a grid of each placement's settings. Each is attainable, but better ones may lie between two of
-    them: the search, not the frontier, finds and proves the best one.
+    The schedules are taken from a grid of each placement's settings. Each schedule is attainable, but better ones may
+    lie between two of them; the search, not the frontier, finds and proves the best one.
     """
     points = [
         point for space in sorted(spaces, key=lambda space: -space.bound)[:NUM_PLACEMENTS] for point in of_space(space)

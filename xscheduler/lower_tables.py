@@ -4,8 +4,9 @@ Measured times are uneven. On the lowered tables, the time of a schedule is a lo
 ones, and it is monotone by construction: a larger batch never takes less time and never costs more per request. The
 search proves its bounds on these tables.
 
-Beyond its last point a table is extrapolated along its last segment. There a lowered table could rise faster than the
-original and exceed it, so it gets one more point, at twice the last size, up to which it rises no faster.
+Beyond its last point, a table is extrapolated along its last segment. There, a lowered table could rise faster than the
+original and exceed it. So it gets one more point, at twice the last size; up to this point it rises no faster than the
+original.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _floor_of_surface(value: Surface) -> Surface:
         lengths = np.append(lengths, 2 * lengths[-1])
     if len(batches) > 1:
         slope = _never_falls(np.minimum(_last_slope(batches, table), _last_slope(batches, floor)))
-        # Also beyond both ends, a request costs no more in a larger batch.
+        # Beyond both ends, too, a request must cost no more in a larger batch.
         rise = (lengths[-1] - lengths[-2]) * _last_slope(lengths, floor.T)[-1] / batches[-1]
         slope[-1] = min(slope[-1], slope[-2] + rise)
         if _is_steeper(batches, floor, slope):
@@ -86,12 +87,14 @@ def _floor_of_surface(value: Surface) -> Surface:
 
 
 def _never_falls(seconds: Array, axis: int = 0) -> Array:
-    """Return the largest table below that never falls: each entry is the least of itself and all later ones."""
+    """Return the largest table below this one that never falls: each entry is the least of the original entry and all
+    later ones.
+    """
     return np.flip(np.minimum.accumulate(np.flip(seconds, axis), axis), axis)
 
 
 def _ever_cheaper(sizes: Array, seconds: Array) -> Array:
-    """Return the largest table below whose time per unit never rises; the entry of size 0 stays."""
+    """Return the largest table below this one whose time per unit never rises; the entry of size 0 does not change."""
     positive = sizes > 0
     result = seconds.copy()
     per_unit = np.minimum.accumulate(seconds[positive] / sizes[positive])

@@ -1,8 +1,8 @@
 """List the placements of a model on a cluster: replicas, pipeline stages, partial tensor parallelism, WAA's two lanes.
 
-A replica has n devices. In each lane the first `tp_devices` of them form groups of `tp_degree`, and each of the others
-is a group by itself. Each group is a pipeline stage (ExeGPT sec. 4.2, Fig. 4d). Layers are distributed so that the
-slowest stage is as fast as possible.
+A replica has n devices. In each lane, the first `tp_devices` devices form groups of `tp_degree`, and each of the other
+devices is a group by itself. Each group is a pipeline stage (ExeGPT sec. 4.2, Fig. 4d). Layers are distributed so that
+the slowest stage is as fast as possible.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Placement:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all stages of a replica are equal, as in other planners."""
+        """Whether all stages of a replica are equal, which other planners require."""
         return len(self.layouts) == 1 and self.is_even
 
     def has(self, fixed: Mapping[str, int]) -> bool:
@@ -157,7 +157,7 @@ class Placements:
     def of(self, kind: str) -> list[Placement]:
         """Return all placements for a policy; devices may be left idle.
 
-        There are floor(N/n) replicas of n devices, which loses no placement of up to 8 devices.
+        There are floor(N/n) replicas of n devices; for up to 8 devices, no placement is lost by this.
         """
         found, num_lanes = [], len(CHOICES[kind].settings.lanes)
         for size in _sizes(self.num_devices):
@@ -210,7 +210,7 @@ class Placements:
     def layouts(
         self, size: int, *, encode: bool = True, decode: bool = True, first_device: int = 0
     ) -> tuple[LanePlacement, ...]:
-        """Return all lanes on `size` devices that have a layer for each stage and links between the stages."""
+        """Return all lanes on `size` devices in which every stage gets a layer and the stages are linked."""
         key = (size, first_device, encode, decode, 0)
         if key not in self._shared:
             self._shared[key] = tuple(self._layouts(size, encode, decode, first_device))
@@ -290,11 +290,12 @@ class Placements:
         return self._seconds[key]
 
     def _allocations(self, size: int) -> dict[int, tuple[str, ...]]:
-        """Return numbers of encode devices to try, with the allocations that they belong to.
+        """Return numbers of encode devices to try, each with the allocations to which it belongs.
 
-        WAA-C divides devices by compute time, WAA-M by memory. A number of devices belongs to the allocation whose own
-        number is nearer, or to both. Both depend on the batch size, which is searched later, so neighbouring numbers
-        are also tried, and every number if there are few devices. Source: ExeGPT sec. 4.1: ceil(N C_E / (C_E + C_D)).
+        WAA-C divides devices by compute time, WAA-M by memory. A number of devices belongs to the allocation whose
+        computed number is nearer, or to both. The computed numbers depend on the batch size, which is searched later;
+        so neighbouring numbers are also tried, and all numbers if there are few devices. Source: ExeGPT sec. 4.1:
+        ceil(N C_E / (C_E + C_D)).
         """
         if size < 2:
             return {}
@@ -344,8 +345,9 @@ class Placements:
 
 
 def _sizes(num_devices: int) -> list[int]:
-    """Return sizes of a replica to try: all small ones, then in steps of 2, 4 and 8, and all even shares of the
-    devices."""
+    """Return sizes of a replica to try: all small sizes, then sizes in steps of 2, 4 and 8, and all even shares of the
+    devices.
+    """
     steps = {
         n for n in range(1, num_devices + 1) if n <= FEW_DEVICES or n % max(2, 2 ** ((n - 1).bit_length() - 3)) == 0
     }

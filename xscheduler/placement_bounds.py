@@ -1,10 +1,11 @@
 """Compute upper bounds on the throughput of thousands of placements at once, over all of their settings.
 
 Let m be the mean number of requests that an iteration of a micro-batch decodes, and D the number of decode iterations
-of a request. On average an iteration takes stage j at least decode_j(m), the convex floor of the stage's times at m (by
-Jensen's inequality; the time itself if all iterations decode m requests, as in the closed form of two lanes), and it
-encodes m / E[D] prompts. Each stage does this for M micro-batches, one after the other, and each micro-batch passes all
-stages before its next iteration. So an iteration of all micro-batches takes at least
+of a request. On average, an iteration occupies stage j for at least decode_j(m), the convex floor of the stage's times
+at m (by Jensen's inequality). If all iterations decode m requests, as in the closed form of two lanes, decode_j(m) is
+the time itself. An iteration also encodes m / E[D] prompts on average. Each stage does this for M micro-batches, one
+after the other, and each micro-batch passes all stages before its next iteration. So an iteration of all micro-batches
+takes at least
 
     t(m) = max( M max_j (decode_j(m) + m encode_j / E[D]),  sum_j decode_j(m) + hops )
 
@@ -106,7 +107,7 @@ class PlacementBounds:
 
     @property
     def _tokens_per_decode(self) -> float:
-        """Tokens of a request that pass the model per decode iteration, its prompt's share included."""
+        """Tokens of a request that pass the model per decode iteration, including the share of its prompt."""
         return 1 + self._lengths.mean_input / self._mean_decodes
 
     def of(self, kind: str, placements: Sequence[Placement], capacities: npt.ArrayLike) -> PolicyBounds:
@@ -158,7 +159,7 @@ class PlacementBounds:
         )
 
     def _stages(self, lane: Lane) -> _Stages:
-        found = self._lanes.get(lane)  # hash once: a lane is a long tuple
+        found = self._lanes.get(lane)  # computed once: a lane is a long tuple, and hashing it takes time
         if found is None:
             found = self._lanes[lane] = self._stages_of(lane)
         return found
@@ -227,8 +228,9 @@ class PlacementBounds:
         return seconds
 
     def _of_stage(self, stage: StageShape) -> _Degree:
-        """Return the times of all of a stage's decoder layers together; times of encoder layers and head stay those of
-        one."""
+        """Return the times of all decoder layers of a stage together; the times of encoder layers and of the head
+        remain those of one.
+        """
         if stage not in self._of_stages:
             layer = self._degree(stage.group)
             last = self._degree(stage.group, is_last=stage.heads)
@@ -355,7 +357,7 @@ class PolicyBounds:
             at_end = (micro * np.maximum(most, m[0]) / least)[:, None] / (self.mean_decodes * at_end_s)
             throughput = micro[:, None, None] * m / busy / (self.mean_decodes * seconds)
         inside = np.where(m <= most[:, None, None], throughput, 0.0).max(axis=2)
-        # Padding stages take no time and so give no bound.
+        # Padding stages take no time, so they give no bound.
         return np.where(at_end_s > 0, np.maximum(inside, at_end), np.inf)
 
     def _crossing(self, seconds: Array, limit_s: Array) -> Array:

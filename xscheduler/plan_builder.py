@@ -71,7 +71,7 @@ def plan_of(
 
 
 def _slots(space: Space, values: dict[str, float]) -> int:
-    """Return the number of simultaneous requests of a replica for which memory is reserved."""
+    """Return the number of requests of a replica that can run at the same time, since memory is reserved for them."""
     return max(1, int(space.capacity_beside(np.asarray([values["peak_tokens"]]))[0]))
 
 

@@ -26,7 +26,7 @@ class Problem:
     """A planning problem.
 
     Attributes:
-        kv: how K/V memory is promised to requests; None: as the engine does by default (`promise`).
+        kv: how K/V memory is promised to requests; None: the engine's default (`promise`).
         engine: the engine that will run the plan; None: an engine of which only the profile's step times are known.
         deployed: a running engine, started for `max_batch` requests, whose memory limits the plan; None: `engine`.
         max_devices: largest number of the cluster's devices to use; None: all.
@@ -64,7 +64,7 @@ class Problem:
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile) -> Problem:
-        """Return the problem that a plan was made for, on all of its cluster's devices."""
+        """Return the problem for which a plan was made, on all devices of its cluster."""
         return cls(
             plan.model,
             plan.checkpoint,
@@ -83,7 +83,8 @@ class Problem:
         return None if self.engine is None else self.engine.started_for(kind)
 
     def promise(self, kind: str, microbatches: int) -> KvPromise:
-        """Return how K/V memory is promised under a policy: as the user asked, or as the engine does by default.
+        """Return how K/V memory is promised under a policy: in the way that the user requested, or by the engine's
+        default.
 
         Memory for the longest output is reserved if no simulation can compute the cost of preemption quickly: in
         pipelines, with a draft, and with cached prompts.

@@ -33,7 +33,7 @@ class Scheduler:
 
     def __init__(self, problem: Problem, method: SearchMethod = "branch-and-bound") -> None:
         self.candidates = Candidates(problem)
-        has_own = problem.constraint.maximise is not None  # no bound is known for it
+        has_own = problem.constraint.maximise is not None  # no bound is known for a user's own objective
         self.method: SearchMethod = "optuna" if has_own and method == "branch-and-bound" else method
         self._found: dict[tuple[PolicySettings, int, int], Space] = {}
         """The spaces of the plans that were found."""
@@ -58,7 +58,7 @@ class Scheduler:
         """Return the plan of the highest saturated throughput for each policy that has a plan.
 
         Raises:
-            InfeasibleError: no policy has one; the error names the nearest bound that one keeps.
+            InfeasibleError: no policy has a plan; the error names the nearest bound that a plan keeps.
         """
         plans = {}
         for kind in kinds:
@@ -90,7 +90,7 @@ class Scheduler:
         """Return the plan of given settings, whether or not they keep the constraint.
 
         Raises:
-            InfeasibleError: they do not fit in memory.
+            InfeasibleError: the settings do not fit in memory.
         """
         space = self.candidates.space(settings.kind, placement)
         evaluation = space.evaluate(_columns(settings))
@@ -132,7 +132,7 @@ def _key(plan: Plan) -> tuple[PolicySettings, int, int]:
 
 
 def headroom_of(constraint: Constraint, profile: Profile) -> float:
-    """Return the headroom to plan with: the constraint's if it names one, else the profile's.
+    """Return the headroom with which to plan: that of the constraint if it states one, else that of the profile.
 
     On a machine whose steps were slower in earlier loads, it covers their usual slowest pace, up to `MOST_HEADROOM`.
     """

@@ -1,4 +1,6 @@
-"""The space of one policy's integer settings on one placement: which exist, fit in memory and keep the constraint."""
+"""The space of one policy's integer settings on one placement: which settings exist, fit in memory and keep the
+constraint.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ UNCUT = "an encoder reads a prompt whole, so its prompts cannot be cut in chunks
 
 
 def runnable(kinds: Iterable[str], model: ModelSpec) -> tuple[str, ...]:
-    """Return those of the policies under which a model can run; see `UNCUT`."""
+    """Return the policies under which a model can run; see `UNCUT`."""
     return tuple(kind for kind in kinds if not (CHOICES[kind].cuts_prompts and model.is_encoder_decoder))
 
 
@@ -136,8 +138,8 @@ class Space:
             between: whether a point stands for all real batch sizes from one less than its own up to its own. The
                 throughput is then that of its own batch size, and the times that must keep the constraint are those of
                 the smallest (`Evaluation.lesser`).
-            left: share of the latency bound that settings may use, by token budget; 0: they are not allowed; None: all
-                of it.
+            left: share of the latency bound that settings may use, by token budget; 0: such settings are not allowed;
+                None: the whole bound.
         """
         other = copy(self)
         other.constraint, other.bound, other._looked_at = constraint, bound, []
@@ -285,7 +287,7 @@ class Space:
         along = columns[inner.variable.name] - inner.values[0]
         line: Ints = np.zeros_like(along)
         on_line = along >= 0
-        if outer is not None:  # settings given from outside need not lie on a line
+        if outer is not None:  # settings that a caller gives need not lie on a line
             values = columns[outer.variable.name]
             line = np.minimum(outer.values.searchsorted(values), len(outer.values) - 1)
             on_line &= outer.values[line] == values
@@ -337,7 +339,9 @@ class Space:
         return self._predicted(model, columns, dict.fromkeys(self._growing(), 1.0) if self.between else {})
 
     def _predicted(self, model: Any, columns: Mapping[str, Array | Ints], step: Mapping[str, float]) -> Evaluation:
-        """Predict points; those smaller by the step are the least batches that they stand for."""
+        """Predict points, each together with the smallest batch for which it stands: the one that is smaller by the
+        step.
+        """
         less = {name: np.maximum(columns[name] - by, self._least(name)) for name, by in step.items()}
 
         def lesser(chosen: Ints) -> Performance:
@@ -352,7 +356,9 @@ class Space:
         return self.forecast.evaluate(model, **columns, **fixed)
 
     def evaluate_parts(self, columns: dict[str, Ints], count: int) -> Evaluation:
-        """Predict the real batches that points stand for: from one to the next in so many steps, side by side."""
+        """Predict the real batches for which points stand: a number of steps from one batch to the next, in one
+        call.
+        """
         names = self._growing()
         points: dict[str, Array] = {name: np.repeat(values.astype(float), count) for name, values in columns.items()}
         fine = names[-1]
@@ -368,7 +374,7 @@ class Space:
         return next(int(axis.values[0]) for axis in self.axes if axis.variable.name == name)
 
     def smaller(self, settings: PolicySettings) -> dict[str, Ints]:
-        """Return settings that differ from these by a smaller batch only, as columns."""
+        """Return settings, as columns, that differ from the given ones only by a smaller batch."""
         values = next(axis.values for axis in self.axes if axis.variable.name == self.forecast.load)
         values = values[values < getattr(settings, self.forecast.load)]
         others = {axis.variable.name: getattr(settings, axis.variable.name) for axis in self.axes}
@@ -393,7 +399,8 @@ class Evaluation:
 
     Args:
         left: share of the latency bound that each point may use; None: all of it.
-        lesser: predicts the least batches that the points of some indices stand for; None: a point stands for itself.
+        lesser: predicts the smallest batches for which the points of some indices stand; None: a point stands only for
+            itself.
     """
 
     def __init__(
@@ -475,11 +482,11 @@ class Evaluation:
 
     @cached_property
     def excess(self) -> Array:
-        """Share by which the worst latency exceeds its bound, headroom included; at most 0 if all are kept."""
+        """Share by which the worst latency exceeds its bound, headroom included; at most 0 if all bounds are kept."""
         return self.excess_at(np.arange(len(self.left)))
 
     def excess_at(self, indices: Ints) -> Array:
-        """Return the same for some of the points, in this order, without predicting the others."""
+        """Return this share for some of the points, in the given order, without predicting the other points."""
         lesser = None if "lesser" in vars(self) else self._lesser
         times = self.lesser.take(indices) if lesser is None else lesser(indices)
         return excess_of(self._constraint, times.latency, times.ttft, times.tpot, self.left[indices])

@@ -1,4 +1,4 @@
-"""Explain why no candidate keeps a constraint, and find the nearest bound that one keeps."""
+"""Explain why no candidate keeps a constraint, and find the nearest bound that a candidate keeps."""
 
 from __future__ import annotations
 
@@ -42,14 +42,16 @@ def infeasible(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
 
 
 def why_slow(candidates: Candidates, kinds: Sequence[str]) -> str:
-    """Return a sentence about the latency of the quantile's output in the fastest schedule: first token and further
-    ones."""
+    """Return a sentence about the latency of an output of the quantile's length in the fastest schedule: the first
+    token and the further tokens.
+    """
     return _nearest(candidates, kinds)[1]
 
 
 def _nearest(candidates: Candidates, kinds: Sequence[str]) -> tuple[dict[str, float], str]:
-    """Return the least value of each bound that a schedule keeps, and the text of `why_slow`; both empty if nothing
-    fits."""
+    """Return the least value of each bound that a schedule keeps, and the text of `why_slow`; both are empty if no
+    schedule fits in memory.
+    """
     problem, constraint = candidates.problem, candidates.problem.constraint
     relaxed = constraint.model_copy(update={"latency_bound_s": None, "ttft_s": None, "tpot_s": None})
     headroom = 1 + relaxed.headroom
@@ -87,7 +89,9 @@ def _nearest(candidates: Candidates, kinds: Sequence[str]) -> tuple[dict[str, fl
 
 
 def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[str, float]) -> InfeasibleError:
-    """Return an error that names bounds that can be kept together, if each of the given ones can be kept by itself."""
+    """If each of the given bounds can be kept by itself, return an error that names bounds which can be kept
+    together.
+    """
     free = candidates.problem.constraint.model_copy(update=dict.fromkeys(given))
     slack, least = 1 + free.headroom, np.inf
     figures = {"latency_bound_s": "latency", "ttft_s": "ttft", "tpot_s": "tpot"}
@@ -124,7 +128,9 @@ def _not_held(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
 
 
 def _no_memory(candidates: Candidates) -> InfeasibleError:
-    """Return an error that says why even the widest placement does not hold the model, and how many devices would."""
+    """Return an error that states why even the widest placement does not hold the model, and how many devices would be
+    enough.
+    """
     memory, needed = candidates.memory(candidates.widest), candidates.devices_needed()
     device = candidates.problem.cluster.device.name
     enough = "" if needed is None else f"; {needed} devices of {device} would do"

@@ -1,7 +1,7 @@
 """Fit a profile to steps that a real engine has executed.
 
-A profile's tables are measured part by part. In a serving engine the parts run concurrently and the machine is in
-another state, which one factor for each table corrects:
+A profile's tables are measured part by part. In a serving engine the parts run concurrently and the machine is in a
+different state. One factor for each table corrects this:
 
     measured step = a tokens(n) + b encode attention + c decode attention + d head(k) + e overhead(r)
 
@@ -74,7 +74,7 @@ def steps_of(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> Steps:
 
 
 def calibrate(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> tuple[Profile, Calibration]:
-    """Fit a profile to the steps of the first half of the requests; compute the error on those of the second half.
+    """Fit a profile to the steps of the first half of the requests; compute the error on the steps of the second half.
 
     Returns:
         The corrected profile, and the errors before and after.
@@ -129,7 +129,7 @@ def fit(steps: Steps, around: float = 1.0, prior_weight: float = PRIOR) -> Array
 
 
 def _ordinary(residual: Array, encodes: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Return which steps are not outliers among those of their kind: steps that encode, or steps that do not."""
+    """Return which steps are not outliers among the steps of their kind: steps that encode, or steps that do not."""
     keep = np.ones(len(residual), bool)
     for kind in (encodes, ~encodes):
         if kind.any():

@@ -72,10 +72,10 @@ class Trial:
         span_s = min(bound_s, longest_s)
         self.is_far = bound_s > longest_s
         """Whether the bound is so loose that the rate equals saturated throughput."""
-        # A power of two, so that plans with about the same throughput get the same requests.
+        # The number is a power of two, so that plans with about the same throughput get the same requests.
         self.num_warm_up = 2 ** ceil(log2(max(share * span_s, LEAST_WARM_UP)))
         self.num_requests = max(least_requests, LIFETIMES * self.num_warm_up)
-        total = self.num_requests + 2 * self.num_warm_up  # the last measured requests also need others after them
+        total = self.num_requests + 2 * self.num_warm_up  # further requests must follow the last measured ones
         rng = np.random.default_rng(seed)
         inputs, outputs = sample(plan.workload, total, rng)
         self._inputs, self._outputs = inputs, outputs
@@ -83,12 +83,13 @@ class Trial:
         self._longest = np.maximum(self._decoded, plan.workload.output.lengths[-1])
         share = 0.0 if plan.estimate.reuse is None else plan.estimate.reuse.share
         self._cached = np.minimum(share * inputs, inputs - 1).astype(int) if share else ()
-        # Scaled so that the mean rate is exact: chance in it would be an error of the result.
+        # Gaps are scaled so that the mean rate is exact: a random deviation of the rate would be an error of the
+        # result.
         arrivals_s = gamma_arrivals(1.0, total, plan.constraint.burstiness, rng)
         self._arrivals_s = arrivals_s * (total / arrivals_s[-1])
 
     def at(self, rate: float, slack: float | None = None) -> RequestTimes | None:
-        """Return the times of the measured requests at a rate, which is that of all replicas together.
+        """Return the times of the measured requests at a rate; the rate is that of all replicas together.
 
         Args:
             slack: once a goal's quantile exceeds this multiple of its bounds, give up and return None; None: never.
@@ -116,7 +117,7 @@ class Trial:
     def saturated(self) -> float:
         """Return the requests a second of all replicas while requests are always waiting, admitted in order of
         arrival."""
-        # After the measured requests as many wait again, since an engine that runs empty serves less.
+        # The same number of requests waits after the measured ones, since an engine that runs empty serves less.
         inputs, outputs, longest, cached = (
             np.tile(values, 2) for values in (self._inputs, self._decoded, self._longest, self._cached)
         )
@@ -127,15 +128,18 @@ class Trial:
         ends = np.asarray(run.end_ns)
         ends = np.sort(ends[ends >= 0])
         first, last = ends[self.num_warm_up], ends[count - 1]
-        if last == first:  # all measured requests end in one step, so there is no rate
+        if last == first:  # if all measured requests end in one step, there is no rate
             return self.plan.estimate.throughput_rps
-        ended = np.searchsorted(ends, last, "right") - np.searchsorted(ends, first, "right")  # many may end in one step
+        ended = np.searchsorted(ends, last, "right") - np.searchsorted(
+            ends, first, "right"
+        )  # many requests may end in one step
         return float(self.plan.replicas * ended / (last - first) * 1e9)
 
 
 def in_order_of_arrival(plan: Plan) -> Plan:
-    """Return the plan with admission in order of arrival; with many waiting requests, other orders would take short
-    ones first."""
+    """Return the plan with admission in order of arrival; with many waiting requests, other orders would admit short
+    requests first.
+    """
     return plan.model_copy(
         update={"admission": plan.admission.model_copy(update={"order": "fcfs", "row_tokens": None})}
     )
@@ -179,7 +183,7 @@ class CapacitySearch:
         self._trial, self._slack = Trial(plan, profile, seed, least_requests=least_requests), _slack(plan)
         self._most = plan.estimate.throughput_rps if most is None else most
         self._is_given = most is not None
-        if self._trial.is_far:  # a growing queue would break so loose a bound only after a very long run
+        if self._trial.is_far:  # a growing queue would break such a loose bound only after a very long run
             self._most = min(self._most, self._trial.saturated())
         self._excess: dict[float, float] = {self._most: inf}
         self._seen: dict[float, tuple[float, float]] = {0.0: (0.0, 0.0)}
@@ -188,7 +192,7 @@ class CapacitySearch:
 
     @property
     def rate(self) -> float:
-        """The highest rate at which the bounds are kept; 0 if there is none of at least a tenth of saturation."""
+        """The highest rate at which the bounds are kept; 0 if no rate of at least a tenth of saturation keeps them."""
         return self._highest(self._slack, max(self.precision, PRECISION) if self._trial.is_far else self.precision)
 
     def keeps(self, rate: float) -> bool:
@@ -196,15 +200,18 @@ class CapacitySearch:
         return 0 < rate < self._most and self._excess_at(rate, self._slack) <= self._slack
 
     def excess_over(self, rate: float, far: float) -> float:
-        """Return the ratio of the worst goal's quantile to its bounds at a rate; infinite beyond `far`."""
+        """Return the ratio of the worst goal's quantile to its bounds at a rate; infinite if the ratio exceeds
+        `far`.
+        """
         return self._excess_at(rate, far * self._slack) / self._slack
 
     def found(self, *, edges: bool = True) -> Capacity:
         """Return the result as a `Capacity`.
 
         Args:
-            edges: also return the rates under slightly tighter and looser bounds; never done for budgets by slack,
-                which fill the plan's bounds up to a share, so that under tighter ones nearly all requests are late.
+            edges: whether to also return the rates under slightly tighter and looser bounds. For budgets by slack this
+                is never done: they use the plan's bounds up to a share, so that nearly all requests would be late under
+                tighter bounds.
         """
         rate, edges = self.rate, edges and not _follows_bounds(self.plan)
         whole_s, share_kept = self._seen[rate]
@@ -227,7 +234,7 @@ class CapacitySearch:
         return inf if self._trial.is_far or self._is_given else self._trial.saturated()
 
     def _excess_at(self, rate: float, slack: float) -> float:
-        """Return the worst goal's quantile of time over bound at a rate; infinite if it is over `slack`."""
+        """Return the worst goal's quantile of the ratio of time to bound at a rate; infinite if it exceeds `slack`."""
         known = self._excess.get(rate)
         if known is None:
             constraint, times = self.plan.constraint, self._trial.at(rate, slack)
@@ -241,8 +248,9 @@ class CapacitySearch:
         return known
 
     def _highest(self, slack: float, precision: float) -> float:
-        """Return the highest rate tried whose excess is within `slack`; a rate higher by at most `precision` exceeds
-        it."""
+        """Return the highest rate that was tried and whose excess is within `slack`; a rate that is higher by at most
+        `precision` exceeds `slack`.
+        """
         num_tried, step, first = 0, 2 * precision, self.predicted or 0.8 * self._most
         while True:
             high = min(rate for rate, excess in self._excess.items() if excess > slack)
@@ -264,7 +272,8 @@ class CapacitySearch:
             return max(high / (1 + 2 * step), high / 2)
         if high == self._most or not np.isfinite(self._excess[high]) or bisect:
             return min(low * (1 + step), (low * high) ** 0.5 if high < 4 * low else 2 * low)
-        # Interpolate where the excess meets the slack, or take a rate so close to an end that the search ends.
+        # Interpolate the rate at which the excess equals the slack, or take a rate so close to an end that the search
+        # ends.
         at_low, at_high = self._excess[low], self._excess[high]
         rate = low + (high - low) * (slack - at_low) / (at_high - at_low)
         margin = 0.95 * precision * low
@@ -278,8 +287,7 @@ def capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, ed
 
     Args:
         predicted: the closed form's rate.
-        edges: also return the rates under slightly tighter and looser bounds.
-    """
+        edges: whether to also return the rates under slightly tighter and looser bounds."""
     if not plan.constraint.bounds_latency:
         return None
     return CapacitySearch(plan, profile, predicted).found(edges=edges)
@@ -296,7 +304,7 @@ def _wait_s(plan: Plan, throughput: float) -> float:
 
 
 def _follows_bounds(plan: Plan) -> bool:
-    """Return whether the plan's steps are as long as its bounds allow."""
+    """Return whether the plan's steps take all the time that its bounds allow."""
     return getattr(plan.policy, "slack", None) is not None
 
 
@@ -359,7 +367,7 @@ class EngineRun:
             if self.first_ns[id_] < 0:
                 self.first_ns[id_] = record.end_ns
             elif not self._emits:
-                break  # the last ones are those that have joined
+                break  # the requests at the end are those that have joined
 
     def _breaks(self, id_: int, goal: GoalNs) -> bool:
         request, first_ns, end_ns = self._requests[id_], self.first_ns[id_], self.end_ns[id_]

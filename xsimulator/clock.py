@@ -1,4 +1,4 @@
-"""Compute when simulated steps end: each passes the stages of its lane in order, after the previous steps.
+"""Compute when simulated steps end: each step passes the stages of its lane in order, after the previous steps.
 
 finish[j, n] = max(finish[j - 1, n] + hop, finish[j, n - 1]) + cost[j, n]
 """
@@ -17,7 +17,7 @@ from xsimulator.jitter import JitteredTimes
 
 
 class Span(NamedTuple):
-    """The execution of a step on a stage. Times in ns."""
+    """The execution of a step on a stage; times are in ns."""
 
     lane: LaneName
     stage: int
@@ -30,7 +30,7 @@ OnSpan = Callable[[Span], None]
 
 
 class Clock:
-    """Computes when the steps of one lane end; call it once for each step, in their order.
+    """Computes when the steps of one lane end; call this object once for each step, in their order.
 
     Args:
         jitter: how the times of single steps vary around the lane's tables; None: they do not vary.

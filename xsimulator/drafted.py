@@ -28,7 +28,7 @@ def decoded(outputs: npt.ArrayLike, speculation: Speculation | None, rng: np.ran
     while (going := np.flatnonzero(left > 0)).size:
         left[going] -= 1 + np.minimum(np.searchsorted(ends, rng.random(going.size)), speculation.tokens)
         steps[going] += 1
-    # The last step may emit too many tokens; all outputs are scaled to correct for that.
+    # The last step may emit more tokens than the output has; all outputs are scaled to correct for this.
     whole = speculation.tokens_per_step * steps
     wanted, taken = float((lengths - 1).sum()), float(whole.sum())
     return 1 + np.round(whole * (wanted / taken if taken else 1.0)).astype(int)

@@ -21,7 +21,7 @@ class SimulatedRequest(NamedTuple):
 
     Attributes:
         chain: keys of the prompt's blocks.
-        output_chain: keys of the blocks after the prompt, which stay cached when it ends.
+        output_chain: keys of the blocks after the prompt, which stay cached when the request ends.
     """
 
     id: int
@@ -161,7 +161,7 @@ class _Endings:
                 self._left[id_] = self._whole[id_]
         if step.lane == "decode":
             batch = self._schedule.batch_of(step)
-            for id_ in reversed(step.decode):  # those that have joined come last
+            for id_ in reversed(step.decode):  # requests that have joined come last
                 if id_ in self._counted:
                     break
                 self._count(id_, batch)
@@ -184,7 +184,7 @@ class _Endings:
             self._num_steps[batch] += 1
             end = batch, self._num_steps[batch]
             ended = self._ends[batch].pop(self._num_steps[batch], ())
-            # A request that was preempted and encoded again may be there twice.
+            # A request that was preempted and encoded again may occur twice.
             finished += [id_ for id_ in dict.fromkeys(ended) if self._counted.get(id_) == end and id_ in step.decode]
         if step.lane == "both":
             for id_ in encoded:
@@ -276,11 +276,11 @@ def replay(
 ) -> list[StepRecord]:
     """Return the steps of a schedule fed with a log's arrivals, cancellations, endings and times, in the log's order.
 
-    The steps equal the log's unless the two engines diverge; those from the first different one on are left out. A log
-    may be cut short, for example because its engine was killed.
+    The steps are those of the log unless the two engines diverge; from the first different step on, steps are left out.
+    A log may be incomplete, for example because its engine was killed.
 
     Args:
-        on_begin: is called with each step when it is scheduled, while the schedule is in that state.
+        on_begin: is called with each step when it is scheduled, while the schedule is in the state of that moment.
     """
     journal = _Journal(schedule)
     steps: list[StepRecord] = []

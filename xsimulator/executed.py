@@ -29,8 +29,8 @@ class Executed(NamedTuple):
     """A step of a log.
 
     Attributes:
-        seconds: time for which its lane was busy with it; it counts from the end of the previous step if a request was
-            there then.
+        seconds: time for which its lane was busy with the step; it counts from the end of the previous step if a
+            request was already there at that time.
     """
 
     record: StepRecord
@@ -44,7 +44,7 @@ class Paces(NamedTuple):
     Attributes:
         measured_s, predicted_s: measured and predicted seconds.
         tokens: tokens of each step.
-        lanes: the lane that executed it, with its replica if there are several.
+        lanes: the lane that executed each step, with its replica if there are several.
     """
 
     measured_s: Array
@@ -134,8 +134,8 @@ def paces_of_workers(
 ) -> Paces | None:
     """Return the measured and predicted times for which each stage's worker was busy in all steps of the log.
 
-    None if a worker's time is missing, or if workers were restarted and report only the time since then. Of several
-    tensor-parallel workers, the first counts: it waits for the others.
+    None if a worker's time is missing, or if workers were restarted and report only the time since the restart. Of
+    several tensor-parallel workers, the first counts: it waits for the others.
 
     Args:
         busy_s: seconds by worker, as the server's metrics name them.

@@ -36,7 +36,7 @@ class Replica:
 
     Attributes:
         kind: number of its kind.
-        from_s, to_s: time in which it accepts requests; it finishes all that it has accepted.
+        from_s, to_s: times between which it accepts requests; it finishes all requests that it has accepted.
     """
 
     kind: int
@@ -75,7 +75,8 @@ def replicas_of(counts: Ints, interval_s: float) -> list[Replica]:
 
 
 def route(requests: Requests, replicas: Sequence[Replica], kinds: Sequence[ReplicaKind]) -> Ints:
-    """Return the replica of each request: the one that accepts requests and has the fewest outstanding for its rate.
+    """Return the replica of each request: of the replicas that accept requests, the one with the fewest outstanding
+    requests relative to its rate.
 
     A request that arrives while no replica accepts requests goes to the next one that does. # [requests]
     """
@@ -91,7 +92,7 @@ def route(requests: Requests, replicas: Sequence[Replica], kinds: Sequence[Repli
 
 @kept
 def _routed(arrivals_s, outputs, times_s, weights, paces_s):
-    """Do the same as `route`, compiled, on arrays. # times_s, paces_s: [replicas, 2]"""
+    """Compiled form of `route`, on arrays. # times_s, paces_s: [replicas, 2]"""
     to_come = np.argsort(times_s[:, 0], kind="mergesort")[::-1].copy()
     num_to_come, num_open, closes_s = len(to_come), 0, inf
     open_, outstanding = np.empty(len(to_come), np.int64), np.zeros(len(to_come), np.int64)

@@ -11,7 +11,7 @@ MOST_BUSY = 0.8
 
 
 def request_s(engine: EngineSpec, workload: Workload) -> float:
-    """Return the seconds that an API server works on a request, in the mean."""
+    """Return the mean time, in seconds, that an API server works on a request."""
     return engine.tokenise_s * workload.input.mean + engine.stream_s * workload.output.mean
 
 
@@ -29,10 +29,11 @@ def most_rate(plan: Plan, num_servers: int) -> float:
 
 
 def with_api_servers(plan: Plan, num_servers: int | None) -> Plan:
-    """Return the plan with its number of API servers, and a warning if they pass fewer requests than it promises.
+    """Return the plan with its number of API servers, and with a warning if these pass fewer requests than the plan
+    promises.
 
     Args:
-        num_servers: for each command of the engine; None: as many as the plan's rate needs.
+        num_servers: number of servers for each command of the engine; None: the number that the plan's rate needs.
     """
     rate, of_one = served_rate(plan), most_rate(plan, 1)
     needed = max(1, ceil(rate / of_one - 1e-9)) if of_one < inf else 1

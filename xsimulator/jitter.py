@@ -1,6 +1,7 @@
 """Draw the times of single simulated steps: steps that do the same work take different times.
 
-A profile's tables hold means, which suffice for sums of many steps. The longest gaps between tokens are single steps.
+A profile's tables contain means, which are enough for sums of many steps. The longest gaps between tokens, however, are
+single steps.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ NUM_DRAWN = 2**16
 
 
 class JitteredTimes:
-    """Returns a step's random time for its mean time; equal sequences of calls give equal results.
+    """Returns a random time for a step, given its mean time; equal sequences of calls give equal results.
 
     A step is divided into parts about as long as the measured steps. Each part's time varies by a ratio drawn from
     those that were measured, so a step of n parts varies by 1/sqrt(n) as much.

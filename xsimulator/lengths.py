@@ -18,15 +18,15 @@ Ints = npt.NDArray[np.int_]
 
 @dataclass(frozen=True, eq=False)
 class Reused:
-    """The part of prompts that requests find cached, and the memory for it.
+    """The part of prompts that requests find in the cache, and the memory of this part.
 
     Attributes:
         whole, cached: tokens of prompts, and how many of them are found. # [kinds] each
         probabilities: probabilities of these kinds of requests. # [kinds]
         kept_tokens: tokens of K/V memory that hold prompts, of running requests and of earlier ones.
         most: share of all prompt tokens that would be found in an unlimited cache.
-        holds_prompts: whether memory for its prompt is reserved for a running request, as if no other running request
-            shared it. Without that, requests take less than in reality, for bounds.
+        holds_prompts: whether each running request takes memory for its whole prompt, as if no other running request
+            shared it. If false, requests take less memory than in reality, which is used for bounds.
     """
 
     whole: Array
@@ -58,8 +58,8 @@ class Lengths:
 
     If a part of prompts is found cached, I counts only the rest, and `mean_whole_input` all tokens.
 
-    The encode pass emits the first output token, so a request of output length s decodes D = s - 1 times. The paper
-    counts s; all code here counts D.
+    The encode pass emits the first output token, so a request of output length s decodes D = s - 1 times. ExeGPT counts
+    s; all code here counts D.
     """
 
     def __init__(self, workload: Workload, reused: Reused | None = None) -> None:
@@ -110,8 +110,8 @@ class Lengths:
         return self.mean_whole_input + float(times @ self.survival) / self.mean_decodes
 
     def in_the_middle(self, num_requests: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
-        """Return random requests in decode: the output tokens that they have generated, and those still to come (at
-        least one).
+        """Return random requests in decode: the number of output tokens that each has generated, and the number still
+        to come (at least one).
 
         A request that decodes longer is in decode more often, and equally often at each of its decode iterations. #
         [requests] each

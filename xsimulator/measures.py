@@ -149,7 +149,9 @@ def without_core_waits(log: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def steps_of_first(log: Sequence[StepRecord], num_requests: int) -> Sequence[StepRecord]:
-    """Return the steps until the first `num_requests` to arrive have ended: those that `request_times` reads."""
+    """Return the steps that `request_times` reads: those until the first `num_requests` requests to arrive have
+    ended.
+    """
     counted = set(_first_to_arrive(log, num_requests))
     ends = [i for i, record in enumerate(log) if not counted.isdisjoint(record.finished)]
     return log[: ends[-1] + 1] if ends else log
@@ -196,15 +198,15 @@ class RequestTimes:
         return worst
 
     def share_kept(self, goal: Goal) -> float:
-        """Return the share of all requests that arrived which kept all bounds of a goal."""
+        """Return the share, of all requests that arrived, that kept all bounds of a goal."""
         return float(np.sum(self.excess(goal) <= 1)) / max(len(self.whole_s) + self.num_lost, 1)
 
     def goodput(self, constraint: Constraint) -> float:
-        """Return the share of all requests that arrived which kept every bound."""
+        """Return the share, of all requests that arrived, that kept every bound."""
         return self.share_kept(constraint.all_bounds)
 
     def keeps(self, constraint: Constraint) -> bool:
-        """Return whether as many requests kept their bounds as the constraint requires."""
+        """Return whether enough requests kept their bounds for the constraint."""
         return all(self.share_kept(goal) >= goal.quantile for goal in constraint.goals)
 
     @property
@@ -234,7 +236,7 @@ def request_times(
         num_requests: number of requests, in order of arrival; None: all.
         encode_emits: see `measure`.
         of_class: return only those of this class of requests; None: all.
-        tokens: output tokens by id; None: as many as the log shows.
+        tokens: number of output tokens by request id; None: the number in the log.
     """
     steps = _Steps(log, encode_emits=encode_emits)
     arrivals = {arrival.id: arrival for record in log for arrival in record.arrivals}
@@ -281,7 +283,7 @@ class _Steps:
                 if has_encoder:
                     self.num_tokens[id_] = 0
             for id_, start, length in record.encode:
-                # A preempted request is encoded again; its admission and its first token stay the first ones.
+                # A preempted request is encoded again, but only its first admission and its first token count.
                 self.admitted.setdefault(id_, i)
                 if start + length == prompts[id_] + self.num_tokens.get(id_, 0) and encode_emits:
                     self.first_token.setdefault(id_, i)
@@ -378,8 +380,8 @@ class _Steps:
 def mean_gaps(gaps: Array, ages: npt.NDArray[np.int_], output_length: int) -> Array:
     """Return the mean gap after each token, except the last, of a request of this length. # [output_length - 1]
 
-    Whether a request goes on is not known before its next token, so the gaps after the n-th token of requests that did
-    go on are valid for any request. If no request reached a token, the mean of all gaps is used.
+    Whether a request continues is not known before its next token, so the gaps after the n-th token of requests that
+    did continue are valid for any request. If no request reached a token, the mean of all gaps is used.
     """
     seen = ages < output_length
     total = np.bincount(ages[seen], gaps[seen], output_length)[1:]

@@ -1,4 +1,4 @@
-"""Compute how many K/V blocks fit beside a model's weights, and how many requests those blocks hold."""
+"""Compute how many K/V blocks fit in memory beside a model's weights, and how many requests these blocks hold."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def activation_bytes_per_token(spec: ModelSpec, dtype: DType) -> int:
 class StepBuffers:
     """Bytes that an engine reserves on a device of each stage for its largest step.
 
-    xgpt's own engine runs a step in slices and frees each before the next. Other engines run a step of the largest size
-    before they allocate K/V memory, and sample for their largest number of requests: they reserve the hidden states of
-    all tokens, plus the larger of a layer's tensors and the memory of logits and sampling. Some versions also reserve
-    the buffers between the matrix products of experts.
+    xgpt's own engine runs a step in slices and frees the memory of each slice before the next one. Other engines run a
+    step of the largest size before they allocate K/V memory, and sample for their largest number of requests: they
+    reserve the hidden states of all tokens, plus the larger of a layer's tensors and the memory of logits and sampling.
+    Some versions also reserve the buffers between the matrix products of experts.
 
     Args:
         keeps: the engine; None: xgpt's own.
@@ -107,7 +107,7 @@ def _widths(spec: ModelSpec, stage: StageShape) -> tuple[float, float]:
 
 
 class _Kept(NamedTuple):
-    """What a device of a stage keeps.
+    """The bytes that a device of a stage keeps for requests.
 
     Attributes:
         grows: bytes of each token.
@@ -121,7 +121,7 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, spec: ModelSpec, dtype: DType, stage: StageShape, end: int) -> _Kept:
-        """Return what a device keeps of the stage's decoder layers, the last of which is `end - 1`."""
+        """Return the bytes that a device keeps for the stage's decoder layers, the last of which is `end - 1`."""
         grows, constant, windows = 0.0, 0.0, list[tuple[int, float]]()
         for kind in spec.kinds:
             count = kind.count(end - stage.decoder_layers, end)
@@ -138,7 +138,9 @@ class _Kept(NamedTuple):
         return cls(grows, constant, tuple(sorted(windows)))
 
     def within(self, context: float | None) -> _Kept:
-        """Return what is kept of requests of this context: whole windows, if they are shorter; None: every token."""
+        """Return the bytes that are kept for requests of this context: only the window, in layers whose window is
+        shorter. None: every token is kept.
+        """
         shorter = [context is not None and window < context for window, _ in self.windows]
         kept = list(zip(self.windows, shorter, strict=True))
         constant = self.constant + sum(window * size for (window, size), is_full in kept if is_full)
@@ -163,8 +165,8 @@ class LaneMemory:
 
     Every stage holds its layers' K/V of every request in the lane, so the stage with the fewest blocks decides. The
     encode lane of an encoder-decoder has no decoder layer: its last stage holds the encoder's output, one hidden state
-    per token, until the decode lane has received it. Arrays have an entry for each stage; the devices of its group hold
-    equally much.
+    per token, until the decode lane has received it. Arrays have an entry for each stage; all devices of a stage's
+    group hold the same number of bytes.
 
     Args:
         precision: data types of weights, activations and K/V.
@@ -315,7 +317,7 @@ def _weight_bytes(
     )
     shared = layers - unshared + encoder * spec.encoder_layer_params * size
     tables = tables * spec.vocab_size * spec.hidden_size + embeds * state * spec.layer_embedding_params
-    # If replicas share the experts, a device holds fewer of them than its group's share.
+    # If replicas share the experts, a device holds fewer experts than its group's share.
     fewer = 1 / tp - 1 / np.maximum(tp, [stage.ep for stage in lane])
     weights: Array = (shared + tables) / tp + unshared - fewer * experts
     if keeps is not None:
@@ -333,7 +335,7 @@ def _padding(
     """Return the bytes by which experts in MXFP4 grow on a device whose kernels take sizes in multiples. # [stages]
 
     Args:
-        multiples: of the hidden size, and of an expert's width.
+        multiples: multiples to which the hidden size and the width of an expert are padded.
         is_repacked: whether kernels repack weights and scales into new tensors (Marlin's); then biases are added, which
             other figures include.
     """
@@ -367,8 +369,9 @@ def _rounded_up(size: float, multiple: int) -> float:
 
 
 def _allocated(size: float) -> float:
-    """Return the bytes that PyTorch's allocator uses for a tensor: it does not split off a rest of up to 1 MiB in its
-    last 2 MiB."""
+    """Return the bytes that PyTorch's allocator uses for a tensor; the allocator does not split off a rest of up to 1
+    MiB from the last 2 MiB.
+    """
     rest = -size % (2 * MIB)
     return size + rest if size >= 10 * MIB and rest <= MIB else size
 
@@ -381,13 +384,13 @@ def capacity(
     kept_blocks: int = 0,
     request_blocks: float = 0.0,
 ) -> npt.NDArray[np.float64]:
-    """Return the number of requests that may be inside at once.
+    """Return the number of requests that may run at the same time.
 
-    Each holds r blocks, with variance v. Under "reserve" as many are inside as fit, so their blocks are a compound
-    Poisson sum: the result is the largest B with B E[r] + z sqrt(B E[r^2]) <= blocks. A request that does not fit only
-    waits, so it suffices that B fit at 99 of 100 moments. Under "quantile", B is the plan's `max_running`, so the sum
-    has variance B v. If it does not fit, a request is preempted, so B must fit at 999 of 1000 moments. Both solve a
-    quadratic equation in sqrt(B).
+    Each holds r blocks, with variance v. Under "reserve", requests enter as long as they fit, so the sum of their
+    blocks is a compound Poisson sum: the result is the largest B with B E[r] + z sqrt(B E[r^2]) <= blocks. A request
+    that does not fit only waits, so it is enough that B requests fit at 99 of 100 moments. Under "quantile", B is the
+    plan's `max_running`, so the sum has variance B v. If the sum exceeds memory, a request is preempted, so B requests
+    must fit at 999 of 1000 moments. In both cases, a quadratic equation in sqrt(B) is solved.
 
     Args:
         kept_blocks: blocks for cached prompts; the outputs so far must fit into the others. Blocks that are reserved

@@ -16,8 +16,8 @@ This is exact for Poisson arrivals and processor sharing up to n (the distributi
 it uses the variance of the diffusion approximation. Sources: Kelly 1979, ch. 3; Whitt 1993 for z. Requests wait in
 order of arrival.
 
-The throughput with k inside is that of a saturated smaller batch, so one curve of batch sizes serves every cap along
-it.
+The throughput with k requests is that of a smaller saturated batch, so one curve of batch sizes can be used for every
+cap along it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class LoadCurves:
         )
         # Mixed steps may admit requests at any time; other policies admit once in a phase or batch.
         self._ttft, self._tpot, self._gate = ttft, tpot, tpot if stations.admits_each_step else gate
-        # A schedule never serves less with a larger batch; if the closed form says so, it is by rounding.
+        # The throughput of a schedule never falls with a larger batch; if it falls in the closed form, that is due to
+        # rounding.
         self.saturation: Array = np.maximum.accumulate(throughput, axis=1)
         """Highest requests a second. # [curves, loads]"""
         stay = ttft + tpot * lengths.mean_decodes
@@ -90,12 +91,13 @@ class LoadCurves:
             self._stay_variation = np.maximum((stays**2 @ self._shares) / (stays @ self._shares) ** 2 - 1, 0.0)
 
     def _set_bounds(self, goal: Goal, slack: float, beyond: Array) -> None:
-        """Compute the rest of each bound for waiting, and the share of requests that break a bound without waiting.
+        """Compute how much of each bound remains for waiting, and the share of requests that break a bound without
+        waiting.
 
         Args:
-            beyond: by how much the 99th percentile of gaps exceeds their mean. # [curves, loads]
+            beyond: the amount by which the 99th percentile of gaps exceeds their mean. # [curves, loads]
         """
-        # A long prompt takes longer; its step takes at least as long as others.
+        # A long prompt takes longer, and its step takes at least as long as other steps.
         beside = np.minimum(self._tpot, self._ttft)[..., None]
         self._first: Array = beside + (self._ttft[..., None] - beside) * self._prompts
         left = np.full((*self._ttft.shape, len(self._decodes)), np.inf)

@@ -6,12 +6,12 @@ decode step of its micro-batch, so the log shows when a request of any length, a
 token. A thousand admissions, weighted by the distribution of lengths, estimate a quantile in the tail of a skewed
 distribution as well as tens of thousands of requests with drawn lengths.
 
-One thing a log cannot show is corrected. If the log ends, or no request remains in decode, it does not show when a
-longer request would have had its next tokens; the mean times after as many tokens are used instead.
+One gap of the log is filled. If the log ends, or no request remains in decode, the log does not show when a longer
+request would have had its next tokens; the mean times after the same number of tokens are used instead.
 
 If steps mix encode and decode, a longer request would have occupied the slot of a prompt that these steps encode, so
-the log does not show its times. Then the latencies of requests with drawn lengths are used (`drawn_law`), and far more
-of them are simulated.
+the log does not show its times. In this case the latencies of requests with drawn lengths are used (`drawn_law`), and
+far more requests are simulated.
 """
 
 from __future__ import annotations
@@ -71,17 +71,19 @@ class RequestLaw:
         return bool(np.ptp(self.seconds, axis=0).max() <= 1e-9 * self.seconds.max())
 
     def batches_beyond(self, q: float) -> int:
-        """Return the number of batches with requests that take longer than the quantile; with few, the tail is
-        uncertain."""
+        """Return the number of batches with requests that take longer than the quantile; with few such batches, the
+        tail is uncertain.
+        """
         return len(np.unique(self.batch[(self.seconds > self.quantile(q)).any(axis=1)]))
 
     def error(self, q: float) -> float:
-        """Return the relative standard error of that quantile, by bootstrapping groups of admissions."""
+        """Return the relative standard error of a quantile, by bootstrapping groups of admissions."""
         num_groups = min(NUM_GROUPS, len(self.seconds))
         group = np.repeat(np.arange(len(self.seconds)) * num_groups // len(self.seconds), len(self.probabilities))
         seconds, groups, weights = self._sorted[0], group[self._order], self._weights
         total = np.asarray(np.bincount(groups, weights), float)
-        # Each sample's quantile lies between those of its groups: only the latencies there are summed for each sample.
+        # The quantile of a sample lies between the quantiles of its groups, so only latencies in this range are summed
+        # for each sample.
         members = [np.flatnonzero(groups == number) for number in range(num_groups)]
         at = [rows[_reaches(np.cumsum(weights[rows]), q)] for rows in members]
         inside = slice(min(at), max(at) + 1)
@@ -150,12 +152,12 @@ def _own_law(seconds: Array, admitted: Ints) -> RequestLaw:
 
 
 def _reaches(reached: Array, q: float, total: float | None = None) -> int:
-    """Return the index at which sums first reach a share q of `total`; None: of the last sum."""
+    """Return the index at which sums first reach a share q of `total`; if `total` is None, a share of the last sum."""
     return min(int(np.searchsorted(reached, q * (total or reached[-1]) * (1 - 1e-12))), len(reached) - 1)
 
 
 def _chosen(step: Ints, skip_requests: int, num_requests: int) -> Ints:
-    """Return `num_requests` of those that have such a step, after the first `skip_requests`."""
+    """Return `num_requests` requests that have the given step, after the first `skip_requests` such requests."""
     ids = np.flatnonzero(step >= 0)
     chosen = ids[skip_requests : skip_requests + num_requests]
     if not len(chosen):
@@ -298,8 +300,8 @@ class SeenSteps:
             total = np.concatenate([[0.0], np.cumsum(behind[reach])])
             decode_s += total[decodes] - total[known]
             further[rows] = np.where(decodes > 0, decode_s, 0.0)
-        # Under WAA a request of one token never reaches the decode lane. Had it gone on, it would have had the times
-        # there of the next request that does.
+        # Under WAA, a request with one output token never reaches the decode lane. If it had continued, its times there
+        # would have been those of the next request that reaches that lane.
         known = np.flatnonzero(~np.isnan(further[:, 0]))
         if len(known):
             further = further[known[np.minimum(np.searchsorted(known, np.arange(len(ids))), len(known) - 1)]]

@@ -16,7 +16,7 @@ def reused_at(
 ) -> Reused:
     """Return the part of prompts that requests find in a cache of `tokens` tokens, for closed forms.
 
-    Requests are grouped by their number of tokens still to encode.
+    Requests are grouped by the number of tokens that remain to be encoded.
 
     Args:
         kept_tokens: memory, in tokens, that is reserved for the cache; None: `tokens`.

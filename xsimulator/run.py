@@ -45,8 +45,8 @@ MANY_REQUESTS = 20_000
 def warm_up_requests(plan: Plan) -> int:
     """Return the number of requests that must end before a replica's batch is in its steady state.
 
-    An empty engine admits short and long requests as they come. The short ones end long before as many long ones are in
-    decode as in the steady state.
+    An empty engine admits short and long requests as they come. Short requests end long before the number of long
+    requests in decode reaches that of the steady state.
     """
     estimate, decodes = plan.estimate, plan.workload.output.mean - 1
     # If a policy refills an empty batch, most of its requests may have ended with their prompts.
@@ -65,13 +65,15 @@ def _iterations_until_full(workload: Workload) -> float:
 
 
 def outstanding_requests(plan: Plan) -> int:
-    """Return the number of requests that keep a replica saturated: as many as may run, and some that wait."""
+    """Return the number of requests that keep a replica saturated: the number that may run, plus some that wait."""
     running, encoding = max(1.5 * plan.estimate.decode_batch, _most_running(plan)), 3 * plan.estimate.encode_batch
     return ceil(min(running, _num_blocks(plan)) + min(encoding, _num_blocks(plan))) + 8
 
 
 def _most_running(plan: Plan) -> int:
-    """Return how many requests may run on a replica: those that its policy admits, each with a block of K/V."""
+    """Return how many requests may run on a replica: the number that its policy admits, but at most one for each K/V
+    block.
+    """
     most: int = getattr(plan.policy, FORECASTS[plan.policy.kind].load)
     return min(most, _num_blocks(plan))
 
@@ -91,8 +93,8 @@ def requests_to_send(plan: Plan, num_requests: int, *, saturated: bool) -> int:
 def requests_to_end(plan: Plan, num_requests: int) -> int:
     """Return the number of requests after whose end `num_requests` of a saturated run can be measured.
 
-    If requests are admitted together and are equally long, all running ones end together: once as the warm-up ends, and
-    once as the window does.
+    If requests are admitted together and are equally long, all running requests end together. This happens once at the
+    end of the warm-up, and once at the end of the window.
     """
     together = max(_most_running(plan), plan.estimate.encode_batch)
     return num_requests + plan.replicas * (warm_up_requests(plan) + ceil(2 * together) + 2)
@@ -121,8 +123,8 @@ class Simulated:
     def figures(self) -> dict[str, float]:
         """Every known figure by its name.
 
-        If requests arrive at their own times, these count from arrival, and goodput is the share that keeps every
-        bound.
+        If requests arrive at their own times, figures of times count from arrival, and goodput is the share of requests
+        that keep every bound.
         """
         found = {name: value for name, value in asdict(self.measured).items() if name != "latencies_s"}
         found = {name: value for name, value in found.items() if not np.isnan(value)}
@@ -167,7 +169,8 @@ def run_simulation(
             times.
         since_s: seconds after the trace's first request at which the replay begins.
         clients: number of clients of a closed loop, all replicas together; None: no closed loop.
-        keep_steps: return the steps of replays of over `MANY_REQUESTS`, too, which takes 0.6 ms a request.
+        keep_steps: whether to also return the steps of replays of more than `MANY_REQUESTS` requests; the simulation
+            then takes 0.6 ms for each request.
 
     Raises:
         InputError: there is no such workload, a request of it can never fit into the plan's K/V memory, or `own_times`
@@ -205,9 +208,9 @@ def run_simulation(
 def _closed_loop(
     plan: Plan, profile: Profile, workload: Workload, num_requests: int, clients: int, rng: np.random.Generator
 ) -> Simulated:
-    """Run a closed loop on one replica: each client sends its next request when its last one has ended.
+    """Run a closed loop on one replica: each client sends its next request when its previous one has ended.
 
-    Each client's first request is warm-up, and as many requests follow the measured ones.
+    The first request of each client is warm-up, and the same number of requests follows the measured ones.
     """
     check_fits(plan, workload)
     own_clients, spans = round(clients / plan.replicas), list[Span]()
@@ -321,14 +324,16 @@ def request_latencies(
     whose requests began together would keep ending nearly together for many lifetimes.
 
     Args:
-        at_once: begin with such a batch nevertheless.
+        at_once: whether to begin nevertheless with a batch whose requests begin together.
 
     Raises:
         InputError: a request of the workload can never fit into the plan's K/V memory.
     """
     check_fits(plan, workload)
     lengths = Lengths(workload)
-    skipped = warm_up_requests(plan) + ceil(plan.estimate.decode_batch)  # counted by admissions, not by ends
+    skipped = warm_up_requests(plan) + ceil(
+        plan.estimate.decode_batch
+    )  # requests are counted when they are admitted, not when they end
     # While the last measured request decodes, others must keep entering, since a shrinking batch is faster.
     behind = ceil(plan.estimate.decode_batch * lengths.max_output / lengths.mean_output) + outstanding_requests(plan)
     total = skipped + num_requests + behind
@@ -369,7 +374,7 @@ def _counted_at_once(
 
 
 def _counted(plan: Plan, profile: Profile, stream: Stream, *, is_logged: bool) -> Run | None:
-    from xsimulator.counts.counted_run import counted_run  # imports numba, which takes half a second
+    from xsimulator.counts.counted_run import counted_run  # imported here, since importing numba takes half a second
 
     return counted_run(plan, lanes_of(plan, profile), stream, is_logged=is_logged)
 
@@ -496,8 +501,8 @@ def run_requests(
 
     Args:
         clients: number of clients that send the requests in a closed loop; None: requests arrive at their own times.
-        trace: the requests; without times, all arrive at once. If it has no prefixes although the plan counts on reuse,
-            all prompts share one prefix of the planned share.
+        trace: the requests; without times, all of them arrive at the start. If it has no prefixes although the plan
+            counts on reuse, all prompts share one prefix of the planned share.
     """
     schedule = policies.build(plan)
     size = plan.block_size
@@ -578,8 +583,8 @@ def check_fits(plan: Plan, workload: Workload) -> None:
 def read_log(plan: Plan, workload: Workload, log: list[StepRecord], num_requests: int, *, saturated: bool) -> Measured:
     """Return the figures of a log of this plan's replicas, without the warm-up of a saturated run.
 
-    A log of requests that arrived at their own times may end with the last of them. A saturated log must go on after
-    the measured requests, because an emptying batch is not in the steady state.
+    A log of requests that arrived at their own times may end with the last of them. A saturated log must continue after
+    the measured requests, because a batch that empties is not in the steady state.
     """
     return measure(
         log,
@@ -602,8 +607,8 @@ def times_of(plan: Plan, log: Sequence[StepRecord], num_requests: int, tokens: I
     """Return the times, from arrival, of the first requests in a log of this plan.
 
     Args:
-        tokens: output tokens by the request's id, if they differ from decode steps because of a draft; None: they do
-            not.
+        tokens: number of output tokens by request id, if it differs from that of decode steps because of a draft; None:
+            it does not differ.
     """
     tokens = None if plan.speculation is None else tokens
     return request_times(log, num_requests, encode_emits=encode_emits(plan), tokens=tokens)

@@ -19,7 +19,7 @@ class StageShape(NamedTuple):
         decoder_layers, encoder_layers: layers that it holds. Those of a decoder-only model are decoder layers.
         embeds: whether it holds the token embedding, as the first stage of a lane does.
         heads: whether it holds the output head, as the last stage of a lane that makes tokens does.
-        far: whether its input comes from another node.
+        far: whether the stage's input comes from another node.
     """
 
     tp: int
@@ -47,8 +47,8 @@ def whole(spec: ModelSpec, tp: int = 1, ep: int = 1) -> Lane:
 def spread(num_layers: int, layer_s: Sequence[float], fixed_s: Sequence[float] | None = None) -> tuple[int, ...]:
     """Return the layers of each stage that make the slowest stage as fast as possible; every stage has at least one.
 
-    Each layer in turn goes to the stage that is fastest with it. This is optimal, since layers add equal times to a
-    stage.
+    Each layer in turn goes to the stage whose time is shortest with this layer. This is optimal, since every layer adds
+    the same time to a stage.
 
     Args:
         layer_s: seconds of a layer on each stage.
@@ -95,7 +95,7 @@ def lane(
 
     Args:
         ep: number of parts into which each group of several devices divides the experts; a lane of one group may have
-            more parts than devices, shared with other replicas.
+            more parts than devices; it then shares the experts with other replicas.
         heads: whether the lane makes tokens (the encode lane of an encoder-decoder does not).
         first_device: index of its first device in the cluster, which determines the hops between nodes.
     """

@@ -45,7 +45,9 @@ one at a time, or all at once for a request whose output is held."""
 
 
 class Promise(NamedTuple):
-    """The estimate of `answer_s` for a request, and the promised time of its answer, in seconds after submission."""
+    """The estimate of `answer_s` for a request, and the promised time of its answer, both in seconds after
+    submission.
+    """
 
     expected_s: float
     promised_s: float
@@ -53,16 +55,16 @@ class Promise(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """What all outputs of one HTTP request have in common.
+    """The properties that all outputs of one HTTP request have in common.
 
     Attributes:
-        inbox: receives their tokens.
-        bounds: the key's own bounds.
-        end_s: time after which they are useless, on the clock of `time.perf_counter`; infinite: never.
-        has_deadline: whether the client has set that time.
-        read_s: time at which the body had arrived, on the same clock.
-        hold: deliver an output's tokens all at once, with the last one: waking a task for each token of each request
-            would take up to a tenth of a decode step from the engine's cores.
+        inbox: receives the outputs' tokens.
+        bounds: bounds of the API key.
+        end_s: time after which the outputs are useless, on the clock of `time.perf_counter`; infinite: never.
+        has_deadline: whether the client has set `end_s`.
+        read_s: time at which the body had arrived, on the clock of `end_s`.
+        hold: whether to deliver an output's tokens together, with the last one: waking a task for each token of each
+            request would take up to a tenth of a decode step from the engine's cores.
     """
 
     inbox: Inbox
@@ -81,7 +83,7 @@ class Submission:
 class TokenStream:
     """A request in the engine: the inbox of its tokens, and the times at which they came.
 
-    Times are those of `time.perf_counter`; 0: not yet.
+    Times are on the clock of `time.perf_counter`; 0: not yet.
     """
 
     id: int
@@ -109,7 +111,7 @@ class EngineClient:
     All methods belong to the event loop's thread. A lost engine is restarted (`lasting_engine`).
 
     Args:
-        watch: observes the requests, and re-plans; None: nothing does, and a lost engine is not restarted.
+        watch: observes the requests, and re-plans; None: there is no re-planning, and a lost engine is not restarted.
 
     Attributes:
         remote: the engine.
@@ -148,7 +150,7 @@ class EngineClient:
         self._lasting.start()
 
     async def stop(self) -> None:
-        """Let the current step end and start no other; close the engine."""
+        """Let the current step end, start no other step, and close the engine."""
         if self.watch is not None:
             await self.watch.stop()
         await self._lasting.stop()
@@ -160,7 +162,9 @@ class EngineClient:
 
     @property
     def capacity(self) -> int:
-        """Tokens that the K/V pool holds: the most that one request's prompt and output can have together."""
+        """Number of tokens that the K/V pool holds, and so the largest number that one request's prompt and output can
+        have together.
+        """
         return self.remote.pool.kv_blocks * self.remote.pool.block_size
 
     def check_open(self) -> None:
@@ -174,7 +178,7 @@ class EngineClient:
         """Check that the running plan can execute a request with `num_tokens` prompt tokens.
 
         Raises:
-            ApiError: 400, it would wait for ever, and block all others.
+            ApiError: 400, the request would wait for ever, and block all others.
         """
         pool = self.remote.pool
         request = Request(-1, num_tokens, allowance.max_output, promised_output=allowance.promised_output)
@@ -189,13 +193,14 @@ class EngineClient:
             )
 
     def retry_after_s(self) -> int:
-        """Seconds after which a client should retry a refused request: by then half of the waiting ones will have
-        started."""
+        """Seconds after which a client should retry a refused request: by then, half of the waiting requests will have
+        started.
+        """
         rate = None if self.watch is None else self.watch.recent.rate_per_s()
         return 1 if not rate else min(MAX_RETRY_AFTER_S, max(1, round(len(self.backlog) / (2 * rate))))
 
     def answer_s(self, account: Account, num_outputs: int) -> float | None:
-        """Return the seconds until `num_outputs` more of this account should be complete.
+        """Return the seconds until `num_outputs` more outputs of this account should be complete.
 
         None if the engine is idle, or runs no plan.
         """
@@ -236,7 +241,7 @@ class EngineClient:
         return stream
 
     def cancel(self, stream: TokenStream, *, finish_reason: str = "cancelled") -> None:
-        """Remove a request; one that has already ended is ignored."""
+        """Remove a request; if it has already ended, do nothing."""
         if self._streams.pop(stream.id, None) is not None:
             self.backlog.leave(stream.id)
             self._lasting.cancel(stream.id)
@@ -253,7 +258,7 @@ class EngineClient:
             self.metrics.note_deadline(met=end_s <= stream.submission.end_s, prompt_tokens=stream.prompt_tokens)
 
     def _give_up(self, stream: TokenStream, token: Token) -> None:
-        """End a request that the engine has lost without the others."""
+        """End a request that the engine has lost while the other requests continue."""
         del self._streams[stream.id]
         self.backlog.leave(stream.id)
         self.metrics.note_account(stream.submission.account, stream.prompt_tokens, stream.output_tokens)
@@ -278,8 +283,9 @@ class EngineClient:
             self.watch.end(stream.seen, Ended(stream.seen.generated, latency_s, first_s, whole_s, is_kept))
 
     def _note_starts(self, record: StepRecord) -> None:
-        """Note which requests start: those of which the step encodes the first piece. The engine reads the clock before
-        its inbox, so a request may have been submitted just after the step's start."""
+        """Note which requests start, because the step encodes their first piece. The engine reads the clock before its
+        inbox, so a request may have been submitted just after the step's start.
+        """
         for id_, first_token, _ in record.encode:
             if (stream := self._streams.get(id_)) and not stream.started_s:
                 stream.started_s = max(record.start_ns / 1e9, stream.submitted_s)

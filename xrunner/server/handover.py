@@ -13,15 +13,15 @@ from xrunner.generation import NO_TOKEN, Generation, Token
 from xrunner.recovery import Ledger
 
 RESTARTS, PERIOD_S = 3, 600.0
-"""An engine is restarted at most this many times within this time; the next loss ends the server."""
+"""An engine is restarted at most `RESTARTS` times within `PERIOD_S`; the next loss ends the server."""
 
 
 class Handover:
     """The requests that an engine has or is about to get, and their outputs so far.
 
-    The first loss of an engine counts as an accident. A request that was inside at two losses is a suspect. Suspects
-    are submitted one at a time, the next one after the previous one has generated a token. If an engine is lost
-    meanwhile, the current suspect has ended it and is not submitted again.
+    The first loss of an engine counts as an accident. A request that was running when an engine was lost for the second
+    time is a suspect. Suspects are submitted one at a time, each after the previous one has generated a token. If an
+    engine is lost meanwhile, the current suspect is the cause and is not submitted again.
     """
 
     def __init__(self) -> None:
@@ -74,13 +74,13 @@ class Handover:
             self._tried = None
 
     def lose(self, error: MachineError, engine: RemoteEngine) -> list[Token]:
-        """Make all requests wait for another engine; return the ends of those that cannot continue.
+        """Make all requests wait for another engine; return the ends of requests that cannot continue.
 
-        A request continues after its output so far, if that can be encoded with its prompt and changes nothing.
-        Otherwise the same tokens are generated again, and are not delivered twice.
+        A request continues after its output so far, if the output can be encoded with the prompt without changing later
+        tokens. Otherwise the same tokens are generated again, but are not delivered twice.
 
         Args:
-            engine: the lost engine, and the one to come: it says which requests can be resumed and which must be
+            engine: the lost engine, which will be restarted; it decides which requests can be resumed and which must be
                 repeated.
 
         Raises:

@@ -26,9 +26,9 @@ OnStep = Callable[[list[Token], list[StepRecord]], None]
 class LastingEngine:
     """Runs an engine from `start` to `stop`, which closes it. All methods belong to the event loop's thread.
 
-    An engine whose process dies or hangs is restarted on the last plan under which a step has ended, and continues its
-    requests after their last tokens (`handover`). An engine that changes to a plan with another number of replicas is
-    restarted, too.
+    If the engine's process dies or hangs, it is restarted on the last plan under which a step has ended, and continues
+    its requests after their last tokens (`handover`). An engine that changes to a plan with a different number of
+    replicas is also restarted.
 
     Args:
         running: returns the plan to run; None: a lost engine is not restarted.
@@ -90,7 +90,7 @@ class LastingEngine:
         """Follow another plan as soon as possible; an engine is restarted if the number of replicas changes.
 
         Raises:
-            InputError: the engine cannot run it.
+            InputError: the engine cannot run the plan.
             MachineError: the engine is being restarted.
         """
         if self.is_restarting:
@@ -106,7 +106,7 @@ class LastingEngine:
         self._hand_over()
 
     def cancel(self, id_: int) -> None:
-        """Remove a request; one that has already ended is ignored."""
+        """Remove a request; if it has already ended, do nothing."""
         self._handover.forget(id_)
         if not self._is_over and not self.is_restarting:
             self.engine.cancel(id_)
@@ -119,7 +119,7 @@ class LastingEngine:
                 self.engine.submit(generation)
 
     async def _look(self) -> None:
-        """Check the engine regularly, even if no message has come: an engine that hangs sends nothing."""
+        """Check the engine regularly, even if no message has come, since an engine that hangs sends nothing."""
         while not self._is_over:
             await asyncio.sleep(ALIVE_S)
             if not self.is_restarting:
@@ -192,7 +192,7 @@ class LastingEngine:
     def _fail(self, error: Exception) -> None:
         if self._is_over:
             return
-        with suppress(ValueError, OSError):  # its descriptor may be closed with it
+        with suppress(ValueError, OSError):  # the engine's descriptor may be closed together with it
             self._end()
         self._is_over = True
         self._on_failed(error if isinstance(error, XgptError) else XgptError(f"{type(error).__name__}: {error}"))

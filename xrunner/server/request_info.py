@@ -1,4 +1,4 @@
-"""What is known about one HTTP request, for all parts of the server."""
+"""The facts about one HTTP request that all parts of the server use."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ABORT = "xgpt.abort"
 
 @dataclass(slots=True)
 class RequestInfo:
-    """What is known about a request before its body is read; routes fill in fields for the log.
+    """The facts about a request that are known before its body is read; routes fill in fields for the log.
 
     Attributes:
         received_s: `time.perf_counter` when its head had arrived.
-        read_s: the same when its body had arrived; 0: not yet.
+        read_s: `time.perf_counter` when its body had arrived; 0: not yet.
         deadline_header: the value of X-Deadline-S.
         key: rights and limits of its client.
-        quota: what its key has left; None: the request asks for no tokens.
+        quota: the requests and tokens that its key may still use; None: the request asks for no tokens.
         phases: (name, start, end) of its waiting, encoding and decoding, on the clock of `received_s`.
         log: further fields of its log line, which never contain any part of a prompt.
     """

@@ -1,4 +1,4 @@
-"""Attention over rows of several requests: computed over whole slots, and masked to each request.
+"""Attention over rows of several requests: it is computed over whole slots, and a mask restricts it to each request.
 
 Ordinary serving uses the flattened batch and the backends in `xrunner.attention` instead. Source: TCB sec. 4.1.2 and
 4.2.1, equations (5), (6) and (8).
@@ -52,7 +52,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | Non
     attended = _masked(q, k, v, allowed, bias, scale)
     if not attended.isnan().any():
         return attended
-    # A key that is not finite would make its whole slot NaN, masked or not; only its own request may become NaN.
+    # A key that is not finite would make its whole slot NaN, even if it is masked; only its own request may become NaN.
     is_finite = (k.isfinite() & v.isfinite()).all(3).all(1)
     k, v = (x.where(is_finite[:, None, :, None], 0) for x in (k, v))
     is_lost = (allowed & ~is_finite[:, None]).any(2)

@@ -1,10 +1,9 @@
-"""Run a batch in rows, from its prompts to the last token of its longest output: the execution of TCB and its
-baselines.
+"""Run a batch in rows, from its prompts to the last token of its longest output, as in TCB and its baselines.
 
-The layers are those of ordinary serving; only the layout differs. All slots of a batch have equally many tokens, so
-padding is computed, too. A decode step computes one token of every request, and its attention treats each slot as if it
-had as many requests as the fullest one, until the longest output of the batch has ended. Keys and values are stored
-slot by slot for the same time; only with `free_slots` is a slot removed as soon as all of its requests have ended.
+The layers are those of ordinary serving; only the layout differs. All slots of a batch have the same number of tokens,
+so padding is also computed. A decode step computes one token of every request, and its attention treats each slot as if
+it had as many requests as the fullest one, until the longest output of the batch has ended. Keys and values are stored
+slot by slot until the batch has ended; with `free_slots`, a slot is removed as soon as all of its requests have ended.
 Positions restart with each request.
 """
 
@@ -32,7 +31,7 @@ class Layout:
         most: number of requests in the fullest slot.
         token_ids, positions: 0 for padding. # int64 [slots, tokens]
         owner: number, within its slot, of the request that a token belongs to. # int64 [slots, tokens]
-        slot, number: slot of each request, and its number in it. # int64 [requests]
+        slot, number: slot of each request, and the request's number in the slot. # int64 [requests]
         length, end: number of prompt tokens of each request, and the index in its slot of the last one.
             # int64 [requests]
     """
@@ -70,8 +69,8 @@ class Rows(ABC):
         self._sees_prompt = same_owner(numbers, self._owner)
         """Which prompt tokens a request's generated token sees."""
         self._sees_own = torch.eye(layout.most, dtype=torch.bool, device=self._device).repeat(1, most_steps)[None]
-        """Which generated tokens it sees. The tokens of one step are adjacent, one for each of the `most` requests of a
-        slot, so each request sees every `most`-th token. # bool [1, most, steps * most]
+        """Which generated tokens a request's generated token sees. The tokens of one step are adjacent, one for each of
+        the `most` requests of a slot, so each request sees every `most`-th token. # bool [1, most, steps * most]
         """
 
     @abstractmethod
@@ -223,7 +222,7 @@ class _CausalRows(Rows):
         return torch.cat(ends)
 
     def next(self, tokens: Tensor) -> Tensor:
-        # An ended request is still computed with its slot, even beyond the model's context.
+        # A request that has ended is still computed with its slot, even beyond the model's context.
         batch = _batch(tokens, (self._length + self._num_steps).clamp(max=self._model.spec.max_context - 1))
         self._num_steps += 1
         mask = self._sees_own[..., : self._num_steps * self._most].expand(len(self._owner), -1, -1)
@@ -243,7 +242,7 @@ class _CausalRows(Rows):
 
 
 class _EncoderDecoderRows(Rows):
-    """Rows of encoder-decoders: cross-attention to the slot's prompts, and a cache of their own for outputs."""
+    """Rows of encoder-decoders: they have cross-attention to the slot's prompts, and a separate cache for outputs."""
 
     def __init__(self, model: EncoderDecoderModel, layout: Layout, most_steps: int, dtype: torch.dtype | None) -> None:
         super().__init__(model, layout, most_steps)
@@ -266,7 +265,7 @@ class _EncoderDecoderRows(Rows):
     def _encode(self) -> Tensor:
         """# [slots * tokens, hidden]"""
         place = torch.arange(self._owner.shape[1], device=self._device)
-        # A request's tokens are adjacent: their distance in the slot is that in the request.
+        # A request's tokens are adjacent, so their distance in the slot is the same as in the request.
         bias = self._model.encoder.position_bias(place - place[:, None]).permute(2, 0, 1)
         return torch.cat([self._read(self._token_ids[slots], self._owner[slots], bias) for slots in self._groups()])
 
@@ -307,7 +306,7 @@ class _EncoderDecoderRows(Rows):
 
 
 def rows_of(model: Model, layout: Layout, most_steps: int, dtype: torch.dtype | None = None) -> Rows:
-    """Return the batch in the form for this model, for at most `most_steps` steps.
+    """Return the batch in the form that this model needs, for at most `most_steps` steps.
 
     Args:
         dtype: dtype of stored keys and values; None: that in which they are computed.

@@ -45,15 +45,16 @@ class _RunningBatch:
 
 
 class RowWorker(OneAtATime):
-    """Executes the steps of whole batches: one step that encodes a whole batch, then decode steps of all of it.
+    """Executes the steps of whole batches: one step that encodes a whole batch, then steps that decode all its
+    requests.
 
-    A request that has ended is computed further until its batch has ended, or, with slots, until its slot has. Keys and
-    values are stored in the batch's own tensors; `policies.row_pool.RowPool` counts them against the plan's memory.
+    A request that has ended is still computed until its batch has ended or, with slots, until its slot has ended. Keys
+    and values are stored in the batch's own tensors; `policies.row_pool.RowPool` counts them against the plan's memory.
 
     Args:
         row_tokens: prompt tokens of a row.
         kept: dtype of stored keys and values.
-        grammars: None: no request has one.
+        grammars: builds the states of grammars; None: no request has a grammar.
 
     Attributes:
         inside: the running batches, by the number of their micro-batch.

@@ -1,9 +1,9 @@
 """Run plans inside vLLM: a scheduler class, the flags that start vLLM, and the channel that re-plans it.
 
-This package turns a plan into a command line for vLLM. vLLM's engine core loads `scheduler.XgptScheduler`, which asks
-xgpt.core.policies what each step encodes and decodes. A vLLM process imports this package and has its own torch, so
-this package imports neither torch nor any other part of xrunner by itself. Only modules that run in vLLM's processes
-import vllm.
+This package turns a plan into a command line for vLLM. vLLM's engine core loads `scheduler.XgptScheduler`, in which
+xgpt.core.policies decides what each step encodes and decodes. A vLLM process imports this package and has its own
+torch, so this package imports neither torch nor any other part of xrunner by itself. Only modules that run in vLLM's
+processes import vllm.
 """
 
 from importlib.metadata import PackageNotFoundError, version

@@ -3,7 +3,7 @@ connections.
 
 The front listens on a socket in a directory that only this user can enter. The host of each lane (`host`) connects to
 it and receives requests; each engine core connects, reports its steps, and receives plans. A core reads plans between
-two steps, so an idle one replies only when its next request has come.
+two steps, so an idle core replies only after its next request has come.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class VllmHello(msgspec.Struct, tag="hello", array_like=True):
     """The first message of a connection, from a lane's host or from one of its engine cores.
 
     Attributes:
-        plans: whether an engine core follows plans; None: the sender is the host.
+        plans: whether the engine core follows plans; None: the sender is a host.
     """
 
     lane: LaneName
@@ -72,7 +72,7 @@ class VllmEnd:
 
     def received(self) -> Iterator[Down]:
         """Yield the messages that have come since the last call."""
-        with suppress(EOFError):  # the front has gone, and `supervised` ends this process
+        with suppress(EOFError):  # the front has ended, and `supervised` ends this process
             while (message := self._end.receive(0)) is not None:
                 yield message
 
@@ -92,9 +92,9 @@ class Lanes:
 
     Args:
         directory: directory of this run.
-        lanes: lanes whose hosts take requests.
+        lanes: lanes whose hosts accept requests.
         num_cores: number of engine cores that follow plans.
-        has_ended: returns whether one of their processes has ended.
+        has_ended: returns whether one of the vLLM processes has ended.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Lanes:
         return None if self._is_ready or self.has_gone else Alive([])
 
     def _meaning(self, end: FrontEnd[Up], lane: LaneName, message: messages.Up) -> messages.Up | None:
-        """Return what a connection's message means for the engine as a whole; None if nothing."""
+        """Return the message about the whole engine that follows from a connection's message; None if there is none."""
         match message:
             case Ready():
                 self._taking.add(lane)
@@ -199,7 +199,7 @@ class Lanes:
         return message
 
     def _room(self, core: FrontEnd[Up], room: Room) -> Room:
-        """Record the K/V state of an engine core; return that of all together."""
+        """Record the K/V state of an engine core; return the state of all cores together."""
         self._rooms[core] = room
         reserved, kept, preemptions, emptying = zip(*self._rooms.values(), strict=True)
         return Room(sum(reserved), sum(kept), sum(preemptions), any(emptying))

@@ -32,10 +32,10 @@ ANOTHER_LOOP = (
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start the vLLM of one lane: its model, arguments and environment variables.
+    """The start of one lane's vLLM: its model, arguments and environment variables.
 
     Attributes:
-        sizes: the arguments that hold for any program that starts vLLM.
+        sizes: the arguments that are the same for any program that starts vLLM.
         kv_blocks, block_size: the K/V memory of all requests together.
     """
 
@@ -48,7 +48,9 @@ class Launch:
     block_size: int = 0
 
     def command(self, python: str, directory: str) -> list[str]:
-        """Return the command that starts it with vLLM's Python; requests come over a socket in the directory."""
+        """Return the command that starts this vLLM with its own Python; requests come over a socket in the
+        directory.
+        """
         return [python, "-m", HOST, f"--model={self.model}", *self.arguments, directory, self.lane]
 
 
@@ -61,7 +63,7 @@ def computing_cores(cluster: ClusterSpec) -> int:
     """Return the cores of this machine on which each CPU device of the cluster computes.
 
     If one device is a whole machine, one core is left to the loop of vLLM's engine, as in vLLM itself: the loop never
-    sleeps while requests run, and the computing threads would wait for the one that shares its core.
+    sleeps while requests run, and the computing threads would wait for the thread that shares a core with it.
     """
     cores = num_cores() // cluster.devices_per_node
     return max(1, cores - 1) if cluster.devices_per_node == 1 else cores
@@ -71,8 +73,8 @@ def variables(cluster: ClusterSpec, devices: Sequence[int]) -> dict[str, str]:
     """Return vLLM's environment variables for these devices of the cluster.
 
     On this machine's CPUs they set which cores compute. By default vLLM leaves one core free for its engine's loop, and
-    another one if there is a K/V connector, unless none would remain: a profile, which uses a connector, would then be
-    measured on other cores than those that serve.
+    another one if there is a K/V connector, unless no core would remain. A profile is measured with a connector, so it
+    would then be measured on other cores than those that serve.
     """
     if cluster.device.type == "gpu" or not cluster.is_local:
         return {}
@@ -103,12 +105,12 @@ def launch(
     config: dict[str, Any] | None = None,
     reuse: bool = True,
 ) -> Launch:
-    """Return how to start vLLM with a plan of a single-lane policy.
+    """Return the start of vLLM for a plan of a single-lane policy.
 
     Args:
         plan_path: path at which vLLM's scheduler finds plan.json.
         config: further settings of the scheduler, such as `front`.
-        reuse: switch vLLM's prefix caching on, if the model has only one kind of K/V blocks.
+        reuse: whether to switch on vLLM's prefix caching, if the model has only one kind of K/V blocks.
 
     Raises:
         InputError: vLLM cannot run such a plan.
@@ -143,8 +145,8 @@ def launch_lane(
     *,
     config: dict[str, Any] | None = None,
 ) -> Launch:
-    """Return how to start the vLLM of one lane of a WAA plan. It runs vLLM's own scheduler, which the other lane does
-    not disturb.
+    """Return the start of the vLLM of one lane of a WAA plan. It runs vLLM's own scheduler; the other lane does not
+    disturb it.
 
     Args:
         connector: settings of vLLM's K/V connector, without the lane's role.
@@ -160,7 +162,7 @@ def launch_lane(
     transfer = json.dumps({**connector, "kv_role": role})
     extra = ("--kv-transfer-config", transfer, "--disable-hybrid-kv-cache-manager", "--no-enable-prefix-caching")
     environment = {}
-    if plan.cluster.device.type == "gpu":  # by default each lane would take the first devices
+    if plan.cluster.device.type == "gpu":  # by default every lane would use the first devices
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices_of(plan, stages)))}
     return replace(started, arguments=started.arguments + extra, variables=started.variables | environment)
 
@@ -215,7 +217,7 @@ def _launch(
     if cluster.device.type == "gpu":
         sizes += ["--gpu-memory-utilization", f"{cluster.device.usable_memory:g}"]
     else:
-        # vLLM checks that this much memory is free; by default it would take nine tenths of the machine's.
+        # vLLM checks that this amount of memory is free; by default it would take nine tenths of the machine's memory.
         room = cache_bytes(plan, stages, (blocks + 1) * block_size)  # vLLM reserves one block
         sizes += ["--enforce-eager", "--kv-cache-memory-bytes", str(room)]
         sizes += ["--worker-cls", CPU_PIPELINE] if len(stages) > 1 else []
@@ -231,8 +233,9 @@ def _launch(
 
 
 def step_tokens(plan: Plan) -> int:
-    """Return how many tokens vLLM may execute in one step: those of the plan's largest usual step; a larger one is
-    split."""
+    """Return how many tokens vLLM may execute in one step: those of the plan's largest usual step. A larger step is
+    split.
+    """
     policy, estimate, longest = plan.policy, plan.estimate, plan.workload.input.lengths[-1]
     if policy.kind == "chunked":
         return policy.token_budget if policy.slack is None else policy.max_batch + policy.slack.most_tokens
@@ -241,7 +244,7 @@ def step_tokens(plan: Plan) -> int:
 
 
 def max_running(plan: Plan, blocks: int, block_size: int) -> int:
-    """Return the most concurrent requests, under this plan or one that may replace it at run time."""
+    """Return the largest number of concurrent requests, under this plan or any plan that may replace it at run time."""
     if plan.admission.max_running is not None:
         return plan.admission.max_running
     if isinstance(plan.policy, WaaSettings):

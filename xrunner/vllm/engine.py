@@ -39,7 +39,7 @@ class VllmEngine(RemoteEngine):
     """A plan in vLLM, whose scheduler follows it (`scheduler`), or a WAA plan in two vLLMs (`waa`).
 
     Args:
-        reuse: requests with the same API key share the K/V of the beginnings that their prompts have in common.
+        reuse: whether requests with the same API key share the K/V of common prompt prefixes.
         machines: the machines that the plan's only replica spans, this one first; None: only this one.
 
     Raises:
@@ -64,7 +64,8 @@ class VllmEngine(RemoteEngine):
     def resumes(self, generation: Generation) -> bool:
         """Return whether vLLM continues a request unchanged if its output so far is encoded with the prompt.
 
-        It does not with penalties, which would not count that output, or with draws, which would restart from the seed.
+        It does not if the request has penalties, which would not count that output, or samples at random, since the
+        generator would restart from the seed.
         """
         sampling = generation.sampling
         is_penalised = sampling.presence_penalty or sampling.frequency_penalty
@@ -76,7 +77,9 @@ class VllmEngine(RemoteEngine):
 
 
 def limits_of(plan: Plan) -> KvLimits:
-    """Return the limits of a plan on one request's K/V memory in vLLM. Raises InputError: vLLM cannot run the plan."""
+    """Return the limits of a plan on one request's K/V memory in vLLM. Raises InputError if vLLM cannot run the
+    plan.
+    """
     if len(plan.policy.lanes) > 1:
         check_waa(plan)
         return policies.build(plan).pool

@@ -61,7 +61,7 @@ class VllmHost:
         """Run until vLLM's engine has died.
 
         Raises:
-            EngineDeadError: it has.
+            EngineDeadError: the engine has died.
         """
         await self._generate(SAMPLED)
         asyncio.get_running_loop().add_reader(self._front.fileno(), self._has_come.set)
@@ -73,7 +73,7 @@ class VllmHost:
                 alive_s = time.monotonic()
                 self._front.send(Alive([]))
             self._has_come.clear()
-            for message in self._front.received():  # all of them: the descriptor signals only new ones
+            for message in self._front.received():  # read all messages, since the descriptor signals only new ones
                 self._take(message)
             try:
                 await asyncio.wait_for(self._has_come.wait(), ALIVE_S)
@@ -92,7 +92,8 @@ class VllmHost:
     async def _generate(self, message: Submit) -> None:
         request = message.generation
         try:
-            # So no account can reuse another's K/V, or learn from its times to first token what another one has sent.
+            # So no account can reuse another account's K/V, or infer from times to first token what another account has
+            # sent.
             prompt = tokens_input(list(request.prompt), cache_salt=request.account.key or None)
             async for _ in self._engine.generate(prompt, sampling_params(message), str(request.id)):
                 pass
@@ -106,13 +107,15 @@ class VllmHost:
 def takes_seeds() -> bool:
     """Return whether vLLM can draw a request's tokens from a generator of its own.
 
-    If a prompt is executed in pieces, vLLM resets the generator, which torch cannot do on CPUs: its engine then ends.
+    If a prompt is executed in pieces, vLLM resets the generator. On CPUs torch cannot do that, and vLLM's engine ends.
     """
     return not current_platform.is_cpu()
 
 
 def sampling_params(message: Submit) -> SamplingParams:
-    """Return vLLM's sampling parameters for a request: stop tokens end it there; the scheduler handles the rest."""
+    """Return vLLM's sampling parameters for a request. vLLM ends it at stop tokens; the scheduler handles everything
+    else.
+    """
     request = message.generation
     fields = {
         "id": request.id,
@@ -146,7 +149,7 @@ def sampling_params(message: Submit) -> SamplingParams:
 
 
 async def serve(directory: str, lane: LaneName, arguments: AsyncEngineArgs) -> None:
-    """Start vLLM, and submit the requests that come."""
+    """Start vLLM, and submit requests to it as they arrive."""
     front = VllmEnd(directory, lane)
     engine = AsyncLLM.from_engine_args(arguments)
     try:
@@ -165,7 +168,7 @@ def compute(arguments: AsyncEngineArgs) -> None:
 def store(host: str, port: int) -> TCPStore:
     """Return the store through which the workers of all machines meet; the caller must keep it.
 
-    It listens on this one address: the store that torch opens in a worker would listen on all interfaces.
+    The store listens only on this address; a store that torch opens in a worker would listen on all interfaces.
 
     Raises:
         OSError: this machine does not have the address, or the port is taken.

@@ -40,7 +40,7 @@ def remove_left_over() -> None:
             if directory.lstat().st_uid != os.geteuid():
                 continue
             with (directory / LOCK).open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the run is still going on
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises an error if the run still continues
                 shutil.rmtree(directory)
 
 
@@ -49,7 +49,7 @@ class Instances:
     `xrunner.channel.remote.FarEnd`.
 
     Args:
-        launches: returns how to start them, given the directory of this run, which no other user can enter.
+        launches: returns the start of each process, given the directory of this run, which no other user can enter.
         connect: builds the front's end of the channel, given the directory and a function that tells whether a vLLM has
             ended.
         followers: the other machines of a single vLLM, which are waited for; None: there are none.
@@ -85,7 +85,7 @@ class Instances:
         packages = self._at_end.enter_context(package_path(directory))
         self.front: FrontConnection = connect(str(directory), lambda: self.why_ended() is not None)
         vllm_python = python()
-        # Other users of this machine must not read what vLLM's processes exchange, either.
+        # Other users of this machine must also not read the messages between vLLM's processes.
         environment = {"VLLM_RPC_BASE_PATH": str(directory), "VLLM_HOST_IP": "127.0.0.1"}
         for launch in launches(directory):
             variables = environment | launch.variables | preload(vllm_python)
@@ -93,18 +93,18 @@ class Instances:
             self._readers.append(Reader(self._at_end.enter_context(started(command, packages, variables))))
 
     def why_ended(self) -> str | None:
-        """Return why the first process that has ended did so; None if all run."""
+        """Return the reason why a process has ended; None if all processes run."""
         for reader in self._readers:
             if reader.process.poll() is not None:
                 return f"vLLM has ended with exit code {reader.process.returncode}: {reader.last_error()}"
         return None if self._followers is None else self._followers.why_ended()
 
     def is_at_work(self) -> bool:
-        """Return whether a host is seen to run, or to wait for a processor."""
+        """Return whether the kernel shows that a host runs or waits for a processor."""
         return any(is_at_work(child) for reader in self._readers for child in children_of(reader.process.pid))
 
     def end(self, within_s: float) -> None:
-        """End all of them; kill processes that do not end by themselves."""
+        """End all processes; kill those that do not end by themselves."""
         if self._followers is not None:
             self._followers.close(for_good=within_s > 0)
         self._at_end.close()

@@ -37,11 +37,11 @@ def settings_of(plan: Plan) -> LaneSettings:
 
 @dataclass(frozen=True, slots=True)
 class VllmRoom:
-    """The room for requests in vLLM.
+    """The limits of vLLM on requests.
 
     Attributes:
-        num_blocks: number of K/V blocks; `block_size`: tokens in each, whatever the plan says.
-        max_running: most concurrent requests.
+        num_blocks: number of K/V blocks; each has `block_size` tokens, whatever the plan says.
+        max_running: largest number of concurrent requests.
     """
 
     num_blocks: int
@@ -70,7 +70,7 @@ def build_lane(plan: Plan, room: VllmRoom, blocks: int | None = None) -> OneLane
 
 
 class PlannedLane:
-    """The lane of the running plan, and that of a plan that waits until no request runs.
+    """The lane of the running plan, and the lane of a plan that waits until no request runs.
 
     Args:
         plan, room: as in `build_lane`.

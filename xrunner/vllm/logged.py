@@ -1,4 +1,4 @@
-"""vLLM's own scheduler, extended to write our step log and to report steps to `xgpt serve`."""
+"""vLLM's own scheduler, extended to write xgpt's step log and to report steps to `xgpt serve`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ logger = logging.getLogger("vllm.xgpt")
 
 
 class LoggedScheduler(Scheduler):
-    """Schedules as vLLM does; with `additional_config={"xgpt": {"step_log": FILE}}` it logs the steps that were
-    executed.
+    """Schedules in the same way as vLLM; with `additional_config={"xgpt": {"step_log": FILE}}`, it logs the executed
+    steps.
 
     With `front`, the directory of an `xgpt serve` run, and `lane`, each step and its tokens are reported there. A
     request has the number that `xgpt serve` has given it; otherwise requests are counted from 0 in the order of
@@ -61,7 +61,7 @@ class LoggedScheduler(Scheduler):
 
     @staticmethod
     def _report(front: VllmEnd) -> None:
-        """Report regularly that this process runs: its host does not notice if it is stopped."""
+        """Report regularly that this process runs, since its host does not notice if it is stopped."""
         while True:
             front.send(Alive([]))
             time.sleep(ALIVE_S)
@@ -88,7 +88,7 @@ class LoggedScheduler(Scheduler):
     ) -> dict[int, Any]:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         tokens, transfers = ([], {}) if self._front is None else self._told(outputs)
-        # A request aborted meanwhile has lost its number, and is recorded as cancelled.
+        # A request that was aborted meanwhile has lost its number, and is recorded as cancelled.
         gone = [i for i in scheduler_output.num_scheduled_tokens if i in self._number and self._has_ended(i)]
         finished = tuple(self._number[id_] for id_ in gone)
         for id_ in gone:
@@ -100,7 +100,7 @@ class LoggedScheduler(Scheduler):
         return outputs
 
     def _told(self, outputs: dict[int, Any]) -> tuple[list[Token], dict[int, dict[str, Any]]]:
-        """Return what the step has added to each unfinished request: tokens, and where its K/V is."""
+        """Return the step's results for each unfinished request: tokens, and the place of its K/V."""
         tokens: list[Token] = []
         transfers: dict[int, dict[str, Any]] = {}
         for of_client in outputs.values():
@@ -118,8 +118,9 @@ class LoggedScheduler(Scheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        """Do as vLLM does; in benchmarks, end a request after `vllm_xargs={"output_length": N}` tokens, which the
-        schedule does not know."""
+        """Process results in the same way as vLLM; in benchmarks, also end a request after
+        `vllm_xargs={"output_length": N}` tokens, a number that the schedule does not know.
+        """
         tokens, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
         if not stopped and 0 < extra_of(request).get("output_length", 0) <= request.num_output_tokens:
             request.status = RequestStatus.FINISHED_STOPPED
@@ -141,7 +142,9 @@ class LoggedScheduler(Scheduler):
         super().shutdown()
 
     def _begun(self, start_ns: int, output: SchedulerOutput) -> StepRecord:
-        """Return the contents of a step, read now because vLLM's own records have moved on when the step ends."""
+        """Return the contents of a step. They are read now because vLLM's own records will have changed when the step
+        ends.
+        """
         self._encoding.update(request.req_id for request in output.scheduled_new_reqs)
         self._encoding.update(output.scheduled_cached_reqs.resumed_req_ids)
         encode, decode = [], []
@@ -179,7 +182,8 @@ class LoggedScheduler(Scheduler):
                 self._settled.append(step._replace(lane=self.config["lane"]))
             if self._log is not None:
                 self._log(step)
-                # Flush at each step, which takes a thousand times as long: vLLM may be killed before it shuts us down.
+                # The log is flushed at each step, although that takes a thousand times as long as writing, because vLLM
+                # may be killed before it shuts down the scheduler.
                 self._log.flush()
 
     def _cancel(self, number: int) -> None:
@@ -196,7 +200,7 @@ class LoggedScheduler(Scheduler):
 
 
 class PiecesScheduler(LoggedScheduler):
-    """For profiles: a request's `vllm_xargs={"step_tokens": N}` sets how many tokens later steps take.
+    """For profiles: set the largest number of tokens of later steps, from a request's `vllm_xargs={"step_tokens": N}`.
 
     Prompts are then cut as under a token budget of N, which includes decoding requests.
     """
@@ -215,7 +219,9 @@ def extra_of(request: Request) -> dict[str, Any]:
 
 
 def arrival_of(number: int, request: Request) -> Arrival:
-    """Return a request as an arrival now. Deadlines are on `time.perf_counter_ns`, the clock of all processes."""
+    """Return a request as an arrival at this moment. Deadlines are on `time.perf_counter_ns`, the clock of all
+    processes.
+    """
     extra, size = extra_of(request), (request.num_prompt_tokens, request.max_tokens)
     account = Account(*extra["account"]) if "account" in extra else ANYONE
     deadline_ns, promised = extra.get("deadline_ns"), extra.get("promised_output")
@@ -223,8 +229,9 @@ def arrival_of(number: int, request: Request) -> Arrival:
 
 
 def tokens_of(number: int, output: Any) -> list[Token]:
-    """Return, token by token, what a step has added to a request (an EngineCoreOutput); the last token says how it
-    ended."""
+    """Return, token by token, the additions of a step to a request (an EngineCoreOutput); the last token states how the
+    request ended.
+    """
     finish: FinishReason | None = None
     if output.finish_reason is not None:
         reason = str(output.finish_reason)

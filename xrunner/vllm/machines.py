@@ -1,8 +1,9 @@
-"""Run one vLLM on several machines: the first has its engine, and the others start workers whenever it starts.
+"""Run one vLLM on several machines: the first machine has its engine, and the others start workers whenever the engine
+starts.
 
 vLLM's own flags (`--nnodes`, `--node-rank`, `--master-addr`) join its workers. vLLM does not restart itself, and its
-workers may wait for ever for a lost one. So each other machine keeps a connection to the first and starts its workers
-on command. If either end is lost, the other notices, ends its vLLM, and connects again.
+workers may wait for ever for a lost worker. So each other machine keeps a connection to the first and starts its
+workers on command. If either end is lost, the other end notices it, ends its part of vLLM, and connects again.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Machines:
     """The machines that run one vLLM, and this machine's number among them.
 
     Attributes:
-        count: their number.
+        count: number of machines.
         rank: number of this machine; machine 0 has the engine.
         host, port: address of the first machine, and the port at which the others connect; vLLM uses the next port.
     """
@@ -58,7 +59,7 @@ class Machines:
     port: int
 
     def spread(self, launch: Launch) -> Launch:
-        """Return how to start this machine's part of a vLLM.
+        """Return the start of this machine's part of a vLLM.
 
         Raises:
             MachineError: there is no route to the first machine.
@@ -73,7 +74,7 @@ class Machines:
             "VLLM_HOST_IP": address,
             "GLOO_SOCKET_IFNAME": interface,
             "NCCL_SOCKET_IFNAME": interface,
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's workers open no store: `host` has one
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's workers need not open a store, since `host` has one
         }
         return replace(launch, arguments=launch.arguments + flags, variables=launch.variables | variables)
 
@@ -110,7 +111,7 @@ class Followers:
         """Wait for all machines, then make them start their workers.
 
         Raises:
-            MachineError: one has not connected within `MEET_S`, or `is_over` returned True.
+            MachineError: a machine has not connected within `MEET_S`, or `is_over` returned True.
         """
         until_s = time.monotonic() + MEET_S
         while missing := sorted(set(range(1, self._machines.count)) - self._connections.keys()):
@@ -123,12 +124,12 @@ class Followers:
         self._tell(START)
 
     def why_ended(self) -> str | None:
-        """Return which machine was lost, or whose workers have ended; None if all run."""
+        """Return the machine that was lost, or whose workers have ended; None if all machines run."""
         gone = self._gone()
         return f"the workers of machine {gone[0]} have ended, or the network has cut it off" if gone else None
 
     def close(self, *, for_good: bool) -> None:
-        """Make all other machines end their workers and, unless it is for good, connect again."""
+        """Make all other machines end their workers; unless this is for good, they then connect again."""
         if for_good:
             self._tell(STOP)
         for connection in self._connections.values():
@@ -142,7 +143,7 @@ class Followers:
                 connection.sendall(what)
 
     def _greet(self, connection: socket.socket) -> None:
-        """Keep the connection of an expected machine, and close any other."""
+        """Keep the connection if it is from an expected machine; otherwise close it."""
         connection.settimeout(GREET_S)
         try:
             greeting = msgspec.json.decode(_line(connection), type=_Greeting)
@@ -170,7 +171,7 @@ def follow(plan: Plan, machines: Machines, launch: Launch, is_over: Callable[[],
     """Start this machine's workers whenever the first machine starts the engine, until that stops for good.
 
     Args:
-        is_over: called twice a second; True ends it.
+        is_over: called twice a second; when it returns True, this function returns.
 
     Raises:
         MachineError: the first machine has another plan, or cannot be reached.
@@ -190,7 +191,9 @@ def follow(plan: Plan, machines: Machines, launch: Launch, is_over: Callable[[],
                         return
                 case b"stop\n":
                     return
-                case b"refused\n":  # it may not have noticed yet that this machine's last connection is lost
+                case (
+                    b"refused\n"
+                ):  # the first machine may not have noticed yet that this machine's last connection is lost
                     refused_s = refused_s or time.monotonic()
                     if time.monotonic() > refused_s + GREET_S:
                         says = f"node rank {machines.rank} is taken or too high, or that machine has another plan"
@@ -199,8 +202,9 @@ def follow(plan: Plan, machines: Machines, launch: Launch, is_over: Callable[[],
 
 
 def _connected(machines: Machines, is_over: Callable[[], bool]) -> socket.socket | None:
-    """Return a connection to the first machine; None if `is_over` returned True. Raises MachineError if there is none
-    in time."""
+    """Return a connection to the first machine; None if `is_over` returned True. Raises MachineError if no connection
+    is made in time.
+    """
     until_s = time.monotonic() + MEET_S
     while not is_over():
         try:
@@ -258,7 +262,7 @@ def _line(connection: socket.socket) -> bytes:
 
 
 def _digest(plan: Plan) -> str:
-    """Return a digest that tells plans apart, wherever a machine stores the weights."""
+    """Return a digest that is equal for equal plans, wherever a machine stores the weights."""
     return sha256(plan.model_copy(update={"checkpoint": None}))
 
 

@@ -1,7 +1,7 @@
-"""vLLM's prefix cache under our rule: block b of the rule's pool is vLLM's block b + 1.
+"""Let xgpt's scheduling rule control vLLM's prefix cache: block b of the rule's pool is vLLM's block b + 1.
 
 vLLM keeps its own tables, hashes and reference counts. The rule decides with which cached blocks a request enters, and
-which block it gets next. So the blocks that the rule's pool keeps stay cached, whichever vLLM would evict first.
+which block it gets next. So the blocks that the rule's pool keeps stay cached, whichever blocks vLLM would evict first.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Mirror:
             self._asking = None
 
     def _take_given(self, count: int) -> list[KVCacheBlock]:
-        """Move the blocks that the rule has chosen to the front of vLLM's queue, and take them."""
+        """Move the blocks that the rule has chosen to the front of vLLM's queue, and allocate them."""
         request, queue = self._asking, self._blocks.free_block_queue
         assert request is not None
         has = len(self._group.req_to_blocks[request.request_id])

@@ -1,9 +1,9 @@
 """Run groups of requests on vLLM's offline interface: `python -m xrunner.vllm.offline JOB.json`.
 
 JOB.json holds `engine`, the keyword arguments of vllm.LLM, and `groups`. A group starts together and ends before the
-next one begins. It lists the most tokens of each step (null: vLLM's own budget) and its requests, as [prompt tokens,
-output tokens, whether its K/V is cached]. The executed steps are in the step log of the engine's scheduler; standard
-output has a line for each group.
+next one begins. A group states the largest number of tokens of each step (null: vLLM's own budget) and its requests,
+each as [prompt tokens, output tokens, whether its K/V is cached]. The executed steps are in the step log of the
+engine's scheduler; standard output has a line for each group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main(job: dict[str, Any]) -> None:
 
     llm = LLM(**job["engine"])
     for step_tokens, group in job["groups"]:
-        llm.sleep(level=0, mode="keep")  # nothing starts before all have come
+        llm.sleep(level=0, mode="keep")  # no request starts before all have been submitted
         llm.enqueue(
             [{"prompt_token_ids": [1 + i % 7] * length} for i, (length, _, _) in enumerate(group)],
             [

@@ -1,4 +1,4 @@
-"""Start vLLM: find the Python that has it, and set the environment of its processes.
+"""Start vLLM: find the Python in which it is installed, and set the environment of its processes.
 
 vLLM may be installed in another environment, with another torch. Its processes find xgpt and xrunner on their path, and
 no other package of this environment; they use vLLM's own pydantic, msgspec and numpy.
@@ -30,10 +30,11 @@ _ASK_VERSION = "from xrunner.vllm import installed_version; print(installed_vers
 
 
 def python() -> str:
-    """Return the Python that has vLLM: the one that `XGPT_VLLM_PYTHON` names, or this one.
+    """Return the Python in which vLLM is installed: the one named by `XGPT_VLLM_PYTHON`, or the one that runs this
+    process.
 
     Raises:
-        MachineError: vLLM is installed in neither.
+        MachineError: vLLM is not installed in either of them.
     """
     named = os.environ.get(PYTHON_VARIABLE)
     if named:
@@ -67,7 +68,7 @@ def environment(packages: Path, variables: dict[str, str]) -> dict[str, str]:
     """Return the environment of vLLM's processes: this one's, the given variables, and on CPUs the OpenMP that vLLM was
     built for.
 
-    A variable that the user has set stays. vLLM sends no usage reports unless the user asks for them.
+    A variable that the user has set is not changed. vLLM sends no usage reports unless the user asks for them.
     """
     inherited = {**variables, **os.environ}
     path = os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH")]))
@@ -87,7 +88,7 @@ def started(command: Sequence[str], packages: Path, variables: dict[str, str]) -
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,  # Ctrl-C reaches us, and we end the process
+        start_new_session=True,  # Ctrl-C reaches this process, which then ends vLLM
     )
     assert process.stdin is not None
     try:
@@ -135,7 +136,7 @@ class Reader:
 
     def last_error(self) -> str:
         """Return why vLLM has ended."""
-        self._thread.join(TAIL_S)  # its last lines may still be on their way
+        self._thread.join(TAIL_S)  # the last lines of the output may still be on their way
         return last_error(list(self._tail))
 
     def _read(self) -> None:
@@ -143,7 +144,7 @@ class Reader:
         with self.process.stdout:
             for line in self.process.stdout:
                 self._tail.append(line)
-                # Errors after the order to end are expected, since its engine is gone.
+                # Errors after the order to end are expected, since vLLM's engine has ended.
                 is_to_end = self.process.stdin is None or self.process.stdin.closed
                 if not is_to_end and any(level in line for level in ("ERROR", "CRITICAL")):
                     print(line.rstrip(), file=sys.stderr, flush=True)

@@ -1,9 +1,9 @@
-"""Our scheduling rule inside vLLM: a scheduler class for `--scheduler-cls`.
+"""Run xgpt's scheduling rule inside vLLM: a scheduler class for `--scheduler-cls`.
 
-xgpt.core.policies decides which requests each step encodes and which it decodes. vLLM's own scheduler, which sees only
-these, then does all the rest (batches, outputs). Its requests are mirrored in a `Pool` that reserves K/V memory at
-least as carefully as vLLM, so that vLLM never preempts by itself. With vLLM's prefix caching, the pool also finds,
-shares and evicts blocks, and vLLM follows (`mirror`).
+xgpt.core.policies decides which requests each step encodes and which it decodes. vLLM's own scheduler is shown only
+these requests, and does everything else (batches, outputs). A `Pool` has the same requests as vLLM, and reserves K/V
+memory at least as carefully, so that vLLM never preempts a request by itself. With vLLM's prefix caching, the pool also
+finds, shares and evicts blocks, and vLLM follows (`mirror`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from xrunner.vllm.mirror import Mirror, chain_of
 
 @dataclass(slots=True, eq=False)
 class _Execution:
-    """A step of the rule, which takes several of vLLM's steps if vLLM executes fewer tokens at once.
+    """A step of the rule. It takes several of vLLM's steps if vLLM executes fewer tokens in one step.
 
     Attributes:
         missing: for each request that vLLM has not yet scheduled completely for this step, the number of its tokens
             computed at the step's end.
-        pieces: number of unfinished vLLM steps for it.
-        record: the record of the executed vLLM steps, joined.
+        pieces: number of unfinished vLLM steps for this step.
+        record: the joined record of the executed vLLM steps.
         number, settled: as in the step log, in which all pieces are one step.
     """
 
@@ -112,7 +112,7 @@ class XgptScheduler(LoggedScheduler):
             self._planned.go_over_to(plan)
         self._tell_the_rule()
         self._expired = set(self._lane.expire(self._now_ns))
-        if self._expired:  # `xgpt serve` answers them at their deadline, and cancels them in vLLM
+        if self._expired:  # `xgpt serve` answers expired requests at their deadline, and cancels them in vLLM
             self.finish_requests([self._name[number] for number in self._expired], RequestStatus.FINISHED_ABORTED)
         if self._pause_state == PauseState.UNPAUSED and self._open is None:
             step = self._lane.next_step("both")
@@ -146,14 +146,16 @@ class XgptScheduler(LoggedScheduler):
 
     @contextmanager
     def _nothing_in_sight_but(self, missing: dict[int, int]) -> Iterator[None]:
-        """Show vLLM only these requests, with just their tokens, since it schedules everything that it sees."""
+        """Show vLLM only these requests, with only the tokens of this step, since vLLM schedules everything that it
+        sees.
+        """
         self._until = {self._name[number]: until for number, until in missing.items()}
         wanted = self._until.keys()
         running, waiting = self.running, list(self.waiting)
         seen = [request for request in running if request.request_id in wanted]
         self.running = list(seen)
         self.waiting = FCFSRequestQueue(request for request in waiting if request.request_id in wanted)
-        # vLLM has computed nothing yet of a request that enters, and finds the cached blocks that the rule has found.
+        # For a request that enters, vLLM has not computed any tokens yet, and finds the same cached blocks as the rule.
         cached = {self._name[number]: self._lane.pool.running[number].cached for number in missing}
         computed = {id_: self.requests[id_].num_computed_tokens or cached[id_] for id_ in wanted}
         tokens = sum(until - computed[self._name[number]] for number, until in missing.items())
@@ -170,7 +172,8 @@ class XgptScheduler(LoggedScheduler):
             self.waiting = FCFSRequestQueue(left + [request for request in waiting if request not in has_entered])
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Return how many tokens of a request a step takes: no more than the rule takes, which may cut any prompt.
+        """Return how many tokens of a request a step executes: no more than in the rule's step, which may cut any
+        prompt.
 
         By default, vLLM cuts only the last prompt.
         """
@@ -189,7 +192,9 @@ class XgptScheduler(LoggedScheduler):
         return *self._mirror.found(request), 0, False
 
     def _tell_the_rule(self) -> None:
-        """Submit requests to the rule when they are ready: one with a grammar, after it was compiled."""
+        """Submit requests to the rule when they are ready; a request with a grammar is ready once the grammar is
+        compiled.
+        """
         if not self._untold or self._planned.is_emptying:
             return
         still_untold = []
@@ -209,7 +214,7 @@ class XgptScheduler(LoggedScheduler):
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
         tokens, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
-        if stopped:  # vLLM forgets it before the step is settled
+        if stopped:  # vLLM forgets the request before the step is settled
             self._ended[self._number[request.request_id]] = chain_of(request)
         return tokens, stopped
 
@@ -224,7 +229,7 @@ class XgptScheduler(LoggedScheduler):
         if execution.missing or execution.pieces:
             return
         record = execution.record
-        if record is None:  # all of its requests were cancelled when it began
+        if record is None:  # all requests of the step were cancelled when it began
             self._lane.settle(execution.step, ())
             return
         ended = [self._lane.pool.running[number] for number in record.finished]
@@ -237,7 +242,7 @@ class XgptScheduler(LoggedScheduler):
 
     def _cancel(self, number: int) -> None:
         del self._name[number]
-        if number in self._expired:  # the schedule has released it, as a replay of the log will
+        if number in self._expired:  # the schedule has released the request, and a replay of the log will do the same
             return
         super()._cancel(number)
         self._lane.cancel(number)
@@ -250,7 +255,7 @@ class XgptScheduler(LoggedScheduler):
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         ended = super().finish_requests(request_ids, finished_status)
         self._planned.go_on_if_empty()
-        self._tell_front(Rested(self._planned.taken))  # no later step may report it
+        self._tell_front(Rested(self._planned.taken))  # no later step may report this request
         return ended
 
     def _tell_front(self, message: Began | Followed | Refused | Rested) -> None:
@@ -261,7 +266,7 @@ class XgptScheduler(LoggedScheduler):
         return self._planned.taken
 
     def _refuse_what_breaks_the_rule(self) -> None:
-        """Refuse options of vLLM with which a step is not what the rule decided.
+        """Refuse options of vLLM with which a step would differ from the rule's decision.
 
         Raises:
             InputError: one of them is on.
@@ -282,7 +287,7 @@ class XgptScheduler(LoggedScheduler):
 
 
 def _in_order_of(execution: _Execution, record: StepRecord) -> StepRecord:
-    """Return what vLLM has executed in the order of the rule's step; vLLM's order is that of arrival."""
+    """Return the executed step with its requests in the order of the rule's step; vLLM's order is that of arrival."""
     step = execution.step
     place = {id_: n for n, id_ in enumerate((*(chunk.id for chunk in step.encode), *step.decode))}
     return record._replace(
@@ -294,7 +299,7 @@ def _in_order_of(execution: _Execution, record: StepRecord) -> StepRecord:
 
 
 def _joined(first: StepRecord, second: StepRecord) -> StepRecord:
-    """Return two pieces of one step, executed one after the other, as one."""
+    """Return two pieces of one step, which were executed one after the other, joined to one."""
     encode = {id_: (start, length) for id_, start, length in first.encode}
     for id_, start, length in second.encode:
         begun, so_far = encode.get(id_, (start, 0))

@@ -1,9 +1,9 @@
 """Run a command for as long as standard input stays open: `python -m xrunner.vllm.supervised COMMAND ...`.
 
-vLLM has several processes, and some of them outlive the first if it is killed. Here all are one process group. The
-process that started this one holds the other end of its input, which the kernel closes when that process ends for any
-reason. Then, or when the command ends, the whole group is ended. If this process itself is killed, the kernel sends the
-command SIGHUP, on which the command ends the group (`end_group_on_hangup`).
+vLLM has several processes, and some of them outlive the first one if that is killed. Here all of them form one process
+group. The process that started this one holds the other end of its standard input, and the kernel closes this end when
+that process ends, for whatever reason. Then, or when the command ends, the whole group is ended. If this process itself
+is killed, the kernel sends the command SIGHUP, on which the command ends the group (`end_group_on_hangup`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(command: list[str]) -> int:
     """Run the command until it ends, or until standard input closes.
 
     Returns:
-        Its exit code; if a signal ended it, 128 plus the signal's number, as in a shell.
+        The command's exit code; if a signal ended the command, 128 plus the signal's number, as in a shell.
     """
     hang_up = partial(end_with_parent, os.getpid(), signal.SIGHUP)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=hang_up)

@@ -1,8 +1,8 @@
-"""WAA on two vLLMs: each request moves from the encode lane's vLLM to the decode lane's.
+"""Run WAA on two vLLMs: each request moves from the vLLM of the encode lane to that of the decode lane.
 
-Our two-lane rule decides which prompts the encode lane takes together, and holds them back until all fit under the
-decode lane's cap. vLLM's connector moves a request's K/V: the encode lane leaves it with the connector when the prompt
-ends, and reports where, unless the decode lane finds it by the prompt itself.
+The two-lane rule decides which prompts the encode lane encodes together, and holds them back until all of them fit
+under the decode lane's cap. vLLM's connector moves a request's K/V: when the prompt ends, the encode lane passes the
+K/V to the connector and reports its place, unless the decode lane finds it by the prompt.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class _Inside:
     """A request from its arrival to its end.
 
     Attributes:
-        lane: the lane whose vLLM has it; None: neither.
-        transfer: where its K/V is, as the encode lane's connector reports to the decode lane's; None: nothing.
+        lane: the lane whose vLLM has the request; None: neither lane.
+        transfer: the place of its K/V, which the connector of the encode lane reports to that of the decode lane; None:
+            nothing was reported.
     """
 
     request: Generation
@@ -62,7 +63,7 @@ def check_waa(plan: Plan) -> None:
     """Refuse plans that two vLLMs cannot run.
 
     Raises:
-        InputError: says why.
+        InputError: the plan cannot run on two vLLMs; the message states the reason.
     """
     if len(plan.policy.lanes) == 1:
         raise InputError("plan.policy", plan.policy.kind, "only waa has two lanes")
@@ -76,7 +77,7 @@ def check_waa(plan: Plan) -> None:
 
 
 def connector_of(plan: Plan, directory: Path) -> dict[str, Any]:
-    """Return the connector that moves K/V: from GPU to GPU; on CPUs, for trials, through files."""
+    """Return the connector that moves K/V: on GPUs, from GPU to GPU; on CPUs, which are for trials, through files."""
     if plan.cluster.device.type == "gpu":
         return NIXL
     at = {"shared_storage_path": str(directory / FILES)}
@@ -104,7 +105,7 @@ class WaaLanes(Lanes):
     """The front's end of the channels to two vLLMs, between which requests move.
 
     Args:
-        directory, has_ended: as of `Lanes`.
+        directory, has_ended: see `Lanes`.
     """
 
     def __init__(self, plan: Plan, directory: str, has_ended: Callable[[], bool]) -> None:
@@ -143,7 +144,7 @@ class WaaLanes(Lanes):
 
     def _submit(self, request: Generation) -> None:
         now_ns = time.perf_counter_ns()
-        # Memory is reserved for the longest output: this rule does not see how the decode lane uses it.
+        # Memory is reserved for the longest output, since this rule does not see how the decode lane uses memory.
         size = len(request.prompt), request.max_output
         known = Request(request.id, *size, now_ns, request.deadline_ns, account=request.account)
         if not self._schedule.pool.can_ever_fit(known):  # the encode lane's memory is too small for the prompt
@@ -159,7 +160,7 @@ class WaaLanes(Lanes):
             if (inside := self._inside.get(token.id)) is None:
                 continue
             if lane == "encode" and token.finish == "length":
-                # Its token is not used: the decode lane generates it again.
+                # The token of the encode lane is not used, since the decode lane generates it again.
                 inside.lane, inside.transfer = None, message.transfers.get(token.id)
                 self._has_been_encoded(token.id)
                 continue
@@ -201,7 +202,7 @@ class WaaLanes(Lanes):
             for id_ in step.transfer:
                 if (inside := self._inside.get(id_)) is not None:
                     inside.lane = "decode"
-                    # Clients must not say where K/V is.
+                    # Clients must not state the place of K/V.
                     self.send(Submit(inside.request, inside.transfer), "decode")
         while (step := schedule.next_step("encode")) is not None:
             ids = [chunk.id for chunk in step.encode]

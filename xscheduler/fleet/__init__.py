@@ -1,2 +1,3 @@
-"""Plan a day's fleet: group a trace's intervals, plan each kind of replica, choose how many of each run in each
-interval."""
+"""Plan a day's fleet: group a trace's intervals, plan each kind of replica, and choose how many replicas of each kind
+run in each interval.
+"""

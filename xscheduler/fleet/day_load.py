@@ -33,7 +33,7 @@ class DayStage(Frozen):
     """A part of a day with one arrival rate and one workload.
 
     Attributes:
-        hours: its length.
+        hours: length of the part, in hours.
         rate_per_s: mean arrival rate.
         workload: the lengths of its requests, by name or file.
     """
@@ -160,7 +160,9 @@ def _alike(requests: Requests, index: Ints, count: int) -> Ints:
 
 
 def _led(points: Array, reach: Array, order: Ints) -> Ints:
-    """Return groups of points: each joins the first leader within its reach, or becomes a leader. # [points]"""
+    """Return groups of points: each point joins the first leader within reach, or becomes a leader itself.
+    # [points]
+    """
     leaders: list[int] = []
     groups = np.zeros(len(points), int)
     for i in order.tolist():
@@ -172,7 +174,9 @@ def _led(points: Array, reach: Array, order: Ints) -> Ints:
 
 
 def _workload(name: str, inputs: Ints, outputs: Ints, longest: int) -> Workload:
-    """Return the workload of some requests. Its longest output is the day's, for which memory is reserved."""
+    """Return the workload of some requests. Its longest output is that of the whole day, since memory is reserved for
+    it.
+    """
     output = histogram_of(outputs)
     if output.lengths[-1] < longest:
         output = Histogram(lengths=(*output.lengths, longest), probabilities=(*output.probabilities, 0.0))

@@ -46,7 +46,9 @@ class _Predictor:
     """(time, rate) of predictions for times still ahead."""
 
     def judge(self, now_s: float, rate: float, noise: float) -> None:
-        """Compare the prediction for now with the observed rate, less the variance of chance."""
+        """Compare the prediction for the present with the observed rate, and subtract the variance that is due to
+        chance.
+        """
         while self.pending and self.pending[0][0] <= now_s:
             predicted = self.pending.popleft()[1]
             came = rate + self.slight
@@ -71,8 +73,8 @@ class LoadForecast:
         self._rises = _rises(self._rates)
         self._looks: deque[tuple[float, float, float]] = deque()
         """(end, seconds, requests) of each observation."""
-        # A difference that the smallest replica can serve by itself is no error: otherwise, after a night without
-        # requests, any load of the morning would be an error beyond measure.
+        # A difference that the smallest replica can serve by itself does not count as an error. Otherwise, after a
+        # night without requests, any load in the morning would be an enormous relative error.
         slight = min(max(kind.rates_per_s) for kind in fleet.kinds)
         self._season, self._trend = (_Predictor(error**2, slight) for error in (SEASON_ERROR, TREND_ERROR))
         self.level = 1.0
@@ -104,9 +106,11 @@ class LoadForecast:
         self._trend.pending.append((at_s, self._by_trend(self._lead_s)))
 
     def _agreeing(self) -> tuple[float, float]:
-        """Return the requests that arrived and those that the season expected over the latest observations that agree.
+        """Return the number of requests that arrived and the number that the season expected, over the latest
+        observations that agree.
 
-        The span starts short, and is doubled until the observations before it differ from those in it.
+        The span of these observations starts short, and is doubled until earlier observations differ from those in the
+        span.
         """
         ends = np.asarray([look[0] for look in self._looks])
         counts = np.cumsum([0.0, *(look[2] for look in self._looks)])
@@ -161,8 +165,8 @@ class LoadForecast:
         return sqrt(self._weight * self._season.square + (1 - self._weight) * self._trend.square)
 
     def most(self, from_s: float, to_s: float, deviations: float, factor: float) -> float:
-        """Return the highest rate to be ready for between two times ahead, with reserves for the forecast's error and
-        for chance. The two are independent, so the squares of their logarithms add up.
+        """Return the highest rate for which to be ready between two future times, with reserves for the forecast's
+        error and for chance. Both are independent, so the squares of their logarithms add up.
 
         Args:
             deviations: standard errors held in reserve.
@@ -176,8 +180,8 @@ class LoadForecast:
 
 
 def _rises(rates: Array) -> Array:
-    """Return the rise of the rate within each interval, computed from the mean rates of the intervals around it. It
-    never goes beyond their rates, so ramps stay ramps and steps between two levels stay steps.
+    """Return the rise of the rate within each interval, computed from the mean rates of the neighbouring intervals. The
+    rate never goes beyond the neighbours' rates, so ramps stay ramps and steps between two levels stay steps.
 
     Source: the monotonised central limiter of finite volumes (van Leer, 1977). # [intervals]
     """

@@ -89,7 +89,7 @@ def plan_day(
 
     Args:
         interval_s: length of the intervals, in which the fleet does not change.
-        least_stay_s: least time for which a started replica stays.
+        least_stay_s: least time for which a started replica runs.
         startup_s: time from ordering a replica until it begins to load its weights.
         least_replicas: least number of replicas at any time.
 
@@ -175,14 +175,15 @@ def _candidates(
 def _settled(
     model: FleetModel, problem: FleetProblem, solution: FleetSolution, quantile: float, interval_s: float
 ) -> tuple[float, FleetSolution, RequestTimes]:
-    """Return the least load factor tried whose fleet keeps the bounds for enough simulated requests, with that fleet.
+    """Return the smallest of the load factors tried with which the fleet keeps the bounds for enough simulated
+    requests, and that fleet.
 
-    If several factors give the same fleet, the highest of them is returned. Replicas that share a load serve more of it
-    in time than each would by itself, but a load that changes within an interval is served less well; the simulated
-    day shows which effect is larger.
+    If several factors give the same fleet, the highest of them is returned. Replicas that share a load serve more
+    requests in time than separate replicas would, but a load that changes within an interval is served less well; the
+    simulated day shows which effect is larger.
 
     Raises:
-        InfeasibleError: no factor tried suffices.
+        InfeasibleError: no factor that was tried is large enough.
     """
     known: dict[bytes, RequestTimes] = {}
     best: tuple[float, FleetSolution, RequestTimes] | None = None

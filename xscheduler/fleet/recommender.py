@@ -47,9 +47,10 @@ class LoadSample:
         seconds: time since the previous sample.
         num_requests: requests that have arrived in that time.
         waiting: requests waiting now.
-        ready: replicas of each kind that serve now; None: unknown, so those recommended long enough ago. # [kinds]
+        ready: replicas of each kind that serve now; None: unknown, so the replicas that were recommended long enough
+            ago count. # [kinds]
         input_mean, output_mean: recent mean lengths; None: too few requests.
-        num_lengths: number of requests behind these means.
+        num_lengths: number of requests from which these means were computed.
     """
 
     now_s: float
@@ -79,8 +80,8 @@ class Recommendation(NamedTuple):
 class Recommender:
     """Recommends a fleet's replicas at every sample of the load.
 
-    More replicas are recommended at once, but fewer only after fewer have sufficed for as long as a replica takes to
-    start and to end.
+    A higher number of replicas is recommended immediately; a lower one only after it would have been enough for the
+    time that a replica takes to start and to end.
 
     Args:
         limits: limits on devices that kinds share.
@@ -132,9 +133,9 @@ class Recommender:
             self._fewer_since_s = now_s
         if self._fewer_since_s is not None:
             if now_s - self._fewer_since_s >= self._change_s:
-                if not more.any():  # their replacements must be ready first
+                if not more.any():  # the replacements of these replicas must be ready first
                     leaving = self._leaving(sample, fewer, problem)
-            elif kept >= need:  # another fleet would be cheaper, but perhaps only by noise
+            elif kept >= need:  # another fleet would be cheaper, but perhaps only because of noise
                 more = np.zeros_like(more)
         for kind, ordered_s in leaving:
             self._ordered_s[kind].remove(ordered_s)
@@ -190,7 +191,7 @@ class Recommender:
         return tuple(kind.rates_per_s[group] for kind in self._fleet.kinds)
 
     def _wanted(self, problem: FleetProblem) -> Ints:
-        """Return the wanted replicas of each kind; if there are too few devices, those that serve the most."""
+        """Return the wanted replicas of each kind; if there are too few devices, the replicas that serve the most."""
         while True:
             try:
                 return solve_fleet(problem).replicas[0]

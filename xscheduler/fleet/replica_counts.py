@@ -45,7 +45,7 @@ class DeviceLimit:
     """A limit on the devices that some kinds of replicas share.
 
     Attributes:
-        kinds: their indices.
+        kinds: indices of these kinds.
         devices: devices of a replica of each kind.
         most: number of devices in the stock.
     """
@@ -90,7 +90,7 @@ class FleetSolution:
     Attributes:
         replicas: # [intervals, kinds]
         cost: cost of all intervals, starts included.
-        gap: share by which the cost may exceed the optimum at most.
+        gap: largest share by which the cost may exceed the optimum.
     """
 
     replicas: Ints
@@ -169,7 +169,7 @@ def _by_branching(problem: FleetProblem) -> FleetSolution:
         LinearConstraint(hstack([whole, -kron(window, eye_array(kinds))]), 0, np.inf),
         LinearConstraint(hstack([_by_interval(np.ones((count, kinds))), csr_array((count, size))]), problem.least),
     ]
-    if size > FEW:  # each interval costs at least its own least cost: this closes most of the gap
+    if size > FEW:  # each interval costs at least its own least cost; this constraint closes most of the gap
         prices, least = _by_interval(np.tile(problem.prices, (count, 1))), least_costs(problem) / problem.hours
         constraints.append(LinearConstraint(hstack([prices, csr_array((count, size))]), (1 - SLACK) * least, np.inf))
     for limit in problem.limits:
@@ -253,12 +253,13 @@ def _not_held(problem: FleetProblem) -> InfeasibleError:
 
 
 def _most(problem: FleetProblem) -> Ints:
-    """Return the largest useful number of replicas of each kind: as many as serve every interval's load by themselves.
-    With these bounds HiGHS takes a seventh of the time on problems of few variables. # [kinds]"""
+    """Return the largest useful number of replicas of each kind: the number that serves every interval's load without
+    other kinds. With these bounds HiGHS takes a seventh of the time on problems of few variables. # [kinds]
+    """
     needs = problem.needs[:, None]
     alone = np.ceil(np.divide(needs, problem.rates, out=np.zeros_like(problem.rates), where=problem.rates > 0))
     before = 0 if problem.before is None else problem.before
-    fewest = max(problem.least, int(problem.needs.max() > 0))  # a load of 5e-324 rounds to no replica
+    fewest = max(problem.least, int(problem.needs.max() > 0))  # a load of 5e-324 would round to 0 replicas
     most = np.maximum(np.maximum(alone.max(axis=0), fewest), before).astype(int)
     for limit in problem.limits:
         kinds = list(limit.kinds)
@@ -284,9 +285,11 @@ def _held(problem: FleetProblem, states: Ints) -> npt.NDArray[np.bool_]:
 
 
 def _shares(problem: FleetProblem) -> tuple[Array, Array]:
-    """Return the share of each interval's need that a replica serves (at most 1), and the sum to reach: 1 or 0.
+    """Return the share of each interval's need that a replica serves (at most 1), and the sum that the shares must
+    reach: 1 or 0.
 
-    Unlike needs, shares are never so small that a solver takes them for zero; capping them changes no integer solution.
+    Unlike needs, shares are never so small that a solver treats them as zero; limiting them to 1 changes no integer
+    solution.
     # [intervals, kinds], [intervals]
     """
     needs = problem.needs[:, None]

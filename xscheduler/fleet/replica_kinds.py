@@ -28,7 +28,7 @@ NEAR = 0.94
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kind of replica, with the profile that it was planned from."""
+    """A kind of replica, with the profile from which it was planned."""
 
     kind: ReplicaKind
     profile: Profile
@@ -47,7 +47,7 @@ def devices_here(cluster: ClusterSpec, num_threads: int | None) -> int:
 def candidates(
     problem: Problem, policy: PolicyChoice, lengths: Sequence[Workload], startup_s: float
 ) -> list[Candidate]:
-    """Return one cluster's useful kinds of replicas, on the fewest devices first.
+    """Return one cluster's useful kinds of replicas; the kind with the fewest devices comes first.
 
     Args:
         problem: the problem under the whole day's lengths.
@@ -69,7 +69,7 @@ def candidates(
             best_rate = a_device
             found.append(Candidate(_kind(plan, problem.profile, lengths, startup_s), problem.profile))
         elif found:
-            break  # if twice the devices gain nothing, neither do four times as many
+            break  # if twice the devices gain nothing, four times as many gain nothing either
     if not found:
         raise why or _never_kept(problem)
     return found
@@ -86,7 +86,7 @@ def _sizes(problem: Problem) -> Iterator[int]:
 
 
 def _best_plan(problem: Problem, policy: PolicyChoice, least_a_device: float) -> Plan | None:
-    """Return the plan of one replica with the highest simulated rate; None if none is worth a simulation.
+    """Return the plan of one replica with the highest simulated rate; None if no plan is worth a simulation.
 
     Args:
         least_a_device: requests a second per device that plans on fewer devices serve within the bounds.
@@ -108,8 +108,10 @@ def _rate(plan: Plan) -> float:
 
 def _kind(plan: Plan, profile: Profile, lengths: Sequence[Workload], startup_s: float) -> ReplicaKind:
     """Return the kind of replica of a plan. Its rate under other lengths is the simulated rate, scaled by the work of a
-    request. (The closed form's rate would be zero under lengths of which too many requests break the bound even by
-    themselves; no replica helps those, and the bounds are for the whole day's requests.)"""
+    request. (The rate of the closed form would be zero for lengths with which too many requests break the bound even
+    without other requests. No replica can serve such requests in time, and the bounds are for all requests of the
+    day.)
+    """
     devices, quantile = plan.devices_per_replica, plan.constraint.quantile
     whole = reestimate(plan, profile, plan.workload, quantile)["throughput"]
     rates = tuple(_rate(plan) * reestimate(plan, profile, season, quantile)["throughput"] / whole for season in lengths)

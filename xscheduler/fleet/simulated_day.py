@@ -32,7 +32,7 @@ class RecommendedDay:
     """The replicas of a day, and their cost.
 
     Attributes:
-        replicas: the times at which each took requests.
+        replicas: the times between which each replica accepted requests.
         device_hours, cost: totals of all replicas, from order to end.
         samples: (time, serving replicas, need) at each sample.
     """
@@ -46,7 +46,7 @@ class RecommendedDay:
 def simulate_day(
     fleet: FleetPlan, requests: Requests, seconds: float, recommend: Recommend, look_s: float, first: Sequence[int]
 ) -> RecommendedDay:
-    """Return the replicas of a day that follow recommendations at every sample of its load.
+    """Return the replicas of a day on which the fleet follows the recommendation at every sample of the load.
 
     Waiting requests are modelled as a fluid queue: arrivals that the ready replicas cannot serve add up.
 

@@ -1,1 +1,3 @@
-"""Objectives: what a plan maximises. Each ranks candidates in closed form and verifies the best by simulation."""
+"""Objectives: the figures that a plan may maximise. Each objective ranks candidates in closed form and verifies the
+best ones by simulation.
+"""

@@ -1,4 +1,4 @@
-"""Find the plans with the highest arrival rate within bounds: ranked in closed form, settled by simulation."""
+"""Find the plans with the highest arrival rate within bounds: closed forms rank them, and simulation decides."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ class Arrivals(Objective):
         return ranked
 
     def of_kind(self, kind: str, most: int) -> list[tuple[Plan, float]]:
-        """Return one policy's plans of the highest rates in closed form, each with its rate, the highest first.
+        """Return the plans of one policy that have the highest rates in closed form, each with its rate, the highest
+        first.
 
         Args:
             most: largest number of plans; each is on another placement.
@@ -132,13 +133,14 @@ class Arrivals(Objective):
         started = time.perf_counter()
         self._say(len(order), len(order), "its neighbours")
         near = [name for name in order if ranked[name][0][1] > BEHIND * best.rate]
-        # By now each policy's simulation is compiled, which happens once on a machine and does not count.
+        # By now each policy's simulation is compiled. This happens once on a machine and does not count towards the
+        # search's time.
         self._until = time.perf_counter() + MOST_SECONDS
         best = self._with_least_batch(self._settled(self._best_rival(self._best_nearby(best), near)))
         kind = choice_of(best.plan.policy, ranked)
         found[kind] = best
         capacities = {name: search.found(edges=search is best) for name, search in found.items()}
-        rate = capacities[kind].rate_per_s  # simulations under other bounds leave it unchanged
+        rate = capacities[kind].rate_per_s  # simulations under other bounds do not change this plan
         capacities[kind] = capacities[kind].model_copy(update={"error": self._error(best.plan, rate)})
         self._seconds[kind] = self._seconds.get(kind, 0.0) + time.perf_counter() - started
         asked = self.scheduler.problem.constraint.arrival_rate_per_s
@@ -164,8 +166,9 @@ class Arrivals(Objective):
         }
 
     def _certified(self, plan: Plan, kind: str, breach: float, *, best: bool) -> Plan:
-        """Return the plan with its proof: the rate that no other plan of its policy keeps, or no other plan at all if
-        it is the best."""
+        """Return the plan with its proof: the rate that no other plan of its policy exceeds; for the best plan, the
+        rate that no plan of any policy exceeds.
+        """
         rate, together = rate_of(plan), "throughput_rps" in plan.estimate.simulated
         branches = [branch for branch in self._branches.all if best or branch.kind == kind]
         search: dict[str, object] = {
@@ -192,7 +195,7 @@ class Arrivals(Objective):
 
     @cached_property
     def _in_loop(self) -> Constraint:
-        """The constraint less the time that requests spend outside of the engine's loop."""
+        """The constraint, with bounds reduced by the time that requests spend outside of the engine's loop."""
         constraint, engine = self.scheduler.problem.constraint, self.scheduler.problem.engine
         prompt = self.scheduler.candidates.lengths.mean_whole_input
         return (
@@ -208,7 +211,7 @@ class Arrivals(Objective):
     def _best_of(
         self, candidates: Sequence[tuple[Plan, float]], rival: CapacitySearch | None, doubt: float = DOUBT
     ) -> CapacitySearch | None:
-        """Return the candidate with the highest simulated rate; None unless it exceeds the rival's."""
+        """Return the candidate with the highest simulated rate; None unless this rate exceeds that of the rival."""
         best = rival
         for plan, predicted in candidates:
             if best is not None and predicted < (1 - doubt) * min(best.rate, best.predicted or best.rate):
@@ -220,7 +223,9 @@ class Arrivals(Objective):
         return None if best is rival else best
 
     def _best_nearby(self, best: CapacitySearch) -> CapacitySearch:
-        """Return the plan reached from the best one by repeated steps to better settings on its placement."""
+        """Starting from the best plan, move repeatedly to better settings on its placement, and return the plan that is
+        reached.
+        """
         tried = {repr(best.plan.policy)}
         while time.perf_counter() < self._until:
             near = [(other, rate) for other, rate in self._nearby(best.plan) if repr(other.policy) not in tried]
@@ -284,7 +289,7 @@ class Arrivals(Objective):
         return best
 
     def _with_least_batch(self, best: CapacitySearch) -> CapacitySearch:
-        """Return the plan with about the smallest batch that keeps the same rate, if times per token are bounded.
+        """If the time per token is bounded, return the plan with about the smallest batch that keeps the same rate.
 
         Beyond that rate all steps are full, and small ones still keep the bound.
         """
@@ -358,11 +363,13 @@ class Arrivals(Objective):
 
 
 def _with_rival(ordered: dict[str, Plan]) -> Plan:
-    """Return the best plan, with the next one noted as its rival if simulation cannot tell the two apart."""
+    """Return the best plan. If simulation cannot distinguish its rate from that of the next plan, the next plan is
+    noted as its rival.
+    """
     plan, *others = ordered.values()
     found = plan.estimate.capacity
     noise = DEVIATIONS * (0.0 if found is None else found.error or 0.0)
-    # waa-c and waa-m may divide devices alike: these are one plan.
+    # waa-c and waa-m may divide devices in the same way; then they are one plan.
     other = next((one for one in others if (one.policy.kind, one.stages) != (plan.policy.kind, plan.stages)), None)
     if other is None or rate_of(other) < (1 - noise) * rate_of(plan):
         return plan

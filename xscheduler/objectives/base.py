@@ -1,4 +1,4 @@
-"""The interface of an objective: what a plan maximises, and how the best plan is found and proven."""
+"""The interface of an objective: the figure that a plan maximises, and how the best plan is found and proven."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOGETHER = "none: requests that began together stay together, which closed forms
 
 
 class Objective(ABC):
-    """What a plan maximises.
+    """The figure that a plan maximises.
 
     An objective ranks candidates in closed form, verifies the best ones by simulation, and certifies the result: it
     computes how much better any other candidate could be.

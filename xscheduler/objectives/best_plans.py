@@ -79,7 +79,9 @@ class Task:
 
     def _objective(self, progress: Progress | None) -> Objective:
         problem = self.problem
-        if problem.constraint.arrival_rate_per_s is not None:  # the highest rate is kept if this one is
+        if (
+            problem.constraint.arrival_rate_per_s is not None
+        ):  # if the highest rate is kept, the requested one is kept as well
             problem = problem.under(problem.constraint.model_copy(update={"objective": "arrivals"}))
         search = scheduler(problem, self.search)
 
@@ -89,7 +91,7 @@ class Task:
 
         if not problem.constraint.maximises_arrivals:
             return Saturated(search, finish, progress)
-        if self.policy in TUNED:  # never part of `auto`, since tuning is slow
+        if self.policy in TUNED:  # tuned policies are never part of `auto`, since tuning is slow
             return TunedArrivals(search, finish, progress, self.policy, self.order)
         return Arrivals(search, finish, progress)
 
@@ -109,7 +111,7 @@ def _check_tunable(problem: Problem, policy: str) -> None:
     """Raise InputError if a tuned policy lacks the bounds that its rule needs.
 
     Raises:
-        InputError: the objective, the bounds or the model do not go with the policy.
+        InputError: the objective, the bounds or the model cannot be combined with the policy.
     """
     constraint = problem.constraint
     by_rate = constraint.maximises_arrivals or constraint.arrival_rate_per_s is not None
@@ -133,7 +135,7 @@ def _check_maximised(problem: Problem) -> None:
 
 
 def _distinct(plans: dict[str, Plan]) -> dict[str, Plan]:
-    """Return the plans with a single `waa`, the better one, if waa-c and waa-m divide the devices alike."""
+    """Return the plans; if waa-c and waa-m divide the devices in the same way, only the better of the two, as `waa`."""
     both = [kind for kind in plans if kind in POLICY_GROUPS["waa"]]
     if len(both) < 2 or plans[both[0]].stages != plans[both[1]].stages:
         return plans
@@ -147,7 +149,7 @@ def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
         InputError: the model cannot run under that policy.
     """
     kinds = POLICY_GROUPS.get(policy, (TUNED.get(policy, policy),))
-    if policy == "auto" and problem.profile.engine == "vllm":  # it frees a slot as soon as its request ends
+    if policy == "auto" and problem.profile.engine == "vllm":  # vLLM frees a slot as soon as its request ends
         kinds = tuple(kind for kind in kinds if kind != "static")
     if policy in ("auto", "exegpt") and problem.profile.kv_transfer is None:
         kinds = tuple(kind for kind in kinds if kind not in POLICY_GROUPS["waa"])
@@ -199,7 +201,9 @@ def variables_of(kind: str) -> set[str]:
 
 
 def is_uniform(plan: Plan) -> bool:
-    """Return whether a plan is one that other planners offer: replicas of equal stages, without rra and waa."""
+    """Return whether other planners could offer this plan: it has replicas of equal stages, and is not of rra or
+    waa.
+    """
     return plan.policy.kind in UNIFORM_KINDS and Placement.of(plan).is_uniform
 
 
@@ -222,7 +226,7 @@ def best_by_rate(problem: Problem, kinds: Sequence[str], search: SearchMethod = 
     error.
 
     Raises:
-        InfeasibleError: none keeps the bounds.
+        InfeasibleError: no plan keeps the bounds.
     """
     objective = Arrivals(scheduler(problem, search), partial(_with_figures, problem=problem), only_best=True)
     return next(iter(objective.settle(kinds).values()))
@@ -231,8 +235,8 @@ def best_by_rate(problem: Problem, kinds: Sequence[str], search: SearchMethod = 
 def _with_figures(plan: Plan, problem: Problem) -> Plan:
     """Return the plan with its figures at saturation corrected by simulation, unless prompts share cached prefixes.
 
-    The search for its arrival rate, which comes later, stays below that throughput and simulates as many requests as it
-    calls for.
+    The later search for the plan's arrival rate stays below that throughput, and derives the number of simulated
+    requests from it.
     """
     return plan if problem.reused is not None else with_simulated_figures(plan, problem.profile)
 
@@ -240,11 +244,11 @@ def _with_figures(plan: Plan, problem: Problem) -> Plan:
 def _admitting(plan: Plan, order: AdmissionOrder, problem: Problem) -> Plan:
     """Return the plan with this order of admission.
 
-    A row of das has as many prompt tokens as run at once, unless they are fixed. Under lpt, all work is known at the
-    start, so no request becomes overdue.
+    A row of das has the number of prompt tokens that run at the same time, unless it is fixed. Under lpt, all work is
+    known at the start, so no request becomes overdue.
 
     Raises:
-        InputError: the order does not go with the plan's bounds or policy.
+        InputError: the order cannot be combined with the plan's bounds or policy.
     """
     if order == "in-time":
         if plan.constraint.ttft_s is None:

@@ -3,8 +3,8 @@
 A branch is a placement under a policy, with all of its settings. Its first bound is that of the placement
 (`xscheduler.placement_bounds`, one call for thousands of placements). Its refined bound is the highest saturated
 throughput of its settings under the loosened latency bounds (`xscheduler.arrival_bounds`), found by branch and bound
-over boxes of settings. A branch is settled by simulating the settings that are best in closed form; it is dropped once
-its bound does not exceed the best simulated rate.
+over boxes of settings. To settle a branch, the settings that are best in closed form are simulated. A branch is dropped
+once its bound does not exceed the best simulated rate.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Branch:
         space: its settings, under the constraint on arriving requests.
         relaxed: the same settings, under the constraint on an engine that is never idle.
         bound: rate, in requests a second, that no settings exceed; it shrinks as the search goes on.
-        in_steps: whether a micro-batch's steps take prompts at any time and pass all stages one after the other.
-        prompt_s: if prompts pass each stage one by one instead: least seconds of the mean prompt on the slowest stage.
+        in_steps: whether a micro-batch's steps may encode prompts at any time, and pass all stages one after the other.
+        prompt_s: only if prompts pass each stage one by one: least seconds of the mean prompt on the slowest stage.
     """
 
     kind: str
@@ -75,11 +75,11 @@ class Branch:
         return min(self.space.evaluations + self.relaxed.evaluations, self.space.num_points)
 
     def refine(self, at_least: float, waits: Waits | None) -> None:
-        """Tighten the bound by counting the waits at a rate; the bound stays at least this rate.
+        """Tighten the bound by counting the waits at a rate; the bound does not fall below this rate.
 
-        The higher a rate, the longer requests wait and the less time remains for decoding. So the throughput in the
-        time that remains at this rate bounds all higher rates; if it is no more than the rate itself, no settings keep
-        the rate.
+        The higher a rate is, the longer requests wait and the less time remains for decoding. So the throughput that is
+        possible in the time which remains at this rate is a bound for all higher rates. If this throughput is not above
+        the rate, no settings keep the rate.
         """
         self.bound, self.is_refined = min(self.bound, max(self._served(at_least, at_least, waits), at_least)), True
 
@@ -104,7 +104,7 @@ class Branch:
 
     @cached_property
     def _steps(self) -> PromptSteps:
-        """The least times of prompts in steps that take them at any time."""
+        """The least times of prompts in steps that may encode prompts at any time."""
         budgets = self._budgets or (MANY,)
         micro = self.space.placement.microbatches
         return PromptSteps(self.relaxed.models.floor.lane, self.space.lengths, np.asarray(budgets) / micro, micro)
@@ -143,14 +143,17 @@ class Branch:
 
 
 class _Searched(NamedTuple):
-    """A search of a branch's settings: the time that they had, the rate that it began with, and what it found."""
+    """A search of a branch's settings: the time that settings had, the rate with which the search began, and its
+    result.
+    """
 
     left: Array
     at_least: float
     bound: UpperBound
 
     def holds(self, relaxed: Space, left: Array, at_least: float) -> bool:
-        """Return whether its bound holds for the settings in less time, and searching them could not lower it.
+        """Return whether the bound that was found also holds for settings that have less time, and another search could
+        not lower it.
 
         Searching could not lower the bound if the best point found is still allowed, since the bound exceeds that
         point's throughput by no more than the precision of the search.
@@ -160,7 +163,7 @@ class _Searched(NamedTuple):
             return False
         if throughput <= at_least:
             return True
-        if throughput <= self.at_least:  # nothing exceeds the rate that the search began with
+        if throughput <= self.at_least:  # no settings exceed the rate with which the search began
             return False
         if np.array_equal(left, self.left):
             return True
@@ -197,8 +200,9 @@ class Branches:
         ]
 
     def count_waits(self) -> None:
-        """From now on, count the time that requests wait for the prompts before them; valid if they enter in order of
-        arrival."""
+        """From now on, count the time for which requests wait for the prompts before them. This is valid only if
+        requests enter in order of arrival.
+        """
         self._waits = Waits(self._constraint, self._lengths)
 
     def breach(self, space: Space, rate: float, *, waits: bool = True) -> float:
@@ -221,7 +225,7 @@ class Branches:
         """Yield the branches that may keep a higher rate than the best one so far, the highest bound first.
 
         Args:
-            until: the time (`time.perf_counter`) after which none is yielded.
+            until: the time (`time.perf_counter`) after which no branch is yielded.
         """
         heap, yielded = [(-branch.bound, i) for i, branch in enumerate(self.all)], set[Hashable]()
         heapq.heapify(heap)
@@ -237,7 +241,9 @@ class Branches:
                 heapq.heappush(heap, (-branch.bound, i))
 
     def _refine(self, branch: Branch) -> None:
-        """Bound a branch once; waa-c and waa-m may divide devices alike and then share the bound."""
+        """Compute a branch's bound once; waa-c and waa-m may divide devices in the same way, and then share the
+        bound.
+        """
         alike = branch.alike
         if alike not in self._refined:
             self._say(branch)
@@ -246,8 +252,7 @@ class Branches:
         branch.bound, branch.is_refined = min(branch.bound, self._refined[alike]), True
 
     def tighten(self, until: float) -> bool:
-        """Tighten the bounds of the branches that decide the highest bound of all; return whether there was enough
-        time."""
+        """Tighten the bounds of the branches that determine the highest bound; return whether there was enough time."""
         highest, closest = self.best_rate, dict[Hashable, float]()
         for branch in sorted(self.all, key=lambda one: -one.bound):
             if branch.bound <= (1 + CLOSE) * highest:

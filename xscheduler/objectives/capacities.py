@@ -11,8 +11,9 @@ from xsimulator.capacity import capacity
 
 
 def with_capacities(plans: dict[str, Plan], profile: Profile) -> dict[str, Plan]:
-    """Return the plans with missing capacities simulated; the first plan's also under slightly tighter and looser
-    bounds."""
+    """Return the plans, after simulating missing capacities; for the first plan, also under slightly tighter and looser
+    bounds.
+    """
     found = {}
     for i, (kind, plan) in enumerate(plans.items()):
         known = plan.estimate.capacity
@@ -35,6 +36,6 @@ def with_capacity(plan: Plan, profile: Profile, predicted: float | None = None, 
 
     Args:
         predicted: the closed form's rate.
-        edges: also simulate bounds that are a little tighter and looser.
+        edges: whether to also simulate slightly tighter and looser bounds.
     """
     return plan.with_estimate(capacity=capacity(plan, profile, predicted, edges=edges))

@@ -2,10 +2,10 @@
 
 The latency of a quantile of all requests depends on whole distributions of times. Closed forms predict it with an error
 that differs from plan to plan, so plans are simulated until one keeps the bound. A policy's plans form a ladder that
-does not depend on the bound: each rung holds the best plan that keeps the rung's latency in closed form. The search
-finds the highest rung whose plan keeps the bound in simulation, always by the same bisection of the same ladder. A
-looser bound passes every test that a tighter one passes, so its search ends at least as high: no bound that can be kept
-is called infeasible, and throughput never falls with a looser bound.
+does not depend on the bound: each rung has the best plan that keeps the rung's latency in closed form. The search finds
+the highest rung whose plan keeps the bound in simulation, always by the same bisection of the same ladder. With a
+looser bound, every test passes that passes with a tighter one, so the search ends at least as high. Therefore no bound
+that can be kept is called infeasible, and throughput never falls when a bound is loosened.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def request_law(plan: Plan, profile: Profile, workload: Workload | None = None, 
     """Return the simulated latencies of all requests at saturation, from admission to the last token.
 
     If all outputs have one length, requests that begin together stay together. So requests with drawn lengths are
-    simulated twice, beginning together and spread out, and the slower result counts.
+    simulated twice, once beginning together and once spread out, and the slower result counts.
 
     Args:
         workload: lengths; None: the plan's own.
@@ -105,7 +105,7 @@ class Ladder:
     """A policy's plans by the latency that they keep in closed form: rung k stands for RUNG to the power of k seconds.
 
     Args:
-        of: a scheduler, whose own latency bound is ignored.
+        of: a scheduler; its latency bound is ignored.
         progress: is called for each simulation.
     """
 
@@ -116,8 +116,9 @@ class Ladder:
         self.plan = cache(self._plan)
 
     def top(self, bound_s: float) -> Plan | None:
-        """Return the plan of the highest rung searched under a bound, whose throughput is the highest; None: no rung
-        has a plan."""
+        """Return the plan of the highest rung that is searched under a bound; its throughput is the highest. None: no
+        rung has a plan.
+        """
         return self.plan((_top(bound_s) + 1) * BLOCK)
 
     def highest(self, bound_s: float, rival_rps: float = 0.0) -> Plan | None:

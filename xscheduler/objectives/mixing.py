@@ -23,7 +23,7 @@ def with_mixing_edge(plans: Mapping[str, Plan], profile: Profile) -> Plan:
     """Return the first plan, annotated with the cost of mixed steps at which another policy's plan would serve more.
 
     Plans are compared by their objective, in closed form at another cost and with unchanged settings. A plan from a
-    measured profile is returned unchanged: mixed steps have been measured.
+    measured profile is returned unchanged, since mixed steps have been measured.
     """
     best = next(iter(plans.values()))
     rivals = [plan for plan in plans.values() if _mixes(plan) != _mixes(best)]

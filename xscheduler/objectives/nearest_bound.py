@@ -26,7 +26,7 @@ def never_kept(
 ) -> InfeasibleError:
     """Return the error that no plan keeps the bounds at any rate; it names the nearest bounds that a plan keeps.
 
-    If one bound by itself is to blame, only that one is named; otherwise all are.
+    If a single bound is the cause, the error names only this bound; otherwise it names all of them.
     """
     constraint = scheduler.problem.constraint
     given = {name: bound for name in BOUNDS if (bound := getattr(constraint, name)) is not None}
@@ -61,7 +61,9 @@ def never_kept(
 def _nearest(
     constraint: Constraint, bounds: Mapping[str, float], low: float, keeps: Keeps, progress: Progress | None
 ) -> float | None:
-    """Return the least factor by which some bounds must be loosened so that a plan keeps them; None: none was found."""
+    """Return the least factor by which some bounds must be loosened so that a plan keeps them; None: no such factor was
+    found.
+    """
     started, high, tried = time.perf_counter(), low, 0
 
     def is_kept(factor: float) -> bool:

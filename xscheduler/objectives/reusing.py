@@ -1,11 +1,11 @@
 """Find plans that count on prefix reuse: divide memory between running requests and prompts cached for later ones.
 
-The share of prompt tokens found in the cache depends on the memory that a setting leaves for the cache. A larger batch
-serves more requests at a time and finds less cached, so throughput is not monotone in the batch size. Therefore the
-size of the cache is enumerated, in steps between which the cached share grows equally. Within a step, lengths are fixed
-and the settings are monotone as without reuse. The certificate bounds each step by the throughput that its settings
-would reach if they found as much cached as those of the next step, and if running requests took memory only for their
-outputs.
+The share of prompt tokens found in the cache depends on the memory that a setting leaves for the cache. With a larger
+batch, more requests run at the same time but fewer tokens are cached, so throughput is not monotone in the batch size.
+Therefore cache sizes are enumerated such that the cached share grows by the same amount from each size to the next. At
+one size, lengths are fixed, and throughput and latency are monotone in the settings as without reuse. For settings
+between two sizes, the certificate uses an upper bound: the throughput with the cached share of the larger size, if
+running requests took memory only for their outputs.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ MOST_DIVISIONS = 2
 def with_reuse(task: Task, trace: TraceLengths | None, plans: dict[str, Plan]) -> dict[str, Plan]:
     """Return each policy's best plan, the best of all first: the given one, or a better one that counts on reuse.
 
-    A plan with reuse has one replica, or as many as the best plan without reuse; each replica then gets the requests
-    that are routed to it.
+    A plan with reuse has one replica, or the same number as the best plan without reuse; each replica then gets the
+    requests that are routed to it.
 
     Args:
         trace: the workload's trace; None: it is not a trace, and the plans are returned unchanged.
@@ -88,7 +88,7 @@ class _Division:
     has_answers: bool
 
     def problem(self, inside: float = 0.0) -> Problem:
-        """Return the problem with prompts less their cached tokens, while `inside` other requests run."""
+        """Return the problem in which prompts are shorter by their cached tokens, while `inside` other requests run."""
         return replace(self.base, reused=reused_at(self.curve(round(inside)), self.size))
 
     def bound(self) -> Problem:
@@ -109,7 +109,8 @@ def _divisions(problem: Problem, trace: TraceLengths, best: Plan) -> list[_Divis
 
 
 def _consistent(task: Task, division: _Division, best: Plan) -> dict[str, Plan]:
-    """Return each policy's best plan, for the reuse that is possible with as many running requests as the plan has.
+    """Return each policy's best plan; its reuse is the one that is possible with the plan's own number of running
+    requests.
 
     If requests are always waiting, a conversation's next turn may enter before the previous answer has ended.
     """
@@ -153,7 +154,7 @@ def _planned(task: Task, problem: Problem) -> dict[str, Plan]:
 
 
 def _bound(plan: Plan) -> float | None:
-    """Return the proven upper bound on the objective of the plan's policy; None: nothing is proven."""
+    """Return the proven upper bound on the objective for the plan's policy; None: nothing is proven."""
     gap = plan.search.gap
     return None if gap is None else maximised(plan) * (1 + gap)
 

@@ -3,9 +3,9 @@
 Closed forms describe the steady state in which running requests are at different points of their outputs. If outputs
 have nearly equal lengths there is another steady state: requests that began together end together, and whole batches
 follow each other. So each plan is simulated; if the simulation disagrees, the plan gets the simulated figures. If
-throughput disagrees or a bound is broken, other plans are simulated: the best in closed form under ever tighter bounds.
-The one that serves most in simulation becomes the policy's plan. These tighter bounds do not depend on the user's
-bound, so a looser bound adds plans and removes none.
+throughput disagrees or a bound is broken, other plans are also simulated: those that are best in closed form under ever
+tighter bounds. The plan with the highest simulated throughput becomes the policy's plan. These tighter bounds do not
+depend on the user's bound, so a looser bound adds plans and removes none.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ class SaturatedFigures(NamedTuple):
     tpot_s: float | None
 
     def other_than(self, plan: Plan) -> dict[str, float]:
-        """Return the figures that disagree with the plan's, except under sla "request" the latency, which is simulated
-        already."""
+        """Return the figures that disagree with those of the plan. Under sla "request", latency is left out, since it
+        is simulated already.
+        """
         found = self._asdict()
         if plan.constraint.sla == "request":
             del found["latency_s"]
@@ -87,8 +88,9 @@ class SaturatedFigures(NamedTuple):
         return (1 + constraint.headroom) * max(over, default=0.0)
 
     def refutes(self, plan: Plan) -> bool:
-        """Return whether another plan may be better because this one serves another throughput than predicted or breaks
-        a bound."""
+        """Return whether another plan may be better, because this plan's throughput differs from its prediction or it
+        breaks a bound.
+        """
         return not _agree(self.throughput_rps, plan.estimate.throughput_rps) or self.excess(plan, plan.constraint) > 1
 
 
@@ -115,7 +117,9 @@ def saturated_figures(plan: Plan, profile: Profile) -> SaturatedFigures:
     seen = seen_at_once(plan, profile, inputs, outputs, longest)
     ends = np.sort(seen.end_s[seen.last_token[seen.last_token >= 0]])
     first, last = ends[skipped], ends[min(skipped + count, len(ends) - 1)]
-    ended = np.searchsorted(ends, last, "right") - np.searchsorted(ends, first, "right")  # many may end in one step
+    ended = np.searchsorted(ends, last, "right") - np.searchsorted(
+        ends, first, "right"
+    )  # many requests may end in one step
     chosen = np.flatnonzero(seen.first_token >= 0)[skipped : skipped + count]
     first_s = seen.first_output_s(chosen, encode_emits=encode_emits(plan))
     ttft_s = float((first_s - seen.start_s[seen.admitted[chosen]]).mean())
@@ -135,7 +139,7 @@ def _about(lengths: Ints | Sequence[int], length: int) -> npt.NDArray[np.bool_]:
 
 
 def with_simulated_figures(plan: Plan, profile: Profile) -> Plan:
-    """Return the plan with simulated figures in place of those of the closed form that disagree with them."""
+    """Return the plan, with figures of the closed form replaced by simulated ones where the two disagree."""
     return _with(plan, saturated_figures(plan, profile))
 
 
@@ -175,8 +179,8 @@ class Saturated(Objective):
     def _kept_by_all(self, ranked: Ranked, bound_s: float) -> dict[str, Plan]:
         """Return each policy's plan with the highest throughput that keeps the bound on all requests in simulation.
 
-        A policy that serves less than the best one even in closed form under a looser bound is not simulated: its plan
-        keeps the bound in closed form.
+        A policy is not simulated if its throughput, even in closed form and under a looser bound, is below that of the
+        best policy; its plan then keeps the bound in closed form only.
         """
         plans: dict[str, Plan] = {}
         best_rps = 0.0
@@ -210,10 +214,14 @@ class Saturated(Objective):
         return found
 
     def _best_in_simulation(self, kind: str, plan: Plan, seen: SaturatedFigures) -> tuple[Plan | None, float]:
-        """Return the policy's best plan in simulation (None: none keeps the bounds), and the least excess over them."""
+        """Return the policy's best plan in simulation (None: no plan keeps the bounds), and the least excess over the
+        bounds.
+        """
         best, least, simulated, profile = None, inf, {}, self.scheduler.problem.profile
         more = MORE if seen.throughput_rps > plan.estimate.throughput_rps else 1.0
-        has_own = plan.constraint.maximise is not None  # its value need not fall as bounds tighten
+        has_own = (
+            plan.constraint.maximise is not None
+        )  # the value of a user's objective need not fall as bounds tighten
         for other in chain((plan,), self._rungs(kind, plan)):
             if (
                 not has_own

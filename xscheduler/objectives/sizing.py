@@ -31,7 +31,7 @@ def fewest_devices(problem: Problem, policy: PolicyChoice = "auto") -> int:
     """Return the smallest number of the cluster's devices that sustains the arrival rate under the constraint.
 
     Raises:
-        InfeasibleError: even all of them do not.
+        InfeasibleError: even all devices do not sustain the rate.
     """
     low, high = 1, problem.cluster.num_devices
     plan_each(replace(problem, max_devices=high), policy)

@@ -1,8 +1,8 @@
-"""Tune by simulation the settings that closed forms cannot tell apart: token budgets that follow the slack of requests.
+"""Tune by simulation the settings that closed forms cannot compare: token budgets that follow the slack of requests.
 
-Optuna proposes settings in rounds, beginning with those that are equal to the plan's fixed ones. All are simulated with
-the same lengths and arrivals, at a rate slightly above the best so far; a run is given up as soon as too many requests
-have broken their bounds. So the result is never worse than the plan that was tuned.
+Optuna proposes settings in rounds, beginning with settings that are equivalent to the plan's fixed budget. All settings
+are simulated with the same lengths and arrivals, at a rate slightly above the best so far; a run ends early if too many
+requests have broken their bounds. So the result is never worse than the plan that was tuned.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TunedArrivals(Arrivals):
 
     Args:
         kind: the tuned policy, a key of `xsimulator.forecast.TUNED`.
-        order: order of admission; None: it is tuned as well.
+        order: order of admission; None: the order is tuned as well.
     """
 
     def __init__(
@@ -89,7 +89,8 @@ class TunedArrivals(Arrivals):
                 yield with_capacity(plan, self.scheduler.problem.profile, rate_of(plan), edges=False)
 
     def _on_one_stage(self, fixed: list[Plan]) -> list[Plan]:
-        """Return the policy's best single-stage plan in closed form; empty if the fixed plans include one.
+        """Return the policy's best single-stage plan in closed form; an empty list if the fixed plans already include
+        one.
 
         Steps of a pipeline have less time, and a prompt passes through only one of its micro-batches.
         """
@@ -113,7 +114,7 @@ def tune(plan: Plan, profile: Profile, *, others: Sequence[Plan] = (), order: Ad
     Args:
         plan: a plan with fixed settings and a simulated capacity.
         others: further plans with fixed settings to start from, on other placements or with other budgets.
-        order: order of admission; None: it is tuned as well.
+        order: order of admission; None: the order is tuned as well.
     """
     import optuna
 

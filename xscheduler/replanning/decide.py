@@ -30,12 +30,12 @@ class Verdict:
 
     Attributes:
         breaks_bound: whether the running plan certainly breaks its bounds.
-        plan: the best plan, in a form that can replace the running one; None if none keeps the bounds.
-        is_swap: whether it takes effect between two steps, without a pause.
+        plan: the best plan, in a form that can replace the running one; None if no plan keeps the bounds.
+        is_swap: whether the plan takes effect between two steps, without a pause.
         gain: the best plan's gain in the objective, as a share of the running plan's value.
         pause_s: seconds for which the change would delay requests.
         switch: whether to change to `plan`.
-        reason: why, or why not.
+        reason: the reason for changing, or for not changing.
     """
 
     running: Outcome
@@ -83,7 +83,7 @@ def _decide_feasible(judge: Judge, terms: Terms) -> Verdict:
     """Return the verdict if a plan keeps the bounds.
 
     Raises:
-        InfeasibleError: no plan does.
+        InfeasibleError: no plan keeps the bounds.
     """
     anywhere, swap = find_candidates(judge)
     pause_s = judge.running.latency_s + loading_s(anywhere, judge.situation.profile, judge.plan)
@@ -131,7 +131,7 @@ def _repays(rate: float, in_place_rps: float, pause_s: float, terms: Terms) -> b
 
 
 def _compare(judge: Judge, best: Plan, terms: Terms, *, pause_s: float, is_swap: bool) -> Verdict:
-    """Return the verdict on a plan: its gain, and whether that is enough."""
+    """Return the verdict on a plan: its gain, and whether the gain is large enough."""
     running, outcome, gain = judge.running, judge.outcome(best), _gain(judge, best)
     switch = not judge.kept_rps or gain >= terms.least_gain
     if outcome.arrival_rate_per_s is not None:
@@ -146,7 +146,9 @@ def _compare(judge: Judge, best: Plan, terms: Terms, *, pause_s: float, is_swap:
 
 
 def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:
-    """Return the verdict with a plan that would keep the bound for longer requests, too, if that is cheap."""
+    """Return the verdict with a plan that would also keep the bound for longer requests, if such a plan costs
+    little.
+    """
     plan, running = (verdict.plan, verdict.plan) if verdict.switch else (judge.plan, judge.running)
     assert plan is not None and running is not None
     best = judge.careful(within_pins(judge.plan, SWAPPABLE), plan, judge.rate(running))
@@ -160,8 +162,9 @@ def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:
 
 
 def _although_broken(near: Verdict, constraint: Constraint) -> Verdict:
-    """Return the verdict under a feasible bound as one under the plan's own bound, which cannot be kept but remains the
-    aim."""
+    """Return the verdict under a feasible bound, expressed for the plan's own bound, which cannot be kept but remains
+    the aim.
+    """
     assert near.best is not None and near.plan is not None
     seconds = f"{near.best.latency_s:.3g} s"
     return replace(
@@ -184,7 +187,6 @@ def _gain(judge: Judge, plan: Plan) -> float:
 
 
 def _is_same(plan: Plan, other: Plan) -> bool:
-    """Return whether a swap would change neither the settings nor the figures that the policy takes from the
-    estimate."""
+    """Return whether a swap would change neither the settings nor the figures of the estimate that the policy uses."""
     tokens, others = plan.estimate.encode_tokens, other.estimate.encode_tokens
     return plan.policy == other.policy and abs(tokens - others) <= SAME * others

@@ -22,12 +22,12 @@ class Terms:
     Attributes:
         least_gain: share of the running plan's throughput (or arrival rate) that another plan must gain.
         confidence: number of standard deviations by which the observed quantile of lengths may be wrong, since high
-            quantiles of few requests are mostly chance. The bound counts as broken only if even the quantile lowered by
-            these breaks it.
+            quantiles of few requests are mostly chance. The bound counts as broken only if it is broken even with the
+            quantile lowered by these deviations.
         caution: pairs (standard deviations, share of throughput). If the running plan would break the bound at a
-            quantile raised by the deviations, a plan that keeps it there may lose this share of throughput. The fewer
-            the deviations, the likelier that case, and the higher the share.
-        near: if no plan keeps the bound, the running plan stays as long as it keeps this multiple of the nearest
+            quantile raised by the deviations, a plan that keeps the bound there may lose this share of throughput. The
+            fewer the deviations, the more likely this case is, and the higher the share.
+        near: if no plan keeps the bound, the running plan is kept as long as it keeps this multiple of the nearest
             possible bound.
         horizon_s: time in which a change of placement must repay its pause.
     """
@@ -80,7 +80,7 @@ class Judge(ABC):
             in_place: whether the plan must use the running plan's stages.
 
         Raises:
-            InfeasibleError: none keeps the bounds.
+            InfeasibleError: no plan keeps the bounds.
         """
 
     def careful(self, kinds: Sequence[str], plan: Plan, rate_rps: float) -> Plan | None:
@@ -91,7 +91,8 @@ class Judge(ABC):
             rate_rps: the objective's value of `plan`.
 
         Returns:
-            The plan; None if `plan` keeps the bounds, no plan at a small loss does, or they do not depend on lengths.
+            The plan; None if `plan` itself keeps the bounds, if no plan keeps them at a small loss, or if the bounds do
+            not depend on lengths.
         """
         return None
 
@@ -107,7 +108,7 @@ def best_of(problems: Sequence[Problem], kinds: Sequence[str]) -> list[Plan]:
     """Return the plan of the highest throughput for each problem that has a plan.
 
     Raises:
-        InfeasibleError: no problem has one.
+        InfeasibleError: no problem has a plan.
     """
     found, error = [], None
     for problem in problems:
@@ -219,8 +220,9 @@ def _admission(plan: Plan, best: Plan) -> Admission:
 def replaced(plan: Plan, best: Plan, *, in_place: bool) -> Plan:
     """Return another plan in a form that can replace the running one.
 
-    On the same stages, K/V memory stays as allocated. It leaves room for the activations of the old plan's largest
-    step, which is at most a slice. The new plan's steps may be larger by at most a slice, which the workspace holds.
+    On the same stages, the allocation of K/V memory does not change. It leaves room for the activations of the old
+    plan's largest step, which is at most a slice. The new plan's steps may be larger by at most a slice, and the
+    workspace has room for that.
     """
     return plan.model_copy(
         update={

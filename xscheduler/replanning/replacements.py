@@ -22,9 +22,9 @@ class Replacements(NamedTuple):
     """The best plans that may replace the running one.
 
     Attributes:
-        anywhere: on any placement of the server's devices.
-        swap: on the running plan's stages, with a policy that can be swapped in between two steps; None if no such plan
-            keeps the bounds.
+        anywhere: the best plan on any placement of the server's devices.
+        swap: the best plan on the running plan's stages, with a policy that can be swapped in between two steps; None
+            if no such plan keeps the bounds.
     """
 
     anywhere: Plan
@@ -32,7 +32,7 @@ class Replacements(NamedTuple):
 
 
 def within_pins(plan: Plan, kinds: Collection[str]) -> tuple[str, ...]:
-    """Return those of some policies that the user's requirements on a plan allow and that its model can run."""
+    """Return the given policies that the user's requirements on a plan allow and under which its model can run."""
     asked = plan.pinned.policy
     if asked != "auto":
         choices = POLICY_GROUPS.get(asked, (TUNED.get(asked, asked),))

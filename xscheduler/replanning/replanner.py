@@ -144,19 +144,20 @@ class BackgroundPlanner:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process and load the planner; otherwise the first question does so."""
+        """Start the process and load the planner. Without this call, the first question does so."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "xscheduler.replanning.replanner"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # Ctrl-C must reach only the server, which ends this process itself. A new session would not do: the kernel
-            # shares the cores evenly between sessions, whatever the niceness of their processes (autogroups).
+            # Ctrl-C must reach only the server, which ends this process itself. A new session would have a
+            # disadvantage: the kernel shares the cores evenly between sessions, whatever the niceness of their
+            # processes (autogroups).
             process_group=0,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         assert self._process.stdin is not None
-        with suppress(OSError):  # it has ended: the first question will say so
+        with suppress(OSError):  # the process has ended; the first question will report this
             self._process.stdin.write(self._profile_json.encode() + b"\n")
             self._process.stdin.flush()
 
@@ -220,7 +221,7 @@ def main() -> None:
     """Answer questions until the input ends: a profile first, then plans with observations, one JSON line each."""
     os.nice(NICENESS)
     profile = Profile.model_validate_json(sys.stdin.readline())
-    import_module("xscheduler.replanning.verdicts")  # load what `propose` needs before the first question
+    import_module("xscheduler.replanning.verdicts")  # load the modules that `propose` needs before the first question
     for line in sys.stdin:
         question = json.loads(line)
         try:

@@ -26,9 +26,9 @@ class Situation:
         plan: the running plan, at the observed pace.
         profile: the profile as measured, without the plan's slowdown.
         lengths: the observed lengths, cut to the model's context.
-        weight: number of requests behind the observed lengths.
+        weight: number of requests from which the lengths were observed.
         arrival_rate_per_s: observed arrival rate; None: unknown.
-        reuse: observed reuse; None: as the plan expects.
+        reuse: observed prefix reuse; None: the plan's expected reuse.
         goodput: share of requests that kept their bounds; None: unknown.
     """
 
@@ -50,7 +50,7 @@ class Situation:
         """Return a plan's situation.
 
         Args:
-            slowdown: ratio of step times to the profile's; None: the plan's.
+            slowdown: ratio of step times to those of the profile; None: the plan's slowdown.
         """
         lengths = within_context(observation.workload, plan.model.max_context)
         rate = observation.arrival_rate_per_s
@@ -61,7 +61,7 @@ class Situation:
     def problem(self, *, in_place: bool) -> Problem:
         """Return the problem whose best plan may take over, on the server's devices.
 
-        The number of replicas stays if they are on several machines or share experts.
+        The number of replicas does not change if they are on several machines or share experts.
 
         Args:
             in_place: whether to keep the running plan's stages and micro-batches. A single device has no others.
@@ -104,7 +104,7 @@ class Situation:
 
 
 def with_reuse(plan: Plan, reuse: ObservedReuse | None) -> Plan:
-    """Return the plan with the observed reuse, or unchanged if that is None.
+    """Return the plan with the observed reuse; unchanged if the reuse is None.
 
     A plan that expects no reuse has no cached blocks.
     """
@@ -117,7 +117,9 @@ def with_reuse(plan: Plan, reuse: ObservedReuse | None) -> Plan:
 
 
 def at_pace(plan: Plan, slowdown: float | None) -> Plan:
-    """Return the plan with step times `slowdown` times those of its profile, or unchanged if that is None."""
+    """Return the plan with step times that are `slowdown` times those of its profile; unchanged if `slowdown` is
+    None.
+    """
     if slowdown is None:
         return plan
     return plan.model_copy(update={"profile": plan.profile.model_copy(update={"slowdown": slowdown})})
@@ -126,8 +128,8 @@ def at_pace(plan: Plan, slowdown: float | None) -> Plan:
 def within_context(workload: Workload, max_context: int) -> Workload:
     """Return the workload with its longest outputs and inputs cut, so that any input and output fit together.
 
-    Each observed request did fit: the longest input and the longest output came from different requests. Allowed but
-    ungenerated output lengths are cut first, since a chat without a limit may be allowed the whole context.
+    Each observed request fitted, but the longest input and the longest output came from different requests. Output
+    lengths that were allowed but not generated are cut first, since a chat without a limit may use the whole context.
     """
     workload = workload.model_copy(update={"output": _without_idle_tail(workload, max_context)})
     room = max_context - workload.output.lengths[-1]

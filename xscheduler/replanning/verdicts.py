@@ -36,7 +36,7 @@ def judged(
     """Compare a running plan with the best one under the observed lengths, by the plan's objective.
 
     Args:
-        slowdown: ratio of step times to the profile's; None: the plan's.
+        slowdown: ratio of step times to those of the profile; None: the plan's slowdown.
 
     Raises:
         InputError: the profile is not that of the plan's devices.
@@ -81,7 +81,7 @@ def _ruled_alike(found: Plan, running: Plan, profile: Profile) -> Plan:
 
 
 def _judged_by_requests(situation: Situation, terms: Terms) -> Verdict:
-    """Compare plans whose bound is for all requests by simulating the running plan and the candidate.
+    """For a bound on all requests, compare plans by simulating the running plan and the candidate.
 
     If the candidate breaks the bound, another one is searched under a tighter bound.
     """
@@ -112,9 +112,9 @@ def _judged_by_requests(situation: Situation, terms: Terms) -> Verdict:
 class ArrivalsJudge(Judge):
     """Compares plans by the highest arrival rate at which they keep the bounds, by simulation.
 
-    The running plan breaks its bounds if requests arrive faster than that. There is no caution for few observed
-    requests: times are those of all requests, waiting included, and depend on the mean length as much as on the
-    longest, so a higher quantile does not show how wrong few requests may be.
+    The running plan breaks its bounds if requests arrive faster than that. Few observed requests are not a reason for
+    caution here: times are those of all requests, waiting included, and depend on the mean length as much as on the
+    longest. So a higher quantile of lengths would not show how wrong few requests may be.
     """
 
     situation: Situation

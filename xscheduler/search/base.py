@@ -19,8 +19,9 @@ class SearchResult:
         values: the point's predictions, by name.
         evaluations: number of points predicted.
         gap: no point of the spaces has more than (1 + gap) times this throughput; None: nothing is proven.
-        bound: a description of the bound behind the gap.
-        method: the method that found the point; not the requested one if that method's bounds did not hold.
+        bound: a description of the bound to which the gap refers.
+        method: the method that found the point; another one than requested if the bounds of the requested method did
+            not hold.
     """
 
     space: Space | None = field(compare=False)

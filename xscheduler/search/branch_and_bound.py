@@ -3,9 +3,9 @@
 Source: ExeGPT Algorithm 1, extended to any number of searched variables, with one incumbent for all values of the
 enumerated variables and all placements, and with a certificate. A block is a box of indices on the searched axes. If
 throughput and latency are monotone, a block's best throughput is at the corner with every variable at its fast end, and
-its lowest latency at the opposite corner; tolerances absorb points that violate this. The gap does not rest on
-monotonicity but on sound bounds (xscheduler.box_bounds): a block is dropped only if neither its predicted throughput
-nor its bound beats the incumbent.
+its lowest latency at the opposite corner; tolerances absorb points that violate this. The gap is proven by valid bounds
+(xscheduler.box_bounds), not by monotonicity: a block is dropped only if neither its predicted throughput nor its bound
+beats the incumbent.
 """
 
 from __future__ import annotations
@@ -164,7 +164,9 @@ class _Search:
         return SearchResult(self.best.space, self.best.settings, self.best.values, evaluations, gap, BOUND)
 
     def divide(self, parent: _Open, boxes: list[Box]) -> None:
-        """Predict the points of small boxes, and the corners of others, which are kept if they may beat the best."""
+        """Predict the points of small boxes, and the corners of larger boxes; keep a larger box if it may beat the best
+        point.
+        """
         if ends_of(parent.space)[1] is not None:
             self._sweep(parent, [box for box in boxes if _size(box) <= SMALL])
             boxes = [box for box in boxes if _size(box) > SMALL]
@@ -193,7 +195,7 @@ class _Search:
         if len(chosen):
             chosen = chosen[evaluation.excess_at(chosen) <= LATENCY_TOLERANCE]
         chosen = chosen[np.argsort(-tolerated[chosen], kind="stable")]
-        while len(chosen):  # the first ones may decide about the others
+        while len(chosen):  # the first points may make the others unnecessary
             now, chosen = chosen[:POINTS_AT_ONCE], chosen[POINTS_AT_ONCE:]
             self._try_parts(space, {name: values[now] for name, values in columns.items()})
             chosen = chosen[tolerated[chosen] > self.best_throughput]
@@ -239,7 +241,7 @@ class _Search:
                 continue
             promise = bound / (1 + THROUGHPUT_TOLERANCE)
             if fast is not None and evaluation.fits[at + fast]:
-                # A corner that does not fit in memory predicts nothing: only the bound counts.
+                # The prediction of a corner that does not fit in memory is not used; only the bound counts.
                 tolerated = evaluation.throughput[at + fast] * (1 + THROUGHPUT_TOLERANCE)
                 promise = min(bound, float(tolerated))
             priority = max(promise, bound / (1 + TARGET_GAP))
@@ -271,7 +273,7 @@ class UpperBound(NamedTuple):
 
     Attributes:
         throughput: requests a second, all replicas together.
-        best: the best allowed point that was predicted; None: none exceeds the throughput that was asked for.
+        best: the best allowed point that was predicted; None: no point exceeds the given throughput.
     """
 
     throughput: float

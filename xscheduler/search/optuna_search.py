@@ -34,7 +34,7 @@ def sample_points(
         score: returns the score of a point, given the trial, the index of its space in `spaces`, and its settings as
             columns of one value.
     """
-    import optuna  # takes half a second to load: only if used
+    import optuna  # loaded only if it is used, since loading takes half a second
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 

@@ -1,7 +1,7 @@
 """Evaluate piecewise linear functions over a profile's points: of one variable, of two, and many at once.
 
-They are linear between their points and towards zero below the first one. Beyond the last point they continue the last
-segment, or stay constant if that falls.
+These functions are linear between their points, and linear towards zero below the first point. Beyond the last point
+they continue the last segment, or stay constant if that segment falls.
 """
 
 from __future__ import annotations
@@ -135,13 +135,13 @@ class Grid:
 
 
 def _level(points: Array, seconds: Array) -> Array:
-    """Return times at twice the last point: along the last segment, or constant if that falls."""
+    """Return times at twice the last point: along the last segment, or constant if that segment falls."""
     slope = (seconds[-1] - seconds[-2]) / (points[-1] - points[-2])
     return seconds[-1] + points[-1] * np.maximum(slope, 0.0)
 
 
 class Table:
-    """Piecewise linear functions over the same points, evaluated all at once. # values [..., points]"""
+    """Piecewise linear functions over the same points, evaluated in one call. # values [..., points]"""
 
     def __init__(self, points: npt.ArrayLike, values: npt.ArrayLike) -> None:
         self.points: Array = np.asarray(points, float)
@@ -183,11 +183,11 @@ class Table:
 
 
 class ContextTable:
-    """Bilinear functions of the number of requests and of the context that each attends to.
+    """Bilinear functions of the number of requests and of the context to which each request attends.
 
     Args:
-        points, contexts: rising numbers of requests and contexts. Functions are extrapolated beyond the former;
-            contexts must lie inside.
+        points, contexts: rising numbers of requests and contexts. Functions are extrapolated beyond the numbers of
+            requests, but not beyond the contexts.
         values: # [functions, contexts, points]
     """
 

@@ -50,7 +50,7 @@ class GroupTables:
             batches, reused = grid.batches[:, None], lengths.reused
             if reused is None:
                 seconds = grid(batches, lengths.inputs) @ lengths.input_probabilities
-            else:  # the tokens left to encode also attend to cached ones
+            else:  # the tokens that remain to be encoded also attend to cached ones
                 found = np.where(reused.cached > 0, grid(batches, np.maximum(reused.cached, 1.0)), 0.0)
                 seconds = (grid(batches, reused.whole) - found) @ reused.probabilities
             self._of_prompts[lengths] = Table(grid.batches, seconds)

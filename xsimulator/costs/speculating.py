@@ -2,10 +2,10 @@
 
 A decode step of b requests with k drafted tokens passes (1 + k) b tokens through the model and k times b tokens through
 the draft; each request gets T = `Speculation.tokens_per_step` tokens on average. All other code counts one token for
-each request and step. So the profile is changed: its steps stand for 1 / T of a real step, and take 1 / T of the
-prompts that enter one. With f(n) the seconds of n tokens, such a step takes f((1 + k) b + T p) / T for b requests and p
-prompt tokens. Tables of tokens become F(n) = f(T n) / T, which is exact for prompts. Decodes take F((1 + k) b / T) -
-F(b) more; that, and the draft's passes, are added to the table of decode attention.
+each request and step. So the profile is changed: each of its steps stands for 1 / T of a real step, and encodes 1 / T
+of the prompts of a real step. With f(n) the seconds of n tokens, such a step takes f((1 + k) b + T p) / T for b
+requests and p prompt tokens. Tables of tokens become F(n) = f(T n) / T, which is exact for prompts. Decodes take F((1 +
+k) b / T) - F(b) more; this time and that of the draft's passes are added to the table of decode attention.
 
 Attention reads keys and values once for all tokens of a request that are verified together.
 """
@@ -39,7 +39,7 @@ class Draft:
     """The draft of a model: its weights, and the cost of its passes relative to the model's.
 
     Attributes:
-        layers: number of layers with keys and values of their own.
+        layers: number of the draft's layers that store their own keys and values.
         params: number of weights of its layer and of the projection that takes the model's hidden states.
         head_share: size of its output head relative to the model's.
     """
@@ -58,15 +58,18 @@ class Draft:
         self._spec, self._is_own = spec, method == "mtp"
 
     def bytes(self, dtype: DType) -> float:
-        """Return the bytes of its weights. An EAGLE-3 draft has its own output head; others share the model's."""
+        """Return the bytes of the draft's weights. An EAGLE-3 draft has its own output head; other drafts share that of
+        the model.
+        """
         spec = self._spec
         size = spec.bytes_per_weight(dtype, "experts") if self._is_own else max(2, BYTES_PER_ELEMENT[dtype])
         own_head = EAGLE3_VOCAB * spec.hidden_size * 2 if 0 < self.head_share < 1 else 0
         return self.params * size + own_head
 
     def kept_bytes(self, dtype: DType, group: int) -> float:
-        """Return the K/V bytes of the draft for each token on a device of a group; a draft's layer is like one of the
-        model."""
+        """Return the K/V bytes of the draft for each token on a device of a group; a layer of the draft is like a layer
+        of the model.
+        """
         kinds = [kind for kind in self._spec.kinds if kind.attention is not None and kind.attention.keeps]
         return self.layers * self._spec.kv_bytes_of(kinds[-1], dtype, group) if kinds else 0.0
 

@@ -9,8 +9,8 @@ A stage with d decoder and e encoder layers takes, for a step with n tokens of w
 
 with the tables of its tensor-parallel degree; the embedding is on the first stage, the head on the last. On the last
 stage, the last layer computes only keys and values for all n tokens (`last`); its work for the k sampled tokens counts
-as head. Every stage pays the overhead, since each worker assembles its own batch. An encoder-decoder's prompts pass its
-encoder layers and, in the same step, also the decoder with its start token. Source: ExeGPT sec. 3, 6.
+as head. Every stage pays the overhead, since each worker assembles its own batch. In an encoder-decoder, prompts pass
+the encoder layers; in the same step, their start tokens pass the decoder. Source: ExeGPT sec. 3, 6.
 """
 
 from __future__ import annotations
@@ -37,15 +37,17 @@ T = TypeVar("T")
 class LaneCost:
     """Step times of the stages of one lane.
 
-    Stages that cost the same are one kind; arrays have an entry for each kind.
+    Stages with equal costs form one kind; arrays have an entry for each kind.
 
     Args:
         degrees: the profile's tables, shared by several lanes; None: they are computed here.
         engine: the engine that runs the steps; None: an engine of which only the profile's step times are known.
-        is_floor: whether these are lower tables, on which closed forms charge mixing as for a single decode.
+        is_floor: whether these are lower tables; on lower tables, closed forms count the cost of mixing for a single
+            decode.
 
     Attributes:
-        mixing: extra time of a step that both encodes and decodes, as a share of the time of its decodes by themselves.
+        mixing: extra time of a step that both encodes and decodes, as a share of the time of a step with only its
+            decodes.
         ahead: whether the engine schedules a step while the previous one runs.
         apart: whether prompts are encoded in separate steps, before the decode step.
         whole_prompts: whether prompts are never cut into pieces.
@@ -133,7 +135,7 @@ class LaneCost:
         """Return the seconds of steps that only decode, by their number of requests. # [kinds, contexts]
 
         Args:
-            contexts: mean tokens that each request attends to (for an encoder-decoder, output tokens only).
+            contexts: mean number of tokens to which each request attends (for an encoder-decoder, output tokens only).
             inputs: mean input length, for cross-attention.
         """
         parts = [self.tokens.points, self.samples.points, self.overhead.points]
@@ -176,9 +178,11 @@ class LaneCost:
         return np.asarray([stage.decoder_layers * seconds for stage, seconds in self._by_kind(of_layer)])
 
     def prompts(self, lengths: Lengths) -> Table:
-        """Return the seconds of prompts besides decoder tokens, sampling and overhead, by their number. # [kinds]
+        """Return the seconds of prompts, apart from decoder tokens, sampling and overhead, by the number of prompts.
+        # [kinds]
 
-        They are attention and, with an encoder, also its layers and the keys and values from its output.
+        These are the seconds of attention and, with an encoder, of the encoder's layers and of computing keys and
+        values from its output.
         """
         tokens, degrees = lengths.mean_input, self._degrees.values()
         points = [degree.encode.batches for degree in degrees]
@@ -232,7 +236,7 @@ class LaneCost:
         return [cost(step.decodes, step.context) for cost in self._decoding]
 
     def parts(self, step: StepCounts) -> list[StepParts]:
-        """Return the seconds of one step on each stage, by part."""
+        """Return the seconds of each part of one step, on each stage."""
         by_kind = self._parts_by_kind(step)
         return [by_kind[k] for k in self._kinds_in_order]
 
@@ -293,7 +297,9 @@ class LaneCost:
         return [0.0, *(seconds[int(stage.far)] for stage in self.stages[1:])]
 
     def hops_ns(self, num_tokens: int) -> list[int]:
-        """Return the same in rounded nanoseconds, cached since steps have few different sizes."""
+        """Return the transfer's time in rounded nanoseconds; results are cached, since steps have few different
+        sizes.
+        """
         found = self._hops_ns.get(num_tokens)
         if found is None:
             found = [round(seconds * 1e9) for seconds in self.hops(num_tokens)]
@@ -343,7 +349,7 @@ def lanes_of(plan: Plan, profile: Profile) -> dict[StageLane, LaneCost]:
 class _DecodeSteps:
     """Computes the seconds of a stage's steps that only decode.
 
-    It caches, for each number of requests, the work besides attention and a row of attention's table.
+    For each number of requests, it caches the time of the work other than attention, and a row of attention's table.
     """
 
     def __init__(self, lane: LaneCost, kind: int) -> None:
@@ -371,7 +377,9 @@ class _DecodeSteps:
 
 
 def _ragged(grid: Grid, pieces: Sequence[tuple[int, int, int]]) -> float:
-    """Return the attention seconds of prompt pieces [start, end): the mean over pieces of a batch of pieces like it."""
+    """Return the attention seconds of prompt pieces [start, end). The result is a mean over the pieces, where each
+    piece counts with the time of a batch of equal pieces.
+    """
     count, at = len(pieces), grid.at
     seconds = 0.0
     for start, end, _ in pieces:

@@ -30,7 +30,8 @@ class StepCounts(NamedTuple):
     Attributes:
         encode: (start, end, 1 if it ends its prompt else 0) of each prompt piece.
         decodes: requests that decode a token.
-        context: tokens that these attend to, summed over requests (for an encoder-decoder, output tokens only).
+        context: number of tokens to which the decoding requests attend, summed over requests (for an encoder-decoder,
+            output tokens only).
         sampled: rows that pass the output head.
         num_tokens: prompt tokens, plus one for each decode.
         mean_input: mean input length of the requests that pass the decoder; for cross-attention.
@@ -50,7 +51,7 @@ class StepCounts(NamedTuple):
         """Return the counts of a decoder-only model's step, which samples for each decode and each ended prompt.
 
         Args:
-            contexts: tokens that each decoding request attends to.
+            contexts: number of tokens to which each decoding request attends.
         """
         sampled = len(contexts) + sum(done for _, _, done in encode)
         num_tokens = len(contexts) + sum(end - start for start, end, _ in encode)

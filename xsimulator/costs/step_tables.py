@@ -186,8 +186,9 @@ def step_ns(t, step, pieces, scratch, found):
 
 @helper
 def layer_of(t, group, step, pieces, found):
-    """Write a layer's seconds into `found`: tokens, decodes, prompts, head, cross-attention, keys and values for it,
-    and tokens in the last layer."""
+    """Write a layer's seconds into `found`: for tokens, decodes, prompts, the head, cross-attention, the keys and
+    values of cross-attention, and tokens in the last layer.
+    """
     lines, grids = NUM_LINES * group, NUM_GRIDS * group
     count, decodes = step.last_piece - step.first_piece, step.decodes
     prompt_tokens, passing = step.num_tokens - decodes, decodes + step.num_ended
@@ -207,7 +208,9 @@ def layer_of(t, group, step, pieces, found):
 
 @helper
 def prompts_s(t, grid, pieces, step):
-    """Return the attention seconds of prompt pieces: the mean over pieces of a batch of pieces like it."""
+    """Return the attention seconds of prompt pieces: a mean over the pieces, where each piece counts with the time of a
+    batch of equal pieces.
+    """
     count, seconds = step.last_piece - step.first_piece, 0.0
     for i in range(step.first_piece, step.last_piece):
         piece = pieces[i % len(pieces)]
@@ -219,7 +222,9 @@ def prompts_s(t, grid, pieces, step):
 
 @helper
 def pass_stages(t, free_ns, issue_ns, costs_ns, num_tokens):
-    """Return when a step leaves the last stage, and update `free_ns`, when each stage has finished all steps so far."""
+    """Return when a step leaves the last stage, and update `free_ns`, the times at which each stage has finished all
+    steps so far.
+    """
     now_ns = free_ns[0] = max(issue_ns, free_ns[0]) + costs_ns[t.kind_of[0]]
     if len(free_ns) == 1:
         return now_ns

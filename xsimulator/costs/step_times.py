@@ -68,7 +68,7 @@ def _steps(plan: Plan, cost: LaneCost, seed: int) -> list[tuple[StepCounts, floa
     inputs, outputs = plan.workload.input, plan.workload.output
     most = max(1, getattr(plan.policy, "max_batch", round(plan.estimate.decode_batch)))
     steps = []
-    shares = np.asarray(inputs.probabilities) / sum(inputs.probabilities)  # those in a file are rounded
+    shares = np.asarray(inputs.probabilities) / sum(inputs.probabilities)  # numbers in a file are rounded
     for _ in range(NUM_STEPS):
         decodes = int(rng.integers(1, most + 1))
         mean = rng.choice(inputs.lengths, p=shares) + outputs.lengths[-1] * rng.random() / 2

@@ -1,12 +1,13 @@
 """Define the state of a simulation by counts, in which requests arrive one by one.
 
-All requests that decode in a micro-batch advance together. So a step needs only their number and the tokens that they
-attend to in all, and each request only the iteration in which it ends. Requests enter in order of arrival; memory for
-their longest output is reserved ("reserve") or, in one micro-batch of orca and chunked, they take the blocks of their
-prompt ("quantile"). Other schedules are simulated request by request (`xsimulator.events`). For schedules that both can
-simulate, the times are the same (tests/contract/test_counts.py).
+All requests that decode in a micro-batch advance together. So the cost of a step needs only the number of these
+requests and the total number of tokens to which they attend, and a request needs only the iteration in which it ends.
+Requests enter in order of arrival. Memory for their longest output is reserved ("reserve"); in a single micro-batch of
+orca or chunked, they may instead take only the blocks of their prompt ("quantile"). Other schedules are simulated
+request by request (`xsimulator.events`). For schedules that both can simulate, the times are the same
+(tests/contract/test_counts.py).
 
-numba compiles the loops when they are first run, and keeps them on disk: see `xsimulator.counts.compiled`.
+numba compiles the loops when they first run, and keeps the compiled code on disk: see `xsimulator.counts.compiled`.
 """
 
 from __future__ import annotations
@@ -103,11 +104,12 @@ class Stream(NamedTuple):
     """Requests in order of arrival.
 
     Attributes:
-        inputs, outputs: their tokens.
+        inputs, outputs: numbers of tokens of their prompts and outputs.
         max_output: output tokens for which memory is reserved, for each request or for all.
         arrivals_ns: their times of arrival.
         cached: tokens of each prompt whose K/V is already cached; empty: none.
-        tokens: their output tokens, if `outputs` counts decode steps with a draft; empty: the same as `outputs`.
+        tokens: numbers of their output tokens, if `outputs` counts decode steps with a draft; empty: the same as
+            `outputs`.
     """
 
     inputs: Ints
@@ -124,7 +126,7 @@ class GoalNs(NamedTuple):
     Attributes:
         whole_ns, first_ns: time from arrival to the last and to the first token.
         gap_ns: mean gap between tokens.
-        most_broken: the run ends once more requests than this have broken one of them.
+        most_broken: the run ends once more requests than this number have broken one of the bounds.
     """
 
     whole_ns: float
@@ -145,8 +147,8 @@ class Kv(NamedTuple):
     """K/V memory of a lane, in blocks of a fixed number of tokens.
 
     Attributes:
-        by_use: whether requests take blocks as they grow, and the last one to enter is preempted when none is free;
-            otherwise each reserves its maximum.
+        by_use: whether requests take blocks as they grow, and the last request to enter is preempted when no block is
+            free; otherwise each request reserves its maximum.
     """
 
     blocks: int
@@ -190,9 +192,9 @@ class Run(ABC):
 
     Args:
         num_batches: number of micro-batches of all lanes together.
-        most_steps: most steps that run at once.
-        clients: number of clients of a closed loop, each of which sends its next request `path_ns` after its last one
-            has ended; None: requests arrive at their own times.
+        most_steps: largest number of steps that run at the same time.
+        clients: number of clients of a closed loop, each of which sends its next request `path_ns` after its previous
+            one has ended; None: requests arrive at their own times.
         is_logged: whether to log each step.
     """
 

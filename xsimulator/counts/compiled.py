@@ -1,7 +1,7 @@
 """Compile loops with numba and keep them on disk.
 
-A helper is compiled into its callers. A function that Python calls is compiled when it is first run, which takes some
-seconds, and kept on disk (`xgpt.core.compiled_code`).
+A helper is compiled into its callers. A function that Python calls is compiled when it first runs, which takes some
+seconds; the result is kept on disk (`xgpt.core.compiled_code`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def is_kept(function: Callable[..., Any]) -> bool:
 
 
 def _borrowed(typing_context: Any, arrays: Any) -> Any:
-    """Return the same named tuple with arrays without reference counts; the caller must keep them alive.
+    """Return the same named tuple with arrays that have no reference counts; the caller must keep them alive.
 
-    Numba changes a reference count atomically whenever an array is read from a tuple, which took most of these loops'
+    Numba changes a reference count atomically whenever an array is read from a tuple, and this took most of the loops'
     time.
     """
 

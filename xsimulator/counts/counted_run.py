@@ -48,9 +48,9 @@ def is_counted(plan: Plan) -> bool:
     """Return whether a plan can be simulated by counts; otherwise the simulated engine runs its own rule.
 
     Counts repeat the rules of `policies.OneLane` and `policies.TwoLane` for the settings that `OneLaneRun.known` and
-    `TwoLaneRun.known` name: a plan whose rule has any other setting is not counted. It also needs order fcfs, and
-    reserved K/V memory; or, instead of the latter, a decoder-only model under orca or chunked in a single
-    micro-batch."""
+    `TwoLaneRun.known` name: a plan whose rule has any other setting is not counted. The plan also needs order fcfs,
+    and either reserved K/V memory or a decoder-only model under orca or chunked in a single micro-batch.
+    """
     return _counted_schedule(plan) is not None
 
 

@@ -13,7 +13,7 @@ def blocks_of(lane, tokens):
 
 @helper
 def next_waiting(lane):
-    """Return the first waiting request; NONE: none waits."""
+    """Return the first waiting request; NONE: no request waits."""
     if lane.preempted != NONE:
         return lane.preempted
     return lane.head if lane.head < lane.tail else NONE
@@ -38,7 +38,7 @@ def can_admit(s, lane):
 
 @helper
 def admit(s, lane):
-    """Admit the first waiting request and return it; NONE: none can enter."""
+    """Admit the first waiting request and return it; NONE: no request can enter."""
     if not can_admit(s, lane):
         return NONE
     id_ = next_waiting(lane)
@@ -53,7 +53,9 @@ def admit(s, lane):
 
 @helper
 def leave(s, lane, id_, more=0):
-    """Free a request's blocks; under by_use, those of all tokens except its last one, and of `more` tokens."""
+    """Free a request's blocks; under by_use, the blocks of all tokens except its last one, and of `more` further
+    tokens.
+    """
     request = s.requests[id_]
     lane.reserved -= blocks_of(lane, request.input + (request.output - 1 + more if lane.by_use else request.most))
     lane.num_inside -= 1
@@ -67,7 +69,7 @@ def grows_in(s, batch, context):
 
 @helper
 def preempt(s, lane, number):
-    """Preempt the request that entered last: it waits in front. The next step must not have been scheduled."""
+    """Preempt the request that entered last; it then waits first. The next step must not have been scheduled."""
     batch, id_ = s.batches[number], lane.head - 1
     lane.num_inside -= 1
     if batch.num_encoding:
@@ -105,7 +107,7 @@ def preempt(s, lane, number):
 
 @helper
 def make_room(s, lane, number):
-    """Give every request the block of its next token; preempt those that entered last until there is room."""
+    """Give every request the block of its next token; preempt the requests that entered last until there is room."""
     batch = s.batches[number]
     while lane.reserved + s.grows[batch.iteration % len(s.grows)] > lane.blocks and lane.num_inside > 1:
         preempt(s, lane, number)
@@ -195,7 +197,7 @@ def count(s, step, has_encoder):
     step.decodes = step.context = 0
     if step.does_decode:
         step.decodes, step.context = batch.decoding + batch.held, batch.context
-        if has_encoder:  # its decoder's self-attention sees only outputs
+        if has_encoder:  # a decoder's self-attention sees only outputs
             step.context += step.decodes - batch.inputs
             inputs += batch.inputs
     step.mean_input = inputs / max(step.decodes + step.num_ended, 1)
@@ -205,7 +207,7 @@ def count(s, step, has_encoder):
 
 @helper
 def log(s, lane, step):
-    """Note in its requests that a step ends now."""
+    """Record in a step's requests that the step ends now."""
     batch = s.batches[step.batch]
     if step.does_decode:
         batch.num_decode_steps += 1

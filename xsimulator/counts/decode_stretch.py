@@ -1,7 +1,7 @@
 """Simulate consecutive steps that only decode, in the compiled run of one lane.
 
-Until a request joins or ends, a micro-batch decodes the same requests in every step, and of the terms of a step's cost
-only the one of the context grows. The other terms are looked up once.
+Until a request joins or ends, a micro-batch decodes the same requests in every step, and only the term of the context
+changes in a step's cost. The other terms are looked up once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from xsimulator.counts.counting import can_admit
 
 @helper
 def decode_on(s, lane, tables, free_ns):
-    """Run the steps that only decode, up to the next one that ends a request or that another request may join.
+    """Run steps that only decode, up to the next step that ends a request or that another request may join.
 
     All earlier steps must be settled. It does nothing with several stages or micro-batches, or if steps are logged.
     """

@@ -191,7 +191,7 @@ def is_phase_over(batch):
 
 @helper
 def may_encode(s, lane, number):
-    """Return whether a phase may begin; those of all micro-batches begin together."""
+    """Return whether a phase may begin; the phases of all micro-batches begin together."""
     if len(s.batches) == 1 or lane.mix or lane.refills:
         return True
     for i in range(len(s.batches)):
@@ -202,7 +202,9 @@ def may_encode(s, lane, number):
 
 @helper
 def waits_for_others(s, lane, batch):
-    """Return whether prompts wait in this step: for a look at new requests, or for more prompts. Count the latter."""
+    """Return whether prompts wait in this step, for the next check for new requests or for more prompts; steps of the
+    second kind are counted.
+    """
     if batch.since_encode % lane.receive_steps and batch.decoding > 0:
         return True
     most = batch.max_batch - num_running(batch)
@@ -321,7 +323,7 @@ def settle(s, lane):
             finish(s, lane, step.batch)
         join_encoded(s, lane, step, lane.now_ns)
         if step.last_piece > step.first_piece:
-            finish(s, lane, step.batch)  # requests of one token end with their prompt
+            finish(s, lane, step.batch)  # requests with one output token end with their prompt
         if lane.refills and not is_any_left(s):
             end_batch(s, lane)
     settled(s, lane, step)
@@ -350,7 +352,7 @@ def join_encoded(s, lane, step, now_ns):
 
 @helper
 def finish(s, lane, number):
-    """End the requests that have their last token now; those of a static batch keep their places."""
+    """End the requests that have their last token now; requests of a static batch keep their places."""
     batch, id_ = s.batches[number], take_ends(s, number)
     while id_ != NONE:
         drop(s, batch, id_)
@@ -384,7 +386,9 @@ def end_batch(s, lane):
 
 @helper
 def assume(s, lane, step):
-    """Assume that a running step has made its tokens: requests go on, except those that reach their maximum in it."""
+    """Assume that a running step has made its tokens: requests continue, except those that reach their maximum in this
+    step.
+    """
     batch = s.batches[step.batch]
     if step.does_decode:
         batch.iteration += 1
@@ -402,7 +406,7 @@ def assume(s, lane, step):
 
 @helper
 def has_room(s, lane, batch):
-    """Return whether all requests in decode could take a block, those included that end in the assumed step."""
+    """Return whether all requests in decode could take a block, including those that end in the assumed step."""
     missing, id_ = s.grows[batch.iteration % len(s.grows)], lane.assumed_ends
     while id_ != NONE:
         request = s.requests[id_]
@@ -431,5 +435,7 @@ def settle_ahead(s, lane, step):
         else:
             drop(s, batch, id_)
         end(s, lane, id_)
-        leave(s, lane, id_, 1 if request.output < request.most and batch.steps else 0)  # it is in the step under way
+        leave(
+            s, lane, id_, 1 if request.output < request.most and batch.steps else 0
+        )  # the request is in the step under way
         id_ = request.ends_with

@@ -120,7 +120,9 @@ def go_on(s, encode, decode, encode_free_ns, decode_free_ns, tokens_moved, moved
 
 @helper
 def free_slot(s):
-    """Return the place for the next step; there is one more place than steps can run at once."""
+    """Return the place for the next step; there is one more place than the number of steps that can run at the same
+    time.
+    """
     i = 0
     while s.steps[i].end_ns != NONE:
         i += 1
@@ -129,7 +131,7 @@ def free_slot(s):
 
 @helper
 def next_end(s):
-    """Return the step that ends first; of several, the one that began first; NONE: no step runs."""
+    """Return the step that ends first (of several such steps, the one that began first); NONE: no step runs."""
     found = NONE
     for i in range(len(s.steps)):
         step = s.steps[i]
@@ -146,7 +148,7 @@ def next_end(s):
 
 @helper
 def occupy(free_ns, now_ns, seconds):
-    """Occupy every stage with other work for this long."""
+    """Occupy every stage with other work for a given time."""
     for i in range(len(free_ns)):
         free_ns[i] = max(free_ns[i], now_ns) + np.int64(np.rint(seconds * 1e9))
 
@@ -176,7 +178,7 @@ def next_decode(s, lane, step):
         if not batch.decoding and not num_arrived:
             continue
         num_decoding = num_arrived + in_decode(s, lane)
-        all_join = num_decoding == num_arrived  # no step would end their buffer time
+        all_join = num_decoding == num_arrived  # without a decode step, their buffer time would never end
         share = -(-num_decoding // num_batches)
         step.first_moved, step.joining = lane.num_joined, 0
         while lane.num_joined < lane.num_arrived and batch.decoding < share:
@@ -255,7 +257,9 @@ def in_decode(s, lane):
 
 @helper
 def encode_target(s, lane):
-    """Return the prompt tokens of the next encode batch: fewer if many requests decode, more if few do."""
+    """Return the number of prompt tokens of the next encode batch: fewer if many requests decode, more if few requests
+    decode.
+    """
     excess = lane.num_arrived - lane.num_joined + in_decode(s, lane) - lane.decode_batch
     if not lane.adjustment or abs(excess) <= lane.adjustment * lane.decode_batch:
         return lane.encode_tokens

@@ -1,4 +1,4 @@
-"""Compute a quantile of all requests' latencies in closed form, with varying prompts and decode steps.
+"""Compute a quantile of all requests' latencies in closed form, taking into account that prompts and decode steps vary.
 
 A request takes a time to its first token, which depends on its prompt and on the step that encodes it, and then D
 decode steps; D follows the distribution of output lengths. With steps of mean t and standard deviation s, independent

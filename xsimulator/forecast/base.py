@@ -1,4 +1,5 @@
-"""The interface of a policy's forecast: all that planning, the queueing model and re-planning need from a policy.
+"""The interface of a policy's forecast: everything that planning, the queueing model and re-planning need from a
+policy.
 
 A forecast has no state. It reads a model of the steps of a placement's lanes under one workload
 (`one_lane.OneLaneModel`, `two_lanes.TwoLaneModel`), which policies with the same lanes share.
@@ -56,7 +57,7 @@ class Stations(NamedTuple):
 
 
 class Forecast(ABC, Generic[M]):
-    """The closed form of one policy, with what planning must know about the policy.
+    """The closed form of one policy, with the properties of the policy that planning needs.
 
     Attributes:
         settings: the type of its settings, which declares its control variables.
@@ -65,10 +66,11 @@ class Forecast(ABC, Generic[M]):
         line: the variable along which settings are numbered; the other variable, if there is one, selects the line: a
             policy has at most two. The values of this one are consecutive integers, and its latency rises or falls.
         load: the variable that grows along a load curve, starting at one request.
-        follows: variables that grow in proportion to it.
+        follows: variables that grow in proportion to the load variable.
         num_curves: number of values of another variable at which load curves begin.
         stations: the policy as a queueing system.
-        swaps_between_steps: whether an engine can switch between this policy and another such one between two steps.
+        swaps_between_steps: whether an engine can switch between two steps from this policy to another one with this
+            property, and back.
         reserves_kv: whether K/V memory is always reserved in full.
         cuts_prompts: whether steps encode pieces of prompts.
     """
@@ -103,7 +105,7 @@ class Forecast(ABC, Generic[M]):
         return np.arange(room.least, max(room.least, int(room.capacity)) + 1)
 
     def line_counts(self, outer: Ints, inner: Ints, room: PlacementLimits) -> npt.NDArray[Any]:
-        """Return how many values of the line variable are allowed with each value of the other one."""
+        """Return how many values of the line variable are allowed with each value of the other variable."""
         return np.full(len(outer), len(inner))
 
     def curve_values(self, values: Ints) -> Ints:
@@ -142,7 +144,9 @@ class Forecast(ABC, Generic[M]):
         return self.estimate(model, plan.policy.model_copy(update={self.load: most}))
 
     def promises_too_little(self, found: Performance) -> npt.NDArray[np.bool_]:
-        """Return which predicted settings may serve more than predicted by more than chance: bounds count for them."""
+        """Return which predicted settings may have a throughput that exceeds its prediction by more than chance; for
+        these, bounds count.
+        """
         return np.zeros(len(found.throughput), bool)
 
     # Bounds ------------------------------------------------------------------------------------------------------
@@ -170,18 +174,18 @@ class Forecast(ABC, Generic[M]):
     ) -> tuple[Array, Array, Array] | None:
         """Return lower bounds on latency, time to first token and time per output token of each box.
 
-        None: they are those of the corner with each variable at its slow end.
+        None: the bounds are the predictions of the corner with each variable at its slow end.
 
         Args:
             model: the model on the lower tables.
-            lesser, floor: its predictions for the corners of all boxes, box by box, with `corners` for each: for the
-                smallest batches that a corner stands for (a function, since few policies need them), and for the
-                corner's own.
+            lesser, floor: the model's predictions for the corners of all boxes, box by box, with `corners` entries for
+                each box. `lesser` is for the smallest batches for which a corner stands (a function, since few policies
+                need it), `floor` for the corner's own batch.
         """
         return None
 
 
 def column(columns: Columns, name: str) -> Array:
-    """Return a column; ones if it is not given."""
+    """Return a column of settings; a column of ones if it is not given."""
     found = columns.get(name)
     return np.ones(len(next(iter(columns.values())))) if found is None else found

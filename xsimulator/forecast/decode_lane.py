@@ -16,7 +16,7 @@ from xsimulator.lengths import Lengths
 
 
 class DecodeLane:
-    """Predicts how long iterations take, by the requests that decode and those that join them.
+    """Predicts how long iterations take, depending on the requests that decode and those that join.
 
     Args:
         mean_decodes: mean number of a request's iterations.
@@ -49,7 +49,7 @@ class DecodeLane:
             rounds = np.maximum(microbatches[:, None] * slowest[:reach], through[:reach])
         if (
             self._encode.transfer.occupies
-        ):  # one transfer for each batch of requests that ended; the largest batch takes least per request
+        ):  # one transfer for each batch of requests that ended; the largest batch takes the least time per request
             each = self._encode.transfer_s(largest_batch) / largest_batch / self.mean_decodes
             rounds = rounds + (microbatches * each)[:, None] * GRID[:reach]
         # A batch joins as a whole: its requests share their steps with each other, even if few decode on average.
@@ -71,7 +71,7 @@ class DecodeLane:
         joining = each / self.mean_decodes
         some = _share_joined(joining, encode_batch)
         tokens = joining / some * self.lengths.mean_input
-        # The share of the steps with joining requests that take longer than 99% of all steps.
+        # The share, among steps with joining requests, of those that take longer than 99% of all steps.
         beyond = np.clip(0.01 / some, 0.01, 0.5)
         cost, slowest, through = (times[..., 1:] for times in self._grid)
         at = np.maximum(each, encode_batch * self._stays.together / microbatches)
@@ -104,7 +104,7 @@ class DecodeLane:
 
         The requests of a batch join together, and no request joins in most steps. Only steps with joining requests read
         these layers' weights, and all steps after such a step wait for it. With larger batches there are fewer such
-        steps; with smaller ones each takes less time.
+        steps; with smaller batches each of them takes less time.
         """
         cost, slowest, through = (times[..., :size] for times in self._grid)
         joining = GRID[:size] / self.mean_decodes
@@ -129,7 +129,8 @@ class DecodeLane:
         context = lengths.mean_decode_context - (lengths.mean_input if lane.has_encoder else 0.0)
         table = lane.decode(np.asarray([context]), lengths.mean_input)
         cost = table(GRID)[:, 0]
-        # With less than one request on average, fewer micro-batches run, but each one that runs passes all stages.
+        # With less than one request on average, fewer micro-batches run, but each micro-batch that runs passes all
+        # stages.
         some = np.maximum(GRID, 1.0)
         through = self.pipeline.through(table(some)[:, 0], lane.hop(some))
         return cost, np.maximum(cost.max(axis=0), 1e-12), through

@@ -1,4 +1,6 @@
-"""Predict WAA's encode lane: the seconds of a batch, between two batches, and of their transfer to the decode lane."""
+"""Predict WAA's encode lane: the seconds of a batch, the seconds between two batches, and those of the transfer to the
+decode lane.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ class Encoding(NamedTuple):
     """Times of encode batches.
 
     Attributes:
-        through, interval, moving: seconds through the lane, from one batch to the next, and of the transfer. # [n] each
+        through, interval, moving: seconds of a batch through the lane, seconds from one batch to the next, and seconds
+            of the transfer. # [n] each
         deviation: standard deviation of a batch's tokens, relative to their mean. # [n]
     """
 
@@ -48,7 +51,7 @@ class EncodeLane:
         times = self._table(batch)
         stages, through, moving = times[:-2], times[-2], times[-1]
         deviation = self._sd_tokens / batch
-        # As many batches run as there are stages: the longest of them sets their pace.
+        # The number of batches that run is that of the stages, and the longest of them sets the pace.
         pace = through * (1 + self._longest * deviation) / self.num_stages
         interval = np.maximum(np.maximum.reduce(stages), pace) + self.transfer.occupies * moving
         return Encoding(through, interval, moving, deviation)

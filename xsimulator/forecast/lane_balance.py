@@ -61,7 +61,7 @@ class LanePair:
     """The times of both lanes, for candidates or for boxes of them.
 
     Args:
-        encode_batch, largest_batch: the least and the most requests encoded at once. # [n]
+        encode_batch, largest_batch: the smallest and the largest number of requests encoded together. # [n]
         through, moving: least seconds in the encode lane and of the transfer. # [n] each
         rounds: least seconds of an iteration of all micro-batches, at the grid's first points. # [n, grid]
     """
@@ -121,7 +121,7 @@ class Stays:
         """Average share of its admission batch that still decodes together with a request."""
 
     def mean(self, lanes: LanePair, step: Array) -> Array:
-        """Return the mean seconds for which a request is inside. # [n, points]"""
+        """Return the mean seconds for which a request is in the lanes. # [n, points]"""
         return lanes.through + self.transferred * (lanes.before - lanes.through) + step * self._rest[0]
 
     def least(self, lanes: LanePair, step: Array) -> Array:
@@ -129,7 +129,8 @@ class Stays:
         return self.mean(lanes, step) - step * self.transferred / 2
 
     def left(self, lanes: LanePair, period: Array, step: Array) -> Array:
-        """Return the requests of earlier batches still inside when a batch enters, relative to a batch. # [n, points]
+        """Return the number of requests of earlier batches that are still in the lanes when a batch enters, relative to
+        a batch. # [n, points]
 
         Args:
             period: seconds from one batch to the next.
@@ -138,7 +139,7 @@ class Stays:
         return found + self._after(lanes, (PERIODS + 0.5) * period, step) / period
 
     def _inside(self, lanes: LanePair, age: Array, step: Array) -> Array:
-        """Return G(age), the share of requests inside at an age."""
+        """Return G(age), the share of requests that are still in the lanes at an age."""
         return np.where(age < lanes.through, 1.0, between(self._share, (age - lanes.before) / step))
 
     def _after(self, lanes: LanePair, age: Array, step: Array) -> Array:
@@ -157,7 +158,7 @@ def between(values: Array, at: Array) -> Array:
 
 
 class Waiting:
-    """Computes the requests whose slots are free while the encode lane is busy, by requests a second.
+    """Computes the number of free slots that wait for the encode lane while it is busy, by requests a second.
 
     The encode lane is a queue of batches; the number goes to infinity as its rate approaches the limit.
 

@@ -42,8 +42,8 @@ class Mixed(Forecast[OneLaneModel]):
 def _budgets(room: PlacementLimits) -> list[int]:
     """Return the token budgets to try that the engine allows.
 
-    If the engine cuts no prompts, they have room for the longest prompt and all decodes; if none has, it is the
-    largest.
+    If the engine cuts no prompts, these are the budgets with room for the longest prompt and all decodes; if no budget
+    has this room, the largest one.
     """
     longest, engine = room.lengths.max_input, room.engine
     least, most = 0, 2 * room.max_batch * longest

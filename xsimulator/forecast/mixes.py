@@ -85,7 +85,7 @@ class _Mix(NamedTuple):
 
 
 class Mixes:
-    """Computes what steps mix under one workload.
+    """Computes the composition of steps under one workload.
 
     The mixes do not depend on devices, so a profile's tables and its lower tables share them: the last result is
     cached.
@@ -98,10 +98,10 @@ class Mixes:
 
     def __init__(self, lengths: Lengths, *, ahead: bool, apart: bool, whole: bool) -> None:
         self._lengths, self._apart = lengths, apart
-        # Mean tokens of a step that stay unused because the next prompt does not fit as a whole.
+        # Mean number of tokens of a step that stay unused because the next prompt does not fit as a whole.
         self._unused = lengths.mean_square_input / (2 * lengths.mean_input) if whole else 0.0
-        # If steps are scheduled ahead, a slot is reused one step later; the finished request still has a row in that
-        # step unless it was known to end because it reached its maximum.
+        # If steps are scheduled ahead, a slot is reused one step later; the finished request is still computed in that
+        # step, unless its end was known because it reached its maximum.
         self._held = lengths.mean_decodes + ahead
         self._rows = lengths.mean_decodes + ahead * (1 - float(lengths.output_probabilities[-1]))
         self._input_variance = max(lengths.mean_square_input - lengths.mean_input**2, 0.0)
@@ -121,7 +121,7 @@ class Mixes:
         lengths, mean_input = self._lengths, self._lengths.mean_input
         max_batch = np.maximum(max_batch / m, 1e-9)
         others = np.maximum((max_batch - 1) / max_batch, 0.0)
-        if self._apart:  # all waiting prompts are encoded first, in several steps if need be
+        if self._apart:  # all waiting prompts are encoded first, in several steps if necessary
             rate, room, load, budget = max_batch / self._held, None, None, None
         elif budget is None:
             rate = max_batch / (self._held + 1)
@@ -131,8 +131,8 @@ class Mixes:
             rate, room, load, _ = self._steady(max_batch, budget, others)
         decode_batch = rate * self._rows
 
-        # A busy step encodes for the slots that have become free, up to its room. Any unencoded prompt makes a step
-        # busy, so in an idle step every slot decodes.
+        # A busy step encodes for the slots that have become free, up to its room. If any prompt is not encoded yet, the
+        # step is busy; so in an idle step every slot decodes.
         quiet = np.maximum(1 - rate / max_batch, 0.0)
         busy = 1 - quiet**max_batch
         idle_batch = max_batch
@@ -184,10 +184,10 @@ class Mixes:
         """Return a few values that represent the tokens of busy steps: of steps with one prompt, and of steps with
         several.
 
-        Their mean tokens and mean prompts are those of a busy step, for any room. So a cost that is linear in both is
-        exact, and only the curvature of tables causes errors. Tokens that a limited room moves from one value to
-        another therefore bring their own prompts; counted at the other value's density they would be paid several
-        times, and throughput would be underestimated.
+        For any room, the means of these values, in tokens and in prompts, are those of a busy step. So a cost that is
+        linear in both is exact, and only the curvature of tables causes errors. To achieve this, tokens that a limited
+        room moves from one value to another take their prompts with them; with the other value's ratio of prompts to
+        tokens, prompts would be counted several times and throughput would be underestimated.
 
         Args:
             requests, tokens: mean prompts and prompt tokens of a busy step.
@@ -215,7 +215,9 @@ class Mixes:
         each[: len(PROMPTS)], each[len(PROMPTS) :] = 1 / self.prompt, count / mean
         shares[: len(PROMPTS)], shares[len(PROMPTS) :] = alone * PROMPTS[:, None], several * WEIGHTS[:, None]
         counts = each * (values if room is None else np.minimum(values, room))
-        if room is not None:  # tokens that do not fit into one step go to other steps, with their requests
+        if (
+            room is not None
+        ):  # tokens that do not fit into one step are moved to other steps, together with their requests
             values = np.minimum(values, room)
             short, left = tokens - (values * shares).sum(axis=0), room - values
             added = left * np.minimum(np.maximum(short / np.maximum((left * shares).sum(axis=0), 1e-9), 0.0), 1.0)
@@ -244,8 +246,8 @@ class Mixes:
         return self._at(low + width * np.minimum(np.maximum(share, 0.0), 1.0), budget, others)
 
     def _share_of_others(self, rate: Array, max_batch: Array, budget: Array) -> Array:
-        """Return the ratio of the rate of prompts with one slot less to the rate with all: the prompts that a decoding
-        request meets.
+        """Return the ratio of the rate of prompts with one slot less to the rate with all slots: a decoding request
+        meets the prompts of the other slots.
 
         It is at least the other slots' share. Two chord steps suffice, since the curve of the slots is convex.
         """
@@ -264,7 +266,7 @@ class Mixes:
         room = budget - np.minimum(self._unused, MOST_UNUSED * budget) - rate * self._rows
         load = rate * lengths.mean_input / room
         residual = lengths.mean_square_input / (2 * lengths.mean_input)
-        # A prompt that arrives waits for those of the other slots that are being encoded or waiting.
+        # A prompt that arrives waits for the prompts of other slots that are being encoded or waiting.
         met = others * load
         y = (lengths.mean_input + residual * met / np.maximum(1 - met, 1e-9)) / room
         slots = rate * (self._held - 1 / np.expm1(-1 / np.maximum(y, 1e-9)))
@@ -328,7 +330,8 @@ class MixedSteps:
             stage = ((1 - busy) * cost[:, 0] + busy * (cost[:, 1:-1] * shares).sum(axis=1)).argmax(axis=0)
             slowest = cost[stage, :, np.arange(size)].T  # [steps, n]
 
-        # Probabilities among all steps, and among those that a decoding request meets, whose own slot has no prompt.
+        # Probabilities among all steps, and among the steps that a decoding request meets, in which its own slot has no
+        # prompt.
         probability = np.empty((2, 1 + NUM_BUSY, size))
         probability[0, 0], probability[1, 0] = busy, ((m - 1) * busy + others_busy) / m
         probability[:, 1:] = probability[:, :1] * shares
@@ -337,7 +340,7 @@ class MixedSteps:
         step_s, decode_s = rounds.round()
         with_busy = rounds.round_with(through[1:], slowest[1:])  # [busy steps and the long one, n]
         long_s = np.maximum(with_busy[-1], rounds.long_round(0.01))
-        met = shares * mix.counts  # steps with more prompts count for more requests
+        met = shares * mix.counts  # a step with more prompts counts for more requests
         first = with_busy[:-1]
         if self._lane.apart:  # the first token comes after one of several encode steps, before the decode step
             first = (first - through[:1]) * share
@@ -400,7 +403,7 @@ class MixedSteps:
 
 def _spans(prompts: Array, room: Array, load: Array) -> Array:
     """Return the steps that prompts of these lengths take, waiting included. # [prompts], [n], [n] -> [n, prompts]"""
-    waiting = prompts / room[:, None]  # computed in place, as it is the largest array here
+    waiting = prompts / room[:, None]  # computed in place, since this is the largest array here
     steps = np.ceil(waiting)
     np.minimum(waiting, 0.5, out=waiting)
     waiting *= load[:, None]

@@ -29,7 +29,8 @@ class OneLaneModel:
         lane: step costs on the lane's stages.
         quantile: quantile of the output length for which latency is reported.
         all_requests: whether to report the quantile of all requests' latencies. If every request meets the same steps
-            (rra, static), longer ones take longer, and that equals the latency of a request of the quantile's length.
+            (rra, static), longer requests take longer, so this quantile equals the latency of a request of the
+            quantile's length.
     """
 
     def __init__(self, lane: LaneCost, lengths: Lengths, quantile: float = 0.99, *, all_requests: bool = False) -> None:
@@ -50,8 +51,8 @@ class OneLaneModel:
 
     @cached_property
     def encode_table(self) -> Table:
-        """Seconds of a step that only encodes whole prompts, by their number: on each kind of stage; through all
-        stages; and from each end of a run on, with hops and without.
+        """Seconds of a step that only encodes whole prompts, by the number of prompts: on each kind of stage; through
+        all stages; and from each end of a run of equal stages on, with hops and without.
         """
         hop, alone = self.lane.hop, self.lane.encode(self.lengths)
         whole = alone + Table(hop.points / self.lengths.mean_input, hop.values)

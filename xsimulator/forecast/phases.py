@@ -1,6 +1,6 @@
 """Compute the decode batch of every iteration of an rra phase, from a workload's lengths.
 
-It does not depend on devices, so all placements of a search share it.
+The result does not depend on devices, so all placements of a search share it.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Phases:
         self._rows: dict[int, int] = {}
         self._stretches, self._scalars = np.empty((5, 0, MOST_SEGMENTS + 1)), np.empty((3, 0))
         # Phases encode about equal numbers of tokens, so prompts of different lengths come in varying numbers, whose
-        # variance is the squared coefficient of variation times the mean. So no request is left in decode more often
-        # than with equal numbers.
+        # variance is the squared coefficient of variation times the mean. So it happens more often than with equal
+        # numbers that no request is left in decode.
         ragged = lengths.mean_square_input / lengths.mean_input**2 - 1
         survival = lengths.survival
         with np.errstate(divide="ignore"):

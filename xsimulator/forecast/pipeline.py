@@ -4,8 +4,8 @@ Steps pass the stages in order. Step n finishes stage j at
 
     finish[j, n] = max(finish[j - 1, n] + hop, finish[j, n - 1]) + cost[j, n]
 
-and a micro-batch's next step starts once its previous one has left the last stage. This module has closed forms of that
-recursion's steady state, for a lane's kinds of stages (see LaneCost); arrays are [kinds, candidates].
+and a micro-batch's next step starts once its previous one has left the last stage. This module has closed forms of the
+steady state of this recursion, for a lane's kinds of stages (see LaneCost); arrays are [kinds, candidates].
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Pipeline:
 
     Attributes:
         counts, devices: number of stages of each kind, and of their devices. # [kinds] each
-        before, after: number of stages of each kind up to an end of a run, and from it on. # [ends, kinds] each
-        run_of_end: the run that an end belongs to. # [ends]
+        before, after: number of stages of each kind up to an end of a run, and from this end on. # [ends, kinds] each
+        run_of_end: the run to which an end belongs. # [ends]
     """
 
     def __init__(self, lane: LaneCost) -> None:
@@ -85,11 +85,11 @@ class Pipeline:
 
 
 class RandomSteps:
-    """Rounds of steps whose times differ randomly and independently: those that encode take longer.
+    """Rounds of steps whose times differ randomly and independently, because steps that encode take longer.
 
-    Steps keep their order, so all wait for a long one. A step leaves the last stage at the end of the longest path
-    through the recursion. Such a path consists of laps: on one stage from a step a to a later step b, with b through
-    all stages, and on with the step that follows b in its micro-batch, M steps later:
+    Steps keep their order, so all other steps wait for a long one. A step leaves the last stage at the end of the
+    longest path through the recursion. Such a path consists of laps: on one stage from a step a to a later step b, with
+    b through all stages, and on with the step that follows b in its micro-batch, M steps later:
 
         gain = c[a] + .. + c[b - 1] + through[b],    advance = b - a + M
 

@@ -72,12 +72,12 @@ class LeastSteps:
         parts: micro-batches in which prompts are encoded. # [placements]
         decode: a step that only decodes.
         mixed: a step that also encodes m / E[D] prompts, which keep the batch at m.
-        met: the same from the view of a decoding request: the prompts replace only the other m - 1 requests.
+        met: a mixed step from the view of a decoding request: the prompts replace only the other m - 1 requests.
         passing: a step that only decodes, through all stages and hops. # [placements, 1, m]
         steady, steady_passing: `decode` and `passing` if every step, and not only the mean, decodes m requests.
         first: a step that only decodes, in the first stage. # [placements, m]
         encode_each: a prompt's share of the largest step, on each kind of stage. # [placements, kinds]
-        encode_lane: the same on the lane that encodes. # [placements, kinds]
+        encode_lane: a prompt's share of the largest step, on the lane that encodes. # [placements, kinds]
         through: a prompt's share of the largest step, through all stages. # [placements]
         alone: a step that encodes only one prompt, through all stages that encode. # [placements]
     """

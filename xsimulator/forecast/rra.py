@@ -79,7 +79,7 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
     """Return the predictions for candidates; requests encoded k phases ago decode together.
 
     The time of a cycle is the longest of several paths through it (for equal stages this is exact): one stage's work;
-    a micro-batch's own steps; decode rounds, then from stage x on the encode round.
+    a micro-batch's own steps; decode rounds, and then the encode round from stage x on.
 
     Source: ExeGPT sec. 6 with the exact steady state, extended to unequal stages.
     """
@@ -93,7 +93,7 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
     tokens = each * lengths.mean_input
     encoding = _encoding(model, each)
     rounds = _rounds(model, phase, each, microbatches)
-    # Micro-batches of unequal length: the longest of them delays the others at every stage but the slowest.
+    # Micro-batches have unequal lengths, and the longest one delays the others at every stage except the slowest.
     raggedness = _sd_phase_tokens(lengths, each, phase.stray) / tokens
     spread = expected_max_deviate(microbatches) * raggedness
     cycle, work = _cycle(pipeline, encoding, rounds, microbatches, spread, decode_iterations)

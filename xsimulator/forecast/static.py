@@ -107,7 +107,9 @@ def _predict(model: OneLaneModel, batch: Array, encode_parts: Array, decode_part
 
 
 def _most_tokens(lengths: Lengths, requests: Array) -> Array:
-    """Return the prompt tokens that a batch of `requests` hardly ever exceeds (four standard deviations)."""
+    """Return the number of prompt tokens that a batch of `requests` requests hardly ever exceeds (four standard
+    deviations above the mean).
+    """
     variance = lengths.mean_square_input - lengths.mean_input**2
     return np.minimum(requests * lengths.mean_input + 4 * np.sqrt(requests * variance), requests * lengths.max_input)
 

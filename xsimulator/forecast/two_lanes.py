@@ -38,8 +38,8 @@ Bools = npt.NDArray[np.bool_]
 def is_tight(cap: Array, encode_batch: Array) -> Bools:
     """Return whether few batches fit under a cap, so that the closed form promises too little (by up to 77%).
 
-    A batch enters as soon as the few requests that are in its way have ended; the closed form waits until their mean
-    number is low enough, as is right for many. What Little's law allows bounds such settings.
+    A batch enters as soon as the few requests that are in its way have ended. The closed form waits until their mean
+    number is low enough, which is right only for many requests. For such settings, the bound is that of Little's law.
     """
     return cap < FEW_BATCHES * (encode_batch + 1)
 
@@ -49,7 +49,7 @@ class TwoLaneModel:
 
     Args:
         quantile: quantile of the output length for which latency is reported.
-        all_requests: ignored; that latency is always reported.
+        all_requests: ignored; the latency of a request of the quantile's length is always reported.
 
     Raises:
         InputError: the profile has no times of K/V transfers, or the cluster states no link to the host.
@@ -75,7 +75,7 @@ class TwoLaneModel:
         self.transfer = TransferCost(encode, decode)
         self._prompt_variance = lengths.mean_square_input / lengths.mean_input**2 - 1
         """Variance of a prompt's tokens, relative to the square of their mean."""
-        first = int(decode.has_encoder)  # an encoder makes no token, so the decode lane also makes the first
+        first = int(decode.has_encoder)  # an encoder makes no token, so the decode lane also makes the first one
         self.mean_decodes = lengths.mean_decodes + first
         self.quantile_decodes = lengths.decodes_at(quantile) + first
         self._stays = Stays(np.concatenate([[1.0], lengths.survival]) if first else lengths.survival)
@@ -126,12 +126,12 @@ class TwoLaneModel:
     ) -> Array:
         """Return a rate, in requests a second, that no settings between these exceed while they keep a latency.
 
-        With the largest batch, the encode lane serves most and slots wait least; with the smallest batch, the fewest
-        requests are inside before their first decode step.
+        With the largest batch, the encode lane has its highest throughput and slots wait least; with the smallest
+        batch, the fewest requests are in the lanes before their first decode step.
 
         Args:
-            encode_batch, largest_batch: the least and the most requests encoded at once.
-            cap: the most requests inside.
+            encode_batch, largest_batch: the smallest and the largest number of requests encoded together.
+            cap: largest number of requests in both lanes.
         """
         mean_decodes = max(self.mean_decodes, 1e-9)
         through, least_interval, moving, _ = self._encoding(encode_batch)
@@ -153,7 +153,7 @@ class TwoLaneModel:
         size, inside = rounds.shape[1], lanes.decoding
         allowed = rounds <= longest[:, None]
         served = np.where(allowed, inside / rounds, 0.0).max(axis=1)
-        last = size - 1 - allowed[:, ::-1].argmax(axis=1)  # the last that is allowed, if any is
+        last = size - 1 - allowed[:, ::-1].argmax(axis=1)  # the last point that is allowed, if there is one
         rows, after = np.arange(len(last)), np.minimum(last + 1, size - 1)
         start, end = rounds[rows, last], rounds[rows, after]
         share = np.clip((longest - start) / np.maximum(end - start, 1e-300), 0.0, 1.0)
@@ -165,9 +165,10 @@ class TwoLaneModel:
     def _balance(
         self, lanes: LanePair, waiting: Waiting, cap: Array, never_waits: Bools | None = None
     ) -> tuple[Array, Array]:
-        """Return the requests in decode and the seconds of an iteration at which as many are inside as the cap allows.
+        """Return the number of requests in decode and the seconds of an iteration at which the number of requests in
+        both lanes equals the cap.
 
-        The result lies on the chord of a segment of the last division, so it is slightly low.
+        The result lies on a chord of the curve, within a segment of the last division, so it is slightly too low.
 
         Args:
             never_waits: whether no slot is counted as free, so that the result is an upper bound (Little's law).
@@ -193,12 +194,14 @@ class TwoLaneModel:
         return np.maximum(batch, 1e-12), lanes.step(batch[:, None])[:, 0]
 
     def _inside(self, lanes: LanePair, rate: Array, step: Array, waiting: Waiting) -> Array:
-        """Return the requests inside after a batch has entered, plus the slots free then, at least. # [n, points]"""
+        """Return a lower bound on the number of requests in both lanes after a batch has entered, plus the slots that
+        are then free. # [n, points]
+        """
         batch, largest = lanes.encode_batch[:, None], lanes.largest_batch[:, None]
         rate = np.maximum(rate, 1e-300)
         left = self._stays.left(lanes, largest / rate, step)
         inside = np.maximum(batch * (1 + left), rate * self._stays.mean(lanes, step))
-        # A batch that finds the lanes empty enters whatever the cap, and does not wait.
+        # A batch that finds the lanes empty enters without waiting, whatever the cap.
         return inside + np.minimum(self._forming(lanes) + waiting(rate), inside - largest)
 
     def _forming(self, lanes: LanePair) -> Array:
@@ -227,7 +230,7 @@ class TwoLaneModel:
         """Return lower bounds on latency, time to first token and time per output token of settings between these.
 
         Args:
-            encode_batch, largest_batch: the least and the most requests encoded at once.
+            encode_batch, largest_batch: the smallest and the largest number of requests encoded together.
             decode_batch: the fewest requests in decode.
         """
         through, _, moving, _ = self._encoding(encode_batch)

@@ -18,7 +18,7 @@ from xsimulator.forecast.two_lanes import TwoLaneModel, is_tight
 
 
 class Waa(Forecast[TwoLaneModel]):
-    """WAA with any or with one of its two ways to divide devices.
+    """WAA, with one of its two ways to divide devices or with either.
 
     Args:
         allocation: "compute" divides them by compute time (WAA-C), "memory" by memory (WAA-M); None: either.
@@ -28,7 +28,9 @@ class Waa(Forecast[TwoLaneModel]):
     model = TwoLaneModel
     line = "encode_batch"
     load = "max_decode_batch"
-    follows = ("encode_batch",)  # under light load an encode batch holds the requests since the last one
+    follows = (
+        "encode_batch",
+    )  # under light load, an encode batch contains the requests that arrived since the last batch
     num_curves = 8
     stations = Stations(admits_each_step=False, frees_together=False)
 
@@ -73,7 +75,7 @@ class Waa(Forecast[TwoLaneModel]):
         return BoundTerms(
             working,
             working,
-            before_s=steps.alone,  # every step of the encode lane takes at least as long as one for a single prompt
+            before_s=steps.alone,  # every step of the encode lane takes at least as long as a step for a single prompt
             most_rps=1 / steps.encode_lane.max(axis=1),
             at_least_one=True,  # a decode lane may have less than one request on average
         )

@@ -1,4 +1,4 @@
-"""Answer one request: take tokens from the engine, send text to the client, whole or as server-sent events."""
+"""Answer one request: take tokens from the engine, and send text to the client, as a whole or as server-sent events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from xrunner.server.observe.metrics import Metrics
 from xrunner.server.request_info import ABORT
 
 LAST_WORDS_S = 1.0
-"""Time for a client to read that its answer was broken off."""
+"""Time in which a client can read that its answer was broken off."""
 BYTES_AT_ONCE = 64 << 10
 """Bytes to write before other requests get a turn."""
 HEAD_S, COMMENT_S = 1.0, 15.0
@@ -76,7 +76,7 @@ class Answer(Response):
             await self._break_off(left, ended, answer, gone)
         finally:
             if not (answer.done() or gone.done()) and (abort := scope.get(ABORT)):
-                abort()  # the client does not even read the end
+                abort()  # the client does not read the end either
             answer.cancel()
             gone.cancel()
             outputs.take_out(left)
@@ -130,7 +130,7 @@ class Answer(Response):
         num_tokens = 0
         failure: ApiError | None = None
         while outputs.num_running and failure is None:
-            # Tokens that have arrived meanwhile are written together, even if a failure follows.
+            # Tokens that arrived while the last ones were written are written together, even if a failure follows.
             chunks: list[bytes] = []
             while not chunks or (outputs.num_running and not outputs.inbox.empty() and len(chunks) < TOKENS_AT_ONCE):
                 try:
@@ -164,7 +164,9 @@ class Answer(Response):
                 await ErrorResponse(failure)(scope, receive, send)
 
     async def _first(self, send: Send) -> Sequence[Token] | ApiError:
-        """Return the first tokens, or why there are none; if they take long, send the head, and then comments."""
+        """Return the first tokens, or the reason why there are none; if they take long, send the head, and then
+        comments.
+        """
         getting = asyncio.ensure_future(self._outputs.inbox.get())
         try:
             while not getting.done():

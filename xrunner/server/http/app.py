@@ -74,7 +74,9 @@ def create_app(
 
 
 def create_admin_app(engine: EngineClient, model: ServedModel, hosts: AllowedHosts) -> Starlette:
-    """Return the pages, plan and metrics of an engine for an admin port, while requests come elsewhere."""
+    """Return the app with the pages, plan and metrics of an engine, for an admin port; requests arrive at another
+    port.
+    """
     routes = [*_state_routes(engine), *_plan_routes(engine, model)]
     return _app(routes, [Middleware(Guard, keys=None, classes=Classes(None), hosts=hosts, tracer=None)])
 
@@ -103,7 +105,7 @@ async def _lifespan(engine: EngineClient, keys: ApiKeys | None, _: Starlette) ->
 
 
 def _reload_on_hangup(keys: ApiKeys) -> None:
-    """Reread the key file on SIGHUP, if the app has a process of its own."""
+    """Read the key file again on SIGHUP, if the app has a process of its own."""
     if threading.current_thread() is threading.main_thread():
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
 
@@ -185,7 +187,7 @@ def _state_routes(engine: EngineClient) -> Iterator[Route]:
 
 
 def _plan_routes(engine: EngineClient, model: ServedModel) -> Iterator[Route]:
-    """Yield the routes about the plan; none if no plan is served."""
+    """Yield the routes about the plan; there are none if no plan is served."""
     live, watch = engine.live, engine.watch
     if live is None or watch is None:
         return

@@ -1,4 +1,4 @@
-"""Read the bodies of requests, within limits on time, on size, and on the memory of all together."""
+"""Read the bodies of requests, within limits on time, on size, and on the memory of all bodies together."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Budget:
         """Count `more` bytes; a negative number counts fewer.
 
         Raises:
-            ApiError: 503, there is no memory for them now; nothing was counted.
+            ApiError: 503, there is no memory for these bytes now; nothing was counted.
         """
         if more > 0 and (self._taken.total() + more > self._most or self._taken[account] + more > self._most // SHARE):
             raise ApiError(
@@ -54,7 +54,7 @@ class Budget:
 
 
 class RequestMemory:
-    """The memory of one request: of its body, then of its text, then of what is kept until it has ended."""
+    """The memory of one request: of its body, then of its text, then of the parts that are kept until it has ended."""
 
     def __init__(self, account: str, bodies: Budget, requests: Budget) -> None:
         self._account = account
@@ -82,8 +82,9 @@ class RequestMemory:
 
 
 class Turns:
-    """Lets one long body proceed in each turn of the event loop, so that other requests wait for one of them, not for
-    all."""
+    """Lets one long body proceed in each turn of the event loop, so that other requests wait for one long body, not for
+    all of them.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -116,7 +117,7 @@ class Bodies:
         self._turns = Turns()
 
     def memory(self, http: Request) -> RequestMemory:
-        """Return the memory of a request that begins; the caller frees it."""
+        """Return an object that counts the memory of a new request; the caller frees it."""
         info: RequestInfo = http.scope["xgpt"]
         return RequestMemory(info.key.name, self._bodies, self._requests)
 

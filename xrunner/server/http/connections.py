@@ -1,4 +1,6 @@
-"""Limit connections: their number, the time each may take, and which one is closed for a new one."""
+"""Limit connections: their number, the time that each may take, and the choice of the one that is closed for a new
+one.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,9 @@ from xrunner.server.request_info import ABORT
 HEAD_TIMEOUT_S = 10.0
 """Time for a TLS handshake, and for a request's head; the wait for the first request counts."""
 KEEP_ALIVE_S = 120
-"""Longer than proxies and clients keep idle connections (Go 90 s, nginx 60 s), so that the server never closes one as a
-request arrives."""
+"""Time for which an idle connection is kept. It is longer than for proxies and clients (Go 90 s, nginx 60 s), so that
+the server never closes a connection while a request arrives.
+"""
 WRITE_TIMEOUT_S = 30.0
 """Time in which a client must read what has been written to it, at most 64 KiB."""
 REST_TIMEOUT_S = 5.0
@@ -45,7 +48,9 @@ ACCEPT_AT_ONCE = 16
 RESERVED_FILES = 64
 """Open files besides connections: logs, checkpoints, pipes; and connections accepted before another one closes."""
 SURPLUS = 16
-"""Connections beyond the limit, for probes: they must see that the server runs while all others are busy."""
+"""Number of connections beyond the limit, for probes: these must see that the server runs even while all other
+connections are busy.
+"""
 MAX_CONNECTIONS = 8192
 MAX_FILES = 1 << 16
 PROBE_S = 0.05, 1.0
@@ -53,7 +58,7 @@ PROBE_S = 0.05, 1.0
 
 logger = logging.getLogger(__name__)
 _uvicorn = logging.getLogger(f"{__name__}.uvicorn")
-_uvicorn.setLevel(logging.ERROR)  # lower levels log clients' mistakes, which the answers report already
+_uvicorn.setLevel(logging.ERROR)  # lower levels would log clients' mistakes, which answers already report
 
 
 class Phase(IntEnum):
@@ -66,7 +71,7 @@ class Phase(IntEnum):
 
 
 def most_connections() -> int:
-    """Return how many connections the process can have open, after raising its limit of files as far as allowed.
+    """Raise the process's limit of open files as far as allowed, and return how many connections it can then have open.
 
     Raises:
         MachineError: the limit of open files is too low to serve.
@@ -95,7 +100,7 @@ class AcceptedSocket(socket.socket):
         super().close()
 
     def drop(self) -> None:
-        """Close the connection at once, whatever its phase."""
+        """Close the connection immediately, whatever its phase."""
         if self.protocol is not None:
             self.protocol.transport.abort()
             return
@@ -106,8 +111,8 @@ class AcceptedSocket(socket.socket):
 class Listener(socket.socket):
     """A listening socket that accepts `most` connections.
 
-    A further one replaces the connection that has been without a whole request for longest. If each has one,
-    up to `SURPLUS` more are accepted, on which only probes are answered.
+    A further connection replaces the one that has been without a complete request for longest. If all connections have
+    a complete request, up to `SURPLUS` more are accepted, on which only probes are answered.
 
     Args:
         bound: the bound socket, which this object takes over.
@@ -124,12 +129,13 @@ class Listener(socket.socket):
         self._failed = False
         super().__init__(fileno=bound.detach())
         # Accepted connections inherit this option. Without it, a token waits until the client has acknowledged the
-        # previous one, which clients delay by 40 ms; asyncio sets it only on sockets whose protocol number is given.
+        # previous token, and clients delay this by 40 ms. asyncio sets the option only on sockets whose protocol number
+        # is given.
         self.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @classmethod
     def at(cls, host: str, port: int) -> Listener:
-        """Listen on an address; port 0 takes a free one.
+        """Listen on an address; port 0 stands for any free port.
 
         Raises:
             MachineError: the address is not available, or too few files may be open.
@@ -145,11 +151,13 @@ class Listener(socket.socket):
             return cls(bound)
 
     def listen(self, _: int = 0) -> None:
-        """Ignore asyncio's backlog: it is the number of connections that asyncio accepts at once."""
+        """Listen, and ignore asyncio's value of the backlog, which is the number of connections that asyncio accepts in
+        one turn.
+        """
         super().listen(BACKLOG)
 
     def accept(self) -> tuple[AcceptedSocket, Any]:
-        """Accept a connection; raise BlockingIOError if there is none, or no room for one."""
+        """Accept a connection; raise BlockingIOError if none waits, or if there is no room for one."""
         if self._failed:
             # After any other error asyncio would retry for ever, and log each attempt.
             self._failed = False
@@ -178,7 +186,7 @@ class Listener(socket.socket):
         return next((found for by_number in self._open if (found := by_number.get(file_number))), None)
 
     def enter(self, accepted: AcceptedSocket, phase: Phase) -> None:
-        """Move a connection to the end of a phase, also if it is in that phase."""
+        """Move a connection to the end of a phase, even if it already is in that phase."""
         if self._open[accepted.phase].pop(accepted.fileno(), None) is not None:
             accepted.phase = phase
             self._open[phase][accepted.fileno()] = accepted
@@ -208,19 +216,21 @@ class Protocol(H11Protocol):
         self._accepted: AcceptedSocket | None = None
         self._now = self.loop.time
         self._head_since: float | None = self._now()
-        """Since when a head has been awaited; None: a request is under way, or the connection may be idle."""
+        """Time since which the head of a request has been awaited; None: a request is under way, or the connection may
+        be idle.
+        """
         self._stalled_since: float | None = None
-        """Since when the client has not read what was written."""
+        """Time since which the client has not read the bytes that were written."""
         self._resting_since: float | None = None
-        """Since when the rest of an answered body has been arriving, or the connection has been closing."""
+        """Time since which the rest of an answered body has been arriving, or the connection has been closing."""
         self._has_sent_all = False
         self._unparsed = b""
-        """What has arrived of a body that the parser holds."""
+        """The bytes that have arrived of a body which the parser holds back."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._accepted = self._listener.of(transport.get_extra_info("socket").fileno())
-        if self._accepted is None:  # it was dropped during its handshake
+        if self._accepted is None:  # the connection was dropped during its handshake
             transport.abort()
             return
         self._accepted.protocol = self
@@ -291,7 +301,7 @@ class Protocol(H11Protocol):
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Send an error in the form of all others, unless an answer has begun."""
+        """Send an error in the same form as all other errors, unless an answer has begun."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
@@ -313,7 +323,9 @@ class Protocol(H11Protocol):
         self.transport.close()
 
     def _on_demand(self, app: ASGIApp) -> Any:
-        """Return the app; the chunks of a body are parsed once it asks for them, not before a key has been checked."""
+        """Return the app. The chunks of a body are parsed when the app asks for them, so not before a key has been
+        checked.
+        """
 
         async def run(scope: Scope, receive: Receive, send: Send) -> None:
             async def receive_more() -> Message:
@@ -355,8 +367,9 @@ class Protocol(H11Protocol):
             self._listener.enter(self._accepted, phase)
 
     def _probe(self, delay_s: float) -> None:
-        """Check whether a client that sends no more still reads or has disconnected. Only a write shows the difference,
-        and before the answer the server can only write an interim response."""
+        """Check whether a client that has stopped sending still reads, or has disconnected. Only a write shows the
+        difference, and before the answer, the server can write only an interim response.
+        """
         if self.transport.is_closing() or self._is_at_rest:
             return
         if self.conn.our_state is h11.SEND_RESPONSE and self.scope["http_version"] != "1.0":

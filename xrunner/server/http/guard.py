@@ -44,7 +44,7 @@ SINGLE_HEADERS = (
     "x-deadline-s",
     "x-request-id",
 )
-"""Headers that must not occur twice: the server and a proxy before it might each use another one."""
+"""Headers that must not occur twice: the server and a proxy in front of it might each use a different one."""
 
 
 class Guard:
@@ -123,7 +123,7 @@ class Guard:
                 return ApiError(403, says, code="origin_not_allowed")
         if self._keys is None or path in OPEN_PATHS:
             return None
-        # Headers hold latin-1, whatever a client has sent.
+        # Headers are latin-1, whatever a client has sent.
         given = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
         key = self._keys.find(given.encode("latin-1"))
         if key is None:

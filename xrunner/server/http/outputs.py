@@ -39,13 +39,13 @@ class CheckedPrompt:
 
 
 class Outputs:
-    """Submits a request's outputs to the engine, all or none, and decodes their tokens into what clients read.
+    """Submits a request's outputs to the engine, all or none of them, and decodes their tokens into text for clients.
 
     Attributes:
-        inbox: receives their tokens, or why none will come.
-        end_s: time after which they are useless, on the clock of `time.perf_counter`; infinite: never.
+        inbox: receives the outputs' tokens, or the reason why none will come.
+        end_s: time after which the outputs are useless, on the clock of `time.perf_counter`; infinite: never.
         choices: the submitted outputs, in the order of the answer.
-        num_running: number of unfinished ones.
+        num_running: number of unfinished outputs.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Outputs:
             # Log probabilities take far less memory as JSON text.
             hold=not (self._request.stream or self._request.stops or self._request.num_logprobs is not None),
         )
-        sampling = self._request.sampling(seed)  # once: a grammar is written for it
+        sampling = self._request.sampling(seed)  # computed once, since a grammar is written for it
         choices = list(of_choices(sampling, seed, num_choices))
         for prompt in self._prompts:
             for sampling in choices:
@@ -137,7 +137,7 @@ class Outputs:
         """Return the time that is promised for these outputs; None if there is no promise.
 
         Raises:
-            ApiError: 429, too many are waiting, or these would be answered too late.
+            ApiError: 429, too many outputs are waiting, or these outputs would be complete too late.
         """
         engine, limits = self._engine, self._limits
         account, within_s = self._info.key.account, self._info.key.answer_within_s or limits.answer_within_s
@@ -154,7 +154,7 @@ class Outputs:
         return promise
 
     def late(self, what: str) -> ApiError:
-        """Return the error for an answer that comes too late; `what` names what has not happened in time."""
+        """Return the error for an answer that comes too late; `what` states what has not happened in time."""
         if self.is_timeout:
             within_s = self._limits.request_timeout_s
             return ApiError(504, f"{what} within this server's limit of {within_s:g} s", code="timeout")
@@ -199,13 +199,13 @@ class Outputs:
         return deltas
 
     async def _tell_prompt(self, choice: Choice, scores: Sequence[Logprobs]) -> None:
-        """Report the log probabilities of a prompt's tokens to its choice, a few at a time."""
+        """Pass the log probabilities of a prompt's tokens to its choice, a few at a time."""
         for start in range(0, len(scores), TOKENS_AT_ONCE):
             choice.echo(scores[start : start + TOKENS_AT_ONCE])
             await asyncio.sleep(0)
 
     def take_out(self, left: str) -> None:
-        """Remove unfinished outputs from the engine; `left` says why."""
+        """Remove unfinished outputs from the engine; `left` is the reason."""
         for stream in self._streams.values():
             self._engine.cancel(stream, finish_reason=left)
 
@@ -213,7 +213,7 @@ class Outputs:
         """Record the answer's fields for the log line, and count its tokens against the key's limits.
 
         Args:
-            left: why unfinished outputs were given up.
+            left: the reason why unfinished outputs were removed.
         """
         log = self._info.log
         self._prompt_tokens = None
@@ -241,11 +241,11 @@ class Outputs:
 
     @property
     def last_token_s(self) -> float:
-        """End of the step that sampled the last token."""
+        """Time at which the step that sampled the last token ended."""
         return max(stream.last_token_s for stream in self._streams.values())
 
     def take_unwritten(self) -> float:
-        """Return and reset the end of the step that sampled the oldest token about to be written."""
+        """Return, and reset, the time at which the step ended that sampled the oldest token not yet written."""
         oldest_s = float("inf")
         for stream in self._unwritten.values():
             if stream.unwritten_s:
@@ -255,7 +255,9 @@ class Outputs:
         return min(oldest_s, time.perf_counter())
 
     def _phases(self) -> Iterator[tuple[str, float, float]]:
-        """Yield the phases (waiting, encoding, decoding): each from the first choice's start to the last one's end."""
+        """Yield the phases (waiting, encoding, decoding); each lasts from its start in the first choice to its end in
+        the last one.
+        """
         now_s = time.perf_counter()
         times = [(s.submitted_s, s.started_s, s.first_token_s, s.last_token_s) for s in self._streams.values()]
         edges = list(zip(*times, strict=True))  # 0: not yet

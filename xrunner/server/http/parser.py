@@ -8,13 +8,14 @@ import h11
 from h11 import RemoteProtocolError
 
 FREE_CHUNKS = 512
-"""Number of chunks of a body that may be short."""
+"""Number of chunks of a body whose length is not limited from below."""
 CHUNK_BYTES = 512
 """Least mean length of further chunks. Each takes about 40 us, so a body of 16 MiB takes 1.3 s, in slices."""
 
 
 class Parser(h11.Connection):
-    """h11's parser of requests. A body in chunks is held until something asks for it, and its chunks are counted.
+    """h11's parser of requests. A body in chunks is held back until the application asks for it, and its chunks are
+    counted.
 
     Attributes:
         is_held: whether a body is held unparsed.

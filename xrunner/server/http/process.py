@@ -43,11 +43,11 @@ def serve(
     shutdown_delay_s: float = 0.0,
     tls: ssl.SSLContext | None = None,
 ) -> None:
-    """Answer requests until SIGTERM, then return; SIGINT ends in KeyboardInterrupt. Port 0 takes a free one.
+    """Answer requests until SIGTERM, then return; SIGINT ends in KeyboardInterrupt. Port 0 stands for any free port.
 
-    After the first signal /ready answers 503, and for `shutdown_delay_s` seconds nothing else changes: load balancers
-    notice it meanwhile. Then no new request is accepted; running requests have `drain_s` seconds to finish, then
-    end with an error. A second signal ends them at once.
+    After the first signal, /ready answers 503, and for `shutdown_delay_s` seconds nothing else changes, so that load
+    balancers can notice it. Then no new request is accepted; running requests have `drain_s` seconds to finish, and
+    after that they end with an error. A second signal ends them immediately.
 
     Args:
         tls: context with the server's certificate; None: HTTP without TLS.
@@ -55,7 +55,8 @@ def serve(
     Raises:
         MachineError: the address is not available, or the engine's workers cannot be restarted.
     """
-    # uvicorn raises the signal again after its shutdown; SIGTERM must not end us before our caller cleans up.
+    # uvicorn raises the signal again after its shutdown; SIGTERM must not end this process before the caller has
+    # cleaned up.
     previous = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         with Listener.at(host, port) as listener:
@@ -67,7 +68,7 @@ def serve(
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with our connections; pass the listener to `run`."""
+    """uvicorn's server with xgpt's connections; pass the listener to `run`."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class Server(uvicorn.Server):
         self._engine.on_fatal = partial(setattr, self, "should_exit", True)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until a signal, on an asyncio loop: other loops accept connections themselves."""
+        """Serve until a signal. The loop must be asyncio's, since other loops accept connections themselves."""
         asyncio.run(self.serve(sockets))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -117,7 +118,7 @@ class Server(uvicorn.Server):
         ]
         self.started = True
         self._looking = asyncio.create_task(self._end_overdue())
-        # Loaded modules stay. If the garbage collector went through them, every stream would pause for 100 ms.
+        # Loaded modules stay in memory. If the garbage collector examined them, every stream would pause for 100 ms.
         gc.collect()
         gc.freeze()
         host, port = self._listener.getsockname()[:2]
@@ -130,7 +131,8 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
         self._looking.cancel()
         if self.force_exit:
-            # A second Ctrl-C does not wait for answers; the engine must still stop before its loop is closed.
+            # After a second Ctrl-C the server does not wait for answers, but the engine must still stop before its loop
+            # is closed.
             for task in self.server_state.tasks:
                 task.cancel()
             await self.lifespan.shutdown()

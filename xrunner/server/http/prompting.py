@@ -1,4 +1,4 @@
-"""Turn the texts and chats of requests into token ids, each account's in its turn."""
+"""Turn the texts and chats of requests into token ids; accounts take turns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class Prompts:
         self.tokenising = None if model.codec is None else Tokenising(model.codec, model.spec.max_context)
 
     async def encode(self, info: RequestInfo, text: str, field: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of a text; raise ApiError (400) if there are none, or more than the context holds."""
+        """Return the tokens of a text; raise ApiError (400) if the text has no tokens, or more than the context
+        holds.
+        """
         self.check_length(len(text), field)
         assert self.tokenising is not None
         try:
@@ -44,11 +46,13 @@ class Prompts:
         return tokens or refuse(field, "it has no tokens")
 
     async def text(self, info: RequestInfo, prompt: Prompt) -> str:
-        """Return the text of a prompt; raise ApiError (400) if token ids have none here."""
+        """Return the text of a prompt; raise ApiError (400) if it consists of token ids and the model has no
+        tokenizer.
+        """
         if isinstance(prompt, str):
             return prompt
         if self._codec is None or self.tokenising is None:
-            refuse("echo", "this model has no tokenizer; leave it out")
+            refuse("echo", "this model has no tokenizer; leave this field out")
         decode = partial(self._codec.tokenizer.decode, prompt, skip_special_tokens=False)
         return await self.tokenising.by_turns(info.key.name, len(prompt), decode)
 
@@ -63,8 +67,9 @@ class Prompts:
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
     ) -> tuple[str, list[int]]:
-        """Return a chat rendered by the checkpoint's template, and its tokens; raise ApiError (400) if there is
-        none."""
+        """Return a chat rendered by the checkpoint's template, and its tokens; raise ApiError (400) if there is no
+        template.
+        """
         if self._codec is None or self._codec.chat_template is None or self.tokenising is None:
             raise ApiError(
                 400, f"{self._model.name} has no chat template; use /v1/completions", code="no_chat_template"

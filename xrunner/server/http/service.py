@@ -93,7 +93,7 @@ class Service:
         self._begin(http)
         memory = self._bodies.memory(http)
         try:
-            # The body itself is not kept: only the parsed request waits for its turn to be tokenised.
+            # The body itself is not kept; only the parsed request waits for its turn to be tokenised.
             request = parse(await self._bodies.read(http, memory))
             memory.set(request.num_text_bytes)
             return await begin(http, request, memory)
@@ -103,7 +103,7 @@ class Service:
 
     @asynccontextmanager
     async def _read(self, http: Request, parse: Callable[[bytearray], P]) -> AsyncIterator[tuple[RequestInfo, P]]:
-        """Count and read a request that is answered at once; its memory counts until the block ends."""
+        """Count and read a request that is answered without the engine; its memory counts until the block ends."""
         info, memory = self._begin(http), self._bodies.memory(http)
         try:
             request = parse(await self._bodies.read(http, memory))
@@ -113,7 +113,7 @@ class Service:
             memory.free()
 
     def _begin(self, http: Request) -> RequestInfo:
-        """Count a request against its key's limits; raise ApiError (429) beyond them."""
+        """Count a request against its key's limits; raise ApiError (429) if it exceeds them."""
         info: RequestInfo = http.scope["xgpt"]
         info.quota = self._quotas.begin(info.key)
         return info
@@ -236,10 +236,14 @@ class Service:
             if token >= self._spec.vocab_size:
                 refuse("logit_bias", f"token {token} is outside of the vocabulary of {self._spec.vocab_size}")
         if request.num_prompt_logprobs is not None and not self._engine.remote.scores_prompts:
-            refuse("echo", "vLLM, batches in rows and encoders give no log probabilities of prompts; leave it out")
+            refuse(
+                "echo", "vLLM, batches in rows and encoders give no log probabilities of prompts; leave this field out"
+            )
 
     async def _check_grammar(self, info: RequestInfo, request: ChatRequest) -> None:
-        """Refuse grammars that outputs cannot follow; leave optional calls without a grammar in that case."""
+        """Refuse grammars that outputs cannot follow. If a grammar is only for optional calls, drop the grammar
+        instead.
+        """
         field = "tools" if must_call(request.chosen_tools) else "response_format"
         try:
             grammar = request.grammar
@@ -259,7 +263,7 @@ class Service:
         refuse(field, f"it is not accepted: {cut(reason)}")
 
     async def _why_not(self, info: RequestInfo, grammar: str) -> str | None:
-        """Return why outputs cannot follow a grammar; None if they can."""
+        """Return the reason why outputs cannot follow a grammar; None if they can."""
         if self._model.grammars is None or self._prompts.tokenising is None:
             return "this server has no grammars, because the model has no tokenizer or runs in vLLM; leave it out"
         why_not = partial(self._model.grammars.why_not, grammar)

@@ -14,13 +14,15 @@ ENOUGH = 0.25
 LATE = 0.005
 """Target for the share of answers that are later than promised."""
 PER_ANSWER = 0.1
-"""How much one late answer changes the caution."""
+"""The amount by which one late answer changes the caution."""
 FORGOTTEN = 2.0
-"""Number of memory times without observations after which no rate is returned: refused requests add none."""
+"""Number of memory times without observations after which no rate is returned, since refused requests add no
+observations.
+"""
 
 
 class Backlog:
-    """The waiting requests, and the rate at which they start while more wait than the engine admits.
+    """The waiting requests, and the rate at which they start as long as more wait than the engine can admit.
 
     The rate is measured between two steps that each admitted some requests and left others waiting that had arrived
     before the step. A step that admitted all waiting requests does not show how many more it could have admitted. A
@@ -40,8 +42,9 @@ class Backlog:
         """Number of waiting requests, by account."""
         self._begun = self._seconds = 0.0
         self._since_s: float | None = None
-        """End of the last step that admitted some requests and left others waiting; None: all have been admitted
-        since."""
+        """End of the last step that admitted some requests and left others waiting; None: since then, all requests have
+        been admitted.
+        """
         self._told_s = 0.0
         self._phase = _Phase(-inf, 0)
         """The last phase that is known to have begun."""
@@ -63,7 +66,9 @@ class Backlog:
         self._counts[account.name] += 1
 
     def has_room(self, account: Account, num_outputs: int, most: int) -> bool:
-        """Whether an account may add `num_outputs`, where `most` may wait in all: it may always use its share."""
+        """Return whether an account may add `num_outputs` if at most `most` outputs may wait in total; an account may
+        always use its share.
+        """
         if len(self) + num_outputs <= most:
             return True
         shares = sum(one.share for name, one in self._accounts.items() if self._counts[name] and name != account.name)
@@ -107,7 +112,7 @@ class Backlog:
         return one
 
     def rate_per_s(self, now_s: float) -> float | None:
-        """Return the prompt tokens that start per second; None if there are too few observations, or only old ones."""
+        """Return how many prompt tokens start per second; None if there are too few observations, or only old ones."""
         is_told = self._seconds >= ENOUGH * self._memory_s and now_s < self._told_s + FORGOTTEN * self._memory_s
         return self._begun / self._seconds if is_told else None
 
@@ -120,13 +125,14 @@ class Backlog:
         slowness: float,
         entered: Container[int] = (),
     ) -> float | None:
-        """Return the seconds until `num_outputs` more of an account are complete; None if the plan has no prediction.
+        """Return the seconds until `num_outputs` more outputs of an account are complete; None if the plan has no
+        prediction.
 
-        The last one starts in the first phase that has room for it. Prompts count with the planned mean length, because
-        a long one would otherwise never be accepted. A full phase lasts as long as planned, at the recent pace, and a
-        smaller one is shorter. With several replicas, each with its own phases, the present phase counts as full and
-        just begun. From its admission on, an output takes the planned latency. This assumes that each account's
-        requests enter in the order of arrival, and accounts as `xgpt.core.policies.admission` says.
+        The last output starts in the first phase that has room for it. Prompts count with the planned mean length,
+        because a long prompt would otherwise never be accepted. A full phase takes the planned time, at the recent
+        pace; a smaller phase is shorter. With several replicas, each of which has its own phases, the present phase
+        counts as full and as just begun. From its admission on, an output takes the planned latency. This assumes that
+        each account's requests enter in the order of arrival, and accounts as `xgpt.core.policies.admission` says.
 
         Args:
             slowness: measured time of steps divided by predicted time.
@@ -151,7 +157,7 @@ class Backlog:
         return wait_s + (1 + plan.constraint.headroom) * slowness * estimate.latency_s
 
     def note_answer(self, expected_s: float, promised_s: float, took_s: float) -> None:
-        """Adjust the caution by a complete answer whose time `answer_s` had estimated.
+        """Adjust the caution after a complete answer whose time `answer_s` had estimated.
 
         Pace and phases vary. Each late answer raises the caution and each timely one lowers it a little, so that the
         share of late answers settles at `LATE`, whatever the causes.
@@ -175,7 +181,9 @@ def _tokens(waiting: Iterable[_Queued]) -> int:
 
 
 def _before_last(account: Account, num_tokens: float, waiting: list[_Queued]) -> float:
-    """Return the prompt tokens of all accounts that have started once `num_tokens` of this account have."""
+    """Return how many prompt tokens of all accounts have started by the time when `num_tokens` of this account have
+    started.
+    """
     first = _tokens(one for one in waiting if one.account.priority > account.priority)
     equals = [one for one in waiting if one.account.priority == account.priority]
     own_tokens = num_tokens + _tokens(one for one in equals if one.account.name == account.name)
@@ -184,7 +192,7 @@ def _before_last(account: Account, num_tokens: float, waiting: list[_Queued]) ->
 
 
 class _Phase(NamedTuple):
-    """A step that admits requests, and all steps until the next one that does.
+    """A phase: a step that admits requests, and all steps until the next one that admits some.
 
     Attributes:
         num_tokens: prompt tokens admitted.
@@ -197,7 +205,8 @@ class _Phase(NamedTuple):
         """Return the phase's length in seconds, if a phase of `room` tokens lasts `cycle_s`.
 
         Args:
-            before: tokens and length of another phase: lengths between the two are interpolated, and constant below.
+            before: tokens and length of another phase. Between the two phases, lengths are interpolated; below the
+                smaller one, they are constant.
         """
         tokens, seconds = before
         if seconds >= cycle_s:

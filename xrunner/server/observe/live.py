@@ -23,7 +23,7 @@ SHOWN_DECISIONS = 20
 
 
 class Live:
-    """Reads engine and watch on request, and every two seconds for the page's charts."""
+    """Reads the state of the engine and the watch, on request and every two seconds for the page's charts."""
 
     def __init__(self, engine: RemoteEngine, backlog: Backlog, watch: Watch, metrics: Metrics) -> None:
         self._engine = engine
@@ -40,7 +40,7 @@ class Live:
             await asyncio.sleep(SAMPLE_S)
 
     async def plan(self) -> dict[str, Any]:
-        """Return the running plan, and what was observed."""
+        """Return the running plan, and the observations of its requests and pace."""
         plan = self._watch.plan
         observation = await self._watch.observation()
         return {
@@ -49,11 +49,11 @@ class Live:
         }
 
     def history(self, most: int = MAX_HISTORY) -> list[dict[str, Any]]:
-        """Return the decisions, the latest last."""
+        """Return the decisions in the order in which they were made."""
         return [decision.model_dump(mode="json") for decision in list(self._watch.history)[-most:]]
 
     async def decision(self) -> dict[str, Any] | None:
-        """Return what re-planning would decide now; None if it is off, or nothing was observed.
+        """Return the decision that re-planning would make now; None if it is off, or nothing was observed.
 
         Raises:
             MachineError: planning failed.

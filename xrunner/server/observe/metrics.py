@@ -1,4 +1,4 @@
-"""The metrics at /metrics: Prometheus counters, gauges and histograms in a registry of their own."""
+"""The metrics at /metrics: Prometheus counters, gauges and histograms in a separate registry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.
 
 
 class RequestBounds(NamedTuple):
-    """A request's bounds, in seconds: to its first token, per token in the mean, to its last; None: no bound."""
+    """A request's bounds in seconds: on the time to its first token, on the mean time per token, and on the time to its
+    last token; None: no bound.
+    """
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -32,7 +34,7 @@ NO_BOUNDS = RequestBounds()
 
 
 class Metrics:
-    """The server's metrics; only the event loop changes them, and gauges read the pool when rendered."""
+    """The server's metrics. Only the event loop changes them; gauges read the pool when they are rendered."""
 
     def __init__(self, engine: RemoteEngine, watch: Watch | None) -> None:
         self._registry = CollectorRegistry()
@@ -133,9 +135,11 @@ class Metrics:
                 tokens.labels(name, "output").inc(output_tokens)
 
     def note_bounds(self, account: Account, took: RequestBounds, bounds: RequestBounds) -> bool | None:
-        """Count a complete request by whether it kept its key's bounds, and return that; None: it has none.
+        """Count a complete request by whether it kept the bounds of its key, and return whether it did; None: it has no
+        bounds.
 
-        For a key without bounds, the plan's count; a request of a class without bounds always keeps them.
+        For a key without bounds, the plan's bounds count; a request of a class without bounds always counts as within
+        them.
         """
         if bounds == NO_BOUNDS and not account.of_class and self._watch is not None:
             constraint = self._watch.plan.constraint
@@ -155,7 +159,7 @@ class Metrics:
         return _goodput(self._bounds)
 
     def goodput_of_classes(self) -> dict[str, dict[str, int]]:
-        """Return the same for each class of requests."""
+        """Return, for each class of requests, the numbers of requests that kept the bounds and that did not."""
         return _goodput(self._class_bounds)
 
     async def render(self) -> bytes:

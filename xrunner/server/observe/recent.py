@@ -17,8 +17,8 @@ class Ended(NamedTuple):
     """A request whose output was not cut off.
 
     Attributes:
-        latency_s: from its admission to its last token.
-        first_s, whole_s: time from its arrival to its first token, and to its last.
+        latency_s: time from its admission to its last token.
+        first_s, whole_s: times from its arrival to its first token, and to its last token.
         is_kept: whether it kept its bounds; None if it has none.
     """
 
@@ -45,7 +45,7 @@ class Recent:
         return (len(self._ended) - 1) / seconds if len(self._ended) > 1 and seconds > 0 else None
 
     def figures(self) -> dict[str, float | None]:
-        """Return the live page's figures; None if no request of the last seconds gives any."""
+        """Return the live page's figures; None if no request has ended in the last seconds."""
         seconds = self._forget()
         ended = [request for _, request in self._ended]
         kept = [request.is_kept for request in ended if request.is_kept is not None]

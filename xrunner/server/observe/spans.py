@@ -43,7 +43,7 @@ class Tracer:
     @classmethod
     def to(cls, endpoint: str | None) -> Tracer:
         """Return a tracer to an OTLP collector over HTTP; None: to the one in the standard environment variables."""
-        # The defaults of Resource.create record the process's command line, which may hold secrets.
+        # The defaults of Resource.create record the process's command line, which may contain secrets.
         resource = Resource({SERVICE_NAME: "xgpt", "service.version": __version__})
         provider = TracerProvider(resource=resource.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
         to = OTLPSpanExporter() if endpoint is None else OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces")
@@ -74,7 +74,7 @@ class Tracer:
         info.log["trace_id"] = trace.format_trace_id(span.get_span_context().trace_id)
 
     def close(self) -> None:
-        """Send remaining spans, if the collector takes them within `CLOSE_S`."""
+        """Send the remaining spans, if the collector accepts them within `CLOSE_S`."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(CLOSE_S)

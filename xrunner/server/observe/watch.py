@@ -1,4 +1,5 @@
-"""Observe how a served plan performs; when lengths or pace change, have it judged, and switch to a better plan.
+"""Observe how a served plan performs; when lengths or pace change, let the planner judge it, and switch to a better
+plan.
 
 Everything here belongs to the event loop's thread. Planning (`xgpt.core.schema.Planner`), the test for changes and the
 summary of lengths run elsewhere; the loop itself only lists the requests of the window.
@@ -28,7 +29,7 @@ RECORD_EVERY_S = 600.0
 
 
 class Watch:
-    """Tracks a served plan: its predictions, what was observed, and decisions to change it.
+    """Tracks a served plan: its predictions, observations, and decisions to change it.
 
     Args:
         planner: judges plans; None: lengths are observed, but the plan stays.
@@ -38,7 +39,7 @@ class Watch:
         self.history: deque[Decision] = deque(maxlen=MAX_HISTORY)
         self.recent = Recent()
         self.loop_s = 0.0
-        """Longest time for which a check has held the event loop."""
+        """Longest time for which a check has blocked the event loop."""
         self._observer = Observer(plan)
         self._recorded_s = time.perf_counter()
         """When the pace was recorded last, or the start."""
@@ -46,7 +47,7 @@ class Watch:
         self._planner = planner
         self._apply: Callable[[Plan], None] | None = None
         self._before: Plan | None = None
-        """The previous plan, in case the running one cannot be deployed."""
+        """The previous plan, for the case that the running one cannot be deployed."""
         self._refused: list[tuple[object, object]] = []
         """Settings and stages of plans that could not be deployed."""
         self._judging: asyncio.Task[None] | None = None
@@ -86,7 +87,7 @@ class Watch:
         return self._observer.window.arrive(time.perf_counter(), input_length, max_output)
 
     def note(self, record: StepRecord) -> None:
-        """Note an executed step; its record shows which blocks requests had in common."""
+        """Note an executed step; its record shows which blocks requests shared."""
         if self._planner is not None:
             self._observer.reuse.note(record)
 
@@ -103,11 +104,11 @@ class Watch:
         return self._planner is not None and self._observer.pace.wants_step((record.end_ns - record.start_ns) / 1e9)
 
     def judge_step(self, record: StepRecord, running: dict[int, Seen]) -> None:
-        """Compare a step with its prediction; `running` are its requests in the state before it."""
+        """Compare a step with its prediction; `running` are its requests in their state before the step."""
         assert self._planner is not None
         if any(id_ not in running for id_ in (*record.decode, *(chunk[0] for chunk in record.encode))):
-            return  # some requests are cancelled, or their tokens are held back
-        has_encoder = self.plan.model.is_encoder_decoder  # its encoder reads only the prompt, whatever was generated
+            return  # some requests were cancelled, or their tokens are held back
+        has_encoder = self.plan.model.is_encoder_decoder  # the encoder reads only the prompt, whatever was generated
         ends = {id_: seen.input_length + (0 if has_encoder else seen.generated) for id_, seen in running.items()}
         encode = [(start, start + length, int(start + length == ends[id_])) for id_, start, length in record.encode]
         decodes = [(running[id_].input_length, running[id_].generated) for id_ in record.decode]
@@ -126,10 +127,10 @@ class Watch:
             await asyncio.to_thread(paces.record, self.plan, slowdown)
 
     async def observation(self, *, lengths_alone: bool = False) -> Observation | None:
-        """Return what was observed recently; None if no request has ended yet.
+        """Return the recent observation; None if no request has ended yet.
 
         Args:
-            lengths_alone: leave out what requests had in common, which takes a tenth of a second to compute.
+            lengths_alone: whether to leave out prefix reuse, which takes a tenth of a second to compute.
         """
         now = self._observer.snapshot()
         if now is not None and lengths_alone:
@@ -137,7 +138,8 @@ class Watch:
         return None if now is None else await asyncio.to_thread(now.observation)
 
     async def would_decide(self) -> Decision | None:
-        """Return what re-planning would decide now, without doing it; None if it is off, or nothing was observed.
+        """Return the decision that re-planning would make now, without carrying it out; None if it is off, or nothing
+        was observed.
 
         Simultaneous calls share one answer.
 
@@ -162,14 +164,16 @@ class Watch:
         self._observer.go_over_to(plan)
 
     def go_back(self, reason: str) -> None:
-        """Return to the previous plan, since the engine could not deploy the last one, which is not tried again."""
+        """Return to the previous plan, because the engine could not deploy the last one; the last one is not tried
+        again.
+        """
         before, refused = self._before, self.plan
         if before is None or self._apply is None:
             return
         self._before = None
         self._refused.append((refused.policy, refused.stages))
         self._observer.go_over_to(before)
-        self._apply(before)  # replicas that have changed go back, too
+        self._apply(before)  # replicas that have changed also return to the previous plan
         logger.error("the previous plan continues", extra={"fields": {"reason": reason}})
 
     def _look(self) -> None:
@@ -184,7 +188,7 @@ class Watch:
         self.loop_s = max(self.loop_s, time.perf_counter() - now_s)
 
     async def _judge(self, planner: Planner, now: Snapshot) -> None:
-        """If something has changed, have the running plan judged, and carry out the decision."""
+        """If something has changed, let the planner judge the running plan, and carry out the decision."""
         try:
             observation = await asyncio.to_thread(self._observer.look, now)
             if observation is None:
