@@ -30,7 +30,7 @@ with suppress(ModuleNotFoundError):  # vLLM's environment does without it
     every = list(HealthCheck)
     settings.register_profile(
         "tests",
-        max_examples=examples(100, 30),
+        max_examples=examples(100, 20),
         deadline=None,
         derandomize=True,
         database=None,

@@ -13,7 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.contract.scenarios import random_profile
-from tests.rings import ALL, examples, known
+from tests.rings import ALL, known
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.rates import rate_of
 from xgpt.core.schema import Constraint, Histogram, Plan, Workload
@@ -273,7 +273,7 @@ KNOWN = (
 
 
 @pytest.mark.timeout(3600)
-@settings(max_examples=examples(100, 1))
+@settings(max_examples=100, phases=tuple(Phase) if ALL else [Phase.explicit])
 @given(cases)
 @known(KNOWN, 1)
 def test_claims_hold(case: Case) -> None:

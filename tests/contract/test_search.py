@@ -101,6 +101,7 @@ def test_a_tighter_bound_never_gives_more(kind: str, seed: int) -> None:
         assert tighter <= looser * (1 + THROUGHPUT_TOLERANCE)
 
 
+@pytest.mark.long
 def test_an_objective_of_the_users_own_is_searched_by_optuna() -> None:
     """Least time to first token, at no less than 10 requests a second: neither has a bound."""
     subject = problem("llama-3.1-8b", "h200x1", "orca", 4.0)

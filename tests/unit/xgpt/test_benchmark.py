@@ -130,6 +130,7 @@ def test_batches_that_end_together_can_be_measured(count: int) -> None:
     assert read_log(plan, plan.workload, log, count, saturated=True).num_requests >= count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", few(["chunked", "static", "orca", "rra"]))
 def test_a_slower_machine_is_no_error_of_the_model(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     load = Load(150, arrivals=ArrivalProcess.at([(2.0, 40.0), (5.0, None)]))
@@ -205,6 +206,7 @@ def test_where_waits_are_not_known_none_are_told(monkeypatch: pytest.MonkeyPatch
     assert benched("chunked", Load(60), monkeypatch).core_waits is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", few(["chunked", "rra"]))
 def test_saturated_the_drawn_requests_are_no_error_of_the_model(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Few requests draw other lengths than a long run has, which is neither the plan's fault nor the machine's."""
