@@ -14,6 +14,7 @@ from typing import Any
 from starlette.applications import Starlette
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.lib.engine_threads import in_threads
 from tests.fake_vllm import VOCAB_SIZE
 from xgpt.core.policies import BlockTable, LaneSettings, OneLane, Pool, Step
 from xgpt.core.schema import (
@@ -30,7 +31,7 @@ from xgpt.core.schema import (
     Stage,
     Workload,
 )
-from xrunner.channel.remote import RemoteEngine, in_threads
+from xrunner.channel.remote import RemoteEngine
 from xrunner.engine import Engine
 from xrunner.executor import OneAtATime
 from xrunner.generation import Generation, Logprobs

@@ -22,10 +22,10 @@ from typing import IO
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.lib.engine_threads import in_threads
 from xgpt.core.policies import LaneSettings, OneLane, Pool
 from xgpt.core.schema import ModelSpec
 from xrunner.build import WorkerSettings, build_worker, warm_up
-from xrunner.channel.remote import in_threads
 from xrunner.engine import Engine
 from xrunner.server import ChatTemplate, EngineClient, ServedModel, TextCodec, create_app, serve
 

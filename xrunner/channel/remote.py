@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,13 +15,11 @@ from xgpt.core.processes import children_of, is_at_work
 from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import StepRecord
 from xrunner.channel import BUSY_S, LONG_STEP_S, SILENCE_S, STEP_S, EngineLost
-from xrunner.channel.ends import EngineEnd, FrontEnd, pair
-from xrunner.channel.host import EngineHost, HostedEngine, HostedPool
+from xrunner.channel.ends import FrontEnd, pair
 from xrunner.channel.messages import (
     Alive,
     Began,
     Cancel,
-    DecodeDown,
     Down,
     Failed,
     Follow,
@@ -59,10 +56,6 @@ class KvLimits(Protocol):
     @property
     def prompt_blocks(self) -> int: ...
     def can_ever_fit(self, request: Request) -> bool: ...
-
-
-class MemoryAndLimits(HostedPool, KvLimits, Protocol):
-    """The K/V pool of an engine, as the front needs to know it."""
 
 
 class Inside:
@@ -213,44 +206,6 @@ class EngineProcess:
                 return
         self._process.kill()
         self._process.wait()
-
-
-class ListenedEngine(HostedEngine, Protocol):
-    """An engine that passes the records of its steps to a listener."""
-
-    @property
-    def pool(self) -> MemoryAndLimits: ...
-    def listen(self, on_step: OnStep) -> None: ...
-
-
-class EngineThreads:
-    """An engine in two threads of this process, for tests and small servers."""
-
-    def __init__(self, engine: ListenedEngine) -> None:
-        ours, self._theirs = pair()
-        self.front: FrontConnection = FrontEnd(ours, decode_up)
-        end = EngineEnd(self._theirs, DecodeDown())
-
-        def build(on_step: OnStep) -> HostedEngine:
-            engine.listen(on_step)
-            return engine
-
-        host = EngineHost(end, build)
-        self._threads = [threading.Thread(target=run, daemon=True) for run in (host.run, host.read)]
-        for thread in self._threads:
-            thread.start()
-
-    def why_ended(self) -> str | None:
-        return None if self._threads[0].is_alive() else "its thread has ended"
-
-    def is_at_work(self) -> bool:
-        return False
-
-    def end(self, within_s: float) -> None:
-        for thread in self._threads:
-            thread.join(within_s)
-        if self.why_ended() is not None:
-            self._theirs.close()
 
 
 class RemoteEngine:
@@ -435,14 +390,3 @@ class RemoteEngine:
     def _close(self, within_s: float) -> None:
         self._front.close()
         self._far_end.end(within_s)
-
-
-def in_threads(engine: ListenedEngine) -> RemoteEngine:
-    """Return an engine that runs in threads of this process and has the interface of `RemoteEngine`, for tests and
-    small servers. It cannot be restarted.
-    """
-
-    def launch(_: Plan) -> EngineThreads:
-        raise MachineError("an engine in this process cannot be restarted")
-
-    return RemoteEngine(EngineThreads(engine), engine.pool, launch, lambda _: engine.pool)

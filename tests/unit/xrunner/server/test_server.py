@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from benchmarks.lib.engine_threads import EngineThreads, in_threads
 from tests.fakes import (
     STAGES,
     FakeExecutor,
@@ -28,7 +29,8 @@ from tests.fakes import (
 from xgpt.core.errors import MachineError
 from xgpt.core.policies import BlockTable, LaneSettings, OneLane, Pool, Step
 from xrunner.channel import EngineLost, remote
-from xrunner.channel.remote import in_threads
+from xrunner.channel.ends import EngineEnd, FrontEnd, pair
+from xrunner.channel.host import EngineHost
 from xrunner.engine import Engine
 from xrunner.generation import NO_TOKEN, Generation, SamplingParams
 from xrunner.server import Limits, Watch, serve
@@ -315,10 +317,10 @@ def test_an_engine_that_hangs_is_noticed(is_stopped: bool, monkeypatch: pytest.M
     if is_stopped:
         monkeypatch.setattr(remote, "SILENCE_S", 1.0)
         monkeypatch.setattr(remote, "POLL_S", 0.05)
-        monkeypatch.setattr(remote.EngineHost, "read", lambda _: None)
-        monkeypatch.setattr(remote.EngineHost, "run", lambda _: time.sleep(3))
+        monkeypatch.setattr(EngineHost, "read", lambda _: None)
+        monkeypatch.setattr(EngineHost, "run", lambda _: time.sleep(3))
         engine = fake_engine(FakeExecutor())
-        far_end = remote.EngineThreads(engine)
+        far_end = EngineThreads(engine)
         with pytest.raises(MachineError, match="does not start: its process has reported nothing for"):
             remote.RemoteEngine(far_end, engine.pool, lambda _: far_end, lambda _: engine.pool)
         far_end.end(10)
@@ -334,17 +336,17 @@ def test_an_engine_that_hangs_is_noticed(is_stopped: bool, monkeypatch: pytest.M
 
 def test_a_peer_that_announces_an_endless_message_has_gone() -> None:
     """It would be kept until memory ends."""
-    front, engine = remote.pair()
+    front, engine = pair()
     with front, engine:
-        ends = remote.FrontEnd(front, bytes), remote.EngineEnd(engine, bytes)
+        two = FrontEnd(front, bytes), EngineEnd(engine, bytes)
         engine.sendall(b"\xff\xff\xff\xff" + b"x" * 1000)
         front.setblocking(True)
         front.sendall(b"\xff\xff\xff\xff" + b"x" * 1000)
         front.setblocking(False)
-        assert ends[0].receive() is None and ends[0].has_gone
+        assert two[0].receive() is None and two[0].has_gone
         with pytest.raises(EOFError):
-            ends[1].receive(1.0)
-        ends[0].close()
+            two[1].receive(1.0)
+        two[0].close()
 
 
 def test_port_in_use(url: str) -> None:
