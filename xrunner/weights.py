@@ -143,7 +143,9 @@ class Checkpoint:
             try:
                 file = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise InputError("model", str(path), f"it is cut short, or not a safetensors file: {error}") from None
+                raise InputError(
+                    "model", str(path), f"it is incomplete, or is not a safetensors file: {error}"
+                ) from None
             self._files.update(dict.fromkeys(file.keys(), (path, file)))
 
     def check(self, weights: Iterable[Weight], copies: Mapping[str, tuple[str, ...]]) -> None:

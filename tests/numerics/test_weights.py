@@ -155,7 +155,7 @@ def test_missing_shard(sharded):
 def test_truncated_shard(sharded, monkeypatch, kept):
     path = shards_of(sharded)[1]
     path.write_bytes(path.read_bytes()[:kept])
-    refused(sharded, path.name, "cut short", monkeypatch=monkeypatch)
+    refused(sharded, path.name, "incomplete", monkeypatch=monkeypatch)
 
 
 def test_tensor_of_another_shape(sharded, monkeypatch):

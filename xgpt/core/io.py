@@ -77,7 +77,7 @@ def parse(data: Any, type_: type[T], field: str) -> T:
     """Return `data` validated as a type; `field` names it in errors.
 
     Raises:
-        InputError: the first mistake, in one line.
+        InputError: `data` is not valid; the message states the first mistake, in one line.
     """
     try:
         return type_.model_validate(data)

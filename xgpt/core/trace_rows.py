@@ -264,7 +264,7 @@ def _row(where: str, entry: Mapping[str, Any]) -> tuple[Row, str]:
             called = next((name for name in NAMES[role] if name in entry), None)
             if called is not None:
                 raise InputError(f"{where}, {role}", entry[called], "give a number of tokens")
-            raise InputError(where, json.dumps(entry)[:80], f"{role}_length is missing under all its known names")
+            raise InputError(where, json.dumps(entry)[:80], f"{role}_length is missing; none of its known names occurs")
     time = found.get("timestamp")
     row = Row(where, found["input"][2], found["output"][2], None if time is None else time[2], entry)
     return row, "" if time is None else time[1]

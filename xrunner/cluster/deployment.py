@@ -54,7 +54,7 @@ class Deployment(Frozen):
     def _check(self) -> Self:
         devices = [device for stage in self.stages for device in stage.devices]
         if sorted(devices) != list(range(len(devices))):
-            raise ValueError(f"stages: devices {devices} must be 0 to {len(devices) - 1}, each once")
+            raise ValueError(f"stages: devices {devices} must contain each number from 0 to {len(devices) - 1} once")
         for stage in self.stages:
             if stage.tp != len(stage.devices):
                 raise ValueError(f"stages: tp {stage.tp} must be the number of the stage's devices {stage.devices}")

@@ -25,7 +25,7 @@ def append(builder: ir.IRBuilder, place: ir.Value, code: str, overwritten: Itera
 
 
 def argument(number: int) -> str:
-    """Return an element of the array as an operand."""
+    """Return the operand, in assembly, for an element of the array of arguments."""
     return f"{8 * number}(%rdi)"
 
 

@@ -120,11 +120,11 @@ def _check_input(request: GenerateRequest) -> None:
         raise Invalid("input: send token ids; this engine has no tokenizer")
     for field in ("mm_inputs", "media_refs", "kv_transfer_params", "kv_transfer_params_json"):
         if request.HasField(field):
-            raise Invalid(f"{field}: this engine takes tokens only")
+            raise Invalid(f"{field}: this engine accepts only token ids")
     if request.extra_mm_inputs:
         raise Invalid("extra_mm_inputs: this engine takes tokens only")
     if request.HasField("data_parallel_rank") and request.data_parallel_rank:
-        raise Invalid("data_parallel_rank: the engine chooses the replica itself; leave it out")
+        raise Invalid("data_parallel_rank: the engine chooses the replica itself; leave this field out")
 
 
 def _prompt(request: GenerateRequest, spec: ModelSpec) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ class LoggedScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if (found := installed_version()) != TESTED_VERSION:
-            logger.warning("xgpt is tested with vLLM %s, this is %s", TESTED_VERSION, found)
+            logger.warning("xgpt is tested with vLLM %s, and this is vLLM %s", TESTED_VERSION, found)
         self.config: dict[str, Any] = dict(self.vllm_config.additional_config.get("xgpt", {}))
         log = self.config.get("step_log")
         self._log = None if log is None else StepLogWriter(Path(log))

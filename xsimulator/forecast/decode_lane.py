@@ -35,7 +35,7 @@ class DecodeLane:
         return work
 
     def rounds(self, encode_batch: Array, largest_batch: Array, microbatches: Array, size: int) -> Array:
-        """Return the least seconds of an iteration with encode batches between these. # [n, grid]
+        """Return the least seconds of an iteration, for encode batches between two sizes. # [n, grid]
 
         Args:
             size: number of the grid's points to evaluate, beginning with the first.

@@ -59,7 +59,9 @@ def gated(config: dict[str, Any]) -> dict[str, Any]:
     name = "qk_rope_head_dim" if "qk_rope_head_dim" in config else "head_dim"  # latent attention rotates only a part
     turning = config.get("qk_rope_head_dim", head_dim)
     if type(turning) is not int or turning % 2:
-        raise InputError(f"config.json: {name}", turning, "rotary embeddings need an even number")
+        raise InputError(
+            f"config.json: {name}", turning, "it must be even, since rotary embeddings rotate pairs of dimensions"
+        )
     return {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": hidden,

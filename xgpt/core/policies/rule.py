@@ -275,7 +275,7 @@ subclass of `OneLaneRule`."""
 
 
 def rule_of(settings: LaneSettings, number: int = 0) -> OneLaneRule:
-    """Return the rule of one micro-batch, at its beginning."""
+    """Return a new rule for one micro-batch, in its initial state."""
     return RULE_TYPES[type(settings)](settings, number)
 
 

@@ -111,7 +111,7 @@ class Constraint(Frozen):
 
     @property
     def all_bounds(self) -> Goal:
-        """All bounds together; the share of requests that keep all of them is the goodput."""
+        """A goal that contains all bounds together; the share of requests that keep all of them is the goodput."""
         return Goal(self.quantile, self.latency_bound_s, self.ttft_s, self.tpot_s)
 
     @property

@@ -57,7 +57,7 @@ class Curve(Frozen):
         if len(self.points) != len(self.seconds):
             raise ValueError(f"{len(self.points)} points but {len(self.seconds)} times")
         if any(b <= a for a, b in pairwise(self.points)):
-            raise ValueError(f"points must rise, and {self.points} do not")
+            raise ValueError(f"points must rise, but {self.points} do not")
         if self.points[0] < 0:
             raise ValueError(f"a point is negative: {self.points[0]}")
         if min(self.seconds) < 0:

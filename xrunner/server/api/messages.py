@@ -100,7 +100,7 @@ class CountRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     mcp_servers: list[Any] | None = None
 
     def check(self) -> None:
-        """Raises ApiError (400)."""
+        """Refuse fields that this endpoint does not support. Raises ApiError (400)."""
         if self.mcp_servers:
             refuse("mcp_servers", "this server runs no tools; leave it out, and send tools for the client to run")
         for tool in self.tools or ():
@@ -147,7 +147,7 @@ class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
     container: Any = None
 
     def check(self) -> None:
-        """Raises ApiError (400)."""
+        """Refuse fields that this endpoint does not support. Raises ApiError (400)."""
         super().check()
         if self.container is not None:
             refuse("container", "this server runs no code; leave it out")

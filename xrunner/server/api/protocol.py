@@ -597,7 +597,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return sum(map(getsizeof, texts))
 
     def check(self) -> None:
-        """Raises ApiError (400)."""
+        """Check that the request has a prompt or messages, not both. Raises ApiError (400)."""
         if self.messages is not None:
             _check_parts(self.messages)
         if (self.prompt is None) == (self.messages is None):

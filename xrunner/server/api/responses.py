@@ -144,7 +144,7 @@ class ResponsesRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
-        """Raises ApiError (400)."""
+        """Refuse fields that this endpoint does not support. Raises ApiError (400)."""
         for field, reason in self.WITHOUT_EFFECT.items():
             if getattr(self, field):
                 refuse(field, reason)

@@ -151,8 +151,8 @@ class Listener(socket.socket):
             return cls(bound)
 
     def listen(self, _: int = 0) -> None:
-        """Listen, and ignore asyncio's value of the backlog, which is the number of connections that asyncio accepts in
-        one turn.
+        """Listen. The value of the backlog that asyncio passes is ignored: it is the number of connections that asyncio
+        accepts in one turn.
         """
         super().listen(BACKLOG)
 
