@@ -86,7 +86,8 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         if experts != degree or degree % replicas:
             accepted = f"with it only whole experts are scored: give --ep {degree}, and a --dp that divides it"
             raise InputError("current: --enable-dp-attention", f"--ep {experts}", accepted)
-        degree //= replicas
+        # SGLang divides both sizes among these replicas.
+        degree, tokens, requests = degree // replicas, tokens // replicas, requests // replicas
     return CurrentEngine(
         tp_degree=degree,
         num_stages=value_of(given, "pp-size", count, 1),

@@ -161,6 +161,12 @@ def test_replicas_may_share_the_experts(command: str) -> None:
     assert (found.tp_degree, found.replicas, found.ep_degree) == (2, 4, 8)
 
 
+def test_sglang_divides_its_sizes_among_replicas_that_share_the_experts() -> None:
+    shared = "sglang serve m --tp 8 --dp 4 --ep 8 --enable-dp-attention"
+    found = read_current(f"{shared} --max-running-requests 400 --chunked-prefill-size 4096", load_cluster("h100x8"))
+    assert (found.max_num_seqs, found.max_num_batched_tokens) == (100, 1024)
+
+
 def test_flags_that_were_removed_take_what_they_took() -> None:
     assert TABLE.earlier["disable-log-requests"] == "nothing" and TABLE.earlier["swap-space"] == "value"
     assert not set(TABLE.earlier) & set(TABLE.takes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from argparse import ArgumentParser
 from functools import cache
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import yaml
 
 import xgpt
+from xgpt.comparing.other_engines import SGLANG
+from xgpt.comparing.read import read_current
 from xgpt.comparing.vllm_command import TABLE
 from xgpt.core.errors import InputError
-from xgpt.core.schema import Plan
+from xgpt.core.schema import Plan, Speculation
 from xgpt.exporting.export import Target, export
 from xgpt.reporting.engine_command import engine_command
 from xrunner.vllm.command import SCHEDULER, launch, launch_lane, step_tokens
@@ -117,6 +120,70 @@ def test_the_printed_command_is_of_plans_that_vllm_runs_by_itself(case: str) -> 
         assert given.get("async-scheduling", "yes") == ("yes" if plan.engine.schedules_ahead else "no")
         with pytest.raises(InputError, match="the plan is for vLLM's own scheduler"):
             launch(plan, plan_path="plan.json")
+
+
+CHANGED: dict[str, dict[str, Any]] = {
+    "one device": {},
+    "two stages in eight bits": {"stages": [(1, 1), (1, 1)], "dtype": "float8", "kv_dtype": "float8"},
+    "experts among the devices of a replica": {"stages": [(8, 8)]},
+    "experts among replicas": {"stages": [(2, 8)], "replicas": 4},
+    "with a draft": {"speculation": Speculation(method="eagle3", tokens=2, acceptance=(0.7, 0.5), draft="some/draft")},
+}
+"""Plans for other engines that differ from the one for a device: (tp, ep) of their stages, and other fields."""
+
+
+def for_engine(framework: str, change: str) -> Plan:
+    """Return a plan for another engine than vLLM; devices and figures stay those of one device."""
+    plan, changes = planned("by itself"), dict(CHANGED[change])
+    assert plan.engine is not None
+    degrees = changes.pop("stages", [(1, 1)])
+    stages = tuple(plan.stages[0].model_copy(update={"tp": tp, "ep": ep}) for tp, ep in degrees)
+    sizes = {"token_budget": 4096 * len(stages), "max_batch": 96, "microbatches": len(stages)}
+    changes |= {"policy": plan.policy.model_copy(update=sizes), "checkpoint": "some/model", "stages": stages}
+    changes |= {"engine": plan.engine.model_copy(update={"framework": framework})}
+    return plan.model_copy(update=changes)
+
+
+@pytest.mark.parametrize("change", CHANGED)
+@pytest.mark.parametrize("framework", ["sglang", "tensorrt-llm"])
+def test_another_engine_is_started_as_planned(framework: str, change: str) -> None:
+    """The written command, read as `xgpt compare --current` reads an operator's."""
+    plan = for_engine(framework, change)
+    command = engine_command(plan)
+    if framework == "tensorrt-llm" and (plan.speculation is not None or plan.dtype == "float8"):
+        assert command is None
+        return
+    assert command is not None
+    if framework == "sglang" and "stages" not in CHANGED[change]:  # a file is written only of a plan that fits together
+        assert command in export(plan, "sglang")["serve.sh"]
+    found, stage = read_current(command, plan.cluster), plan.stages[0]
+    assert (found.framework, found.model) == (framework, "some/model")
+    assert (found.tp_degree, found.num_stages, found.ep_degree) == (stage.tp, len(plan.stages), stage.ep)
+    assert found.max_num_seqs == 96
+    assert found.max_num_batched_tokens == plan.step_tokens(4096 * len(plan.stages)) // len(plan.stages)
+    if framework == "sglang":
+        assert found.replicas == plan.sharing_replicas
+        assert found.usable_memory == plan.cluster.device.usable_memory
+        in_eight = plan.dtype == "float8"
+        assert (found.dtype, found.kv_dtype) == (("float8", "float8") if in_eight else (None, None))
+        drafts = None if plan.speculation is None else ("eagle3", 2, "some/draft")
+        assert found.drafts == drafts
+
+
+@pytest.mark.long
+def test_sglang_itself_takes_the_words() -> None:
+    """SGLang's parser, if it is installed: names and values of each command, and the names that `compare` knows."""
+    server_args = pytest.importorskip("sglang.srt.server_args", exc_type=ImportError)
+    parser = ArgumentParser()
+    server_args.ServerArgs.add_cli_args(parser)
+    for change in CHANGED:
+        plan = for_engine("sglang", change)
+        given = parser.parse_args(shlex.split(str(engine_command(plan)))[3:])
+        assert given.tp_size == plan.stages[0].tp * plan.sharing_replicas
+        assert given.max_running_requests == 96 * plan.sharing_replicas
+        assert given.mem_fraction_static == plan.cluster.device.usable_memory
+    names = {word for action in parser._actions for word in action.option_strings if word.startswith("--")}
+    assert {f"--{name}" for name in SGLANG.takes} | SGLANG.aliases.keys() <= names
 
 
 def test_tensorrt_llm_takes_float8_from_the_checkpoint_only() -> None:
