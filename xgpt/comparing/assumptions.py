@@ -113,6 +113,11 @@ def ranges(
     return by_policy
 
 
+def keeps_current(gains: Mapping[str, Range]) -> bool:
+    """Return whether the current deployment should be kept, because no plan gains under every assumption."""
+    return bool(gains) and max(each.least for each in gains.values()) < 1
+
+
 def _closed(plan: Plan, profile: Profile, under: Assumption) -> float:
     """Return the objective that a plan with unchanged settings reaches under an assumption, by closed forms."""
     engine = plan.engine or load_engine("xgpt")

@@ -11,7 +11,7 @@ import numpy as np
 
 from xgpt.benchmark import Load, bench_plan
 from xgpt.checkpoints import hub
-from xgpt.comparing.assumptions import Range, ranges
+from xgpt.comparing.assumptions import Range, keeps_current, ranges
 from xgpt.comparing.current import CurrentEngine, check_model
 from xgpt.comparing.drafts import planned_with
 from xgpt.comparing.flags import VARIABLE
@@ -88,7 +88,7 @@ class Compared:
     @property
     def keeps_current(self) -> bool:
         """Whether the current deployment should be kept, because no plan gains under every assumption."""
-        return bool(self.ranges) and max(each.least for each in self.ranges.values()) < 1
+        return keeps_current(self.ranges)
 
     @property
     def gain(self) -> Gain | None:
@@ -178,7 +178,7 @@ def _what_holds(plans: dict[str, Plan], gains: dict[str, Range], kind: str) -> l
             f"{first} gains more as planned, and {gains[first].least:.2f} to {gains[first].most:.2f} times whatever is "
             f"assumed ({gains[first].worst}): {kind} holds up better"
         )
-    if gains[kind].least < 1:
+    if keeps_current(gains):
         lines.append(
             f"no plan gains under all assumptions: keep the current deployment unless you measure ({gains[kind].worst})"
         )
