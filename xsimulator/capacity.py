@@ -8,15 +8,16 @@ its share of the arrivals. A run ends as soon as more requests have broken their
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import ceil, floor, inf, log, log2
+from typing import NamedTuple
 
 import numpy as np
 
 from xgpt.core import policies
-from xgpt.core.schema import Capacity, Goal, Plan, Profile, StageLane
+from xgpt.core.schema import Capacity, Goal, Plan, Profile, Speculation, StageLane, Workload
 from xgpt.core.schema.step_log import StepRecord
-from xgpt.core.workload import gamma_arrivals, sample
+from xgpt.core.workload import Ints, gamma_arrivals, sample
 from xsimulator.clock import LaneClock, TwoLaneClock
 from xsimulator.costs.step_cost import LaneCost, lanes_of
 from xsimulator.counts.arrivals import Array, GoalNs, KeptBounds, Run, Stream
@@ -41,6 +42,33 @@ KNOWN_BEYOND = 1.02
 LEAST_SHARE = 0.1
 """A plan that breaks its bounds at this share of its saturated throughput has no capacity."""
 SEED = 0
+
+
+class _Drawn(NamedTuple):
+    """Requests that arrive at one replica once a second on average. # [requests] each
+
+    Attributes:
+        inputs, outputs: their tokens.
+        decoded: their decode steps with a draft, as output lengths; without one, `outputs`.
+    """
+
+    inputs: Ints
+    outputs: Ints
+    decoded: Ints
+    arrivals_s: Array
+
+
+@lru_cache(maxsize=4)
+def _drawn(
+    workload: Workload, speculation: Speculation | None, burstiness: float, num_requests: int, seed: int
+) -> _Drawn:
+    """Draw requests; they are kept, since a search simulates many plans with the same ones."""
+    rng = np.random.default_rng(seed)
+    inputs, outputs = sample(workload, num_requests, rng)
+    steps = decoded(outputs, speculation, rng)
+    # Gaps are scaled so that the mean rate is exact: a random deviation of the rate would be an error of the result.
+    arrivals_s = gamma_arrivals(1.0, num_requests, burstiness, rng)
+    return _Drawn(inputs, outputs, steps, arrivals_s * (num_requests / arrivals_s[-1]))
 
 
 class Trial:
@@ -75,18 +103,23 @@ class Trial:
         # The number is a power of two, so that plans with about the same throughput get the same requests.
         self.num_warm_up = 2 ** ceil(log2(max(share * span_s, LEAST_WARM_UP)))
         self.num_requests = max(least_requests, LIFETIMES * self.num_warm_up)
+        self._seed = seed
+
+    @cached_property
+    def _drawn(self) -> _Drawn:
         total = self.num_requests + 2 * self.num_warm_up  # further requests must follow the last measured ones
-        rng = np.random.default_rng(seed)
-        inputs, outputs = sample(plan.workload, total, rng)
-        self._inputs, self._outputs = inputs, outputs
-        self._decoded = decoded(outputs, plan.speculation, rng)
-        self._longest = np.maximum(self._decoded, plan.workload.output.lengths[-1])
-        share = 0.0 if plan.estimate.reuse is None else plan.estimate.reuse.share
-        self._cached = np.minimum(share * inputs, inputs - 1).astype(int) if share else ()
-        # Gaps are scaled so that the mean rate is exact: a random deviation of the rate would be an error of the
-        # result.
-        arrivals_s = gamma_arrivals(1.0, total, plan.constraint.burstiness, rng)
-        self._arrivals_s = arrivals_s * (total / arrivals_s[-1])
+        plan = self.plan
+        return _drawn(plan.workload, plan.speculation, plan.constraint.burstiness, total, self._seed)
+
+    @cached_property
+    def _longest(self) -> Ints:
+        return np.maximum(self._drawn.decoded, self.plan.workload.output.lengths[-1])
+
+    @cached_property
+    def _cached(self) -> Ints:
+        inputs, reuse = self._drawn.inputs, self.plan.estimate.reuse
+        share = 0.0 if reuse is None else reuse.share
+        return np.minimum(share * inputs, inputs - 1).astype(int) if share else np.zeros(0, int)
 
     def at(self, rate: float, slack: float | None = None) -> RequestTimes | None:
         """Return the times of the measured requests at a rate; the rate is that of all replicas together.
@@ -103,7 +136,7 @@ class Trial:
         counted = slice(self.num_warm_up, last)
         arrived, first, end, outputs = (
             np.asarray(values[counted], float)
-            for values in (stream.arrivals_ns, run.first_ns, run.end_ns, self._outputs)
+            for values in (stream.arrivals_ns, run.first_ns, run.end_ns, self._drawn.outputs)
         )
         gaps = (end - first) / np.maximum(outputs - 1, 1)
         times = RequestTimes((first - arrived) / 1e9, gaps / 1e9, (end - arrived) / 1e9)
@@ -111,15 +144,16 @@ class Trial:
 
     def stream(self, rate: float) -> Stream:
         """Return the requests of one replica, if requests arrive at this rate at all replicas together."""
-        arrivals_ns = (self._arrivals_s * (1e9 * self.plan.replicas / rate)).astype(int)
-        return Stream(self._inputs, self._decoded, self._longest, arrivals_ns, self._cached, self._outputs)
+        drawn = self._drawn
+        arrivals_ns = (drawn.arrivals_s * (1e9 * self.plan.replicas / rate)).astype(int)
+        return Stream(drawn.inputs, drawn.decoded, self._longest, arrivals_ns, self._cached, drawn.outputs)
 
     def saturated(self) -> float:
         """Return the requests a second of all replicas while requests are always waiting, admitted in order of
         arrival."""
         # The same number of requests waits after the measured ones, since an engine that runs empty serves less.
         inputs, outputs, longest, cached = (
-            np.tile(values, 2) for values in (self._inputs, self._decoded, self._longest, self._cached)
+            np.tile(values, 2) for values in (self._drawn.inputs, self._drawn.decoded, self._longest, self._cached)
         )
         stream = Stream(inputs, outputs, longest, np.zeros_like(inputs), cached)
         run = run_of(in_order_of_arrival(self.plan), self.lanes, stream, by_request=self._by_request)
@@ -181,11 +215,8 @@ class CapacitySearch:
         self.precision = PRECISION
         self.predicted, self._seed = predicted, seed
         self._trial, self._slack = Trial(plan, profile, seed, least_requests=least_requests), _slack(plan)
-        self._most = plan.estimate.throughput_rps if most is None else most
+        self._promised = plan.estimate.throughput_rps if most is None else most
         self._is_given = most is not None
-        if self._trial.is_far:  # a growing queue would break such a loose bound only after a very long run
-            self._most = min(self._most, self._trial.saturated())
-        self._excess: dict[float, float] = {self._most: inf}
         self._seen: dict[float, tuple[float, float]] = {0.0: (0.0, 0.0)}
         """The quantile of the whole time and the share of requests within bounds, at each rate at which the bounds are
         kept."""
@@ -197,7 +228,7 @@ class CapacitySearch:
 
     def keeps(self, rate: float) -> bool:
         """Return whether the bounds are kept at a rate."""
-        return 0 < rate < self._most and self._excess_at(rate, self._slack) <= self._slack
+        return 0 < rate < self._promised and rate < self._most and self._excess_at(rate, self._slack) <= self._slack
 
     def excess_over(self, rate: float, far: float) -> float:
         """Return the ratio of the worst goal's quantile to its bounds at a rate; infinite if the ratio exceeds
@@ -227,6 +258,18 @@ class CapacitySearch:
             warm_up_requests=self._trial.num_warm_up,
             seed=self._seed,
         )
+
+    @cached_property
+    def _most(self) -> float:
+        """A rate at which the bounds are broken."""
+        if self._trial.is_far:  # a growing queue would break such a loose bound only after a very long run
+            return min(self._promised, self._trial.saturated())
+        return self._promised
+
+    @cached_property
+    def _excess(self) -> dict[float, float]:
+        """The worst goal's quantile of time over bound at each simulated rate."""
+        return {self._most: inf}
 
     @cached_property
     def _saturation(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +75,8 @@ class Lengths:
         self.max_input = int(np.ceil(self.inputs.max()))
         self.max_output = workload.output.lengths[-1]
         self._workload = workload
+        self.occupied_blocks = cache(self._occupied_blocks)
+        """Return the mean and mean square of the K/V blocks that a running request holds at a random moment."""
 
     @cached_property
     def mean_input(self) -> float:
@@ -146,8 +148,8 @@ class Lengths:
         blocks = np.arange(len(met)) / block_size + 1
         return float(blocks @ met), float(blocks**2 @ met)
 
-    def occupied_blocks(self, block_size: int) -> tuple[float, float]:
-        """Return the mean and mean square of the K/V blocks that a running request holds at a random moment.
+    def _occupied_blocks(self, block_size: int) -> tuple[float, float]:
+        """Return `occupied_blocks`.
 
         A request that decodes D times is equally often at each age 0 .. D, so the probability of age a is proportional
         to P(D >= a).

@@ -78,6 +78,8 @@ class Arrivals(Objective):
         """Seconds of the search for each policy's plan."""
         self._rated: dict[Space, Rated | None] = {}
         """The best settings in closed form of each placement that was searched."""
+        self._finished: dict[str, Plan] = {}
+        """The finished plan of each placement and settings, since neighbours are tried again from another best plan."""
         self._simulations, self._sampled, self._ended_early = 0, False, False
 
     def rank(self, kinds: Sequence[str]) -> Ranked:
@@ -208,6 +210,13 @@ class Arrivals(Objective):
         """Return the arrival rate, in closed form, of a plan that the scheduler made."""
         return closed_rate(self.scheduler.space_of(plan), plan.policy, self._in_loop)
 
+    def _finish(self, plan: Plan) -> Plan:
+        """Return the plan with its admission and simulated figures."""
+        key = f"{plan.policy!r} {plan.stages!r} {plan.replicas}"
+        if key not in self._finished:
+            self._finished[key] = self.finish(plan)
+        return self._finished[key].model_copy(update={"search": plan.search})
+
     def _best_of(
         self, candidates: Sequence[tuple[Plan, float]], rival: CapacitySearch | None, doubt: float = DOUBT
     ) -> CapacitySearch | None:
@@ -216,7 +225,7 @@ class Arrivals(Objective):
         for plan, predicted in candidates:
             if best is not None and predicted < (1 - doubt) * min(best.rate, best.predicted or best.rate):
                 break
-            search = CapacitySearch(self.finish(plan), self.scheduler.problem.profile, predicted)
+            search = CapacitySearch(self._finish(plan), self.scheduler.problem.profile, predicted)
             self._simulations += 1
             if best is None or not best.rate or search.keeps((1 + best.precision) * best.rate):
                 best = search
@@ -305,7 +314,9 @@ class Arrivals(Objective):
         while sizes[high] > ALIKE * sizes[low]:
             middle = (low + high) // 2
             other = self.scheduler.plan_at(space, space.settings(smaller, middle), plan.search)
-            search = None if other is None else CapacitySearch(self.finish(other), self.scheduler.problem.profile, rate)
+            search = (
+                None if other is None else CapacitySearch(self._finish(other), self.scheduler.problem.profile, rate)
+            )
             self._simulations += 1
             if search is None or not search.keeps(rate):
                 low = middle + 1

@@ -210,13 +210,14 @@ class Run(ABC):
         is_logged: bool = False,
     ) -> None:
         count = len(stream.inputs)
-        requests = np.zeros(count, REQUEST)
+        new = np.zeros(1, REQUEST)
+        for name in ("first_ns", "end_ns", "after", "ends_with", "admitted_step", "first_step", "last_step"):
+            new[name] = NONE
+        new["joined_batch"] = new["ends_at"] = NONE
+        requests = np.repeat(new, count)  # faster than setting each field of all requests
         requests["input"], requests["output"], requests["most"] = stream.inputs, stream.outputs, stream.max_output
         requests["tokens"] = stream.tokens if len(stream.tokens) else stream.outputs
         requests["arrival_ns"], requests["cached"] = stream.arrivals_ns, stream.cached if len(stream.cached) else 0
-        for name in ("first_ns", "end_ns", "after", "ends_with", "admitted_step", "first_step", "last_step"):
-            requests[name] = NONE
-        requests["joined_batch"] = requests["ends_at"] = NONE
         batches, lane = np.zeros(num_batches, BATCH), np.zeros(1, LANE)
         for name in ("first", "last", "unissued"):
             batches[name] = NONE
