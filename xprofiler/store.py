@@ -299,7 +299,7 @@ def import_profile(
 
     Args:
         where: "aiconfigurator", or the folder.
-        framework: the engine whose kernels the tables are of, with or without a version.
+        framework: the engine whose kernels were measured in the tables, with or without a version.
 
     Raises:
         InputError: the tables do not exist, or lack this model, device, dtype or framework.

@@ -3,10 +3,11 @@
 vLLM is measured from outside: only whole steps can be timed, from the scheduling of one to that of the next in its
 engine core. They are separated into parts as follows:
 
-    one prompt of n tokens, decode of n requests over little context   -> head(n): how much longer the decode takes b
-    prompts of 32 tokens, whose attention takes no time              -> tokens(32 b) + head(b) decodes over longer
-    contexts                                       -> decode attention: how much longer they take a prompt in pieces
-    -> attention of prompts: how much longer later pieces take
+    one prompt of n tokens, decode of n requests over little context   -> head(n): how much longer the decode takes
+    b prompts of 32 tokens, whose attention takes no time              -> tokens(32 b) + head(b)
+    decodes over longer contexts                                       -> decode attention: how much longer they take
+    a prompt in pieces                                                 -> attention of prompts: how much longer later
+                                                                          pieces take
 
 So `head` contains the cost of each request in a step after the first one, including the loop's work for it, and
 `overhead` is 0. Times are means over passes, as in `measure`. A few long steps may all run at the same clock rate and

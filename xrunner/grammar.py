@@ -78,7 +78,7 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 
 def any_of(opened: Mapping[str, dict[str, Any]], end: str) -> str:
-    """Return Lark alternatives: an opening, a value of its JSON schema and `end`.
+    """Return Lark alternatives, each of which is an opening, a value of the opening's JSON schema, and `end`.
 
     Args:
         opened: schemas by openings. Each schema is a separate document, within which `$ref` is resolved.

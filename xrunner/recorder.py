@@ -43,7 +43,7 @@ class Recorder:
         self._arrivals: list[Arrival] = []
         """Requests received since the last step began."""
         self._cancelled: list[tuple[int, int]] = []
-        """Requests removed since then, with the number of steps settled before."""
+        """Requests removed since the last step began, each with the number of steps settled before."""
         self._under_way: dict[tuple[LaneName, int], deque[_Begun]] = defaultdict(deque)
         """Unfinished steps of each lane's micro-batch, in the order in which they end."""
         self._num_begun = self._num_settled = 0

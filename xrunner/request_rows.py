@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 
 FEWEST = 64
-"""Initial number of rows; it doubles when all are taken."""
+"""Initial number of rows; it doubles when all rows are in use."""
 
 
 class RequestRows:

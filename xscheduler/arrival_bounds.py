@@ -56,7 +56,7 @@ SPREAD = (0.0, 0.03, 0.1)
 RATIOS = (0.0, 1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
 """Ratios of the time of a mean prompt to that of a decode iteration."""
 LEAST_QUANTILE = 0.9
-"""The mean must keep a bound if at least this share of the requests must keep it."""
+"""If at least this share of the requests must keep a bound, the mean must also keep it."""
 NUM_PROMPTS = 24
 """Number of prompts that represent all."""
 BISECTIONS = 24

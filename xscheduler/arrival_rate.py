@@ -22,8 +22,9 @@ STEP = 1.35
 """Factor between a setting and its neighbours."""
 TIGHTER = 0.8
 MOST_TIGHTER = 6
-"""`TIGHTER` is the ratio between successive tighter bounds whose best settings are also tried, and `MOST_TIGHTER` how
-many."""
+"""The best settings under a number of successively tighter bounds are also tried: `TIGHTER` is the ratio between
+successive bounds, and `MOST_TIGHTER` their number.
+"""
 NEARLY_BEST = 0.85
 """A placement is searched more closely if its best settings on a grid reach this share of the policy's best rate."""
 MOST_PLACEMENTS = 48

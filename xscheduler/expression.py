@@ -1,7 +1,7 @@
 """Evaluate a user's own objective: an expression over the figures of a plan, parsed without running code from the user.
 
 An expression may use the names in `FIGURES`, numbers, the operators + - * / **, comparisons (1 if they hold, else 0),
-`a if condition else b`, and the functions in `FUNCTIONS`. It is evaluated for many candidates at once.
+`a if condition else b`, and the functions in `FUNCTIONS`. It is evaluated for many candidates in one call.
 """
 
 from __future__ import annotations

@@ -24,7 +24,9 @@ PLACED = ("tp", "tp_devices", "ep", "pp", "replicas", "microbatches", "encode_mi
 """Variables of a placement: tensor-parallel degree of every stage, devices of a replica in tensor-parallel groups,
 stages of the decode lane, and so on. With `tp_devices`, `tp` is the degree of these groups only."""
 MAX_SPLITS = 6
-"""Most values of tp_devices tried for a degree: all its multiples, or evenly spaced ones if there are more."""
+"""Largest number of values of tp_devices that are tried for a degree: all multiples of the degree, or evenly spaced
+ones if there are more.
+"""
 FEW_DEVICES = 8
 """With up to this many devices, every size of a replica and every split between WAA's lanes is tried."""
 TYPICAL_BATCH = 32

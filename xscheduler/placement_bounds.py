@@ -43,7 +43,7 @@ MANY = 1e9
 MAX_KINDS = 5
 """Most distinct kinds of stages in a lane that are bounded one by one."""
 BELOW_ONE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85)
-"""Values of m below 1, which occur if a phase goes on after its last request has finished."""
+"""Values of m below 1, which occur if a phase continues after its last request has finished."""
 
 
 class _Stages(NamedTuple):
@@ -57,7 +57,7 @@ class _Stages(NamedTuple):
     mixed_s: Array
     """A step that also encodes m / E[D] prompts, which keep the decode batch at m."""
     met_s: Array
-    """The same from the view of a decoding request: the prompts replace only the other m - 1 requests."""
+    """A mixed step from the view of a decoding request: the prompts replace only the other m - 1 requests."""
     encode_s: Array
     """One prompt, in the largest and therefore cheapest step. # [kinds]"""
     passing_s: Array
@@ -102,7 +102,7 @@ class PlacementBounds:
         self._iterations = Iterations(lengths, self.batches, self._decodes)
         self._lanes: dict[Lane, _Stages] = {}
         self._degrees: dict[tuple[tuple[int, int], bool], _Degree] = {}
-        """Times by group and by whether the layer is the model's last, if that takes another time."""
+        """Times by group, and by whether the layer is the model's last one if the last layer takes a different time."""
         self._of_stages: dict[StageShape, _Degree] = {}
 
     @property

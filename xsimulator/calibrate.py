@@ -32,8 +32,9 @@ PRIOR = 0.001
 """Weight of a factor's distance from 1, relative to the weight of the steps' relative errors."""
 LEAST, MOST = 0.2, 5.0
 OUTLIER = 4.0
-"""A step counts as an outlier, caused by the machine, if it is more scaled median deviations than this from the
-median."""
+"""A step counts as an outlier, caused by the machine, if its distance from the median is more than this number of
+scaled median deviations.
+"""
 
 
 @dataclass(frozen=True)

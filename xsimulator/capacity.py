@@ -30,9 +30,10 @@ LEAST_REQUESTS = 2000
 """Least number of requests that are measured."""
 LEAST_WARM_UP = 128
 LIFETIMES = 4
-"""At least as many requests count as arrive at saturation in this number of spans; the warm-up is one span. A span is
-the bound or, if that is shorter, the time of a request that waits as long as usual just below saturation: with a longer
-bound, the rate equals saturated throughput to within `PRECISION` anyway."""
+"""The measured requests are at least those that arrive at saturation in this number of spans; the warm-up is one span.
+A span is the bound or, if that is shorter, the time of a request that waits as long as usual just below saturation.
+(With a longer bound, the rate equals saturated throughput to within `PRECISION` in any case.)
+"""
 PRECISION = 0.02
 """Relative precision of the rate."""
 EDGE = 0.05

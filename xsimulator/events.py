@@ -141,7 +141,7 @@ class _Endings:
         self._whole: dict[int, int] = {}
         """Output length of each request."""
         self._left: dict[int, int] = {}
-        """Output tokens still to make, of requests that do not decode."""
+        """Number of output tokens that remain to be made, for requests that do not decode yet."""
         self._counted: dict[int, tuple[MicroBatch, int]] = {}
         """The micro-batch in which each request decodes, and the number of its decode step in which it ends."""
         self._num_steps: defaultdict[MicroBatch, int] = defaultdict(int)

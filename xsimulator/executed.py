@@ -22,7 +22,7 @@ Array = npt.NDArray[np.float64]
 
 
 BETWEEN_NS = 5_000_000
-"""Longest time between consecutive steps of a busy engine, in which it hands out tokens and takes in requests."""
+"""Longest time between consecutive steps of a busy engine; in this time it delivers tokens and accepts requests."""
 
 
 class Executed(NamedTuple):

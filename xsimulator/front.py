@@ -7,7 +7,7 @@ from math import ceil, inf
 from xgpt.core.schema import EngineSpec, Plan, Workload
 
 MOST_BUSY = 0.8
-"""Largest share of its time that an API server works; beyond it requests wait long for the server."""
+"""Largest share of its time for which an API server may work; beyond this share, requests wait long for the server."""
 
 
 def request_s(engine: EngineSpec, workload: Workload) -> float:

@@ -23,7 +23,7 @@ Batch = tuple[str, int, int]
 """Requests that decode together: lane, micro-batch and replica."""
 
 VIRTUAL_SHARE = 0.8
-"""Least share of the admissions from which the latency of a request of the quantile's length must be readable."""
+"""Least share of the admissions that must show the latency of a request of the quantile's length."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,9 @@ WORKSPACE_BYTES = 256 * MIB
 PADDED = "mxfp4"
 """Weight format of experts whose widths engines pad and whose kernels keep no buffers between steps."""
 OWN_KERNELS = re.compile(r"^g?h(100|20|200)|^g?b[23]00")
-"""Names of devices for which engines have special kernels for this format; on others they use Marlin's."""
+"""Names of devices for which engines have special kernels for this format; on other devices they use Marlin's
+kernels.
+"""
 
 
 def activation_bytes_per_token(spec: ModelSpec, dtype: DType) -> int:

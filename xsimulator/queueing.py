@@ -36,7 +36,7 @@ Array = npt.NDArray[np.float64]
 NUM_LOADS = 16
 """Number of batch sizes at which a curve is evaluated, from one request to its largest."""
 FEW_STATES = 24
-"""Up to this number of requests inside, each number is a state; beyond it, states are further and further apart."""
+"""Up to this number of requests, each number is a state; beyond it, states are further and further apart."""
 NUM_STATES = 72
 RATE_STEPS = 14
 """Bisections of a rate, to a ten-thousandth of saturation."""
@@ -107,7 +107,7 @@ class LoadCurves:
             left = np.minimum(left, goal.ttft_s / slack - self._first)
         self._left: Array = left
         self._slow: Array = np.zeros_like(left)
-        """Share of requests whose mean gap breaks its bound; the mean of few gaps varies more."""
+        """Share of requests whose mean gap breaks its bound; the mean of a few gaps varies more than that of many."""
         if goal.tpot_s is not None:
             deviation = np.maximum(beyond / P99_DEVIATE, 1e-9)[..., None]
             room = (goal.tpot_s / slack - self._tpot)[..., None] * np.sqrt(self._decodes) / deviation

@@ -137,7 +137,8 @@ def drawn_law(run: Run, skip_requests: int, num_requests: int) -> RequestLaw:
 
 
 def logged_law(seen: SeenSteps, skip_requests: int, num_requests: int) -> RequestLaw:
-    """Return the distribution of the own latencies of `num_requests` after the first `skip_requests`.
+    """Return the distribution of the latencies that `num_requests` requests themselves have, after the first
+    `skip_requests`.
 
     Raises:
         InputError: the log is too short.

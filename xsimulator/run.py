@@ -33,7 +33,7 @@ from xsimulator.request_law import RequestLaw, SeenSteps, drawn_law, logged_law,
 from xsimulator.timeline import Timeline, chrome_trace, idle_shares
 
 FULL = 0.95
-"""A batch counts as steady from this share of its mean requests in decode."""
+"""A batch counts as steady once its requests in decode reach this share of their mean number."""
 GOLDEN = (5**0.5 - 1) / 2
 """The golden ratio; the fractional parts of its multiples are evenly spread."""
 FROM_ADMISSION = ("latency_s", "request_latency_s", "ttft_s")

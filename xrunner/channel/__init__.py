@@ -8,11 +8,12 @@ Contract of an engine in the front (`RemoteEngine`; one thread; only `restart` a
     submit          token ids and sampling parameters, with deadline, account and the output's limits
     cancel          removes a request
     go_over_to      makes later steps follow another plan; `on_refused` says why it cannot run
-    fileno, step    a descriptor that becomes readable when `step` can return the tokens of the next step that has
-    ended; `listen` gets the records of steps pool, uses      the engine's requests, its K/V memory, and what each of
-    its processes has done takes_seeds, scores_prompts             what the engine can do resumes, repeats how a lost
-    engine's request continues in another engine restart         ends the old engine, and starts a new one without
-    requests
+    fileno, step    a descriptor that becomes readable, and the tokens of the next step that has ended
+    listen          passes the records of steps to a function
+    pool, uses      the engine's requests, its K/V memory, and the work of each of its processes
+    takes_seeds, scores_prompts             what the engine can do
+    resumes, repeats                        how a lost engine's request continues in another engine
+    restart         ends the old engine, and starts a new one without requests
 
 `step` raises `EngineLost` if the engine's process has died or hangs. The process counts as hung if it has sent nothing
 for `SILENCE_S`, although an engine reports every `ALIVE_S` from its start on, or if it has requests to execute and has

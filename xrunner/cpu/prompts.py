@@ -251,8 +251,9 @@ def attend(way, span, context, rules, space):
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def place_keys(context, begin, end, most, places):
-    """Write the positions in the cache of keys from `begin` on, in whole blocks up to `end`, at most `most`; return
-    their number."""
+    """Write the cache positions of the keys from `begin` on: of whole blocks up to `end`, but of at most `most` keys.
+    Return the number of keys.
+    """
     block_size = context.block_size
     count = min(most, max((end + block_size - 1) // block_size * block_size - begin, 0))
     t, block, offset = 0, begin // block_size, begin % block_size

@@ -149,7 +149,7 @@ def hide(
 
 @inlined
 def rescale(typing_context: Any, sums: Any, factors: Any, count: Any, lanes: Any) -> Any:
-    """Multiply by a factor for each lane, unless all factors are one. # sums [count, lanes], factors [lanes]"""
+    """Multiply sums by a factor for each lane, unless all factors are one. # sums [count, lanes], factors [lanes]"""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         sums, factors = pointers(context, builder, signature, values, 2)

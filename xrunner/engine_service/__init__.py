@@ -31,7 +31,7 @@ class Metadata(NamedTuple):
     Attributes:
         deadline_s: seconds after which the answer is useless: the request then ends.
         class_name: one of the plan's classes of requests.
-        account: the name of the account that the request runs for; accounts share the engine.
+        account: the name of the account for which the request runs; accounts share the engine.
         output_length: for benchmarks: end after exactly this many tokens; the schedule knows max_tokens only.
     """
 

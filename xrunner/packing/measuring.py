@@ -15,7 +15,9 @@ from xrunner.packing.base import Shape
 from xrunner.packing.choice import LAYOUTS, layouts_of, pack, pack_highest, shape_name
 
 ROWS = (1, 8, 32, 128, 512)
-"""Numbers of rows at which layouts are compared; each counts equally, relative to the fastest layout."""
+"""Numbers of rows at which layouts are compared; each number of rows has the same weight, relative to the fastest
+layout.
+"""
 MOST_PRODUCT = 2**33
 """Largest product, in multiplications, that is timed: a head over a large vocabulary sees few rows at once."""
 REPEATS = 5

@@ -29,8 +29,9 @@ from xrunner.server.observe.watch import Watch
 
 MAX_RETRY_AFTER_S = 60
 LEAST_MEMORY_S, MEMORY_LATENCIES = 10.0, 8
-"""Time over which the rate is measured at which waiting requests start: at least this many seconds, and this many of
-the plan's latencies."""
+"""Time over which to measure the rate at which waiting requests start: at least `LEAST_MEMORY_S` seconds, and at least
+`MEMORY_LATENCIES` times the plan's latency.
+"""
 
 NOT_FINITE = (
     "the model's logits for this request hold NaN or are infinite: its weights, or their dtype, cannot represent it"
@@ -40,8 +41,9 @@ logger = logging.getLogger(__name__)
 
 
 Inbox = asyncio.Queue[Sequence[Token] | ApiError]
-"""Receives the tokens of one caller's requests, in the order of the engine's steps, or the reason why none will come:
-one at a time, or all at once for a request whose output is held."""
+"""Receives the tokens of one caller's requests, in the order of the engine's steps, or the reason why none will come.
+Tokens arrive one at a time, or together for a request whose output is held back.
+"""
 
 
 class Promise(NamedTuple):
@@ -124,7 +126,7 @@ class EngineClient:
         self.failure: str | None = None
         """Why the engine stopped by itself, in one line."""
         self.fatal: XgptError | None = None
-        """The failure that nothing can mend here: the server must end with it."""
+        """The failure from which this process cannot recover: the server must end with it."""
         self.on_fatal: Callable[[], None] = lambda: None
         self.is_draining = False
         """Whether the server is draining: running requests finish, and no new one starts."""

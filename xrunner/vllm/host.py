@@ -44,8 +44,9 @@ SAMPLED = Submit(
         sampling=generation.SamplingParams(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, logprobs=1),
     )
 )
-"""Sampling parameters of a request that makes vLLM compile its sampler: otherwise the first client that needs it would
-hold up all others for 20 s."""
+"""Sampling parameters of a request that makes vLLM compile its sampler: otherwise the first request that samples would
+delay all others by 20 s.
+"""
 
 
 class VllmHost:

@@ -14,7 +14,9 @@ from xgpt.core.schema import Plan, WaaSettings
 from xrunner.channel.messages import Followed, Refused, Room
 
 LEAST_KV = 0.95
-"""Least share of a plan's K/V memory that vLLM must have to run it; vLLM itself chooses the size of that memory."""
+"""Least share of a plan's K/V memory that vLLM must have to run the plan; vLLM itself chooses the size of its
+memory.
+"""
 
 
 def settings_of(plan: Plan) -> LaneSettings:

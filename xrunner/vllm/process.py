@@ -22,9 +22,9 @@ from xgpt.core.errors import MachineError
 from xrunner.vllm import TESTED_VERSION
 
 TAIL = 200
-"""Last lines of vLLM's output that are kept, to say why it ended."""
+"""Number of last lines of vLLM's output that are kept, to explain why it ended."""
 TAIL_S = 0.2
-"""Time for its last lines to arrive."""
+"""Time for the last lines of vLLM's output to arrive."""
 PYTHON_VARIABLE = "XGPT_VLLM_PYTHON"
 _ASK_VERSION = "from xrunner.vllm import installed_version; print(installed_version() or '')"
 

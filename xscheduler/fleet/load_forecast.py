@@ -19,11 +19,11 @@ MEMORY_S = 600.0
 SHORTEST_S = 30.0
 """Least time span of observations from which the level is computed."""
 UNLIKE = 3.0
-"""A difference of more standard deviations than this is not chance."""
+"""A difference of more standard deviations than this is not due to chance."""
 LEAST_REQUESTS = 0.5
 """Added to counts of requests, which may be zero, before they are divided."""
 SEASON_ERROR, TREND_ERROR = 0.02, 0.1
-"""Least relative errors assumed for the season and for the trend, which cannot foresee steps."""
+"""Smallest relative errors that are assumed for the season, and for the trend, which cannot foresee steps."""
 FIRST_ERROR = 0.1
 """Relative error assumed before any forecast has been compared with reality."""
 MEMORY_OF_ERRORS = 0.05

@@ -37,7 +37,9 @@ Ints = npt.NDArray[np.int64]
 FACTOR_STEP = 0.05
 """Least difference between the load factors that are tried."""
 MOST_TRIED = 10
-"""Most load factors tried: upwards in growing steps until one keeps the share, then between the last two."""
+"""Largest number of load factors that are tried: upwards in growing steps until one keeps the share, then between the
+last two.
+"""
 SAVED_REQUESTS = 1_000_000
 """Simulated requests after which no smaller load factor is tried: it would save little and take minutes."""
 

@@ -28,13 +28,16 @@ Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 EXACT, NEAR = 1e-7, 5e-3
-"""Relative gaps at which the search stops: for problems of up to `FEW` variables, and for larger ones. Their last half
-percent would take minutes and is less than the uncertainty of any day's load."""
+"""Relative gaps at which the search stops: for problems of up to `FEW` variables, and for larger ones. For larger
+problems, the last half percent would take minutes, and it is less than the uncertainty of any day's load.
+"""
 FEW = 200
 TIME_S = 30.0
 """Seconds after which a search stops with its best fleet; only large problems on slow machines take so long."""
 MOST_STATES, MOST_CONSTANT = 1000, 20_000
-"""Most fleets over which the shortest path is searched, and most among which the cheapest constant one is."""
+"""Largest number of fleets over which the shortest path is searched, and largest number among which the cheapest
+constant fleet is searched.
+"""
 SLACK = 1e-9
 INFEASIBLE = 2
 """Status of scipy's milp."""

@@ -42,7 +42,9 @@ MOST_TRIED = 3
 DOUBT = 0.06
 """A plan is simulated if its rate in closed form is at most this share below the best one."""
 DOUBT_NEARBY = 0.15
-"""The same for plans on the best plan's placement: the closed form may be off by as much, and they are few."""
+"""The same share for plans on the best plan's placement: the closed form may have an error of this size, and there are
+few such plans.
+"""
 ALIKE = 1.05
 """Largest ratio of two batches that count as equal."""
 MOST_SETTLED = 12
@@ -50,7 +52,7 @@ MOST_SETTLED = 12
 DRAWS = (1, 2)
 """Seeds of further draws of lengths and arrivals, from which the best rate's error is estimated."""
 DEVIATIONS = 2.0
-"""Simulation tells two rates apart if they differ by this many standard deviations."""
+"""Simulation distinguishes two rates if they differ by this number of standard deviations."""
 NOISE = 0.05
 """A simulated rate may exceed its bound by this share, by chance in a run of `LEAST_REQUESTS`."""
 ENDED_EARLY = f"the search ended after {MOST_SECONDS:g} s: on a faster machine it finds a better plan or a closer bound"

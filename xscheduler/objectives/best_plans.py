@@ -187,7 +187,7 @@ def _with_variables(kinds: tuple[str, ...], policy: str, fixed: Mapping[str, int
             raise InputError("fix", name, f"known are {', '.join(sorted(known))}{nearest(name, known)}")
         if kinds and not any(name in of_kind[kind] for kind in kinds):
             having = ", ".join(kind for kind, names in of_kind.items() if name in names)
-            raise InputError("fix", f"{name}={value}", f"policy {policy} has no such variable; {having} has")
+            raise InputError("fix", f"{name}={value}", f"policy {policy} has no such variable; {having} has it")
         if not value and not any(name in CHOICES[kind].settings.steadying for kind in CHOICES):
             raise InputError("fix", f"{name}=0", "it is at least 1")
     return tuple(kind for kind in kinds if fixed.keys() <= of_kind[kind])

@@ -34,7 +34,7 @@ CLOSE = 0.005
 NUM_BOXES = 12
 """Boxes drawn to attack the bounds within the best branch."""
 WAIT_STEPS = 5
-"""Bisections of the rate at which waits leave too little time."""
+"""Number of bisections of the rate at which waits leave too little time."""
 MANY = 10**9
 """More tokens than any step has."""
 FAR_BELOW = 0.9

@@ -26,15 +26,16 @@ from xsimulator.request_law import RequestLaw
 from xsimulator.run import is_drawn, request_latencies
 
 NUM_REQUESTS = 500
-"""Number of simulated admissions, each of which stands for requests of every length. Fewer may lack the longest
-prompts, which their own error estimate would not show."""
+"""Number of simulated admissions, each of which stands for requests of every length. With fewer admissions, the longest
+prompts might be missing, and the error estimate would not show this.
+"""
 MOST_REQUESTS = 2000
 MOST_TOKENS = 40_000
 """More than `MOST_REQUESTS` admissions are simulated if outputs are so short that they have fewer tokens than this."""
 NUM_DRAWN = 20_000
 """Number of simulated requests if each is counted only with its drawn length; simulating them takes about 15 ms."""
 MOST_STEPS = 250_000
-"""Fewer than `NUM_DRAWN` requests, but at least `MOST_REQUESTS`, are simulated if they would take more decode steps."""
+"""If `NUM_DRAWN` requests would take more decode steps than this, fewer are simulated, but at least `MOST_REQUESTS`."""
 BATCHES_BEYOND = 3
 """Least number of encode batches with requests beyond the quantile; with fewer, more are simulated."""
 GOOD_ERROR = 0.01
@@ -42,7 +43,7 @@ GOOD_ERROR = 0.01
 RUNG = 1.01
 """Ratio of the closed form's latencies on neighbouring rungs."""
 BLOCK = 8
-"""Number of rungs that are skipped at once."""
+"""Number of rungs that are skipped together."""
 LOWEST = -2000
 """A rung far below any plan: a latency of two nanoseconds."""
 REACH = 1.15

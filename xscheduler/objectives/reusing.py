@@ -31,7 +31,9 @@ SHARES = (0.5, 0.65, 0.8, 0.9, 0.95)
 """Further cache sizes that are tried, as shares of the K/V memory."""
 BOUND = "the best of any division of memory between running requests and cached prompts"
 ROUNDS = 1
-"""Number of further searches, each with as many running requests as the plan before it."""
+"""Number of further searches; each assumes the number of running requests of the plan that the previous search
+found.
+"""
 MOST_DIVISIONS = 2
 """Divisions of memory for which arrivals are simulated."""
 

@@ -44,7 +44,7 @@ factor."""
 LEAST_ALIKE = 30
 """Least number of requests of about the quantile's length from which its latency is read."""
 MOST_REQUESTS = 5000
-"""Most simulated requests if few have that length."""
+"""Largest number of simulated requests, if few have about the quantile's length."""
 SEED = 0
 RUNG = 1.2
 """Ratio of the closed form's latencies on neighbouring rungs."""

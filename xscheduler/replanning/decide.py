@@ -13,8 +13,9 @@ from xscheduler.replanning.replacements import SWAPPABLE, find_candidates, withi
 from xsimulator.memory import LaneMemory
 
 LOAD_BYTES_PER_S = {"cpu": 5e8, "gpu": 4e9}
-"""Bytes of weights that a device loads a second if its profile does not say so: the slowest rate measured on a CPU
-(docs/results/devices.md), and the slowest in ExeGPT's Table 4."""
+"""Bytes of weights that a device loads a second if its profile does not state this rate: the slowest rate measured on a
+CPU (docs/results/devices.md), and the slowest in ExeGPT's Table 4.
+"""
 
 WIDER = (1.0, 1.5, 2.0, 4.0)
 """If no plan keeps the bound, these multiples of the nearest bound are tried until a plan keeps one at the observed
@@ -104,8 +105,9 @@ def _decide_feasible(judge: Judge, terms: Terms) -> Verdict:
 
 
 def loading_s(plan: Plan, profile: Profile, running: Plan) -> float:
-    """Return the seconds for which a change of placement loads weights; 0 if the same number of single devices keep
-    theirs."""
+    """Return the seconds that a change of placement takes to load weights. They are 0 if the same number of single
+    devices keep their weights.
+    """
     keeps = plan.devices_per_replica == running.devices_per_replica == 1 and plan.replicas == running.replicas
     return 0.0 if keeps else weights_loading_s(plan, profile)
 

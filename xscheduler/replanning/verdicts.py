@@ -25,7 +25,7 @@ from xsimulator.costs.step_times import with_step_times
 from xsimulator.run import check_fits
 
 MOST_ROUNDS = 4
-"""Most searches, under ever tighter bounds, for one judgement."""
+"""Largest number of searches, under ever tighter bounds, for one judgement."""
 UNUSED = 0.02
 """If a plan breaks the bound in simulation, the next search's bound is tighter by a quarter of this share."""
 

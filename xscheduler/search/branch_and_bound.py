@@ -33,7 +33,7 @@ BLOCKS_AT_ONCE = 24
 """Blocks of a space that are divided in one vectorised call."""
 
 SMALL = 32
-"""Points of a box that are predicted one by one instead of dividing the box, if it has no more."""
+"""If a box has at most this number of points, they are predicted one by one, and the box is not divided."""
 PARTS = {1: 8, 2: 2}
 """Parts into which a block is cut along each variable, by the number of variables."""
 PARTS_OF_A_BATCH = 16
@@ -52,7 +52,7 @@ class _Block:
     priority: float
     box: Box = field(compare=False)
     bound: float = field(compare=False)
-    """Throughput that no point of the box exceeds, whether or not it is monotone."""
+    """Throughput that no point of the box exceeds, whether or not throughput is monotone."""
 
 
 def _size(box: Box) -> int:

@@ -21,7 +21,7 @@ from xscheduler.space import Space
 NUM_BOXES = 12
 """Boxes drawn in each of the two spaces."""
 TOLERANCE = 0.02
-"""A point may beat the bound of its box by this share; if it beats it by more, the bounds do not hold."""
+"""A point may exceed the bound of its box by this share; if it exceeds the bound by more, the bounds are not valid."""
 
 SWEPT = 100_000
 """Spaces of up to this many points are searched exhaustively if bounds do not hold, which takes about a second; Optuna

@@ -25,7 +25,7 @@ def sample_points(
     num_trials: int,
     seed: int,
 ) -> None:
-    """Call `score` for `num_trials` points that Optuna's TPE sampler draws, which raises the scores.
+    """Call `score` for `num_trials` points, which Optuna's TPE sampler draws such that scores rise.
 
     A policy's variables are sampled by the index of their value on a logarithmic scale, since small batches differ more
     from each other.

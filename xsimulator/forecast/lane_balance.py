@@ -113,10 +113,10 @@ class Stays:
         self.transferred = float(survival[0])
         """Share of requests that reach the decode lane; the others end with the token that the encode lane makes."""
         self._share: Array = np.concatenate([survival[:1], survival, [0.0]])
-        """Share of requests still inside by iterations since their transfer, joining included."""
+        """Share of requests that are still in the lanes, by iterations since their transfer, joining included."""
         tail = (self._share[1:] + self._share[:-1]) / 2
         self._rest: Array = np.append(np.cumsum(tail[::-1])[::-1], 0.0)
-        """Iterations that a request still has then, averaged over all requests."""
+        """Number of iterations that a request still has at that time, averaged over all requests."""
         self.together = float(survival @ survival / (survival.sum() or 1.0))
         """Average share of its admission batch that still decodes together with a request."""
 

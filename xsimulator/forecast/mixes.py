@@ -37,8 +37,9 @@ ROUNDING = 1.05
 MOST_UNUSED = 0.75
 """Largest share of a step's tokens that stays unused because the next whole prompt does not fit."""
 NUM_BUSY = len(PROMPTS) + len(WEIGHTS)
-"""Number of values that represent busy steps (those that encode): first those with one prompt, then those with
-several."""
+"""Number of values that represent busy steps (steps that encode): first for steps with one prompt, then for steps with
+several.
+"""
 
 
 class _Slots(NamedTuple):
@@ -65,7 +66,7 @@ class _Mix(NamedTuple):
     busy: Array
     """Share of steps that encode."""
     others_busy: Array
-    """The same without the prompts of one slot: the steps that a request in that slot meets."""
+    """The same share without the prompts of one slot, for the steps that a request in that slot meets."""
     requests: Array
     tokens: Array
     """Mean numbers of prompts and prompt tokens in a busy step."""

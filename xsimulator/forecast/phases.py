@@ -31,11 +31,11 @@ class PhaseColumns(NamedTuple):
     weights: Array
     """Number of iterations of each segment."""
     unneeded: Array
-    """Number of those that a request of the quantile's length does not need in its last phase."""
+    """Number of iterations that a request of the quantile's length does not need in its last phase."""
     share: Array
     """Requests in decode, for each request encoded in a phase."""
     age: Array
-    """Mean decode iterations so far of those in decode."""
+    """Mean number of decode iterations so far, over the requests in decode."""
     log_empty: Array
     """Log of the probability that no request is in decode, for each request encoded in a phase."""
     boundary: Array

@@ -31,7 +31,7 @@ from xsimulator.forecast.performance import Performance
 from xsimulator.lengths import Lengths
 
 FEW_BATCHES = 4
-"""Encode batches, with one request more each, of a cap below which the closed form may promise too little."""
+"""If a cap holds fewer encode batches than this, with one request more each, the closed form may predict too little."""
 Bools = npt.NDArray[np.bool_]
 
 

@@ -38,7 +38,7 @@ class Observation(Frozen):
         num_requests: number of requests that arrived.
         num_finished: number of these requests that have finished.
         weight: Kish's effective sample size of the weighted requests.
-        arrival_rate_per_s: requests a second; None: there were too few.
+        arrival_rate_per_s: requests a second; None: there were too few requests.
         input_distance, output_distance: Wasserstein distance between observed and planned lengths, in tokens.
         step_ratio: measured over predicted step times of the running plan; None: not known.
         slowdown: measured step times over the profile's; None: too few steps have been compared.

@@ -11,7 +11,7 @@ from xgpt.core.errors import InputError
 from xrunner.server.access.keys import ApiKeys
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Paths for probes, which say nothing about any request."""
+"""Paths for probes; their answers contain no information about requests."""
 
 GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 ADMIN_PATHS = frozenset({"/", "/live", "/plan", "/plan/history", "/plan/decision", "/metrics"})

@@ -88,7 +88,7 @@ class Calls:
         self._format = format_
         self._held = ""
         self._space = ""
-        """White space after a call: it is text only if other text follows."""
+        """White space after a call; it counts as text only if other text follows."""
         self._is_after_call = False
         self._value = JsonObject()
         self._looked = 0

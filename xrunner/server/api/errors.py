@@ -62,7 +62,7 @@ def refuse(param: str, message: str, code: str | None = None) -> NoReturn:
 
 
 ANTHROPIC_PATH = "/v1/messages"
-"""Prefix of the paths whose errors are in Anthropic's format."""
+"""Prefix of paths whose errors are in Anthropic's format."""
 
 
 def anthropic_error(error: ApiError) -> dict[str, str]:

@@ -27,7 +27,7 @@ ENDS = (END, "<|call|>", "<|return|>", START)
 """Tokens that end a message, including those that end an output."""
 MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS[:3])
 OPENINGS = (START, CHANNEL, MESSAGE, " to=", "assistant")
-"""Texts with which the head of a message may begin; any other text has no head."""
+"""Texts with which the head of a message may begin; a text that begins in any other way has no head."""
 MAX_HEAD = 256
 """Longest head, in characters."""
 RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.-]{1,64})")

@@ -51,7 +51,7 @@ LEAST_TOP_P = 1e-9
 """The value that a top_p of 0 stands for: the most probable token only."""
 MAX_TOOLS = 128
 MAX_PARTS = 1 << 16
-"""Largest number of messages, parts of their content, and calls in them."""
+"""Largest number of messages, parts of their content, and calls in them, together."""
 MAX_ARGUMENTS = 1 << 20
 """Largest number of characters of all arguments of calls in messages, which are JSON of their own."""
 TOKEN_BYTES, BIAS_BYTES = 40, 200
@@ -153,7 +153,7 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
         return frozenset()
 
     def reader(self) -> OutputReader | None:
-        """Return a reader of one output; None if all of it is the answer."""
+        """Return a reader of one output; None if the whole output is the answer."""
         return None
 
     def kept_of(self, tokens: list[int], max_context: int) -> list[int]:

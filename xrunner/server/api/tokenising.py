@@ -20,10 +20,13 @@ NUM_THREADS = 2
 NICENESS = 10
 """Niceness of these threads, so that the engine's threads go first if cores are few."""
 SECONDS_A_CHARACTER = 5e-6
-"""Several times the tokenising time of a character: a text is treated as if it had arrived later by this time for each
-character, so that short texts pass long ones, but not for ever."""
+"""Several times the tokenising time of a character. A text is treated as if it had arrived later by this time for each
+character, so that short texts overtake long ones, but not for ever.
+"""
 FIRST_LOOK = 8
-"""Characters for each token of the limit that are encoded first; texts with more characters a token are rare."""
+"""Number of characters, for each token of the limit, that are encoded first; texts with more characters for each token
+are rare.
+"""
 
 T = TypeVar("T")
 

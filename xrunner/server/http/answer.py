@@ -23,7 +23,7 @@ from xrunner.server.request_info import ABORT
 LAST_WORDS_S = 1.0
 """Time in which a client can read that its answer was broken off."""
 BYTES_AT_ONCE = 64 << 10
-"""Bytes to write before other requests get a turn."""
+"""Number of bytes to write before other requests get a turn."""
 HEAD_S, COMMENT_S = 1.0, 15.0
 """Time after which a stream's head is sent without a token, and interval between comments after that."""
 

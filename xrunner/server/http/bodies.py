@@ -16,11 +16,11 @@ from xrunner.server.request_info import RequestInfo
 FREE_BYTES = 64 << 10
 """Bytes of each request that are not counted, so that requests of usual size always get through."""
 SHARE = 2
-"""An account's requests may take this share of the memory: one half."""
+"""Share of the memory that the requests of one account may take: one half."""
 
 
 LONG_BYTES = 1 << 20
-"""After a longer request the process gives freed memory back to the system."""
+"""After a request of more bytes, the process returns freed memory to the system."""
 
 
 class Budget:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from xgpt.core.schema import ANYONE, Account, Plan
 
 ENOUGH = 0.25
-"""Share of the memory time that observations must cover before a rate is returned."""
+"""Share of `memory_s` that observations must cover before a rate is returned."""
 LATE = 0.005
 """Target for the share of answers that are later than promised."""
 PER_ANSWER = 0.1
