@@ -423,13 +423,14 @@ def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywo
 
 
 @_takes(BenchRequest)
-def bench(target: Plan | PathLike, **asked: Unpack[BenchKeywords]) -> Benched:
+def bench(target: Plan | PathLike, *, progress: Progress | None = None, **asked: Unpack[BenchKeywords]) -> Benched:
     """Return predicted and measured figures of a plan on this machine, or a client's measurements of an endpoint.
 
         report = xgpt.bench("plan.json", num_requests=100).report
 
     Args:
         target: a plan, which a separate process serves during the measurement, or the URL of any endpoint.
+        progress: is called with (done, total, what is being done).
         **asked
 
     Raises:
@@ -437,6 +438,7 @@ def bench(target: Plan | PathLike, **asked: Unpack[BenchKeywords]) -> Benched:
         MachineError: the server does not start or dies, or nothing answers at the endpoint.
     """
     from xgpt import benchmark as benches
+    from xgpt.core.progress import silent
     from xgpt.resolve import workload_of
     from xprofiler.store import profile_of
 
@@ -469,6 +471,7 @@ def bench(target: Plan | PathLike, **asked: Unpack[BenchKeywords]) -> Benched:
         profile=profile_of(of_what, profile) if profile is not None and isinstance(of_what, Plan) else None,
         calibrate=request.calibrate,
         saturated=request.saturated,
+        progress=progress or silent,
     )
 
 

@@ -26,6 +26,7 @@ from xgpt.core.errors import InputError, MachineError
 from xgpt.core.io import dump_json, read_step_log, sha256
 from xgpt.core.policies.routing import share_of_replica
 from xgpt.core.processes import end_with_parent
+from xgpt.core.progress import Progress, silent
 from xgpt.core.schema import (
     Batching,
     BenchReport,
@@ -118,6 +119,7 @@ def bench(
     profile: Profile | None = None,
     calibrate: bool = False,
     saturated: bool = False,
+    progress: Progress = silent,
 ) -> Benched:
     """Measure a plan, which a separate process serves here, or the endpoint at a URL.
 
@@ -130,6 +132,7 @@ def bench(
         profile: the plan's profile; None: the copy on this machine.
         calibrate: fit the profile to the measured steps.
         saturated: keep requests always waiting, even if the plan was made for arrivals.
+        progress: called with the number of finished requests and of all.
 
     Raises:
         MachineError: the server does not start or dies, or the endpoint does not answer.
@@ -138,7 +141,7 @@ def bench(
     rng = np.random.default_rng(seed)
     if isinstance(target, str):
         workload = load.workload or load_workload("summarization")
-        return Benched(bench_url(target, replace(load, workload=workload), rng))
+        return Benched(bench_url(target, replace(load, workload=workload), rng, progress))
     server = None if batching == "flat" else partial(served, engine=engine, options=("--batching", batching))
     if profile is None:
         try:
@@ -149,7 +152,7 @@ def bench(
     promised = target.estimate.capacity
     if target.constraint.maximises_arrivals and promised is not None and profile is not None and not saturated:
         load = replace(load, arrivals=load.arrivals or ArrivalProcess.at(promised.rate_per_s))
-    report, steps = bench_plan(target, load, rng, engine=engine, profile=profile, server=server)
+    report, steps = bench_plan(target, load, rng, engine=engine, profile=profile, server=server, progress=progress)
     if not calibrate:
         return Benched(report, tuple(steps))
     assert profile is not None
@@ -165,6 +168,7 @@ def bench_plan(
     profile: Profile | None,
     engine: EngineKind = "native",
     server: Server | None = None,
+    progress: Progress = silent,
 ) -> tuple[BenchReport, list[StepRecord]]:
     """Serve the plan in a separate process, replay sampled requests over HTTP, and read the engine's step log.
 
@@ -182,10 +186,19 @@ def bench_plan(
     """
     load = replace(load, workload=load.workload or plan.workload)
     rates, differs = [gflops()], None if profile is None else differences(profile)
-    drawn, results, busy_s, log = replayed(plan, load, rng, engine=engine, server=server)
+    drawn, results, busy_s, log = replayed(plan, load, rng, engine=engine, server=server, progress=progress)
     rates.append(gflops())
     report = _report(plan, profile, load, drawn, log, results, busy_s)
     return report.model_copy(update={"calibration_gflops": tuple(rates), "differences": differs}), log
+
+
+def _tell(progress: Progress, load: Load, ended: int) -> None:
+    """Report how many of a load's requests have ended, and about how long all of them take if they arrive."""
+    arrivals, what = load.arrivals, f"serving {load.num_requests} requests"
+    if arrivals is not None:
+        rate = arrivals.mean_rate(load.num_requests)
+        what += f" at {rate:.3g} a second, which takes about {load.num_requests / rate:.0f} s"
+    progress(min(ended, load.num_requests), load.num_requests, what)
 
 
 class Drawn(NamedTuple):
@@ -214,6 +227,7 @@ def replayed(
     *,
     engine: EngineKind = "native",
     server: Server | None = None,
+    progress: Progress = silent,
 ) -> Replayed:
     """Serve the plan in a separate process, and replay the requests of a load over HTTP.
 
@@ -230,6 +244,7 @@ def replayed(
         step_log = Path(directory) / "steps.jsonl"
         start = server or partial(served, engine=engine)
         with start(plan, Path(directory), step_log) as url:
+            _tell(progress, load, 0)
             results = asyncio.run(
                 replay(
                     url,
@@ -237,6 +252,7 @@ def replayed(
                     concurrency=plan.replicas * outstanding_requests(plan) if load.arrivals is None else None,
                     enough=requests_to_end(plan, load.num_requests),
                     stream=load.stream,
+                    progress=partial(_tell, progress, load),
                 )
             )
             pipelined = engine == "native" and len(plan.stages) > len({stage.lane for stage in plan.stages})
@@ -412,7 +428,7 @@ def _figures(measured: Measured, times: RequestTimes | None) -> dict[str, float]
     return found
 
 
-def bench_url(url: str, load: Load, rng: np.random.Generator) -> UrlReport:
+def bench_url(url: str, load: Load, rng: np.random.Generator, progress: Progress = silent) -> UrlReport:
     """Replay sampled requests against any running endpoint, and return what the client measured.
 
     Requests arrive at the load's rate; without one, `concurrency` of them are always outstanding.
@@ -430,7 +446,16 @@ def bench_url(url: str, load: Load, rng: np.random.Generator) -> UrlReport:
         for i, o, at_s in zip(inputs, outputs, times, strict=True)
     ]
     concurrency = load.concurrency if load.arrivals is None else None
-    results = asyncio.run(replay(url, requests, concurrency=concurrency, ca_file=load.ca_file, api_key=own_api_key()))
+    results = asyncio.run(
+        replay(
+            url,
+            requests,
+            concurrency=concurrency,
+            ca_file=load.ca_file,
+            api_key=own_api_key(),
+            progress=partial(_tell, progress, load),
+        )
+    )
     done = [result for result in results if result.error is None]
     if not done:
         raise MachineError(f"all {num_requests} requests to {url} failed: {results[0].error}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,6 +111,7 @@ async def replay(
     stream: bool = True,
     ca_file: Path | None = None,
     api_key: str | None = None,
+    progress: Callable[[int], None] = lambda ended: None,
 ) -> list[ClientResult]:
     """Send requests to the server at `url` (without /v1), read their answers, and return results in the same order.
 
@@ -121,6 +122,7 @@ async def replay(
         enough: in a closed loop, the number of finished requests after which the replay stops; requests that still run
             then are left out of the results.
         ca_file, api_key: see `Connection`.
+        progress: called with the number of finished requests after each end.
 
     Raises:
         InputError: `concurrency` is below 1, or a request has `send_at_s` in a closed loop or lacks it in an open loop.
@@ -135,19 +137,25 @@ async def replay(
         async with connections.one() as connection:
             model = await _served_model(connection, url)
         client = _Client(connections, model, stream)
+        num_ended = 0
+
+        async def send(request: ClientRequest) -> ClientResult:
+            nonlocal num_ended
+            result = await client.send(request)
+            num_ended += 1
+            progress(num_ended)
+            return result
+
         if concurrency is None:
-            return await asyncio.gather(*map(client.send, requests))
+            return await asyncio.gather(*map(send, requests))
         results: list[ClientResult | None] = [None] * len(requests)
         queue = iter(enumerate(requests))
 
-        num_ended = 0
         stop = asyncio.Event()
 
         async def work() -> None:
-            nonlocal num_ended
             for index, request in queue:
-                results[index] = await client.send(request)
-                num_ended += 1
+                results[index] = await send(request)
                 if num_ended == enough:
                     stop.set()
 

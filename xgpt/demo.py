@@ -10,11 +10,13 @@ from xgpt import api
 from xgpt.cli import main as xgpt
 from xgpt.cli import render
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.schema import BenchReport
+from xgpt.core.io import load_json
+from xgpt.core.schema import BenchReport, Plan
 
 DIRECTORY = Path("demo")
 LATENCY_BOUND_S = 9.8
-NUM_REQUESTS = 120
+NUM_REQUESTS, LEAST_REQUESTS, MOST_S = 120, 24, 120.0
+"""Number of measured requests, and the least number of them if more would take longer than so many seconds."""
 MOST_RUNS = 2
 """Largest number of measurements on a busy machine."""
 
@@ -31,9 +33,11 @@ def plan_for(bound_s: float, path: str) -> None:
 
 def measure(path: str) -> None:
     """Measure the plan, and again if other work on the machine disturbed the run."""
+    count = num_requests(load_json(Path(path), Plan, "plan"))
     for run in range(MOST_RUNS):
-        _show(["bench", path, "--requests", str(NUM_REQUESTS)])
-        report = api.bench(path, num_requests=NUM_REQUESTS).report
+        _show(["bench", path, "--requests", str(count)])
+        with render.progress_bar() as progress:
+            report = api.bench(path, num_requests=count, progress=progress).report
         assert isinstance(report, BenchReport)
         render.show(*render.bench_report(report))
         if not report.is_disturbed:
@@ -41,6 +45,14 @@ def measure(path: str) -> None:
         if run + 1 < MOST_RUNS:
             click.echo("the machine is busier than when it was profiled: measuring again")
     click.echo("the machine stayed busier than when it was profiled; `xgpt plan` profiles it again once it is idle")
+
+
+def num_requests(plan: Plan) -> int:
+    """Return how many requests the demo measures: fewer if the plan promises a low arrival rate on a slow machine."""
+    promised = plan.estimate.capacity
+    if promised is None:
+        return NUM_REQUESTS
+    return max(LEAST_REQUESTS, min(NUM_REQUESTS, int(MOST_S * promised.rate_per_s)))
 
 
 def _run(command: list[str]) -> None:

@@ -41,8 +41,10 @@ def test_50_concurrent_streams_closed_loop() -> None:
 
 
 def test_closed_loop_keeps_so_many_outstanding() -> None:
+    ended: list[int] = []
     with running(fake_app(fake_engine(FakeExecutor(step_s=0.001)))) as url:
-        results = asyncio.run(replay(url, requests(20), concurrency=4))
+        results = asyncio.run(replay(url, requests(20), concurrency=4, progress=ended.append))
+    assert ended == list(range(1, 21))
     moments = [result.send_s for result in results]
     assert max(sum(r.send_s <= moment < r.end_s for r in results) for moment in moments) == 4
 

@@ -22,8 +22,8 @@ def run(target: str, calibrate: str | None, force: bool, as_json: bool, **_: Any
     else:
         refuse_idle(["concurrency"], "it needs a URL; a plan is measured with at least as many requests as it runs")
     file = None if calibrate is None else output_file(calibrate, "calibrate")
-    with render.at_work("serving requests"):
-        found = api.bench(target, calibrate=calibrate is not None, **options.given())
+    with render.progress_bar() as progress:
+        found = api.bench(target, progress=progress, calibrate=calibrate is not None, **options.given())
     report = found.report
     if file is not None and found.profile is not None:
         write(file, dump_json(found.profile))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
+from tests.fakes import fake_plan
 from tests.rings import examples, few
 from xgpt.benchmark import Load, bench, bench_plan, draw
 from xgpt.cli import render
@@ -20,6 +21,7 @@ from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.io import StepLogWriter
 from xgpt.core.schema import SERVED, BenchReport, Capacity, Constraint, Plan, Profile, StepRecord
 from xgpt.core.workload import TraceLengths
+from xgpt.demo import num_requests
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.schedule import Scheduler
 from xsimulator.run import outstanding_requests, read_log, requests_to_end, run_requests
@@ -241,3 +243,10 @@ def test_arrivals_at_two_replicas_are_divided(monkeypatch: pytest.MonkeyPatch) -
     report = benched("chunked", Load(600, arrivals=ArrivalProcess.at(20.0)), monkeypatch, replicas=2)
     for metric in ("throughput_rps", "whole_mean_s", "ttft_mean_s"):
         assert report.figure(metric).error_at_pace == pytest.approx(0.0, abs=0.05), metric
+
+
+@pytest.mark.parametrize(("rate_per_s", "count"), [(2.7, 120), (0.5, 60), (0.0544, 24)])
+def test_the_demo_measures_for_two_minutes_or_for_a_few_requests(rate_per_s: float, count: int) -> None:
+    """120 requests at the rate of a plan for a busy machine, 0.054 a second, took 37 minutes."""
+    found = Capacity(rate_per_s=rate_per_s, whole_s=9.0, share_kept=0.99, num_requests=2000, warm_up_requests=128)
+    assert num_requests(fake_plan().with_estimate(capacity=found)) == count
