@@ -99,7 +99,7 @@ BODIES: dict[str, tuple[str, Body, set[int]]] = {
     "CVE-2026-105757 an empty schema": (
         CHAT,
         chat(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}),
-        {200},
+        {200, 400},
     ),
     "CVE-2026-105757 no schema": (CHAT, chat(response_format={"type": "json_schema"}), {400}),
     "CVE-2026-105757 empty tags": (
@@ -267,7 +267,7 @@ def test_deadlines_that_are_none(target: Target) -> None:
 @pytest.mark.point(28)
 def test_requests_of_one_id_are_two_requests(target: Target) -> None:
     """PYSEC-2026-4198 (vLLM): one that bore another's X-Request-Id had that one's answer, or changed it."""
-    prompts = [[3 + number, 50, 61] for number in range(12)]
+    prompts = [[100 + number, 50, 61] for number in range(12)]
     headers = target.headers | {"X-Request-Id": "victim"}
 
     def ask(prompt: list[int], headers: dict[str, str]) -> list[int]:
@@ -307,7 +307,7 @@ def test_what_narrows_an_output_does_not_reach_another(target: Target) -> None:
         if number % 5 == 4 and target.flavour != FAKE_VLLM:
             body = chat(response_format=schema, temperature=1) | {"max_tokens": length}
             return target.ask("POST", CHAT, {"model": target.model, **body})[0]
-        status, _ = target.complete(prompt=[number % 99], max_tokens=length, ignore_eos=True, **SETTINGS[number % 4])
+        status, _ = target.complete(prompt=[100 + number], max_tokens=length, ignore_eos=True, **SETTINGS[number % 4])
         return status
 
     with ThreadPoolExecutor(14) as threads:
