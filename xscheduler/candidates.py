@@ -310,5 +310,5 @@ def _check_context(problem: Problem, lengths: Lengths) -> None:
         raise InputError(
             "workload",
             problem.workload.name,
-            f"its longest request has {context} tokens, {model.name} takes {model.max_context}",
+            f"its longest request has {context} tokens, but {model.name} accepts {model.max_context}",
         )

@@ -248,7 +248,7 @@ def check_plan_for_vllm(plan: Plan, num_nodes: int = 1) -> str:
     if found != TESTED_VERSION:
         logger.warning("xgpt is tested with vLLM %s, and this is vLLM %s", TESTED_VERSION, found)
     if plan.profile.engine_version not in (None, found):
-        logger.warning("the plan's profile is of vLLM %s, this is %s", plan.profile.engine_version, found)
+        logger.warning("the plan's profile is of vLLM %s, and this is vLLM %s", plan.profile.engine_version, found)
     return found
 
 

@@ -111,7 +111,7 @@ class RemoteExecutor:
         deployment = Deployment.model_validate(self._deployment.model_dump() | {"stages": stages})
         if deployment.num_workers > self._workers.num_workers:
             here = self._workers.num_workers
-            raise MachineError(f"the other plan runs on {deployment.num_workers} devices, this server has {here}")
+            raise MachineError(f"the other plan needs {deployment.num_workers} devices, but this server has {here}")
         then = RemoteExecutor(self._workers, deployment)
         try:
             then.deploy()

@@ -122,7 +122,7 @@ def _check_input(request: GenerateRequest) -> None:
         if request.HasField(field):
             raise Invalid(f"{field}: this engine accepts only token ids")
     if request.extra_mm_inputs:
-        raise Invalid("extra_mm_inputs: this engine takes tokens only")
+        raise Invalid("extra_mm_inputs: this engine accepts only token ids")
     if request.HasField("data_parallel_rank") and request.data_parallel_rank:
         raise Invalid("data_parallel_rank: the engine chooses the replica itself; leave this field out")
 

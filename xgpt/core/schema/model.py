@@ -237,7 +237,7 @@ class ModelSpec(ModelShape):
         if self.relative_max_distance <= self.relative_buckets // 2:
             raise ValueError(
                 f"relative_max_distance: {self.relative_max_distance} must exceed half of relative_buckets, "
-                f"{self.relative_buckets}: these hold one distance each"
+                f"{self.relative_buckets}: each bucket of the first half holds one distance"
             )
         if self.is_encoder_decoder and not 0 <= (self.bos_token_id or 0) < self.vocab_size:
             raise ValueError(f"bos_token_id: {self.bos_token_id} is outside the vocabulary of {self.vocab_size}")

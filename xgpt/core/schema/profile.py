@@ -83,7 +83,7 @@ class Surface(Frozen):
     def _check(self) -> Surface:
         for name, points in (("batches", self.batches), ("lengths", self.lengths)):
             if any(b <= a for a, b in pairwise(points)):
-                raise ValueError(f"{name} must rise, and {points} do not")
+                raise ValueError(f"{name} must rise, but {points} do not")
             if points[0] < 0:
                 raise ValueError(f"{name}: {points[0]} is negative")
         if len(self.seconds) != len(self.batches) or any(len(r) != len(self.lengths) for r in self.seconds):
