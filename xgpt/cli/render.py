@@ -387,7 +387,7 @@ def decision_table(decision: Decision) -> Fitting:
 
 def decision_notes(decision: Decision, observation: Observation) -> list[str]:
     notes = [
-        f"lengths: inputs {decision.input_mean:.0f}, outputs {decision.output_mean:.0f} tokens on average; distance "
+        f"{decision.lengths} lengths: inputs {decision.input_mean:.0f}, outputs {decision.output_mean:.0f} tokens on average; distance "
         f"to the plan's (Wasserstein) {observation.input_distance:.1f} and {observation.output_distance:.1f} tokens",
         f"decision: {decision.action}; {decision.reason}",
     ]

@@ -249,12 +249,20 @@ class Observer:
         is_other_pace = slowdown is not None and differs(slowdown, self._judged_slowdown, reference.spread)
         if others is not None:
             self._since_s = float(others.arrival_s[0])
-            found = now.observe(others)
+            found = now.observe(others).model_copy(update={"cause": "lengths"})
             self._detector = ChangeDetector(found.workload, found.weight)
         elif (is_other_pace or is_newly_missed or common is not None) and sample.num_finished:
             # Lengths are unchanged, and were known from more requests than the window contains.
-            lengths = {"workload": self._detector.planned, "weight": self._detector.weight or CERTAIN}
-            found = now.observe(sample).model_copy(update=lengths)
+            found = now.observe(sample)
+            changes = {
+                "cause": "reuse" if common is not None else "pace" if is_other_pace else "goodput",
+                "workload": self._detector.planned,
+                "weight": self._detector.weight or CERTAIN,
+                "lengths": "planned" if self._detector.planned == now.plan.workload else "observed",
+                "recent_input_mean": found.workload.input.mean,
+                "recent_output_mean": found.workload.output.mean,
+            }
+            found = found.model_copy(update=changes)
         else:
             return None
         if slowdown is not None:

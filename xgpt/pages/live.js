@@ -42,7 +42,8 @@ const isOne = (key, value) => value === 1 && ["ep_degree", "microbatches"].inclu
 const settingsOf = (policy) => Object.entries(policy).filter(([key, value]) => typeof value === "number" && !key.startsWith("tp_") && !isOne(key, value)).map(([key, value]) => `${key} ${value}`).join(", ");
 
 // Step times are measured over planned ones; a pause is the time in which no request is served.
-const reasonOf = (decision) => `${decision.reason}; steps take ${number(decision.slowdown)} times as long as planned`
+const causeOf = (decision) => decision.cause === "asked" ? "" : `${decision.cause}: ${decision.cause_detail}. `;
+const reasonOf = (decision) => `${causeOf(decision)}${decision.reason}; steps take ${number(decision.slowdown)} times as long as in the profile`
   + (decision.pause_s ? `; the change pauses for ${number(decision.pause_s)} s` : "") + `; planned in ${number(decision.planning_s)} s`;
 const inWords = (decision) => `${decision.action}: ${decision.reason}`;
 

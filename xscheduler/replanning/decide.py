@@ -138,7 +138,8 @@ def _compare(judge: Judge, best: Plan, terms: Terms, *, pause_s: float, is_swap:
     switch = not judge.kept_rps or gain >= terms.least_gain
     if outcome.arrival_rate_per_s is not None:
         rates = f"{outcome.arrival_rate_per_s:.3g} requests/s, the running one up to {running.arrival_rate_per_s:.3g}"
-        reason = f"the best plan keeps the bounds up to {rates}"
+        arriving = judge.situation.arrival_rate_per_s
+        reason = f"the best plan keeps the bounds up to {rates}" + ("" if arriving is None else f"; {arriving:.3g} arrive")
     elif judge.breaks:
         reason = f"the running plan takes {running.latency_s:.3g} s, the bound is {_bound(judge.plan.constraint)}"
     else:

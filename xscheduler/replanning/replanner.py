@@ -30,6 +30,7 @@ from xgpt.core.traces import read_lengths
 from xgpt.observation.observer import slowdown_to_plan_with
 from xgpt.observation.reuse import most_kept, summary_of
 from xgpt.observation.windows import observe_lengths
+from xscheduler.replanning.causes import in_numbers
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_counts import StepCounts
 from xsimulator.stages import whole
@@ -71,14 +72,20 @@ def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms
     started = time.perf_counter()
     slowdown = slowdown_to_plan_with(plan.profile, observation.slowdown)
     verdict = judged(plan, profile, observation, terms, slowdown)
-    then = verdict.plan if verdict.switch else None
+    then, lengths = verdict.plan if verdict.switch else None, observation.workload
     decision = Decision(
         at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         action="keep" if then is None else "swap" if verdict.is_swap else "redeploy",
+        cause=observation.cause,
+        cause_detail=in_numbers(plan, observation),
         reason=verdict.reason,
         num_requests=observation.num_requests,
-        input_mean=observation.workload.input.mean,
-        output_mean=observation.workload.output.mean,
+        lengths=observation.lengths,
+        input_mean=lengths.input.mean,
+        output_mean=lengths.output.mean,
+        observed_input_mean=observation.recent_input_mean or lengths.input.mean,
+        observed_output_mean=observation.recent_output_mean or lengths.output.mean,
+        arrival_rate_per_s=observation.arrival_rate_per_s,
         running=verdict.running,
         best=verdict.best,
         slowdown=slowdown,

@@ -12,6 +12,8 @@ from xgpt.core.schema.policy import PolicySettings
 from xgpt.core.schema.workload import Workload
 
 Action = Literal["keep", "swap", "redeploy"]
+Cause = Literal["lengths", "pace", "goodput", "reuse", "asked"]
+LengthsFrom = Literal["planned", "observed"]
 
 
 class ObservedReuse(Frozen):
@@ -44,6 +46,10 @@ class Observation(Frozen):
         slowdown: measured step times over the profile's; None: too few steps have been compared.
         reuse: their prefix reuse; None: not observed.
         goodput: share of the latest requests that kept their bounds; None: there are no bounds, or too few requests.
+        cause: what changed, so that the plan is judged; "asked": nothing did, a user asked.
+        lengths: whether `workload` was observed, or is the plan's own, since nothing shows that lengths changed.
+        recent_input_mean, recent_output_mean: mean lengths of the recent requests, whatever `workload` is; None: as in
+            `workload`.
     """
 
     schema_version: Literal[1] = 1
@@ -58,6 +64,10 @@ class Observation(Frozen):
     slowdown: float | None = Field(default=None, gt=0)
     reuse: ObservedReuse | None = None
     goodput: float | None = None
+    cause: Cause = "asked"
+    lengths: LengthsFrom = "observed"
+    recent_input_mean: float | None = None
+    recent_output_mean: float | None = None
 
 
 class Outcome(Frozen):
@@ -65,7 +75,8 @@ class Outcome(Frozen):
 
     Attributes:
         latency_s: the latency that is compared with the bound.
-        keeps_bound: whether the plan keeps the bound; None: there is no bound.
+        keeps_bound: whether the plan keeps the bound, at the observed arrival rate if the plan maximises that; None:
+            there is no bound.
         arrival_rate_per_s: simulated highest arrival rate within the bounds, at which `latency_s` is then the quantile
             of the time from arrival to the last token; None: the plan does not maximise the arrival rate.
     """
@@ -82,7 +93,13 @@ class Decision(Frozen):
 
     Attributes:
         at: date and time, ISO 8601, UTC.
+        cause: what changed, so that the plan was judged; "asked": nothing did, a user asked.
+        cause_detail: the change in numbers, as text.
         reason: the reason for the decision, as text.
+        lengths: whether `input_mean` and `output_mean` are the running plan's lengths or observed ones.
+        input_mean, output_mean: mean lengths, in tokens, under which both plans were predicted.
+        observed_input_mean, observed_output_mean: mean lengths of the recent requests, as at /metrics.
+        arrival_rate_per_s: observed arrival rate, at which `keeps_bound` is meant; None: not known.
         running: figures of the plan that ran until the decision.
         best: figures of the best plan for these lengths; None: no plan keeps the bound.
         slowdown: factor on the profile's times in the predictions of both plans.
@@ -95,10 +112,16 @@ class Decision(Frozen):
 
     at: str
     action: Action
+    cause: Cause = "asked"
+    cause_detail: str = ""
     reason: str
     num_requests: int
+    lengths: LengthsFrom = "observed"
     input_mean: float
     output_mean: float
+    observed_input_mean: float | None = None
+    observed_output_mean: float | None = None
+    arrival_rate_per_s: float | None = None
     running: Outcome
     best: Outcome | None
     slowdown: float = 1.0

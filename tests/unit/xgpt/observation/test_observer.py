@@ -133,6 +133,8 @@ def test_a_pace_is_judged_once_and_counted_once() -> None:
     found = look(observer)
     assert found is not None and found.slowdown == pytest.approx(2) and found.step_ratio == pytest.approx(2)
     assert found.workload == fake_plan().workload  # lengths are those that were planned for
+    assert (found.cause, found.lengths) == ("pace", "planned")
+    assert (found.recent_input_mean, found.recent_output_mean) == (5.5, 5.5)
     assert look(observer) is None  # whatever came of it
     slower = fake_plan(profile=fake_plan().profile.model_copy(update={"slowdown": 2.0}))
     observer.go_over_to(slower)
@@ -213,7 +215,7 @@ def test_a_goodput_below_the_plans_is_judged_once_until_it_recovers() -> None:
     for i in range(400):
         observer.goodput.note(is_kept=i % 10 > 0)
     found = look(observer)
-    assert found is not None and found.goodput == pytest.approx(1 - 44 / 600)
+    assert found is not None and found.goodput == pytest.approx(1 - 44 / 600) and found.cause == "goodput"
     assert look(observer) is None
     for _ in range(2048):
         observer.goodput.note(is_kept=True)

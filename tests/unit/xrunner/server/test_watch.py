@@ -45,6 +45,7 @@ class FakePlanner:
         decision = Decision(
             at="now",
             action="keep" if answer is None else "swap",
+            cause=observation.cause,
             reason="<b>because</b>",
             num_requests=observation.num_requests,
             input_mean=1,
@@ -110,7 +111,7 @@ def test_a_change_is_judged_and_every_decision_shown(url: str, planner: FakePlan
     with pytest.raises(InputError, match="it serves fake, but the plan is for other"):
         observe_source(other, url)
     metrics = get(url, "/metrics").text
-    assert 'xgpt_plan_decisions_total{action="swap"} 1.0' in metrics
+    assert 'xgpt_plan_decisions_total{action="swap",cause="lengths"} 1.0' in metrics
     assert "xgpt_observed_output_tokens 8" in metrics
     live = get(url, "/live").json()
     assert live["plan"]["settings"] == {"max_batch": 32}

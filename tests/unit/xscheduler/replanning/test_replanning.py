@@ -29,6 +29,7 @@ from xgpt.core.workload import histogram, sample
 from xgpt.observation.windows import observe_lengths
 from xscheduler.objectives.ladder import request_latency
 from xscheduler.placement import Placement
+from xscheduler.replanning.causes import in_numbers
 from xscheduler.replanning.decide import Verdict, decide, loading_s
 from xscheduler.replanning.judge import SaturatedJudge, Terms
 from xscheduler.replanning.reestimate import reestimate
@@ -301,6 +302,23 @@ def test_a_decision_tells_what_was_compared() -> None:
     assert decision.running.keeps_bound is False
     assert decision.best is not None and decision.best.policy == then.policy
     assert decision.output_mean == pytest.approx(outputs.mean())
+
+
+def test_the_cause_of_a_judgement_is_stated_in_numbers() -> None:
+    plan = plan_of("rra", 6.0)
+    inputs, outputs = np.full(100, 261), np.full(100, 106)
+    seen = observe_lengths(inputs, outputs, plan.workload).model_copy(update={"slowdown": 1.96, "goodput": 0.958})
+    texts = {
+        cause: in_numbers(plan, seen.model_copy(update={"cause": cause}))
+        for cause in ("lengths", "pace", "goodput", "asked")
+    }
+    planned = plan.workload
+    assert texts == {
+        "lengths": f"inputs {planned.input.mean:.0f} to 261, outputs {planned.output.mean:.0f} to 106 tokens in the mean",
+        "pace": "steps take 1.96 times as long as in the profile",
+        "goodput": "95.8% of recent requests kept their bounds, 99.0% should",
+        "asked": "asked for, after 100 requests",
+    }
 
 
 def test_long_inputs_are_cut_to_go_with_the_longest_output() -> None:
