@@ -386,9 +386,10 @@ def decision_table(decision: Decision) -> Fitting:
 
 
 def decision_notes(decision: Decision, observation: Observation) -> list[str]:
+    means = f"inputs {decision.input_mean:.0f}, outputs {decision.output_mean:.0f} tokens on average"
+    distances = f"{observation.input_distance:.1f} and {observation.output_distance:.1f} tokens"
     notes = [
-        f"{decision.lengths} lengths: inputs {decision.input_mean:.0f}, outputs {decision.output_mean:.0f} tokens on average; distance "
-        f"to the plan's (Wasserstein) {observation.input_distance:.1f} and {observation.output_distance:.1f} tokens",
+        f"{decision.lengths} lengths: {means}; distance to the plan's (Wasserstein) {distances}",
         f"decision: {decision.action}; {decision.reason}",
     ]
     if decision.slowdown != 1:

@@ -10,12 +10,14 @@ from collections import deque
 from math import exp, fsum, inf, log, sqrt
 from typing import NamedTuple
 
+from xgpt.core.rates import rate_of
 from xgpt.core.schema import LEAST_HEADROOM, Observation, Plan, ProfileRef
 from xgpt.observation.reuse import Common, ReuseWindow, changed, observed_reuse, share_of
 from xgpt.observation.windows import CERTAIN, ChangeDetector, Goodput, LengthWindow, Sample, Seen, observe
 
 LOOK_EVERY = 16
-"""Number of ended requests between two examinations of their lengths."""
+"""Number of ended requests between two examinations of their lengths. Twice as many arrivals are examined, too: under
+overload few requests end."""
 LOOK_INTERVAL_S = 0.5
 """Least time between two examinations."""
 
@@ -40,6 +42,9 @@ COMPARED_SHARE = 1 / 8
 """Least share of steps that are compared with their predictions."""
 COMPARED_EVERY_S = 0.05
 """Least time between two comparisons; one takes a tenth of a millisecond."""
+RISE = 1.25
+"""Factor by which the arrival rate must exceed that of the last judgement, and that which the plan keeps, to count as
+a change: two standard errors of the rate of `RATE_REQUESTS` Poisson arrivals."""
 _GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -191,6 +196,10 @@ class Observer:
         """Share of reused prompt tokens under which the plan was last judged."""
         self._judged_common: list[Common] | None = None
         """The requests from which the judged share was computed; None: the share is the plan's own."""
+        self._judged_rate_per_s = 0.0
+        """The arrival rate at which the plan was last judged; a plan that maximises it is judged again if it rises."""
+        self._looked_at_arrival = 0
+        """Number of arrivals at the last examination."""
         self._num_ended = 0
         """Number of ended requests since the last examination."""
         self._looked_s = -inf
@@ -214,11 +223,12 @@ class Observer:
         """Return whether to take a `snapshot` and to call `look` with it now; if so, the snapshot counts as taken."""
         if now_s - self._looked_s <= LOOK_INTERVAL_S:
             return False
-        if self._num_ended < LOOK_EVERY:
+        num_arrived = self.window.num_arrived
+        if self._num_ended < LOOK_EVERY and num_arrived - self._looked_at_arrival < 2 * LOOK_EVERY:
             slowdown, spread = self.slowdown, self.plan.profile.spread
             if slowdown is None or not is_slower(slowdown, self._judged_slowdown, spread):
                 return False
-        self._num_ended, self._looked_s = 0, now_s
+        self._num_ended, self._looked_s, self._looked_at_arrival = 0, now_s, num_arrived
         return True
 
     def snapshot(self) -> Snapshot | None:
@@ -247,15 +257,22 @@ class Observer:
             now = now._replace(common=common)
         is_newly_missed, self._has_judged_missed = now.is_missed and not self._has_judged_missed, now.is_missed
         is_other_pace = slowdown is not None and differs(slowdown, self._judged_slowdown, reference.spread)
+        is_risen = self._is_risen(now.plan, sample.arrival_rate_per_s())
+        causes = {
+            "reuse": common is not None,
+            "pace": is_other_pace,
+            "arrivals": is_risen,
+            "goodput": is_newly_missed,
+        }
         if others is not None:
             self._since_s = float(others.arrival_s[0])
             found = now.observe(others).model_copy(update={"cause": "lengths"})
             self._detector = ChangeDetector(found.workload, found.weight)
-        elif (is_other_pace or is_newly_missed or common is not None) and sample.num_finished:
+        elif any(causes.values()) and sample.num_finished:
             # Lengths are unchanged, and were known from more requests than the window contains.
             found = now.observe(sample)
             changes = {
-                "cause": "reuse" if common is not None else "pace" if is_other_pace else "goodput",
+                "cause": next(name for name, holds in causes.items() if holds),
                 "workload": self._detector.planned,
                 "weight": self._detector.weight or CERTAIN,
                 "lengths": "planned" if self._detector.planned == now.plan.workload else "observed",
@@ -267,7 +284,14 @@ class Observer:
             return None
         if slowdown is not None:
             self._judged_slowdown = slowdown
+        self._judged_rate_per_s = found.arrival_rate_per_s or self._judged_rate_per_s
         return found
+
+    def _is_risen(self, plan: Plan, rate_per_s: float | None) -> bool:
+        """Return whether more requests arrive than the plan keeps its bounds for, and than when it was last judged."""
+        if rate_per_s is None or not plan.constraint.maximises_arrivals:
+            return False
+        return rate_per_s > RISE * max(self._judged_rate_per_s, rate_of(plan))
 
     def _look_at_reuse(self, common: list[Common]) -> list[Common] | None:
         """Return the requests since prefix reuse changed from its value at the last judgement; None if the difference

@@ -27,6 +27,11 @@ HALF_LIFE = 1024
 """Number of requests after which a request's weight is halved."""
 MIN_FINISHED = 100
 """Least number of finished requests for a conclusion."""
+MIN_CENSORED = 25
+"""Least number of finished requests after a change that is certain, if most requests wait or are cancelled
+before their first token."""
+RATE_REQUESTS = 64
+"""Number of the latest requests that give the arrival rate; from fewer it is not known."""
 FALSE_ALARM = 1e-4
 """Probability of a false alarm in one examination; there are hundreds of examinations in 10,000 requests."""
 WINDOWS_A_DOUBLING = 2
@@ -68,6 +73,7 @@ class LengthWindow:
 
     def __init__(self) -> None:
         self._seen: deque[Seen] = deque(maxlen=WINDOW)
+        self.num_arrived = 0
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -76,6 +82,7 @@ class LengthWindow:
         """Add a request, and return an object in which the caller counts the request's tokens."""
         seen = Seen(arrival_s, input_length, max_output)
         self._seen.append(seen)
+        self.num_arrived += 1
         return seen
 
     def forget_before(self, arrival_s: float) -> None:
@@ -165,8 +172,10 @@ class Sample:
         return inf if self.has_ended[self.outputs == longest].all() else longest
 
     def arrival_rate_per_s(self) -> float | None:
-        span_s = float(self.arrival_s[-1] - self.arrival_s[0])
-        return (len(self.arrival_s) - 1) / span_s if span_s > 0 else None
+        """Return the rate of the latest arrivals; None: there are too few."""
+        latest = self.arrival_s[-RATE_REQUESTS:]
+        span_s = float(latest[-1] - latest[0])
+        return (len(latest) - 1) / span_s if span_s > 0 and len(latest) == RATE_REQUESTS else None
 
 
 def _effective(weights: Array) -> float:
@@ -309,7 +318,7 @@ class ChangeDetector:
         If the planned lengths were computed from few requests, the next examination is due once there are twice as many
         requests.
         """
-        if whole.num_finished < MIN_FINISHED:
+        if whole.num_finished < MIN_CENSORED:
             return None
         most = ceil(WINDOWS_A_DOUBLING * log2(max(1.0, len(whole) / 64)))
         sizes = [round(64 * 2 ** (i / WINDOWS_A_DOUBLING)) for i in range(most + 1)]
@@ -318,15 +327,22 @@ class ChangeDetector:
             around = {round(size * 2 ** (i / 8)) for i in range(-8, 9)}
             _, since = max((self._score(whole.tail(size)), size) for size in around)
             sample = whole.tail(since)
-            return sample if sample.num_finished >= MIN_FINISHED else None
+            # Where requests wait, few finish: what has arrived and been generated shows the change before they do.
+            return sample if sample.num_finished >= _enough(sample) else None
         return whole if self.weight is not None and whole.weight >= 2 * self.weight else None
 
     def _score(self, sample: Sample) -> float:
         """Return the higher significance of the difference of inputs or outputs."""
-        if sample.num_finished < MIN_FINISHED // 2:
-            return 0.0
         inputs, outputs, weight = self.planned.input, self.planned.output, self.weight or CERTAIN
-        return max(
-            surprise(sample.input_histogram(), _effective(sample.weights), inputs, weight),
-            surprise(sample.output_histogram(), sample.weight, outputs, weight, sample.known_to),
-        )
+        score = surprise(sample.input_histogram(), _effective(sample.weights), inputs, weight)
+        # A running output that is longer than any planned one shows a change as well as a finished one does.
+        known = sample.has_ended | (sample.outputs > outputs.lengths[-1])
+        if known.sum() >= MIN_FINISHED // 2:
+            size = _effective(sample.weights[known])
+            score = max(score, surprise(sample.output_histogram(), size, outputs, weight, sample.known_to))
+        return score
+
+
+def _enough(sample: Sample) -> int:
+    """Return the number of finished requests that give the output lengths of a sample: fewer if most never start."""
+    return MIN_CENSORED if np.count_nonzero(sample.outputs == 0) > len(sample) / 2 else MIN_FINISHED

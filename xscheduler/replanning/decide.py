@@ -61,7 +61,8 @@ def decide(judge: Judge, terms: Terms) -> Verdict:
         InputError: the profile is not that of the plan's devices.
     """
     try:
-        return _decide_feasible(judge, terms)
+        verdict = _decide_feasible(judge, terms)
+        return _sustaining(judge, verdict, terms) or verdict
     except InfeasibleError as error:
         reason, nearest_s = str(error), error.nearest_bound_s if error.binding == "latency_bound_s" else None
     if nearest_s is not None and judge.running.arrival_rate_per_s:
@@ -78,6 +79,41 @@ def decide(judge: Judge, terms: Terms) -> Verdict:
             if verdict.best is None or verdict.best.keeps_bound is not False:
                 break
     return found or Verdict(judge.running, judge.breaks, reason)
+
+
+def _sustaining(judge: Judge, verdict: Verdict, terms: Terms) -> Verdict | None:
+    """Return a verdict that serves the observed arrival rate, if the given one would not; None if that does.
+
+    Beyond the rate at saturation, queues grow without limit, and no request keeps its bounds. A plan that keeps wider
+    bounds at the rate, or else serves more requests, is then better than one that keeps the bounds at a lower rate.
+    """
+    arriving = judge.situation.arrival_rate_per_s
+    if arriving is None or not judge.plan.constraint.maximises_arrivals or verdict.best is None:
+        return None
+    served_rps = (verdict.best if verdict.switch else judge.running).throughput_rps
+    if served_rps >= arriving:
+        return None
+    given_s, found = judge.plan.constraint.latency_bound_s, None
+    for bound_s in () if given_s is None else [factor * given_s for factor in WIDER[1:]]:
+        near = judge.near(bound_s)
+        if near is None:
+            break
+        with suppress(InfeasibleError):  # another bound binds, too
+            wide = _decide_feasible(near, terms)
+            assert wide.best is not None
+            if (wide.best if wide.switch else judge.running).throughput_rps <= served_rps:
+                continue
+            reason = f"{arriving:.3g} requests/s arrive, for which no plan keeps the bound of {given_s:g} s"
+            reason = f"{reason}; with {terms.near * bound_s:.3g} s, {wide.reason}"
+            found = replace(_although_broken(wide, judge.plan.constraint), reason=reason)
+            if wide.best.keeps_bound:
+                break
+    if found is None and verdict.switch and served_rps < judge.running.throughput_rps:
+        reason = (
+            f"{arriving:.3g} requests/s arrive, and the best plan serves {served_rps:.3g}: the running one serves more"
+        )
+        return replace(verdict, switch=False, reason=reason)
+    return found
 
 
 def _decide_feasible(judge: Judge, terms: Terms) -> Verdict:
@@ -139,7 +175,9 @@ def _compare(judge: Judge, best: Plan, terms: Terms, *, pause_s: float, is_swap:
     if outcome.arrival_rate_per_s is not None:
         rates = f"{outcome.arrival_rate_per_s:.3g} requests/s, the running one up to {running.arrival_rate_per_s:.3g}"
         arriving = judge.situation.arrival_rate_per_s
-        reason = f"the best plan keeps the bounds up to {rates}" + ("" if arriving is None else f"; {arriving:.3g} arrive")
+        reason = f"the best plan keeps the bounds up to {rates}" + (
+            "" if arriving is None else f"; {arriving:.3g} arrive"
+        )
     elif judge.breaks:
         reason = f"the running plan takes {running.latency_s:.3g} s, the bound is {_bound(judge.plan.constraint)}"
     else:

@@ -10,6 +10,7 @@ from functools import cached_property
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.rates import rate_of
 from xgpt.core.schema import Observation, Outcome, Plan, Profile
+from xgpt.observation.windows import RATE_REQUESTS
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.objectives.capacities import with_capacity
 from xscheduler.objectives.ladder import request_latency, request_law, with_law
@@ -43,7 +44,7 @@ def judged(
     """
     terms, situation = terms or Terms(), Situation.of(plan, profile, observation, slowdown)
     if plan.constraint.maximises_arrivals:
-        return _judged_by_arrivals(situation, terms)
+        return with_known_rate(_judged_by_arrivals(situation, terms), observation.num_requests)
     if plan.constraint.maximise is not None:
         judge = SaturatedJudge(situation, terms)
         reason = f"the plan maximises {plan.constraint.maximise}, by which plans are not compared here: plan again"
@@ -63,6 +64,18 @@ def _judged_by_arrivals(situation: Situation, terms: Terms) -> Verdict:
         f"{situation.goodput:.1%} of recent requests kept their bounds, {situation.plan.constraint.quantile:g} should"
     )
     return replace(verdict, reason=f"{kept}: {verdict.reason}")
+
+
+def with_known_rate(verdict: Verdict, num_requests: int) -> Verdict:
+    """Return the verdict, or one that keeps the plan if the other serves less and the arrival rate is not yet known."""
+    best, running = verdict.best, verdict.running
+    if not verdict.switch or best is None or num_requests >= RATE_REQUESTS:
+        return verdict
+    if best.throughput_rps >= running.throughput_rps or not running.arrival_rate_per_s:
+        return verdict
+    less = f"the best plan serves {best.throughput_rps:.3g} requests/s at saturation, {running.throughput_rps:.3g} now"
+    reason = f"{verdict.reason}; {num_requests} requests are too few to know the arrival rate, and {less}"
+    return replace(verdict, switch=False, reason=reason)
 
 
 def _ruled_alike(found: Plan, running: Plan, profile: Profile) -> Plan:

@@ -12,7 +12,7 @@ from xgpt.core.schema.policy import PolicySettings
 from xgpt.core.schema.workload import Workload
 
 Action = Literal["keep", "swap", "redeploy"]
-Cause = Literal["lengths", "pace", "goodput", "reuse", "asked"]
+Cause = Literal["lengths", "pace", "goodput", "reuse", "arrivals", "asked"]
 LengthsFrom = Literal["planned", "observed"]
 
 

@@ -78,7 +78,9 @@ class Metrics:
             self._observe(watch)
 
     def _observe(self, watch: Watch) -> None:
-        replans = self._counter("xgpt_plan_decisions", "Decisions of re-planning, by outcome and cause.", "action", "cause")
+        replans = self._counter(
+            "xgpt_plan_decisions", "Decisions of re-planning, by outcome and cause.", "action", "cause"
+        )
         planning_s = self._buckets("xgpt_planning_seconds", "Time that re-planning took.", REQUEST_BUCKETS_S)
 
         def count(decision: Decision) -> None:

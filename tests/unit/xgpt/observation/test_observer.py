@@ -1,6 +1,7 @@
 """A pace that is another than planned: when it is known, what it changes, and that it is counted once."""
 
 import functools
+from collections import deque
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from benchmarks.lib.changing_lengths import Phase, simulated
 from tests.contract.scenarios import problem
 from tests.fakes import fake_plan
 from xgpt.core.io import sha256
-from xgpt.core.schema import Observation, Plan, ProfileRef
+from xgpt.core.schema import Constraint, Observation, Plan, ProfileRef, Workload
+from xgpt.core.workload import histogram_of
 from xgpt.observation.observer import (
     ENOUGH_STEPS,
     PACE_MEMORY_S,
@@ -18,6 +20,7 @@ from xgpt.observation.observer import (
     differs,
     slowdown_to_plan_with,
 )
+from xgpt.observation.windows import Seen
 from xscheduler.replanning.reestimate import reestimate
 from xscheduler.replanning.replanner import BackgroundPlanner, propose
 from xscheduler.replanning.verdicts import judged
@@ -134,7 +137,7 @@ def test_a_pace_is_judged_once_and_counted_once() -> None:
     assert found is not None and found.slowdown == pytest.approx(2) and found.step_ratio == pytest.approx(2)
     assert found.workload == fake_plan().workload  # lengths are those that were planned for
     assert (found.cause, found.lengths) == ("pace", "planned")
-    assert (found.recent_input_mean, found.recent_output_mean) == (5.5, 5.5)
+    assert (found.recent_input_mean, found.recent_output_mean) == pytest.approx((5.5, 5.5), rel=0.02)
     assert look(observer) is None  # whatever came of it
     slower = fake_plan(profile=fake_plan().profile.model_copy(update={"slowdown": 2.0}))
     observer.go_over_to(slower)
@@ -223,3 +226,46 @@ def test_a_goodput_below_the_plans_is_judged_once_until_it_recovers() -> None:
     for i in range(2048):
         observer.goodput.note(is_kept=i % 10 > 0)
     assert look(observer) is not None
+
+
+def test_a_rising_arrival_rate_is_judged_once() -> None:
+    constraint = Constraint(latency_bound_s=4.0, objective="arrivals")
+    observer = Observer(fake_plan(constraint=constraint).with_estimate(throughput_rps=2.0))
+
+    def arrive(count: int, rate: float, start_s: float) -> float:
+        for i in range(count):
+            seen = observer.window.arrive(start_s + i / rate, (3, 8)[i % 2], 8)
+            seen.generated, seen.has_ended = (3, 8)[i // 2 % 2], True
+        return start_s + count / rate
+
+    end_s = arrive(200, 1.0, 0.0)
+    assert look(observer) is None
+    end_s = arrive(80, 6.0, end_s)
+    found = look(observer)
+    assert found is not None and found.cause == "arrivals" and found.arrival_rate_per_s == pytest.approx(6)
+    arrive(80, 6.0, end_s)
+    assert look(observer) is None
+
+
+def test_longer_requests_are_seen_while_most_of_them_time_out() -> None:
+    """One request ends in each second, first come, first served; four arrive, and wait for at most 15 seconds."""
+    rng = np.random.default_rng(0)
+    planned, longer = (
+        (np.maximum(1, rng.gamma(4, mean / 4, (400, 2))) * (1, 0.4)).astype(int) + 1 for mean in (68, 261)
+    )
+    lengths = Workload(name="w", input=histogram_of(planned[:, 0]), output=histogram_of(planned[:, 1]))
+    observer, queue, arrived, ended = Observer(fake_plan(workload=lengths)), deque[tuple[float, int, Seen]](), 0, 0
+    for second in range(90):
+        for input_, output in longer[arrived : arrived + 4]:
+            queue.append((float(second), int(output), observer.window.arrive(float(second), int(input_), 500)))
+        arrived += 4
+        while queue and queue[0][0] < second - 15:
+            queue.popleft()  # cancelled: never finishes
+        _, output, seen = queue.popleft()
+        seen.generated = output
+        observer.end(seen)
+        ended += 1
+        if observer.is_due(float(second)) and (found := look(observer)) is not None:
+            break
+    assert found is not None and found.cause == "lengths" and ended <= 40
+    assert found.workload.input.mean == pytest.approx(longer[:arrived, 0].mean(), rel=0.1)

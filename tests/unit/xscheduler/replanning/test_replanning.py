@@ -312,9 +312,9 @@ def test_the_cause_of_a_judgement_is_stated_in_numbers() -> None:
         cause: in_numbers(plan, seen.model_copy(update={"cause": cause}))
         for cause in ("lengths", "pace", "goodput", "asked")
     }
-    planned = plan.workload
+    inputs_to = f"inputs {plan.workload.input.mean:.0f} to 261"
     assert texts == {
-        "lengths": f"inputs {planned.input.mean:.0f} to 261, outputs {planned.output.mean:.0f} to 106 tokens in the mean",
+        "lengths": f"{inputs_to}, outputs {plan.workload.output.mean:.0f} to 106 tokens in the mean",
         "pace": "steps take 1.96 times as long as in the profile",
         "goodput": "95.8% of recent requests kept their bounds, 99.0% should",
         "asked": "asked for, after 100 requests",

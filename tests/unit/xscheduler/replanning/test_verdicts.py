@@ -13,15 +13,15 @@ from tests.rings import few
 from xgpt.core import policies
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.rates import rate_of
-from xgpt.core.schema import Constraint, Observation, Pinned, Plan
+from xgpt.core.schema import Constraint, Observation, OrcaSettings, Outcome, Pinned, Plan
 from xgpt.core.workload import sample
 from xgpt.observation.windows import observe_lengths
 from xscheduler.objectives.best_plans import plan_each
-from xscheduler.replanning.decide import decide
+from xscheduler.replanning.decide import Verdict, decide
 from xscheduler.replanning.judge import Terms
 from xscheduler.replanning.replanner import propose
 from xscheduler.replanning.situation import Situation
-from xscheduler.replanning.verdicts import ArrivalsJudge
+from xscheduler.replanning.verdicts import ArrivalsJudge, with_known_rate
 from xsimulator.events import replay
 from xsimulator.run import simulate
 
@@ -141,3 +141,52 @@ def test_a_plan_that_keeps_its_bound_is_not_exchanged_for_one_that_breaks_it() -
     assert not verdict.switch and verdict.breaks_bound and verdict.plan is None
     assert verdict.running.arrival_rate_per_s == pytest.approx(rate_of(running()), rel=0.1)
     assert "no other plan keeps the bound of 8 s; the running one keeps it up to" in verdict.reason
+
+
+class TwoPlans(ArrivalsJudge):
+    """Knows two plans: small batches keep the bound of 8 s up to 3.5 requests/s, and serve 4.5 at saturation; large
+    ones keep it up to 3, and serve 13.5; under bounds above 12 s large ones keep up to 9, and small ones up to 4."""
+
+    def plan_of(self, *, is_large: bool) -> Plan:
+        is_wide = (self.plan.constraint.latency_bound_s or 0.0) > 12
+        rate = (9.0 if is_large else 4.0) if is_wide else (3.0 if is_large else 3.5)
+        capacity = running().estimate.capacity
+        assert capacity is not None
+        found = self.plan.model_copy(update={"policy": OrcaSettings(max_batch=128 if is_large else 2)})
+        capacity = capacity.model_copy(update={"rate_per_s": rate})
+        return found.with_estimate(throughput_rps=13.5 if is_large else 4.5, capacity=capacity)
+
+    @property
+    def running(self) -> Outcome:
+        return self.outcome(self.plan_of(is_large=self.plan.policy == OrcaSettings(max_batch=128)))
+
+    def best(self, kinds: Sequence[str], *, in_place: bool) -> Plan:
+        return max((self.plan_of(is_large=is_large) for is_large in (False, True)), key=rate_of)
+
+
+def test_a_plan_for_few_arrivals_gives_way_when_more_arrive() -> None:
+    """A cut from 128 to 2 running requests at 2 requests/s was never undone at 6/s, since the plan of large batches
+    keeps the bound only at a lower rate."""
+
+    def judged_at(rate: float, plan: Plan) -> Verdict:
+        return decide(TwoPlans(Situation.of(plan, OF.profile, observed(1.0, 1.0, rate)), Terms()), Terms())
+
+    large = running().model_copy(update={"policy": OrcaSettings(max_batch=128)})
+    small = judged_at(2.0, large).plan
+    assert small is not None and small.policy == OrcaSettings(max_batch=2)
+    risen = judged_at(6.0, small)
+    assert risen.switch and risen.plan is not None and risen.plan.policy == OrcaSettings(max_batch=128)
+    assert risen.plan.constraint == running().constraint
+    assert risen.reason.startswith("6 requests/s arrive, for which no plan keeps the bound of 8 s; with 13.2 s, ")
+    assert not judged_at(6.0, large).switch
+
+
+def test_few_requests_do_not_cut_what_a_plan_serves() -> None:
+    outcome = Outcome(
+        policy=running().policy, throughput_rps=13.5, latency_s=3.3, keeps_bound=True, arrival_rate_per_s=3.0
+    )
+    less = outcome.model_copy(update={"throughput_rps": 4.5, "arrival_rate_per_s": 3.5})
+    verdict = Verdict(outcome, False, "it gains", less, running(), gain=0.17, switch=True)
+    kept = with_known_rate(verdict, 9)
+    assert not kept.switch and "9 requests are too few to know the arrival rate" in kept.reason
+    assert with_known_rate(verdict, 100) == verdict
