@@ -38,7 +38,7 @@ def test_few_points_tell_all() -> None:
     found = filled(measured, keys)
     for key in keys:
         assert found[key] == pytest.approx(seconds(key[0], *map(int, key[1:]))), key
-    with pytest.raises(ValueError, match="no points"):
+    with pytest.raises(ValueError, match="do not determine"):
         filled({("step", 1): 1.0}, [("step", 2)])
 
 

@@ -46,7 +46,10 @@ def test_a_cell_without_rows_borrows_and_is_wider(monkeypatch: pytest.MonkeyPatc
         likely(known._replace(engine="sglang", load="offline"), "TPOT"),
         likely(known, "TPOT", borrowed=True),
     )
-    assert own.rows == 2 * LEAST_ROWS and own.shared == "open loop, vllm, dense, h100, imported"
+    assert (
+        own.rows == 2 * LEAST_ROWS
+        and own.shared == " of dense models on h100 in vllm under open loop load planned from imported tables"
+    )
     for wider, narrower in ((near, own), (far, near), (borrowed, own)):
         assert wider.low < narrower.low < 1 < narrower.high < wider.high
     assert likely(known, "TTFT") == Likely(*UNKNOWN, 0, "")
