@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from xgpt.checkpoints.files import default_output
 from xgpt.core import policies
-from xgpt.core.errors import InputError
+from xgpt.core.errors import InputError, MachineError
 from xgpt.core.output_files import check_step_log
 from xgpt.core.schema import Pinned, Plan
 from xgpt.requests import ServeFields
@@ -159,6 +159,8 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
     limits, machines = request.limits(plan), None
     if request.engine == "vllm":
         plan, machines = share_of(plan, request)
+    if machines is None or not machines.rank:
+        _check_port(request, on_note)
     if request.front == "smg":
         check_gateway(plan, request)
     if (request.answer_within_s or request.answer_within_of) and not plan.estimate.predicts_rate:
@@ -186,6 +188,20 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
             serve_behind_gateway(plan, request, limits)
         else:
             _serve(plan, request, limits, machines)
+
+
+def _check_port(request: ServeRequest, on_note: Callable[[str], None]) -> None:
+    """Check at once that the port is free, since an engine takes long to start; in a dry run only note that it is not.
+
+    Raises:
+        MachineError: the address is not available.
+    """
+    try:
+        server.check_address(request.host, request.port)
+    except MachineError as error:
+        if not request.dry_run:
+            raise
+        on_note(str(error))
 
 
 def _differences(plan: Plan, request: ServeRequest) -> str | None:

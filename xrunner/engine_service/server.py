@@ -62,7 +62,7 @@ async def service(
     try:
         yield port
     finally:
-        engine.is_draining = True
+        engine.drain()
         await server.stop(drain_s if engine.failure is None else None)
         if sampling is not None:
             sampling.cancel()

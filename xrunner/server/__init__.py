@@ -12,6 +12,7 @@ from xrunner.server.api.model import ServedModel
 from xrunner.server.api.text import TextCodec, load_tokenizer
 from xrunner.server.engine_client import EngineClient
 from xrunner.server.http.app import create_app
+from xrunner.server.http.connections import check_address
 from xrunner.server.http.limits import Limits
 from xrunner.server.http.process import DRAIN_S, serve
 from xrunner.server.observe.watch import Watch
@@ -27,6 +28,7 @@ __all__ = [
     "ServedModel",
     "TextCodec",
     "Watch",
+    "check_address",
     "check_exposure",
     "create_app",
     "load_tokenizer",

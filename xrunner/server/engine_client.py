@@ -157,6 +157,17 @@ class EngineClient:
             await self.watch.stop()
         await self._lasting.stop()
 
+    def drain(self) -> None:
+        """Refuse new requests and stop re-planning, while running requests finish."""
+        self.is_draining = True
+        if self.watch is not None:
+            self.watch.is_draining = True
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests in the engine, waiting ones included."""
+        return len(self._streams)
+
     def _return(self, plan: Plan) -> None:
         """Continue under the plan of a restarted engine."""
         if self.watch is not None and self.watch.plan is not plan:

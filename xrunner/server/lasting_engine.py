@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -58,6 +59,8 @@ class LastingEngine:
         self._loop: asyncio.AbstractEventLoop
         self._looking: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None
+        self._lost_s: float | None = None
+        """Time at which the engine was lost; None: it runs, or is exchanged for another plan."""
         self._is_over = False
         engine.listen(self._records.append)
 
@@ -156,6 +159,7 @@ class LastingEngine:
             self._fail(too_often)
             return
         logger.error("%s; restarting the engine with %d requests", error, len(self._handover))
+        self._lost_s = time.monotonic()
         self._start_anew(self._good_plan, ended)
 
     def _start_anew(self, plan: Plan, ended: list[Token]) -> None:
@@ -179,6 +183,9 @@ class LastingEngine:
             self._fail(error)
             return
         self._restarting, self._good_plan = None, plan
+        if self._lost_s is not None:
+            logger.info("the engine is back after %.1f s", time.monotonic() - self._lost_s)
+            self._lost_s = None
         self._records.clear()
         if self._is_over:
             return

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
+import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,6 +39,8 @@ from xsimulator.stages import whole
 
 if TYPE_CHECKING:
     from xscheduler.replanning.judge import Terms
+
+logger = logging.getLogger(__name__)
 
 NICENESS = 10
 """Niceness of the planning process: serving goes first."""
@@ -163,10 +167,18 @@ class BackgroundPlanner:
             process_group=0,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
+        threading.Thread(target=self._report_end, args=(self._process,), daemon=True).start()
         assert self._process.stdin is not None
         with suppress(OSError):  # the process has ended; the first question will report this
             self._process.stdin.write(self._profile_json.encode() + b"\n")
             self._process.stdin.flush()
+
+    def _report_end(self, process: subprocess.Popen[bytes]) -> None:
+        """Wait for the end of a process, and log it unless `stop` has ended the process."""
+        status = process.wait()
+        if self._process is process:
+            ended = f"signal {-status}" if status < 0 else f"exit code {status}"
+            logger.error("the re-planning process %d has ended: %s; serving continues", process.pid, ended)
 
     def predict_s(self, plan: Plan, encode: list[tuple[int, int, int]], decodes: list[tuple[int, int]]) -> float | None:
         if len(plan.stages) > 1:

@@ -140,14 +140,7 @@ class Listener(socket.socket):
         Raises:
             MachineError: the address is not available, or too few files may be open.
         """
-        try:
-            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            bound = socket.create_server(address, family=family, backlog=BACKLOG)
-        except OSError as error:
-            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
-            way_out = "; take another with `port`" if error.errno == errno.EADDRINUSE else ""
-            raise MachineError(f"cannot listen on {host}:{port}: {reason}{way_out}") from None
-        with bound:
+        with _bound(host, port) as bound:
             return cls(bound)
 
     def listen(self, _: int = 0) -> None:
@@ -201,6 +194,25 @@ class Listener(socket.socket):
                 self.forget(accepted)
                 accepted.drop()
                 return
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family, backlog=BACKLOG)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
+        way_out = "; take another with `port`" if error.errno == errno.EADDRINUSE else ""
+        raise MachineError(f"cannot listen on {host}:{port}: {reason}{way_out}") from None
+
+
+def check_address(host: str, port: int) -> None:
+    """Check that a server can listen on an address.
+
+    Raises:
+        MachineError: the address is not available.
+    """
+    _bound(host, port).close()
 
 
 class Protocol(H11Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import signal
 import socket
 import ssl
@@ -18,6 +19,7 @@ from starlette.applications import Starlette
 from uvicorn.config import STARTUP_FAILURE
 
 from xrunner.server.engine_client import EngineClient
+from xrunner.server.http.answer import LAST_WORDS_S
 from xrunner.server.http.connections import (
     ACCEPT_AT_ONCE,
     HEAD_TIMEOUT_S,
@@ -26,6 +28,8 @@ from xrunner.server.http.connections import (
     Listener,
     Protocol,
 )
+
+logger = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
 """Time for which running requests may continue after the first SIGTERM or SIGINT."""
@@ -87,11 +91,10 @@ class Server(uvicorn.Server):
             server_header=False,
             ws="none",
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=max(1, round(drain_s)),
         )
         super().__init__(config)
         self._listener = listener
-        self._shutdown_delay_s = shutdown_delay_s
+        self._drain_s, self._shutdown_delay_s = drain_s, shutdown_delay_s
         self._tls = tls
         self._app = app
         self._engine: EngineClient = app.state.engine
@@ -127,7 +130,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._leave()
-        self._engine.is_draining = True
+        await self._drain()
         await super().shutdown(sockets)
         self._looking.cancel()
         if self.force_exit:
@@ -136,6 +139,7 @@ class Server(uvicorn.Server):
             for task in self.server_state.tasks:
                 task.cancel()
             await self.lifespan.shutdown()
+        logger.info("stopped")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
@@ -147,6 +151,17 @@ class Server(uvicorn.Server):
         end_s = time.monotonic() + self._shutdown_delay_s
         while not self.force_exit and self._engine.failure is None and (left_s := end_s - time.monotonic()) > 0:
             await asyncio.sleep(min(left_s, TICK_S))
+
+    async def _drain(self) -> None:
+        """Let running requests finish while new ones, and /ready, are answered with 503."""
+        self._engine.drain()
+        end_s = time.monotonic() + self._drain_s
+        logger.info("draining %d requests, up to %g s", self._engine.num_requests, self._drain_s)
+        while not self.force_exit and self._engine.num_requests and time.monotonic() < end_s:
+            await asyncio.sleep(TICK_S)
+        # What has been generated must still be written; uvicorn closes its sockets before it waits for that.
+        left_s = max(LAST_WORDS_S, min(self._drain_s, end_s - time.monotonic()))
+        self.config.timeout_graceful_shutdown = left_s if self._engine.num_requests == 0 else 0  # type: ignore[assignment]
 
     async def _end_overdue(self) -> None:
         """Close overdue connections until the server has shut down."""

@@ -54,6 +54,8 @@ class Watch:
         self._asking = asyncio.Lock()
         """Held while the planner answers a question: it answers one at a time."""
         self._would: asyncio.Task[Decision | None] | None = None
+        self.is_draining = False
+        """Whether the server is draining: the plan then stays."""
         self.on_decision: Callable[[Decision], None] = lambda decision: None
 
     def start(self, apply: Callable[[Plan], None]) -> None:
@@ -177,7 +179,12 @@ class Watch:
         logger.error("the previous plan continues", extra={"fields": {"reason": reason}})
 
     def _look(self) -> None:
-        if self._planner is None or self._apply is None or (self._judging is not None and not self._judging.done()):
+        if (
+            self._planner is None
+            or self._apply is None
+            or self.is_draining
+            or (self._judging is not None and not self._judging.done())
+        ):
             return
         now_s = time.perf_counter()
         if not self._observer.is_due(now_s):
@@ -195,6 +202,8 @@ class Watch:
                 return
             async with self._asking:
                 decision, plan = await planner.propose(self.plan, observation)
+            if self.is_draining:
+                return
             if plan is not None and (plan.policy, plan.stages) in self._refused:
                 logger.warning("a plan that could not be deployed before is not tried again")
                 return
