@@ -23,7 +23,8 @@ class RequestInfo:
         key: rights and limits of its client.
         quota: the requests and tokens that its key may still use; None: the request asks for no tokens.
         phases: (name, start, end) of its waiting, encoding and decoding, on the clock of `received_s`.
-        log: further fields of its log line, which never contain any part of a prompt.
+        log: further fields of its log line, which never contain a prompt; the error of a refused request may name a
+            field's value.
     """
 
     id: str

@@ -88,11 +88,12 @@ class _Bucket:
         self._fill()
         missing = min(cost, self._capacity) - self._level
         if missing > 1e-9:
+            wait_s = math.ceil(60 * missing / self.per_minute)
             raise ApiError(
                 429,
-                f"more than the {self.per_minute:g} {self._what}; try again later",
+                f"more than the {self.per_minute:g} {self._what}; try again in {wait_s} s",
                 code="rate_limit_exceeded",
-                retry_after_s=math.ceil(60 * missing / self.per_minute),
+                retry_after_s=wait_s,
             )
         self._level -= cost
 

@@ -15,6 +15,10 @@ MAX_MESSAGE = 400
 """Largest number of characters of an error's message; of a longer message, the beginning and the end are sent."""
 
 
+MAX_LOGGED = 200
+"""Characters of an error's message in the log."""
+
+
 def quoted(text: str) -> str:
     """Return a text in quotes for an error message: at most `MAX_SHOWN` characters, on one line."""
     return cut(repr(text[:MAX_SHOWN]))
@@ -89,6 +93,8 @@ class ErrorResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error, body = self._error, self._error.body()
+        if "xgpt" in scope:
+            scope["xgpt"].log["error"] = str(error)[:MAX_LOGGED]
         if scope["path"].startswith(ANTHROPIC_PATH):
             body = msgspec.json.encode({"type": "error", "error": anthropic_error(error)})
         answer = Response(body, status_code=error.status, headers=error.headers, media_type="application/json")

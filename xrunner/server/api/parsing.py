@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from xgpt.core.errors import nearest
 from xgpt.core.numbers import decimal
 from xrunner.server.api.errors import ApiError, refuse
 from xrunner.server.api.messages import CountRequest, MessagesRequest
@@ -78,11 +79,22 @@ def _parse(decoder: msgspec.json.Decoder[P], body: Body) -> P:
     except msgspec.ValidationError as error:
         found = (pattern.search(str(error)) for pattern in _FIELDS)
         param = next((match[1] for match in found if match), None)
-        raise ApiError(400, str(error), param=param) from None
+        raise ApiError(400, _explained(str(error), decoder.type), param=param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     request.check()
     return request
+
+
+def _explained(says: str, kind: Any) -> str:
+    """Return msgspec's message with the nearest known field, or in plain words for what clients often get wrong."""
+    if match := re.fullmatch(r"Object contains unknown field `(\w+)`", says):
+        return says + nearest(match[1], [field.encode_name for field in msgspec.structs.fields(kind)])
+    if match := re.fullmatch(r"Expected `array` of length >= 1 - at `\$\.(\w+)`", says):
+        return f"{match[1]}: at least one is needed"
+    if match := re.fullmatch(r"Invalid value '(\w+)' - at `\$\.(\w+)\[.*content\[.*\.type`", says):
+        return f"{match[2]}: this server takes text only, not {match[1]!r}"
+    return says
 
 
 def _translator(kind: type[ResponsesRequest | CountRequest]) -> Callable[[Body], Translated]:

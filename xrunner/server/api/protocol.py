@@ -31,6 +31,7 @@ from typing import Annotated, Any, ClassVar, cast
 import msgspec
 from msgspec import Meta
 
+from xgpt.core.errors import nearest
 from xrunner.generation import SamplingParams
 from xrunner.server.api.errors import quoted, refuse
 from xrunner.server.api.form import OutputForm, OutputReader
@@ -345,6 +346,11 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text"):
     text: str
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Roles of messages; a chat template shows those that its model knows, and may refuse others."""
+ONE_OF_ROLES = f"{', '.join(ROLES[:-1])} or {ROLES[-1]}"
+
+
 class ChatMessage(msgspec.Struct):
     """A message. An assistant's may have no content; a function's result names its call.
 
@@ -462,9 +468,22 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
     def named_output(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    def schemas(self, field: str) -> list[tuple[str, dict[str, Any]]]:
+        """Return the JSON schemas in a field, with the paths of all."""
+        if field == "tools":
+            tools = enumerate(self.tools or ())
+            return [(f"[{i}].function.parameters", tool.function.parameters or {}) for i, tool in tools]
+        if isinstance(self.response_format, JsonSchemaFormat):
+            return [("json_schema.schema", self.response_format.json_schema.schema)]
+        return []
+
     def check(self) -> None:
         super().check()
         _check_parts(self.messages)
+        for message in self.messages:
+            if message.role not in ROLES:
+                near = nearest(message.role, ROLES)
+                refuse("messages", f"the role {quoted(message.role)} is not accepted{near or f'; send {ONE_OF_ROLES}'}")
         if any(message.content is None and message.role != "assistant" for message in self.messages):
             refuse("messages", "a message has no content; only an assistant's may have none")
         self._allow_tools()

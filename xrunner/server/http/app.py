@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from xgpt.core.errors import MachineError
+from xgpt.core.errors import MachineError, nearest
 from xgpt.pages import render_live
 from xrunner.server.access.classes import Classes
 from xrunner.server.access.hosts import AllowedHosts
@@ -57,7 +57,9 @@ def create_app(
         tracer: records requests that have ended; None: none are recorded.
     """
     service = Service(engine, model, limits or Limits())
-    guards = [Middleware(Guard, keys=keys, classes=classes or Classes(None), hosts=hosts, tracer=tracer)]
+    count = engine.metrics.note_answer
+    guard = Middleware(Guard, keys=keys, classes=classes or Classes(None), hosts=hosts, tracer=tracer, on_answer=count)
+    guards = [guard]
     if hosts is not None and hosts.origins:
         origins, methods = sorted(hosts.origins), ("GET", "POST")
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=("*",))
@@ -117,10 +119,21 @@ async def _refuse(http: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         says = str(error.detail)
         if error.status_code in (404, 405):
-            says = f"there is no {http.method} {http.url.path[:MAX_PATH_SHOWN]}; /openapi.json lists what there is"
+            says = _no_route(http, error)
         error = ApiError(error.status_code, says, headers=error.headers)
     assert isinstance(error, ApiError)
     return ErrorResponse(error)
+
+
+def _no_route(http: Request, error: HTTPException) -> str:
+    """Return the message for a path or a method that does not exist, with the nearest one that does."""
+    path = http.url.path[:MAX_PATH_SHOWN]
+    says = f"there is no {http.method} {path}"
+    if error.status_code == 405:
+        return f"{says}: use {(error.headers or {}).get('Allow', 'POST').replace('HEAD, ', '').replace(', HEAD', '')}"
+    known = [route.path for route in http.app.routes]
+    near = f": did you mean /v1{path}?" if f"/v1{path}" in known else nearest(path, known)
+    return f"{says}{near or '; /openapi.json lists what there is'}"
 
 
 async def _say_nothing(_: Request, __: Exception) -> Response:

@@ -6,6 +6,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,7 @@ class Guard:
         classes: the plan's classes of requests.
         hosts: accepted host names; None: any (tests, and servers behind a proxy that checks them).
         tracer: records requests; None: none are recorded.
+        on_answer: called with the status of each answer; 0: the client had left.
     """
 
     def __init__(
@@ -65,12 +67,14 @@ class Guard:
         classes: Classes,
         hosts: AllowedHosts | None,
         tracer: Tracer | None = None,
+        on_answer: Callable[[int], None] = lambda status: None,
     ) -> None:
         self._app = app
         self._classes = classes
         self._keys = keys
         self._hosts = hosts
         self._tracer = tracer
+        self._on_answer = on_answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -105,6 +109,7 @@ class Guard:
         finally:
             if self._tracer is not None and scope["path"] in GENERATION_PATHS:
                 self._tracer.note(scope["method"], scope["path"], headers, status, info)
+            self._on_answer(status)
             self._log(scope, status, info)
 
     def _refusal(self, scope: Scope, headers: Headers, info: RequestInfo) -> ApiError | None:

@@ -160,8 +160,9 @@ class Server(uvicorn.Server):
         while not self.force_exit and self._engine.num_requests and time.monotonic() < end_s:
             await asyncio.sleep(TICK_S)
         # What has been generated must still be written; uvicorn closes its sockets before it waits for that.
-        left_s = max(LAST_WORDS_S, min(self._drain_s, end_s - time.monotonic()))
-        self.config.timeout_graceful_shutdown = left_s if self._engine.num_requests == 0 else 0  # type: ignore[assignment]
+        left_s = max(LAST_WORDS_S, end_s - time.monotonic())
+        has_to_break_off = self._engine.num_requests and not self.force_exit
+        self.config.timeout_graceful_shutdown = 0 if has_to_break_off else left_s  # type: ignore[assignment]
 
     async def _end_overdue(self) -> None:
         """Close overdue connections until the server has shut down."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -56,6 +57,26 @@ MAX_VALUES = 1 << 20
 """Largest number of tokens and log probabilities of one answer: about 60 MB of JSON."""
 CHARACTERS_A_TOKEN = 4
 """Characters of an echoed prompt that count as much as a token."""
+
+
+MAX_SCHEMA_PARTS = 64
+"""Largest number of parts of a refused JSON schema that are tried, to name the one that is wrong."""
+
+
+def _first_line(reason: str) -> str:
+    """Return a compiler's reason without its place in the grammar, and without the grammar itself."""
+    return re.sub(r"^at \d+\(\d+\): ", "", reason.strip().partition("\n")[0])
+
+
+def _parts(path: str, schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the schemas directly within a JSON schema, with their paths."""
+    for name, value in schema.items():
+        if name in ("properties", "$defs", "definitions", "patternProperties") and isinstance(value, dict):
+            yield from ((f"{path}.{name}.{key}", each) for key, each in value.items() if isinstance(each, dict))
+        elif name in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
+            yield from ((f"{path}.{name}[{i}]", each) for i, each in enumerate(value) if isinstance(each, dict))
+        elif name in ("items", "additionalProperties") and isinstance(value, dict):
+            yield f"{path}.{name}", value
 
 
 class Service:
@@ -260,7 +281,22 @@ class Service:
             request.leave_free(None)
             if request.grammar is None or (reason := await self._why_not(info, request.grammar)) is None:
                 return
-        refuse(field, f"it is not accepted: {cut(reason)}")
+        said = _first_line(reason)
+        for where, schema in request.schemas(field):
+            if _first_line(await self._why_not(info, json_grammar(schema)) or "") == said:
+                refuse(field, f"{await self._deepest(info, where, schema, said)} is not accepted: {cut(said)}")
+        refuse(field, f"it is not accepted: {cut(said)}")
+
+    async def _deepest(self, info: RequestInfo, where: str, schema: dict[str, Any], said: str) -> str:
+        """Return the path of the smallest part of a schema that is refused for the same reason; few parts are tried."""
+        num_left = MAX_SCHEMA_PARTS
+        parts = list(_parts(where, schema))
+        while parts and num_left:
+            num_left -= 1
+            path, part = parts.pop(0)
+            if _first_line(await self._why_not(info, json_grammar(part)) or "") == said:
+                where, parts = path, list(_parts(path, part))
+        return where
 
     async def _why_not(self, info: RequestInfo, grammar: str) -> str | None:
         """Return the reason why outputs cannot follow a grammar; None if they can."""

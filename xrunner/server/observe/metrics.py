@@ -40,29 +40,39 @@ class Metrics:
         self._registry = CollectorRegistry()
         counter, buckets = self._counter, self._buckets
         self.requests = counter("xgpt_requests", "Requests that ended, by finish reason.", "finish_reason")
-        self.prompt_tokens = counter("xgpt_prompt_tokens", "Prompt tokens accepted.")
+        self._answers = counter(
+            "xgpt_http_answers", "HTTP answers, by status; 0: the client left before one.", "status"
+        )
+        self.prompt_tokens = counter("xgpt_prompt_tokens", "Prompt tokens of accepted requests.")
         self.cached_tokens = counter(
             "xgpt_prompt_tokens_cached", "Prompt tokens whose K/V an earlier request had cached."
         )
-        self.output_tokens = counter("xgpt_output_tokens", "Tokens generated.")
-        self._accounts = counter("xgpt_key_tokens", "Tokens of each API key's ended requests.", "key", "kind")
+        self.output_tokens = counter("xgpt_output_tokens", "Output tokens generated.")
+        self._accounts = counter(
+            "xgpt_key_tokens", "Tokens of ended requests, by API key and by kind: prompt or output.", "key", "kind"
+        )
         text = "Requests with all their tokens, by API key and by whether they kept its bounds: the goodput."
         self._bounds = counter("xgpt_key_bounds", text, "key", "kept")
-        self._class_tokens = counter("xgpt_class_tokens", "Tokens of each class's ended requests.", "class", "kind")
+        self._class_tokens = counter(
+            "xgpt_class_tokens", "Tokens of ended requests, by class and by kind: prompt or output.", "class", "kind"
+        )
         text = "Requests with all their tokens, by class and by whether they kept its bounds."
         self._class_bounds = counter("xgpt_class_bounds", text, "class", "kept")
         self.deadlines = counter("xgpt_deadlines", "Requests with a deadline that ended, by outcome.", "outcome")
-        self.utility = counter("xgpt_deadline_utility", "Sum over met deadlines of one over the prompt's tokens.")
-        self.step_s = buckets("xgpt_step_seconds", "Duration of an engine step.", STEP_BUCKETS_S)
-        text = "From accepting a request to its first token."
+        self.utility = counter(
+            "xgpt_deadline_utility",
+            "Sum, over requests that met their deadlines, of one divided by the number of prompt tokens.",
+        )
+        self.step_s = buckets("xgpt_step_seconds", "Seconds that an engine step took.", STEP_BUCKETS_S)
+        text = "Seconds from accepting a request to its first token."
         self.ttft_s = buckets("xgpt_time_to_first_token_seconds", text, REQUEST_BUCKETS_S)
-        text = "Between two tokens of a request."
+        text = "Seconds between two tokens of a request."
         self.inter_token_s = buckets("xgpt_inter_token_latency_seconds", text, STEP_BUCKETS_S)
-        text = "From accepting a request to its last token."
+        text = "Seconds from accepting a request to its last token."
         self.e2e_s = buckets("xgpt_e2e_request_latency_seconds", text, REQUEST_BUCKETS_S)
-        text = "Own overhead: from reading a request to handing it to the engine."
+        text = "Seconds from reading a request to handing it to the engine: overhead of the server."
         self.handover_s = buckets("xgpt_handover_seconds", text, OVERHEAD_BUCKETS_S)
-        text = "Own overhead: from the end of the step that sampled a token to the writing of its bytes."
+        text = "Seconds from the end of the step that sampled a token to writing its bytes: overhead of the server."
         self.delivery_s = buckets("xgpt_delivery_seconds", text, OVERHEAD_BUCKETS_S)
         self._gauge("xgpt_requests_running", "Requests that are running.", lambda: engine.pool.num_running)
         self._gauge("xgpt_requests_waiting", "Requests that wait to start.", lambda: engine.pool.num_waiting)
@@ -70,7 +80,9 @@ class Metrics:
         self._gauge("xgpt_kv_blocks_kept", "K/V blocks cached for later requests.", lambda: engine.pool.kept_blocks)
         self._gauge("xgpt_kv_blocks", "Blocks of K/V memory.", lambda: engine.pool.kv_blocks)
         self._gauge(
-            "xgpt_preemptions", "Preemptions: requests that lost their K/V.", lambda: engine.pool.num_preemptions
+            "xgpt_preemptions",
+            "Number of preemptions since the start: requests that lost their K/V and were encoded again.",
+            lambda: engine.pool.num_preemptions,
         )
         self._registry.register(_Processes(engine))
         self._watch = watch
@@ -81,34 +93,58 @@ class Metrics:
         replans = self._counter(
             "xgpt_plan_decisions", "Decisions of re-planning, by outcome and cause.", "action", "cause"
         )
-        planning_s = self._buckets("xgpt_planning_seconds", "Time that re-planning took.", REQUEST_BUCKETS_S)
+        planning_s = self._buckets(
+            "xgpt_planning_seconds", "Seconds that re-planning took for a decision.", REQUEST_BUCKETS_S
+        )
 
         def count(decision: Decision) -> None:
             replans.labels(decision.action, decision.cause).inc()
             planning_s.observe(decision.planning_s)
 
         watch.on_decision = count
-        self._gauge("xgpt_planned_throughput", "Requests/s at saturation.", lambda: watch.plan.estimate.throughput_rps)
-        self._gauge("xgpt_planned_latency_seconds", "Of the plan.", lambda: watch.plan.estimate.latency_s)
+        self._gauge(
+            "xgpt_planned_throughput",
+            "Requests/s that the running plan serves at saturation, as planned.",
+            lambda: watch.plan.estimate.throughput_rps,
+        )
+        self._gauge(
+            "xgpt_planned_latency_seconds",
+            "Predicted latency of the running plan in seconds: `estimate.latency_s` in /plan.",
+            lambda: watch.plan.estimate.latency_s,
+        )
         bound, begin = watch.plan.constraint.latency_bound_s, watch.plan.constraint.counts_from
         if bound is not None:
-            self._gauge("xgpt_latency_bound_seconds", f"From {begin} to the last token.", lambda: bound)
-        self._gauge("xgpt_recent_throughput", "Recent requests/s.", lambda: watch.recent.rate_per_s() or 0.0)
+            self._gauge(
+                "xgpt_latency_bound_seconds",
+                f"The plan's bound on the seconds from a request's {begin} to its last token.",
+                lambda: bound,
+            )
         self._gauge(
-            "xgpt_step_time_ratio", "Measured over predicted time of recent steps.", lambda: watch.step_ratio or NAN
+            "xgpt_recent_throughput", "Requests/s that ended recently.", lambda: watch.recent.rate_per_s() or 0.0
         )
-        self._gauge("xgpt_look_seconds_max", "Longest check of the lengths in the event loop.", lambda: watch.loop_s)
+        self._gauge(
+            "xgpt_step_time_ratio",
+            "Measured time of recent steps divided by the time that the plan predicted.",
+            lambda: watch.step_ratio or NAN,
+        )
+        self._gauge(
+            "xgpt_look_seconds_max",
+            "Longest time in seconds for which a check of the lengths occupied the event loop.",
+            lambda: watch.loop_s,
+        )
         names = ("observed_input_tokens", "observed_output_tokens", "input_distance_tokens", "output_distance_tokens")
         texts = (
-            "Recent mean.",
-            "Recent mean, those in flight included.",
-            "Wasserstein distance from the plan's lengths.",
-            "The same.",
+            "Mean prompt tokens of recent requests.",
+            "Mean output tokens of recent requests; a running output counts as at least as long as it is.",
+            "Wasserstein distance of recent prompt lengths from the planned ones, in tokens.",
+            "Wasserstein distance of recent output lengths from the planned ones, in tokens.",
         )
         self._lengths = [
             Gauge(f"xgpt_{name}", text, registry=self._registry) for name, text in zip(names, texts, strict=True)
         ]
-        self._arrivals = Gauge("xgpt_arrival_rate", "Recent requests/s.", registry=self._registry)
+        self._arrivals = Gauge(
+            "xgpt_arrival_rate", "Requests/s of the last 64 arrivals; NaN until there are 64.", registry=self._registry
+        )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self._registry)
@@ -119,9 +155,21 @@ class Metrics:
     def _gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         Gauge(name, text, registry=self._registry).set_function(read)
 
+    def families(self) -> list[Metric]:
+        """Return all metrics with their present values, by name."""
+        return sorted(self._registry.collect(), key=lambda family: family.name)
+
     def tell_lost_steps(self, read: Callable[[], float]) -> None:
         """Export the number of steps that could not be written to the step log."""
-        self._gauge("xgpt_step_log_lost", "Steps that the step log misses: it could not be written.", read)
+        self._gauge(
+            "xgpt_step_log_lost",
+            "Number of steps that are missing in the step log, because it could not be written.",
+            read,
+        )
+
+    def note_answer(self, status: int) -> None:
+        """Count an HTTP answer by its status; 0: the client left before one."""
+        self._answers.labels(str(status)).inc()
 
     def note_deadline(self, *, met: bool, prompt_tokens: int) -> None:
         """Count an ended request that had a deadline. Source of the utility: TCB sec. 5.1."""
@@ -195,9 +243,15 @@ class _Processes(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        control = CounterMetricFamily("xgpt_control_bytes", "Control messages sent.", labels=["process"])
-        tensors = CounterMetricFamily("xgpt_tensor_bytes", "Tensors sent, K/V included.", labels=["process"])
-        busy_s = CounterMetricFamily("xgpt_busy_seconds", "Executing steps.", labels=["process"])
+        control = CounterMetricFamily(
+            "xgpt_control_bytes", "Bytes of control messages that a process has sent.", labels=["process"]
+        )
+        tensors = CounterMetricFamily(
+            "xgpt_tensor_bytes", "Bytes of tensors that a process has sent, K/V included.", labels=["process"]
+        )
+        busy_s = CounterMetricFamily(
+            "xgpt_busy_seconds", "Seconds for which a process executed steps.", labels=["process"]
+        )
         for use in self._engine.uses():
             control.add_metric([use.process], use.control_bytes)
             tensors.add_metric([use.process], use.tensor_bytes)

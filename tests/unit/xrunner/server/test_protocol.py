@@ -99,10 +99,10 @@ def test_refused_with_the_field(fields: dict[str, object], param: str, says: str
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"messages": []}, "messages", "length >= 1"),
+        ({"messages": []}, "messages", "at least one is needed"),
         ({"messages": [{"role": "user"}]}, "messages", "no content"),
         ({"messages": [{"role": "", "content": "x"}]}, "messages", "length >= 1"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "Invalid value"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "takes text only"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "differs from it"),
         ({"tools": [{}]}, "tools", "missing required field `function`"),
