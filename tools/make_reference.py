@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from unittest.mock import MagicMock
 
 import click
 from pydantic import BaseModel
@@ -26,6 +27,7 @@ from xgpt.cli import COMMANDS
 from xgpt.cli import commands as declared
 from xgpt.core.schema import Plan, Profile
 from xgpt.core.schema.fleet import FleetPlan
+from xrunner.server.observe.metrics import Metrics
 
 ROOT = Path(__file__).parent.parent
 EXIT_CODES = """| exit code | meaning |
@@ -35,10 +37,24 @@ EXIT_CODES = """| exit code | meaning |
 | 2 | bad input: a field, its value, and what is accepted |
 | 3 | the machine cannot do it: devices, memory, a port |
 | 4 | internal error; `XGPT_TRACEBACK=1` shows where |
-| 130 | interrupted |
+| 130 | interrupted; a server has then finished its running requests (0 after SIGTERM) |
 
 An error is one line on standard error. With `--json`, standard output carries one JSON document and nothing else; its
 JSON schema: {schemas}."""
+
+
+def metrics() -> str:
+    """The metrics of a server, as its code declares them."""
+    watch = MagicMock()
+    watch.plan.constraint.counts_from = "arrival"
+    declared_metrics = Metrics(MagicMock(), watch)
+    declared_metrics.tell_lost_steps(lambda: 0.0)
+    rows = [
+        f"| `{family.name}{'_total' if family.type == 'counter' else ''}` | {family.type} | {family.documentation} |"
+        for family in declared_metrics.families()
+    ]
+    head = "Generated from the server's code. `/metrics` shows them in Prometheus's text format."
+    return "\n".join(["# Metrics", "", head, "", "| metric | type | meaning |", "|---|---|---|", *rows, ""])
 
 
 def commands() -> str:
@@ -201,6 +217,7 @@ def examples() -> str:
 PAGES = {
     "reference/commands.md": commands,
     "reference/files.md": files,
+    "reference/metrics.md": metrics,
     "reference/python.md": python,
     "examples.md": examples,
 }
