@@ -10,6 +10,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -203,12 +204,15 @@ class Space:
         return np.minimum(in_memory, limits.max_batch * self.placement.microbatches)
 
     def prompts_fit(self, encode_tokens: Array, step_tokens: Array) -> npt.NDArray[np.bool_]:
-        """Return whether WAA's encode lane holds a batch in each of its stages and one in transfer."""
+        """Return whether WAA's encode lane holds a batch in each of its stages and one in transfer, and the longest
+        prompt, which would wait forever otherwise."""
         memory = self.limits.encode_memory
         if memory is None:
             return np.ones(len(encode_tokens), bool)
         blocks = (len(memory.lane) + 1) * encode_tokens * (1 + self.limits.block_size / 2 / self.lengths.mean_input)
-        return blocks <= (memory.blocks_beside(step_tokens) - memory.kept_blocks) * self.limits.block_size
+        size = self.limits.block_size
+        needed = np.maximum(blocks, ceil(self.lengths.max_whole_input / size) * size)
+        return needed <= (memory.blocks_beside(step_tokens) - memory.kept_blocks) * size
 
     def branches(self) -> list[dict[str, int]]:
         """Return all assignments of the enumerated variables."""

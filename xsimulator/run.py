@@ -578,6 +578,11 @@ def check_fits(plan: Plan, workload: Workload) -> None:
         raise InputError(
             "workload", workload.name, f"its longest request has {longest} tokens, but the plan holds at most {room}"
         )
+    prompt = workload.input.lengths[-1]
+    encoders = [stage.kv_blocks * plan.block_size for stage in plan.stages if stage.lane == "encode"]
+    if encoders and prompt > min(encoders):
+        accepted = f"its longest prompt has {prompt} tokens, but the plan's encode lane holds at most {min(encoders)}"
+        raise InputError("workload", workload.name, accepted)
 
 
 def read_log(plan: Plan, workload: Workload, log: list[StepRecord], num_requests: int, *, saturated: bool) -> Measured:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import xgpt
 from tests.contract.scenarios import problem
 from tests.rings import few
+from xgpt.core.errors import InputError
 from xgpt.core.policies import OneLane, Pool, Schedule, TwoLane, TwoLaneSettings, lane_settings
-from xgpt.core.schema import OrcaSettings, RraSettings, WaaSettings
+from xgpt.core.schema import Histogram, OrcaSettings, RraSettings, WaaSettings, Workload
 from xgpt.core.workload import sample
 from xsimulator.clock import LaneClock, TwoLaneClock
 from xsimulator.costs.step_cost import LaneCost
@@ -16,6 +18,7 @@ from xsimulator.events import SimulatedClock, SimulatedEngine, SimulatedRequest
 from xsimulator.forecast import OneLaneModel, TwoLaneModel, estimate
 from xsimulator.lengths import Lengths
 from xsimulator.memory import capacity
+from xsimulator.run import check_fits
 from xsimulator.stages import lane, whole
 
 BLOCK_SIZE = 16
@@ -68,3 +71,16 @@ def test_999_of_1000_moments_fit(kind: str) -> None:
     share = np.cumsum(np.diff(times)[order]) / (times[-1] - times[0])
     exceeded = used[order][np.searchsorted(share, 0.999)]
     assert 0.9 * blocks <= exceeded <= 1.02 * blocks
+
+
+def test_waas_encode_lane_holds_the_longest_prompt() -> None:
+    """A longer one would wait forever, and those behind it: a saturated simulation ended after a few requests."""
+    prompts = Histogram(lengths=(500, 60000), probabilities=(0.99, 0.01))
+    workload = Workload(name="long", input=prompts, output=Histogram(lengths=(100, 200), probabilities=(0.5, 0.5)))
+    asked = {"model": "llama-3.1-8b", "cluster": "l4x8", "devices": 4, "objective": "saturated", "policy": "waa"}
+    plan = xgpt.plan(**asked, workload=workload, latency_bound_s=None)  # type: ignore[arg-type]
+    held = [stage.kv_blocks * plan.block_size for stage in plan.stages if stage.lane == "encode"]
+    assert min(held) >= 60000
+    small = [stage.model_copy(update={"kv_blocks": 3000} if stage.lane == "encode" else {}) for stage in plan.stages]
+    with pytest.raises(InputError, match="its longest prompt has 60000 tokens, but the plan's encode lane holds at"):
+        check_fits(plan.model_copy(update={"stages": tuple(small)}), workload)
