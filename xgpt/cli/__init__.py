@@ -97,8 +97,15 @@ SYNONYMS = {
     "half": "float16",
     "fp32": "float32",
     "kubernetes": "k8s",
+    "docker": "compose",
+    "docker-compose": "compose",
 }
 """Other names of values."""
+NO_TARGET = dict.fromkeys(
+    ("trtllm", "tensorrt-llm", "trt-llm", "tensorrt"),
+    "; TensorRT-LLM has no export: `xgpt plan --engine tensorrt-llm-1.0` prints its trtllm-serve command",
+) | {"helm": "; k8s writes a kustomization, and llm-d the values of its router's chart"}
+"""The ends of errors about targets of `xgpt export` that do not exist."""
 OPTIONS_ELSEWHERE = {
     "--cluster, which names the devices": ("--gpu", "--gpus", "--num-gpus", "--gpu-type", "--device"),
     "--fix tp=N": ("--tp", "--tp-size", "--tensor-parallel-size"),
@@ -182,10 +189,13 @@ def _way_out(error: click.BadParameter) -> str:
         return "" if error.ctx is None else f"; `{error.ctx.command_path} --help` has an example"
     type_ = None if error.param is None else error.param.type
     given = re.match("'([^']*)'", error.message or "")
+    if given is not None and given[1].lower() in NO_TARGET and error.param is not None and error.param.name == "target":
+        return NO_TARGET[given[1].lower()]
     if given is not None and isinstance(type_, click.Choice):
         return nearest(SYNONYMS.get(given[1].lower(), given[1]), type_.choices)
     share = error.param is not None and (error.param.name or "").endswith("quantile")
-    return "; it is a share: 0.99 for 99%" if share and "range" in (error.message or "") else ""
+    is_percent = "range" in (error.message or "") or "%' is not a number" in (error.message or "")
+    return "; it is a share: 0.99 for 99%" if share and is_percent else ""
 
 
 def in_options(message: str, params: Sequence[click.Parameter]) -> str:

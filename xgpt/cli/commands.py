@@ -216,11 +216,11 @@ def report() -> None:
 @click.option(
     "--to",
     "target",
-    type=click.Choice(["script", "vllm", "sglang", "k8s", "dynamo", "llm-d"]),
+    type=click.Choice(["script", "vllm", "sglang", "compose", "k8s", "dynamo", "llm-d"]),
     required=True,
     help="script: xgpt's own engine, on one or several machines. vllm: the schedule inside vLLM, on one machine; with "
-    "speculative decoding, vLLM's own schedule. sglang: SGLang's own. k8s: either engine on Kubernetes. dynamo, llm-d: "
-    "the schedule inside vLLM, on these platforms.",
+    "speculative decoding, vLLM's own schedule. sglang: SGLang's own. compose: vLLM's own, in Docker Compose. k8s: "
+    "either engine on Kubernetes. dynamo, llm-d: the schedule inside vLLM, on these platforms.",
 )
 @output_option("Where to write the files.", default=".", metavar="DIR")
 def export() -> None:

@@ -12,9 +12,10 @@ from typing import Literal
 
 from xgpt.checkpoints import hub
 from xgpt.core.errors import InputError
-from xgpt.core.io import dump_json
+from xgpt.core.io import config_names, dump_json
 from xgpt.core.schema import Plan
 from xgpt.core.version import __version__
+from xgpt.exporting.compose import compose_files
 from xgpt.exporting.kubernetes import RAY_PORT, kubernetes_files
 from xgpt.exporting.packages import MAKE_WHEEL, PORT, WHEEL, beside_vllm, pinned
 from xgpt.exporting.platforms import dynamo_files, llmd_files
@@ -24,7 +25,18 @@ from xprofiler.store import check_engine
 from xrunner.vllm import TESTED_VERSION
 from xrunner.vllm.command import runs_by_itself
 
-Target = Literal["vllm", "sglang", "k8s", "dynamo", "llm-d", "script"]
+Target = Literal["vllm", "sglang", "compose", "k8s", "dynamo", "llm-d", "script"]
+
+FRAMEWORKS: dict[Target, tuple[str | None, ...]] = {
+    "vllm": ("vllm", None),
+    "sglang": ("sglang",),
+    "compose": ("vllm", None),
+    "k8s": ("vllm", "native", None),
+    "dynamo": ("vllm", None),
+    "llm-d": ("vllm", None),
+    "script": ("native", None),
+}
+"""The engines that each target starts; None: plans without an engine, too."""
 
 WEIGHTS = "weights"
 """Directory next to a script, into which it downloads weights."""
@@ -37,11 +49,13 @@ def export(plan: Plan, target: Target) -> dict[str, str]:
         InputError: the plan does not fit its devices by its estimate, is for another engine, or cannot run on the
             target.
     """
+    check_target(plan, target)
     check_memory(plan)
     by_engine = plan.speculation is not None or plan.sharing_replicas > 1 or runs_by_itself(plan)
     writers = {
         "vllm": _engine_itself if by_engine else _vllm,
         "sglang": _engine_itself,
+        "compose": compose_files,
         "k8s": kubernetes_files,
         "dynamo": dynamo_files,
         "llm-d": llmd_files,
@@ -49,6 +63,26 @@ def export(plan: Plan, target: Target) -> dict[str, str]:
     }
     files = writers[target](plan)
     return {"plan.json": dump_json(plan), **files}
+
+
+def check_target(plan: Plan, target: Target) -> None:
+    """Check that a target starts the engine that a plan is for.
+
+    Raises:
+        InputError: it starts another one; the message states the engine to plan with.
+    """
+    engine = plan.engine
+    if (None if engine is None else engine.framework) in FRAMEWORKS[target]:
+        return
+    starts = str(FRAMEWORKS[target][0])
+    known = [name for name in config_names("engines") if name.startswith(f"{starts}-")]
+    to_plan = f"plan with `engine={max(known) if known else 'xgpt'}`"
+    if engine is None:
+        raise InputError("to", target, f"the plan is for no particular engine: {to_plan}")
+    takes = [name for name, frameworks in FRAMEWORKS.items() if engine.framework in frameworks]
+    takes = [name for name in takes if name != "k8s" or not runs_by_itself(plan)]
+    others = f", or export to {' or '.join(takes)}" if takes else ", or run the command that `xgpt plan` prints"
+    raise InputError("to", target, f"the plan is for {engine.name}: {to_plan}{others}")
 
 
 def check_memory(plan: Plan) -> None:
@@ -70,7 +104,8 @@ def check_memory(plan: Plan) -> None:
 
 def start_command(target: Target) -> str:
     """Return the command that starts exported files, from within their directory."""
-    return {"vllm": "sh serve.sh", "sglang": "sh serve.sh", "script": "sh start.sh"}.get(target, "kubectl apply -k .")
+    scripts = {"vllm": "sh serve.sh", "sglang": "sh serve.sh", "script": "sh start.sh", "compose": "docker compose up"}
+    return scripts.get(target, "kubectl apply -k .")
 
 
 def _vllm(plan: Plan) -> dict[str, str]:

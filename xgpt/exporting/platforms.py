@@ -67,12 +67,13 @@ def dynamo_files(plan: Plan) -> dict[str, str]:
         alive="/live",
         ready="/health",
         mounts_keys=False,
+        mounts_plan=False,
         name="main",
     )
     components = [_component(plan, names, front, "Frontend", "frontend", 1)]
     for lane, type_ in _lanes(plan, "worker"):
         nodes = nodes_of(plan, _devices(plan, lane))
-        arguments = ["--model", _model(plan), "--served-model-name", plan.model.name, *_arguments(plan, lane)]
+        arguments = ["--model", _model(plan), "--served-model-name", _served_name(plan), *_arguments(plan, lane)]
         if lane != "both":
             arguments += ["--disaggregation-mode", type_, "--kv-transfer-config", json.dumps(_nixl("kv_both"))]
         worker = PodSpec(
@@ -84,6 +85,7 @@ def dynamo_files(plan: Plan) -> dict[str, str]:
             alive="/live",
             ready="/health",
             mounts_keys=False,
+            mounts_plan=_reads_plan(plan),
             env=[
                 {"name": "DYN_SYSTEM_PORT", "value": str(SYSTEM_PORT)},
                 of_pod("VLLM_NIXL_SIDE_CHANNEL_HOST", "status.podIP"),
@@ -100,7 +102,7 @@ def dynamo_files(plan: Plan) -> dict[str, str]:
         "spec": {"backendFramework": "vllm", "components": components},
     }
     objects = [
-        pods.config_map(plan, names),
+        *([pods.config_map(plan, names)] if _reads_plan(plan) else []),
         graph,
         pods.disruption_budget(names),
         # Components find each other through the API server.
@@ -126,9 +128,10 @@ def llmd_files(plan: Plan) -> dict[str, str]:
         InputError: vLLM, or pods, cannot run the plan.
     """
     names = _checked(plan, "llm-d")
-    with_xgpt = len(plan.policy.lanes) == 1 and not runs_by_itself(plan)
+    with_xgpt = _reads_plan(plan)
     image = f"xgpt-vllm:{__version__}-{TESTED_VERSION}"
-    objects = [pods.config_map(plan, names), *(_llmd_lane(plan, names, image, *lane) for lane in _lanes(plan, "both"))]
+    objects = [pods.config_map(plan, names)] if with_xgpt else []
+    objects += [_llmd_lane(plan, names, image, *lane) for lane in _lanes(plan, "both")]
     spans = any(item["kind"] == "LeaderWorkerSet" for item in objects)
     objects += [
         pods.disruption_budget(names),
@@ -164,6 +167,11 @@ def _checked(plan: Plan, target: str) -> Names:
     return Names.of(plan)
 
 
+def _reads_plan(plan: Plan) -> bool:
+    """Return whether pods need plan.json: xgpt's scheduler follows it, in one lane."""
+    return len(plan.policy.lanes) == 1 and not runs_by_itself(plan)
+
+
 def _lanes(plan: Plan, alone: str) -> list[tuple[LaneName, str]]:
     """Return (lane, role on the platform) pairs.
 
@@ -180,6 +188,11 @@ def _devices(plan: Plan, lane: LaneName) -> int:
 
 def _model(plan: Plan) -> str:
     return hub.id_of(plan.checkpoint) or MODEL_PATH
+
+
+def _served_name(plan: Plan) -> str:
+    """Return the name that clients send as `model`: the hub id, as under `vllm serve ID`."""
+    return hub.id_of(plan.checkpoint) or plan.model.name
 
 
 def _arguments(plan: Plan, lane: LaneName) -> list[str]:
@@ -216,7 +229,7 @@ def _component(plan: Plan, names: Names, work: PodSpec, name: str, type_: str, r
 
 def _llmd_lane(plan: Plan, names: Names, image: str, lane: LaneName, role: str) -> Object:
     """Return the pods of a lane: a Deployment, or a LeaderWorkerSet if a replica's lane spans nodes."""
-    with_xgpt = len(plan.policy.lanes) == 1 and not runs_by_itself(plan)
+    with_xgpt = _reads_plan(plan)
     nodes = nodes_of(plan, _devices(plan, lane))
     write = _with_xgpt if with_xgpt else _vllm_itself
     answers = write(plan, names, image, lane, nodes)
@@ -256,7 +269,7 @@ def _vllm_itself(plan: Plan, names: Names, image: str, lane: LaneName, nodes: in
     return PodSpec(
         image,
         [
-            *("vllm", "serve", _model(plan), "--served-model-name", plan.model.name, *_arguments(plan, lane)),
+            *("vllm", "serve", _model(plan), "--served-model-name", _served_name(plan), *_arguments(plan, lane)),
             *(*transfer, *(MEET if nodes > 1 else ()), "--port", str(port)),
             *("--shutdown-timeout", str(pods.DRAIN_S)),
         ],
@@ -265,6 +278,7 @@ def _vllm_itself(plan: Plan, names: Names, image: str, lane: LaneName, nodes: in
         probed="http" if lane == "both" else "engine",
         ready="/health",
         mounts_keys=False,
+        mounts_plan=False,
         env=[
             of_secret("VLLM_API_KEY", f"{names.name}-keys", "key"),
             of_pod("VLLM_HOST_IP", "status.podIP"),

@@ -73,7 +73,7 @@ class PodSpec:
         ports: port numbers, by name.
         probed: name of the port that answers probes; None: the pod has no port, and ends when the engine ends.
         alive, ready: paths of the probes for running and for accepting requests.
-        mounts_keys: whether the clients' keys are mounted as a file.
+        mounts_keys, mounts_plan: whether the clients' keys, and the plan, are mounted as files.
         env: further environment variables, as Kubernetes writes them.
     """
 
@@ -85,6 +85,7 @@ class PodSpec:
     alive: str = "/health"
     ready: str = "/ready"
     mounts_keys: bool = True
+    mounts_plan: bool = True
     env: Sequence[Object] = ()
     name: str = "xgpt"
 
@@ -113,7 +114,7 @@ def pod(plan: Plan, names: Names, work: PodSpec, *, fetches: bool = True) -> Obj
     """
     model_id = hub.id_of(plan.checkpoint)
     shm = shared_memory_gib(work.devices)
-    volumes: list[Object] = [{"name": "plan", "configMap": {"name": names.name}}]
+    volumes: list[Object] = [{"name": "plan", "configMap": {"name": names.name}}] if work.mounts_plan else []
     if work.mounts_keys:
         secret = {"secretName": f"{names.name}-keys", "defaultMode": 0o440}
         volumes.append({"name": "keys", "secret": secret})
@@ -146,7 +147,9 @@ def pod(plan: Plan, names: Names, work: PodSpec, *, fetches: bool = True) -> Obj
 
 
 def _container(plan: Plan, names: Names, work: PodSpec, *, has_model: bool) -> Object:
-    mounts: list[Object] = [{"name": "plan", "mountPath": f"{ETC}/plan", "readOnly": True}]
+    mounts: list[Object] = []
+    if work.mounts_plan:
+        mounts.append({"name": "plan", "mountPath": f"{ETC}/plan", "readOnly": True})
     if work.mounts_keys:
         mounts.append({"name": "keys", "mountPath": f"{ETC}/keys", "readOnly": True})
     if has_model:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xgpt.checkpoints.files import sampling_defaults
+from xgpt.checkpoints.hub import id_of
 from xgpt.core import policies
 from xgpt.core.errors import InputError
 from xgpt.core.io import StepLogWriter
@@ -70,10 +71,11 @@ def running(
         ends = set(plan.model.eos_token_ids)
         if codec is not None and codec.eos_token_id is not None:
             ends.add(codec.eos_token_id)
+        names = tuple(filter(None, (plan.model.name, id_of(plan.checkpoint))))
         yield (
             client,
             ServedModel(
-                request.served_model_names or (plan.model.name,),
+                request.served_model_names or names,
                 plan.model,
                 codec,
                 frozenset(ends),
