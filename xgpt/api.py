@@ -248,6 +248,7 @@ def compare(
     latency_bound_s: float | None,
     progress: Progress | None = None,
     on_start: OnStart = lambda plan: None,
+    on_found: Callable[[Compared], None] = lambda found: None,
     **asked: Unpack[CompareKeywords],
 ) -> Compared:
     """Return every policy's best plan under one bound, and the best plans under looser bounds.
@@ -262,6 +263,7 @@ def compare(
         latency_bound_s: see `plan`.
         progress: is called with (done, total, what is being done).
         on_start: is called with each plan before it is measured.
+        on_found: is called with the result before looser bounds are tried and plans are measured.
         **asked
 
     Raises:
@@ -275,7 +277,9 @@ def compare(
     given: dict[str, Any] = {"latency_bound_s": latency_bound_s, **asked}
     request = request_of(CompareRequest, given)
     load = Load(request.num_requests) if request.measure else None
-    return comparing.compare(as_plan_request(request), request.current, load, request.seed, progress, on_start)
+    return comparing.compare(
+        as_plan_request(request), request.current, load, request.seed, progress, on_start, on_found
+    )
 
 
 @_takes(ProfileRequest)
@@ -487,8 +491,8 @@ def export(plan: Plan | FleetPlan | PathLike, to: Target) -> dict[str, str]:
     start.sh True
 
     Args:
-        to: "script": xgpt's own engine; "vllm": vLLM; "k8s": either on Kubernetes; "dynamo", "llm-d": vLLM on these
-            platforms.
+        to: "script": xgpt's own engine; "vllm": vLLM; "sglang": SGLang; "compose": vLLM in Docker Compose; "k8s":
+            either on Kubernetes; "dynamo", "llm-d": vLLM on these platforms.
 
     Raises:
         InputError: the plan does not fit its devices, is for another engine, or the target cannot run it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,10 +13,24 @@ from xscheduler.candidates import Candidates
 from xscheduler.engine_limits import why_not_divided
 
 
+class Fastest(NamedTuple):
+    """The schedule in which the quantile's output takes least.
+
+    Attributes:
+        kind: its policy.
+        first_s, each_s: seconds to the first token, and of each further one.
+    """
+
+    kind: str
+    first_s: float
+    each_s: float
+
+
 def infeasible(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
     """Return an error that names the binding constraint and the nearest value of it that a schedule keeps."""
     constraint = candidates.problem.constraint
-    nearest, reason = _nearest(candidates, kinds)
+    nearest, quickest = _nearest(candidates, kinds)
+    reason = _reason(candidates, quickest)
     if not any(candidates.has_placement(kind) for kind in kinds):
         num_devices = candidates.num_devices
         return InfeasibleError(
@@ -45,19 +60,38 @@ def why_slow(candidates: Candidates, kinds: Sequence[str]) -> str:
     """Return a sentence about the latency of an output of the quantile's length in the fastest schedule: the first
     token and the further tokens.
     """
+    return _reason(candidates, fastest(candidates, kinds))
+
+
+def fastest(candidates: Candidates, kinds: Sequence[str]) -> Fastest | None:
+    """Return the fastest schedule for the quantile's output; None if nothing fits in memory."""
     return _nearest(candidates, kinds)[1]
 
 
-def _nearest(candidates: Candidates, kinds: Sequence[str]) -> tuple[dict[str, float], str]:
-    """Return the least value of each bound that a schedule keeps, and the text of `why_slow`; both are empty if no
-    schedule fits in memory.
-    """
-    problem, constraint = candidates.problem, candidates.problem.constraint
+def _reason(candidates: Candidates, found: Fastest | None) -> str:
+    """Return the end of a message about the fastest schedule and the headroom; "" if there is none."""
+    if found is None:
+        return ""
+    constraint = candidates.problem.constraint
+    tokens = quantile(candidates.problem.workload.output, constraint.quantile)
+    headroom = constraint.headroom
+    kept = f", and {100 * headroom:.0f}% of headroom is kept (--headroom)" if headroom else ""
+    return (
+        f": {100 * (1 - constraint.quantile):.3g}% of the outputs have {tokens:,} tokens or more; in the fastest "
+        f"schedule, {found.kind}, the first takes {found.first_s:.3g} s and each further one "
+        f"{1e3 * found.each_s:.3g} ms{kept}"
+    )
+
+
+def _nearest(candidates: Candidates, kinds: Sequence[str]) -> tuple[dict[str, float], Fastest | None]:
+    """Return the least value of each bound that a schedule keeps, and the fastest schedule; both empty if nothing
+    fits."""
+    constraint = candidates.problem.constraint
     relaxed = constraint.model_copy(update={"latency_bound_s": None, "ttft_s": None, "tpot_s": None})
     headroom = 1 + relaxed.headroom
     only_latency = constraint.ttft_s is None and constraint.tpot_s is None
     nearest: dict[str, float] = {}
-    reason = ""
+    quickest: Fastest | None = None
     for kind in kinds:
         spaces = candidates.spaces(kind, relaxed)
         least_s = headroom * candidates.least_latency(spaces)
@@ -69,15 +103,9 @@ def _nearest(candidates: Candidates, kinds: Sequence[str]) -> tuple[dict[str, fl
             if not evaluation.fits.any():
                 continue
             times = evaluation.performance
-            fastest = int(np.argmin(np.where(evaluation.fits, times.latency, np.inf)))
-            if headroom * float(times.latency[fastest]) < nearest.get("latency_bound_s", np.inf):
-                percent = 100 * (1 - constraint.quantile)
-                tokens = quantile(problem.workload.output, constraint.quantile)
-                first_s, each_ms = times.ttft[fastest], 1e3 * times.tpot[fastest]
-                reason = (
-                    f": {percent:.3g}% of the outputs have {tokens:,} tokens or more; in the fastest schedule, {kind}, "
-                    f"the first takes {first_s:.3g} s and each further one {each_ms:.3g} ms"
-                )
+            fastest_point = int(np.argmin(np.where(evaluation.fits, times.latency, np.inf)))
+            if headroom * float(times.latency[fastest_point]) < nearest.get("latency_bound_s", np.inf):
+                quickest = Fastest(kind, float(times.ttft[fastest_point]), float(times.tpot[fastest_point]))
             for name, values in (
                 ("latency_bound_s", times.latency),
                 ("ttft_s", times.ttft),
@@ -85,7 +113,7 @@ def _nearest(candidates: Candidates, kinds: Sequence[str]) -> tuple[dict[str, fl
             ):
                 least = float(values[evaluation.fits].min()) * headroom
                 nearest[name] = min(nearest.get(name, least), least)
-    return nearest, reason
+    return nearest, quickest
 
 
 def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[str, float]) -> InfeasibleError:

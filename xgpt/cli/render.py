@@ -20,7 +20,6 @@ from xgpt.reporting.plan_text import settings_text
 from xscheduler.expression import maximised
 
 if TYPE_CHECKING:
-    from xgpt.core.progress import Progress
     from xgpt.core.schema import BenchReport, Calibration, Comparison, Decision, Observation, Plan, UrlReport
     from xgpt.core.schema.documents import CalibrateOutput
     from xscheduler.objectives.sizing import ClusterChoice
@@ -84,36 +83,45 @@ QUIET_S = 2.0
 """A command that ends within this many seconds prints no progress."""
 
 
-@contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """Show progress on standard error: a bar in a terminal, else a line for each stage of long work."""
-    console = Console(stderr=True)
-    bar = Bar(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    )
-    task = bar.add_task("profiling")
-    begin_s, shown = time.perf_counter(), ""
+class ProgressBar:
+    """Progress on standard error: a bar in a terminal, else a line for each stage of long work."""
 
-    def report(done: int, total: int, what: str) -> None:
-        nonlocal shown
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+        )
+        self._task = self._bar.add_task("profiling")
+        self._begin_s, self._shown = time.perf_counter(), ""
+
+    def __call__(self, done: int, total: int, what: str) -> None:
         stage = what.partition(":")[0]
-        if console.is_terminal:
-            bar.start()
-            bar.update(task, completed=done, total=total, description=what)
-        elif stage != shown and time.perf_counter() - begin_s > QUIET_S:
+        if self._console.is_terminal:
+            self._bar.start()
+            self._bar.update(self._task, completed=done, total=total, description=what)
+        elif stage != self._shown and time.perf_counter() - self._begin_s > QUIET_S:
             click.echo(f"{stage} ...", err=True)
-            shown = stage
+            self._shown = stage
 
-    try:
-        yield report
-    finally:
+    def pause(self) -> None:
+        """Remove the bar until the next progress, so that other text can be printed."""
         # A bar that never started would still print an empty line.
-        if bar.live.is_started:
-            bar.stop()
+        if self._bar.live.is_started:
+            self._bar.stop()
+
+
+@contextmanager
+def progress_bar() -> Iterator[ProgressBar]:
+    """Show progress while the block runs."""
+    bar = ProgressBar()
+    try:
+        yield bar
+    finally:
+        bar.pause()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import floor
@@ -15,6 +16,7 @@ from xgpt.comparing.assumptions import Range, keeps_current, ranges
 from xgpt.comparing.current import CurrentEngine, check_model
 from xgpt.comparing.drafts import planned_with
 from xgpt.comparing.flags import VARIABLE
+from xgpt.comparing.own_times import answer
 from xgpt.comparing.read import read_current
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.io import config_names
@@ -42,6 +44,7 @@ RELAXATIONS = (1.25, 1.5, 2.0, None)
 """Factors by which the latency bound is relaxed to compute the gain; None: no bound."""
 
 
+NOT_RELAXED = "gains from a looser bound are not known"
 OnStart = Callable[[Plan], None]
 """A function that is called with each plan before it is measured."""
 
@@ -71,6 +74,8 @@ class Compared:
         notes: assumptions about the current deployment.
         ranges: the range of each policy's gain per device over the current deployment, over all assumptions.
         measured: figures of each plan measured on this machine, by policy.
+        answer: lines on whether the current deployment's settings are to blame, at a log's own times.
+        kept_words: options of its command that the command of a plan keeps.
     """
 
     plans: dict[str, Plan]
@@ -79,6 +84,8 @@ class Compared:
     notes: tuple[str, ...] = ()
     measured: dict[str, BenchReport] = field(default_factory=dict)
     ranges: dict[str, Range] = field(default_factory=dict)
+    answer: tuple[str, ...] = ()
+    kept_words: tuple[str, ...] = ()
 
     @property
     def best(self) -> Plan:
@@ -103,6 +110,7 @@ def compare(
     seed: int = 0,
     progress: Progress | None = None,
     on_start: OnStart = lambda plan: None,
+    on_found: Callable[[Compared], None] = lambda found: None,
 ) -> Compared:
     """Find each policy's best plan; if requested, score the current deployment and measure the plans on this machine.
 
@@ -110,6 +118,7 @@ def compare(
         current: the command of the current deployment, or a Compose file, pod or Helm values that start it.
         measured: the load with which each plan is measured; None: no plan is measured.
         seed: seed of that load's requests.
+        on_found: is called with the result before looser bounds are tried and plans are measured.
 
     Raises:
         InputError: a name is not known, plans for another machine should be measured, or the current deployment cannot
@@ -156,16 +165,23 @@ def compare(
         kind = max(plans, key=lambda kind: gains[kind].least)  # the first of equals
         notes = (*notes, *_what_holds(plans, gains, kind))
         plans = {kind: plans[kind], **plans}
-    return Compared(
-        ranges=gains,
-        plans=plans,
-        relaxed=relax(problem, request.search, next(iter(plans.values()))),
-        current=scored,
-        notes=notes,
-        measured={}
-        if measured is None
-        else measure_each(plans, problem.profile, measured, np.random.default_rng(seed), on_start),
-    )
+    best, lines = next(iter(plans.values())), list[str]()
+    if scored is not None:
+        lines = answer(scored, scored_profile, best, problem, trace)
+    kept = () if running is None or problem.engine is None or best.engine is None else running.kept_words
+    found = Compared(plans, {}, scored, notes, ranges=gains, answer=tuple(lines), kept_words=kept)
+    on_found(found)
+    try:
+        found = replace(found, relaxed=relax(problem, request.search, best))
+    except Exception as error:  # the answer does not depend on this table
+        if os.environ.get("XGPT_TRACEBACK"):
+            raise
+        reason = f"{NOT_RELAXED}: {type(error).__name__}: {error}"
+        found = replace(found, notes=(*found.notes, reason))
+    if measured is not None:
+        rng = np.random.default_rng(seed)
+        found = replace(found, measured=measure_each(plans, problem.profile, measured, rng, on_start))
+    return found
 
 
 def _what_holds(plans: dict[str, Plan], gains: dict[str, Range], kind: str) -> list[str]:

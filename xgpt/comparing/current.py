@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from xgpt.comparing.drafts import Drafts
@@ -35,6 +35,7 @@ class CurrentEngine:
         drops_windows: whether keys and values outside the attention window of a layer are freed.
         text_only: whether the model's encoders of images and sound are not loaded.
         drafts: its speculative decoding; None: it has none.
+        kept_words: options of its command that a plan leaves as they are.
         schedules_ahead: whether a step is scheduled while the step before it runs; None: the engine's default.
     """
 
@@ -59,6 +60,7 @@ class CurrentEngine:
     text_only: bool = False
     schedules_ahead: bool | None = None
     drafts: Drafts | None = None
+    kept_words: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def num_devices(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from xgpt.comparing.current import CurrentEngine
 from xgpt.comparing.drafts import vllm_drafts
@@ -113,8 +113,25 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         cuts_prompts=cuts_prompts,
         drops_windows=given.get("disable-hybrid-kv-cache-manager") != "yes",
         text_only=given.get("language-model-only") == "yes",
+        kept_words=tuple(_kept(given)),
         schedules_ahead={"yes": True, "no": False}.get(given.get("async-scheduling", "")),
     )
+
+
+PLANNED = {
+    "tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "enable-expert-parallel",
+    "max-num-batched-tokens", "max-num-seqs", "gpu-memory-utilization", "quantization", "kv-cache-dtype",
+    "async-scheduling", "speculative-config", "api-server-count", "block-size", "enable-chunked-prefill",
+    "data-parallel-size-local", "data-parallel-rank", "data-parallel-address", "nnodes", "node-rank", "model",
+}  # fmt: skip
+"""Options that the command of a plan sets itself, or that depend on its placement."""
+
+
+def _kept(given: Mapping[str, str]) -> Iterator[str]:
+    """Yield the options that stay as they are in the command of a plan, such as --max-model-len."""
+    for name, value in given.items():
+        if name not in PLANNED:
+            yield from {"yes": (f"--{name}",), "no": (f"--no-{name}",)}.get(value, (f"--{name}", value))
 
 
 def _as_json(name: str, text: str) -> str:

@@ -15,6 +15,14 @@ def whole(text: str) -> int:
     return int(text)
 
 
+def duration(seconds: float) -> str:
+    """Return a duration in the unit that suits it: "45 s", "12 min", "6 h", "3.5 days"."""
+    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds / 86400:.3g} days"
+
+
 def decimal(text: str) -> float:
     """Return the finite number in a text. Raises ValueError."""
     if not _DECIMAL.fullmatch(text) or (number := float(text)) in (float("inf"), float("-inf")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 
 from xgpt.checkpoints import hub
 from xgpt.core.schema import ChunkedSettings, Plan, Speculation
@@ -16,11 +17,14 @@ QUANTIZES = ("vllm", "sglang")
 """Engines that turn a checkpoint's weights into float8 at start; others take a checkpoint in float8."""
 
 
-def engine_command(plan: Plan) -> str | None:
+def engine_command(plan: Plan, kept: Sequence[str] = ()) -> str | None:
     """Return the command that starts one replica of a plan in its engine; None: the plan needs xgpt's scheduler.
 
     The engines' own schedulers run steps that mix prompts and decodes under a token budget, on equal stages. A plan
     without an engine is written for vLLM.
+
+    Args:
+        kept: further options of the command, such as those that the current deployment has.
     """
     policy, stages = plan.policy, plan.stages
     if not isinstance(policy, ChunkedSettings) or plan.cluster.device.type != "gpu":
@@ -64,7 +68,7 @@ def engine_command(plan: Plan) -> str | None:
         words = ["trtllm-serve", model, *_flag("--tp_size", tp), *_flag("--pp_size", pp), *_flag("--ep_size", ep)]
         words += ["--max_num_tokens", str(tokens), "--max_batch_size", str(policy.max_batch)]
         words += ["--kv_cache_dtype", "fp8"] if kv_in_eight else []
-    return shlex.join(words)
+    return shlex.join([*words, *kept])
 
 
 def vllm_draft(speculation: Speculation | None) -> list[str]:
@@ -92,11 +96,12 @@ def _sglang_draft(speculation: Speculation | None) -> list[str]:
     return words if speculation.draft is None else [*words, "--speculative-draft-model-path", speculation.draft]
 
 
-def command_in_words(plans: dict[str, Plan]) -> list[str]:
+def command_in_words(plans: dict[str, Plan], kept: Sequence[str] = ()) -> list[str]:
     """Return lines with the command that runs the plan in the engine, and about using xgpt's scheduler in it.
 
     Args:
         plans: each policy's best plan, the best of all first.
+        kept: see `engine_command`.
     """
     best = next(iter(plans.values()))
     runs = next((plan for plan in plans.values() if engine_command(plan) is not None), None)
@@ -105,7 +110,7 @@ def command_in_words(plans: dict[str, Plan]) -> list[str]:
     name = ENGINES["vllm" if runs.engine is None else runs.engine.framework]
     times = runs.replicas // runs.sharing_replicas
     each = f", {times} times" if times > 1 else ""
-    lines = [f"run in {name} itself{each}: {engine_command(runs)}"]
+    lines = [f"run in {name} itself{each}: {engine_command(runs, kept)}"]
     if runs.api_servers > 1:
         rate = most_rate(runs, 1)
         lines.append(f"{runs.api_servers} API servers a command: one passes about {rate:.0f} such requests/s")

@@ -48,6 +48,10 @@ class CompareOutput(Frozen):
     """The range of each policy's gain over assumptions on the cost of mixed steps, pace, lengths and bursts."""
     keeps_current: bool = False
     """Whether no plan gains over the current deployment under every assumption, so that it should be kept."""
+    answer: tuple[str, ...] = ()
+    """Whether the current deployment's settings are to blame, at the log's own times, one sentence each."""
+    command: str | None = None
+    """The command with which the engine itself runs the best plan that it can run; null: it needs xgpt's scheduler."""
     measured: dict[str, BenchReport]
     """Figures of each plan measured on this machine, by policy."""
 

@@ -1,0 +1,78 @@
+"""What `xgpt compare` says about a deployment at a log's own times, and prints before it tries looser bounds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from xgpt.cli import main
+from xgpt.comparing import compare as comparing
+from xgpt.comparing.compare import Compared, compare
+from xgpt.core.schema import Plan
+from xgpt.requests import plan_request
+
+CURRENT = "vllm serve meta-llama/Llama-3.1-8B-Instruct --max-model-len 16384 --served-model-name chat --port 9000"
+ASKED = {"cluster": "h100x1", "objective": "saturated", "policy": "chunked"}
+
+
+def log(path: Path, long_outputs: int) -> str:
+    rows = [f"{2 * i},500,{1500 if i < long_outputs else 100}" for i in range(300)]
+    path.write_text("\n".join(["timestamp_s,input,output", *rows]) + "\n")
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def not_relaxed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparing, "relax", lambda *_: {})
+
+
+def compared(workload: str, bound_s: float) -> Compared:
+    return compare(plan_request(**ASKED, workload=workload, latency_bound_s=bound_s), CURRENT)
+
+
+def test_outputs_that_no_setting_makes_fast_enough_are_counted(tmp_path: Path) -> None:
+    share, others = compared(log(tmp_path / "log.csv", 2), 9).answer
+    assert "your log at its own times (300 requests in 9.97 min): what runs now keeps 9 s from arrival" in share
+    assert "for 99.33% of them (p99 of the whole time: " in share and share.endswith("the settings keep the bound")
+    found = re.fullmatch(r"the other 2: 2 have outputs over ([\d,]+) tokens, at ([\d.]+) ms each .*", others)
+    assert found is not None
+    most, each_ms = int(found[1].replace(",", "")), float(found[2])
+    assert most * each_ms / 1e3 == pytest.approx(9, rel=0.02)
+
+
+def test_settings_that_keep_the_bound_for_all_are_not_to_blame(tmp_path: Path) -> None:
+    assert compared(log(tmp_path / "log.csv", 0), 9).answer[1].endswith("the settings are not to blame")
+
+
+def test_the_printed_command_keeps_the_users_own_options(tmp_path: Path) -> None:
+    assert compared(log(tmp_path / "log.csv", 0), 9).kept_words == (
+        "--max-model-len", "16384", "--served-model-name", "chat", "--port", "9000",
+    )  # fmt: skip
+
+
+def test_the_answer_is_printed_and_written_even_if_looser_bounds_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise IndexError("index 76 is out of bounds")
+
+    monkeypatch.setattr(comparing, "relax", fails)
+    words = [
+        "compare",
+        "--cluster",
+        "h100x1",
+        "--objective",
+        "saturated",
+        "--workload",
+        log(tmp_path / "log.csv", 0),
+        "--latency-bound",
+        "9",
+    ]
+    with pytest.raises(SystemExit) as end:
+        main([*words, "--current", CURRENT, "-o", str(tmp_path / "current.json")])
+    out = " ".join(capsys.readouterr().out.split())
+    assert end.value.code == 0 and Plan.model_validate_json((tmp_path / "current.json").read_text())
+    assert "gains from a looser bound are not known: IndexError: index 76" in out
+    assert re.search(r"run in vLLM itself: vllm serve meta-llama/Llama-3.1-8B-Instruct .*--max-model-len 16384", out)

@@ -1,0 +1,92 @@
+"""Say whether a deployment's settings are to blame, by replaying a log on it at the log's own times."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from xgpt.core.errors import InputError
+from xgpt.core.numbers import duration
+from xgpt.core.schema import Plan, Profile
+from xgpt.core.workload import TraceLengths
+from xgpt.reporting.plan_text import bounds_in_words
+from xscheduler.problem import Problem
+from xscheduler.schedule import scheduler
+from xscheduler.why_not import fastest
+from xsimulator.measures import RequestTimes
+from xsimulator.run import replay_by_counts
+
+MOST_REPLAYED = 50_000
+"""Largest number of a log's requests that are replayed."""
+
+
+def answer(
+    current: Plan, current_profile: Profile, best: Plan, problem: Problem, trace: TraceLengths | None
+) -> list[str]:
+    """Return lines on the share of a log's requests that keep the bounds at their own times, and on the others.
+
+    Args:
+        best: the plan to compare the deployment with.
+        problem: the problem of the plans.
+        trace: the log; None, or a log without times: nothing is returned.
+    """
+    constraint = problem.constraint
+    if trace is None or trace.timestamp_s is None or not constraint.bounds_latency or len(trace.input) < 2:
+        return []
+    count = min(len(trace.input), MOST_REPLAYED)
+    part = trace.take(np.arange(count))
+    now, planned = _times(current, current_profile, part), _times(best, problem.profile, part)
+    if now is None:
+        return []
+    share, quantile = now.share_kept(constraint.all_bounds), constraint.quantile
+    span = duration(float(trace.timestamp_s[count - 1]))
+    lines = [
+        f"your log at its own times ({count:,} requests in {span}): what runs now keeps {bounds_in_words(constraint)} "
+        f"for {100 * share:.4g}% of them (p{100 * quantile:g} of the whole time: "
+        f"{float(np.quantile(now.whole_s, quantile)):.3g} s): at this load "
+        f"the settings {'keep' if share >= quantile else 'break'} the bound"
+    ]
+    late = now.excess(constraint.all_bounds) > 1
+    if late.any():
+        lines += _others(problem, part, late, planned)
+    elif share >= quantile:
+        lines.append("no request is late: the settings are not to blame")
+    return lines
+
+
+def _others(
+    problem: Problem, trace: TraceLengths, late: npt.NDArray[np.bool_], planned: RequestTimes | None
+) -> list[str]:
+    """Return a line on the requests that break a bound: outputs that no setting makes fast enough, and the others."""
+    number, constraint = int(late.sum()), problem.constraint
+    parts, too_long = list[str](), np.zeros(len(late), bool)
+    found = fastest(scheduler(problem).candidates, ("chunked", "orca"))
+    if constraint.latency_bound_s is not None and found is not None and found.each_s > 0:
+        most = 1 + int((constraint.latency_bound_s - found.first_s) / found.each_s)
+        too_long = late & (np.asarray(trace.output) > most)
+        if too_long.any():
+            parts.append(
+                f"{int(too_long.sum())} have outputs over {most:,} tokens, at {1e3 * found.each_s:.3g} ms each even in "
+                "an empty engine: no setting helps, only more or faster devices, or a limit of tokens"
+            )
+    if rest := number - int(too_long.sum()):
+        better = "" if planned is None else f"; under the best plan {_late_in(planned, problem, too_long)} of them are"
+        parts.append(f"{rest} are late because requests wait or share steps{better}")
+    return [f"the other {number:,}: {'; '.join(parts)}"]
+
+
+def _late_in(planned: RequestTimes, problem: Problem, too_long: npt.NDArray[np.bool_]) -> int:
+    over = planned.excess(problem.constraint.all_bounds) > 1
+    size = min(len(over), len(too_long))
+    return int((over[:size] & ~too_long[:size]).sum())
+
+
+def _times(plan: Plan, profile: Profile, trace: TraceLengths) -> RequestTimes | None:
+    """Return each request's times on a plan's first replica; None if they cannot be simulated quickly."""
+    if plan.replicas > 1:  # a replica gets only a part of the log
+        return None
+    try:
+        run = replay_by_counts(plan, profile, plan.workload, trace, len(trace.input))
+    except InputError:
+        return None
+    return None if run is None else run.times
