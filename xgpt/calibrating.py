@@ -17,7 +17,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from xgpt.core.arrival_process import ArrivalProcess
-from xgpt.core.errors import InputError
+from xgpt.core.errors import InputError, cut
 from xgpt.core.schema import EngineSpec, Plan, Profile, Workload
 from xgpt.core.schema.documents import CalibratedLoadOutput, CalibrateOutput
 from xgpt.core.workload import histogram_of
@@ -31,6 +31,8 @@ ROUNDS = 6
 SHIFT = 4.0
 NEARNESS = 0.003
 """Weight of the distance from the profile's own values, against the errors."""
+VLLM_ONLY = {"mean_ttft_ms", "mean_tpot_ms", "total_input_tokens"}
+"""Fields by any of which a result of `vllm bench serve` is known."""
 Figures = tuple[float, float, float]
 
 
@@ -192,33 +194,53 @@ def read_loads(path: Path) -> list[MeasuredLoad]:
     except (OSError, ValueError) as error:
         raise InputError("measured", str(path), f"it cannot be read as JSON: {error}") from None
     try:
-        found = list(_loads(data, path.name))
-    except (KeyError, TypeError, IndexError) as error:
-        raise InputError(
-            "measured", str(path), f"it lacks {error}: give the complete result of a streamed benchmark"
-        ) from None
+        found = list(_loads(data if isinstance(data, dict) else {}, path.name))
+    except (KeyError, IndexError) as error:
+        accepted = f"it lacks {str(error).strip(chr(39))}: give the complete result of a streamed benchmark"
+        raise InputError("measured", str(path), accepted) from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InputError("measured", str(path), f"a figure in it is not a number: {error}") from None
+    except ZeroDivisionError:
+        raise InputError("measured", str(path), f"none of its requests completed{_failures(data)}") from None
     if not found:
         known = "`vllm bench serve --save-result`, AIPerf (profile_export_aiperf.json), guidellm (benchmarks.json)"
         raise InputError("measured", str(path), f"it is not a result of {known} or genai-perf")
+    for load in found:
+        for name, value in zip(NAMES, load.figures, strict=True):
+            if not (np.isfinite(value) and value > 0):
+                accepted = "it must be above 0: give the result of streamed requests that completed"
+                raise InputError(f"measured: {load.source}: {name}", value, accepted)
     return found
 
 
+def _failures(data: dict[str, Any]) -> str:
+    """Return the end of a message with the first error that a result states."""
+    errors = data.get("errors")
+    first = next((str(each) for each in errors if each), "") if isinstance(errors, list) else ""
+    return f"; the first error: {cut(' '.join(first.split()))}" if first else ": see the errors of the benchmark"
+
+
 def _loads(data: Any, name: str) -> Iterator[MeasuredLoad]:
-    if "mean_ttft_ms" in data:
+    if VLLM_ONLY & data.keys():
         yield _of_vllm(data, name)
-    elif "time_to_first_token" in data:
+    elif "time_to_first_token" in data or "input_sequence_length" in data:
         yield _of_nvidia(data, name)
     else:
         yield from (_of_guidellm(each, f"{name}, {i + 1}") for i, each in enumerate(data.get("benchmarks", ())))
 
 
 def _of_vllm(data: dict[str, Any], name: str) -> MeasuredLoad:
-    count, rate = data["completed"], data.get("request_rate", "inf")
-    inputs = data.get("input_lens") or [data["total_input_tokens"] / count]
-    outputs = data.get("output_lens") or [data["total_output_tokens"] / count]
+    def number(key: str) -> float:
+        if not isinstance(data.get(key), int | float):
+            raise KeyError(key)
+        return float(data[key])
+
+    count, rate = number("completed"), data.get("request_rate", "inf")
+    inputs = data.get("input_lens") or [number("total_input_tokens") / count]
+    outputs = data.get("output_lens") or [number("total_output_tokens") / count]
     is_open = rate not in ("inf", None) and float(rate) < float("inf")
-    clients = None if is_open else data.get("max_concurrency") or data.get("num_prompts", count)
-    figures = data["request_throughput"], data["mean_ttft_ms"] / 1e3, data["mean_tpot_ms"] / 1e3
+    clients = None if is_open else data.get("max_concurrency") or data.get("num_prompts") or int(count)
+    figures = number("request_throughput"), number("mean_ttft_ms") / 1e3, number("mean_tpot_ms") / 1e3
     return MeasuredLoad(
         f"vllm bench serve, {name}", tuple(inputs), tuple(outputs), clients, float(rate) if is_open else None, *figures
     )

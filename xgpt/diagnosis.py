@@ -8,7 +8,7 @@ import resource
 import shutil
 import sys
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -52,8 +52,12 @@ def examine(root: Path = Path("/")) -> list[Finding]:
 
 
 def _python() -> Finding:
-    python = sys.version.split()[0]
-    return Finding(name="versions", value=f"xgpt {__version__}, Python {python}, torch {version('torch')}")
+    text = f"xgpt {__version__}, Python {sys.version.split()[0]}"
+    try:
+        return Finding(name="versions", value=f"{text}, torch {version('torch')}")
+    except PackageNotFoundError:
+        advice = "planning for clusters works; profiling and serving here need pip install 'xgpt-serve[serve]'"
+        return Finding(name="versions", value=f"{text}, no torch", advice=advice)
 
 
 def _devices() -> Finding:

@@ -11,7 +11,7 @@ from pydantic import PositiveInt
 
 from xgpt.checkpoints import hub
 from xgpt.checkpoints.files import read_config, read_spec, weight_files
-from xgpt.core.errors import InputError
+from xgpt.core.errors import InputError, nearest_names
 from xgpt.core.io import config_names, find_config, load_cluster_yaml, load_yaml, parse
 from xgpt.core.machine import detect
 from xgpt.core.schema import ClusterSpec, EngineSpec, Frozen, ModelSpec, Profile, RequestClass, Workload, WorkloadSpec
@@ -69,8 +69,10 @@ def _load_by_id(model_id: str, config: str | None) -> tuple[ModelSpec, Path | No
     elif (shipped := hub.shipped_as(model_id)) is not None:
         spec = load_model(shipped)[0]
     else:
-        accepted = "there is no such path, nor such a model in the Hugging Face cache: give `config`, its config.json"
-        raise InputError("model", model_id, accepted)
+        near = nearest_names(model_id, hub.shipped_ids(), 1, 0.8)
+        hint = f"did you mean {near[0]}? Otherwise " if near else ""
+        accepted = "there is no such path, nor such a model in the Hugging Face cache: "
+        raise InputError("model", model_id, f"{accepted}{hint}give `config`, its config.json")
     has_weights = cached is not None and bool(weight_files(cached))
     return spec.model_copy(update={"name": model_id.partition("/")[2]}), cached if has_weights else None
 
@@ -155,7 +157,10 @@ def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:
         written = parse(load_yaml(path, "workload"), WorkloadSpec, "workload")
         workload = Workload(name=written.name, input=histogram(written.input), output=histogram(written.output))
     else:
-        raise InputError("workload", name, f"its name must end in one of {', '.join(_YAML + SUFFIXES)}")
+        if path.is_dir():
+            raise InputError("workload", name, "it is a directory: give a file in it")
+        way_out = "save the sheet as CSV" if path.suffix in (".xlsx", ".xls", ".ods") else "give a trace or a workload"
+        raise InputError("workload", name, f"{way_out}, whose name ends in one of {', '.join(_YAML + SUFFIXES)}")
     if spec is not None:
         _check_context(workload, spec)
     return workload

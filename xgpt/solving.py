@@ -41,6 +41,7 @@ class Planned:
         choices: the clusters that were compared, the cheapest first.
         planning_s: seconds that planning took on the chosen cluster.
         ahead: value of the objective for each planned number of draft tokens; 0: without a draft.
+        why_not_fewer: why fewer devices than the chosen number do not do; "": the number was given.
     """
 
     request: PlanRequest
@@ -49,6 +50,7 @@ class Planned:
     choices: tuple[ClusterChoice, ...]
     planning_s: float
     ahead: dict[int, float] = field(default_factory=dict)
+    why_not_fewer: str = ""
 
     @property
     def best(self) -> Plan:
@@ -93,7 +95,7 @@ def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
         InfeasibleError: no schedule keeps the constraint.
         MachineError: the machine cannot be measured, or cannot run the plan made for it.
     """
-    problem, choices = _resolve(request, progress)
+    problem, choices, why_not_fewer = _resolve(request, progress)
     started = time.perf_counter()
     trace = load_trace(request.workload) if isinstance(request.workload, str) else None
     try:
@@ -106,7 +108,7 @@ def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
     plans = _annotate(plans, problem, trace)
     plans = {name: with_api_servers(plan, request.api_servers) for name, plan in plans.items()}
     _check(plans, problem)
-    return Planned(request, problem, plans, choices, time.perf_counter() - started, ahead)
+    return Planned(request, problem, plans, choices, time.perf_counter() - started, ahead, why_not_fewer)
 
 
 def _task(request: PlanRequest, problem: Problem) -> Task:
@@ -167,16 +169,24 @@ RANGED = ("latency_s", "ttft_s", "itl_p99_s")
 def _with_ranges(plan: Plan) -> Plan:
     """Return the plan with the ranges of its figures at the usual paces of this machine."""
     fast, slow = usual(plan.cluster.device.name)
-    estimate, found = plan.estimate, plan.estimate.capacity
+    estimate = plan.estimate
     ranges = {"throughput_rps": (estimate.throughput_rps / slow, estimate.throughput_rps / fast)}
     ranges |= {name: (fast * getattr(estimate, name), slow * getattr(estimate, name)) for name in RANGED}
-    if found is not None and found.rate_under_tighter_per_s is not None and found.rate_under_looser_per_s is not None:
-        # A slower or faster pace tightens or loosens the bounds by its factor; the two known rates are those under
-        # bounds that differ by 5%.
-        gain = (1 / fast - 1) / 0.05 * (found.rate_under_looser_per_s - found.rate_per_s)
-        loss = (1 - 1 / slow) / 0.05 * (found.rate_per_s - found.rate_under_tighter_per_s)
-        ranges["rate_per_s"] = max(0.0, found.rate_per_s - loss) / slow, (found.rate_per_s + gain) / fast
+    if (of_rate := _range_of_rate(plan, fast, slow)) is not None:
+        ranges["rate_per_s"] = of_rate
     return plan.with_estimate(ranges=ranges)
+
+
+def _range_of_rate(plan: Plan, fast: float, slow: float) -> tuple[float, float] | None:
+    """Return the range of the arrival rate if steps take between `fast` and `slow` times as long as predicted; None if
+    it is not known."""
+    found = plan.estimate.capacity
+    if found is None or found.rate_under_tighter_per_s is None or found.rate_under_looser_per_s is None:
+        return None
+    # Another pace tightens or loosens the bounds by its factor; the two rates are those of bounds that differ by 5%.
+    gain = (1 / fast - 1) / 0.05 * (found.rate_under_looser_per_s - found.rate_per_s)
+    loss = (1 - 1 / slow) / 0.05 * (found.rate_per_s - found.rate_under_tighter_per_s)
+    return max(0.0, found.rate_per_s - loss) / slow, (found.rate_per_s + gain) / fast
 
 
 def _with_likely_ranges(plan: Plan, cell: Cell) -> Plan:
@@ -192,6 +202,8 @@ def _with_likely_ranges(plan: Plan, cell: Cell) -> Plan:
         found, value = likely(cell, quantity, borrowed=borrowed), getattr(plan.estimate, name)
         ranges[name] = found.low * value, found.high * value
         rows[name] = f"from {found.rows} measurements{found.shared}" if found.rows else "nothing similar was measured"
+        if name == "throughput_rps" and (of_rate := _range_of_rate(plan, 1 / found.high, 1 / found.low)) is not None:
+            ranges["rate_per_s"], rows["rate_per_s"] = of_rate, "from the errors of throughput"
     estimate = plan.estimate.model_copy(update={"ranges": ranges, "ranges_from": rows})
     return plan.model_copy(update={"estimate": estimate})
 
@@ -223,14 +235,15 @@ def _with_busy_machine_warning(plan: Plan, problem: Problem) -> Plan:
     return plan.with_estimate(warnings=warnings)
 
 
-def _resolve(request: PlanRequest, progress: Progress | None) -> tuple[Problem, tuple[ClusterChoice, ...]]:
-    """Return the problem on the chosen cluster and devices, and all compared clusters."""
+def _resolve(request: PlanRequest, progress: Progress | None) -> tuple[Problem, tuple[ClusterChoice, ...], str]:
+    """Return the problem on the chosen cluster and devices, all compared clusters, and why fewer devices do not do."""
     check_held(request.policy, request.fix)
     if request.among is None:
         problem = resolve(request, progress)
         if request.devices == "auto":
-            problem = replace(problem, max_devices=fewest_devices(problem, request.policy))
-        return problem, ()
+            fewest = fewest_devices(problem, request.policy)
+            return replace(problem, max_devices=fewest.number), (), fewest.why_not_fewer
+        return problem, (), ""
     each = [{"cluster": name, "price": price, "among": None} for name, price in request.among.items()]
     choices = cheapest([resolve(request.model_copy(update=update), progress) for update in each], request.policy)
     best = choices[0]
@@ -240,4 +253,4 @@ def _resolve(request: PlanRequest, progress: Progress | None) -> tuple[Problem, 
             nearest_bound_s=None,
             binding="arrival_rate_per_s",
         )
-    return replace(best.problem, max_devices=best.num_devices), tuple(choices)
+    return replace(best.problem, max_devices=best.num_devices), tuple(choices), best.why_not_fewer

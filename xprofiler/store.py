@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from xgpt.core.errors import InputError, MachineError
+from xgpt.core.errors import InputError, MachineError, not_installed
 from xgpt.core.io import cache_dir, dump_json, file_sha256, load_json, sha256, write_atomic
 from xgpt.core.progress import Progress
 from xgpt.core.schema import ClusterSpec, DType, EngineKind, EngineSpec, ModelSpec, Plan, Precision, Profile
@@ -145,7 +145,15 @@ def obtain_profile(
         age_s = time.time() - latest.stat().st_mtime
         if not found.is_restless or 0 <= age_s < RESTLESS_KEPT_S:
             return found
-    return measured_profile(spec, checkpoint, cluster, progress, dtype=dtype, kv_dtype=kv_dtype, as_served=as_served)
+    try:
+        return measured_profile(
+            spec, checkpoint, cluster, progress, dtype=dtype, kv_dtype=kv_dtype, as_served=as_served
+        )
+    except ModuleNotFoundError as error:
+        if (missing := not_installed(error)) is None:
+            raise
+        others = "or give the `cluster` to plan for, such as `cluster=h100x8`"
+        raise MachineError(f"a plan for this machine measures it: {missing}; {others}") from None
 
 
 def measured_profile(

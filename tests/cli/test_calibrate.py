@@ -12,6 +12,7 @@ import pytest
 
 from tests.cli.commands import PROBLEM, Xgpt
 from xgpt.calibrating import read_loads, slowed, with_path
+from xgpt.core.errors import InputError
 from xgpt.core.io import load_json
 from xgpt.core.schema import Plan, Profile
 from xprofiler.store import profile_of
@@ -108,7 +109,7 @@ def test_a_file_that_is_no_result_is_refused(xgpt: Xgpt, plan: Path, tmp_path: P
     assert "it is not a result of `vllm bench serve" in xgpt.fails(2, "calibrate", str(plan), str(path))
     lacking = vllm(8, 1.0, 1.0, 1.0)
     del lacking["completed"]
-    assert "it lacks 'completed'" in xgpt.fails(2, "calibrate", str(plan), str(written(path, lacking)))
+    assert "it lacks completed" in xgpt.fails(2, "calibrate", str(plan), str(written(path, lacking)))
 
 
 @pytest.mark.long
@@ -125,3 +126,27 @@ def test_a_plan_that_names_no_engine_has_its_first_tokens_fitted_too(
     assert ran.code == 0, ran.err
     [held] = [load for load in json.loads(ran.out)["loads"] if not load["used"]]
     assert all(abs(held["after"][name]) < min(0.15, abs(before)) for name, before in held["before"].items()), held
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"completed": 0, "errors": ["", "Connection refused"]}, "completed; the first error: Connection refused"),
+        ({"completed": 0}, "none of its requests completed: see the errors of the benchmark"),
+        ({"mean_tpot_ms": None}, "it lacks mean_tpot_ms"),
+        ({"mean_ttft_ms": 0.0}, "ttft_s: 0.0 is not accepted; it must be above 0"),
+    ],
+)
+def test_a_result_without_measurements_is_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(vllm(4, 2.0, 0.1, 0.01) | changes))
+    with pytest.raises(InputError, match=says):
+        read_loads(path)
+
+
+@pytest.mark.parametrize("missing", ["mean_ttft_ms", "mean_tpot_ms", "total_input_tokens", "completed"])
+def test_a_missing_field_of_a_result_is_named(tmp_path: Path, missing: str) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({name: value for name, value in vllm(4, 2.0, 0.1, 0.01).items() if name != missing}))
+    with pytest.raises(InputError, match=f"it lacks {missing}: give the complete result"):
+        read_loads(path)

@@ -19,6 +19,16 @@ class Missing(MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Missing())
+from importlib import metadata
+
+version = metadata.version
+
+def installed(name):
+    if name == "torch":
+        raise metadata.PackageNotFoundError(name)
+    return version(name)
+
+metadata.version = installed
 from xgpt.cli import main
 for line in sys.argv[1:]:
     try:
@@ -37,12 +47,15 @@ def test_planning_works_without_them_and_what_runs_a_model_names_what_to_install
         "simulate plan.json --requests 200",
         "report plan.json -o plan.html",
         "export plan.json --to script -o scripts",
+        "doctor",
     )
-    refused = ("plan --latency-bound 9.8", "serve plan.json")
+    refused = ("plan --latency-bound 9.8", "compare --latency-bound 9.8", "serve plan.json")
     command = [sys.executable, "-c", WITHOUT, *works, *refused]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}  # with no profile of this machine
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     ends = [line for line in done.stderr.splitlines() if line.startswith("exit ")]
     assert ends == ["exit 0"] * len(works) + ["exit 3"] * len(refused), done.stderr
     assert done.stderr.count("pip install 'xgpt-serve[serve]'") == len(refused), done.stderr
+    assert done.stderr.count("or give the --cluster to plan for, such as --cluster h100x8") == 2, done.stderr
+    assert "no torch" in done.stdout and "planning for clusters works" in done.stdout, done.stdout
     assert "Traceback" not in done.stderr and (tmp_path / "plan.html").exists()

@@ -56,6 +56,11 @@ def id_of_shipped(name: str) -> str | None:
     return next(iter(_shipped_ids().get(name, ())), None)
 
 
+def shipped_ids() -> list[str]:
+    """Return the hub ids of all models in shipped configs."""
+    return [each for ids in _shipped_ids().values() for each in ids]
+
+
 @cache
 def _shipped_ids() -> dict[str, list[str]]:
     return dict(load_yaml(configs_dir() / "hub_ids.yaml", "hub_ids"))

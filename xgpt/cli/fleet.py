@@ -12,9 +12,14 @@ from xgpt.cli.fleet_tables import summary
 from xgpt.cli.outputs import output_file, write
 from xgpt.core.io import dump_json
 
+SHORT_S = 120
+"""Length of an interval below which a note on the unit is printed, since such a number usually means minutes."""
 
-def run(output: str, force: bool, as_json: bool, **_: Any) -> None:
+
+def run(output: str, force: bool, as_json: bool, interval_s: float, **_: Any) -> None:
     """Run the command; see `xgpt.cli.commands`."""
+    if interval_s < SHORT_S:
+        click.echo(f"note: --interval {interval_s:g} is in seconds; {60 * interval_s:g} is as many minutes", err=True)
     file = output_file(output)
     with render.progress_bar() as progress:
         found = api.fleet(**{"latency_bound_s": None, **options.given()}, progress=progress)

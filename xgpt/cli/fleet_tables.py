@@ -29,6 +29,7 @@ def summary(fleet: FleetPlan) -> Iterator[object]:
     yield (
         f"proof: the clairvoyant optimum, with all changes paid, costs at most {gap:.2f}% less; with changes that are "
         f"free and take no time, no fleet costs less than {fleet.least_cost:.4g}"
+        + ("" if is_priced(fleet) else " device-hours")
     )
     yield f"the cheapest constant fleet costs {100 * over:.0f}% more"
     yield (
@@ -37,21 +38,28 @@ def summary(fleet: FleetPlan) -> Iterator[object]:
     )
 
 
+def is_priced(fleet: FleetPlan) -> bool:
+    """Return whether devices have prices; without, costs are device-hours."""
+    return any(kind.plan.cluster.price_per_device_hour is not None for kind in fleet.kinds)
+
+
 def kinds_table(fleet: FleetPlan) -> Table:
     """Return a table of the kinds of replicas."""
+    has_price = is_priced(fleet)
     rows = [
         [
             kind.name,
             settings_text(kind.plan),
             str(kind.num_devices),
-            f"{kind.price_per_hour:.3g}",
+            *([f"{kind.price_per_hour:.3g}"] if has_price else []),
             " / ".join(f"{rate:.2f}" for rate in kind.rates_per_s),
-            f"{kind.price_per_hour / max(kind.rates_per_s[0], 1e-9) / 3.6:.3g}",
+            *([f"{kind.price_per_hour / max(kind.rates_per_s[0], 1e-9) / 3.6:.3g}"] if has_price else []),
             f"{kind.start_s:.0f}",
         ]
         for kind in fleet.kinds
     ]
     columns = ["kind", "settings", "devices", "price/h", "arrivals/s", "cost/1000", "start s"]
+    columns = [name for name in columns if has_price or name not in ("price/h", "cost/1000")]
     return table("kinds of replicas; arrivals/s under each of the day's lengths", columns, rows)
 
 
@@ -84,14 +92,15 @@ def costs_table(fleet: FleetPlan) -> Table:
     """Return a table of the costs of the planned and the constant fleet, and of the requests within the bounds."""
 
     def row(name: str, figures: FleetFigures) -> list[str]:
-        cost, hours = f"{figures.cost:.4g}", f"{figures.device_hours:.1f}"
-        return [name, cost, hours, str(figures.starts), f"{100 * figures.share_kept:.2f}%"]
+        cost = [f"{figures.cost:.4g}"] if is_priced(fleet) else []
+        return [name, *cost, f"{figures.device_hours:.1f}", str(figures.starts), f"{100 * figures.share_kept:.2f}%"]
 
     constant = ", ".join(
         f"{count} {kind.name}" for count, kind in zip(fleet.constant.replicas, fleet.kinds, strict=True) if count
     )
     rows = [row("planned", fleet.planned), row(f"constant: {constant}", fleet.constant.figures)]
-    return table("the day's cost", ["fleet", "cost", "device-hours", "starts", "kept"], rows)
+    columns = ["fleet", *(["cost"] if is_priced(fleet) else []), "device-hours", "starts", "kept"]
+    return table("the day's cost", columns, rows)
 
 
 def _clock(seconds: float) -> str:

@@ -59,6 +59,8 @@ def _summary(planned: Planned) -> Iterator[object]:
     yield render.plans_table(planned.plans)
     yield from plan_text.missing_in_words(planned.request.policy, planned.plans)
     yield f"chosen: {best.policy.kind}: {plan_text.schedule_in_words(best)}"
+    if planned.why_not_fewer:
+        yield planned.why_not_fewer
     if problem.cluster.num_devices > 1:
         yield f"placement: {plan_text.placement_in_words(best)}"
     yield f"proof: {plan_text.proof_in_words(best)}"

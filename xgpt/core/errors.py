@@ -8,6 +8,7 @@ XgptError (4: a defect of this program)
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -96,6 +97,24 @@ def similar(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     known = list(known)
     begin = [each for each in known if name and each.startswith(name)]
     return " or ".join(begin or get_close_matches(name, known, n=1, cutoff=cutoff))
+
+
+def nearest_names(name: str, known: Iterable[str], most: int = 3, cutoff: float = 0.6) -> list[str]:
+    """Return the known names most similar to this one, the nearest first; those with the same parts in another order
+    count as similar: 8xh100 is near h100x8.
+
+    Args:
+        cutoff: see `similar`.
+    """
+
+    def parts(text: str) -> list[str]:
+        return sorted(re.findall(r"[a-z]+\d+[a-z]?|\d+|[a-z]+", text.lower().replace("x", " ")))
+
+    known = list(known)
+    alike = [each for each in known if parts(each) == parts(name)]
+    begin = [each for each in known if name and each.startswith(name.lower())]
+    near = get_close_matches(name.lower(), known, n=most, cutoff=cutoff)
+    return list(dict.fromkeys([*alike, *begin, *near]))[:most]
 
 
 def reason_of(error: OSError | UnicodeDecodeError) -> str:

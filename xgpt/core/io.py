@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 
-from xgpt.core.errors import InputError, MachineError, XgptError, reason_of, similar
+from xgpt.core.errors import InputError, MachineError, XgptError, nearest_names, reason_of
 from xgpt.core.refusals import refusal
 from xgpt.core.schema.step_log import StepRecord
 
@@ -45,7 +45,7 @@ def config_names(kind: ConfigKind) -> list[str]:
     return sorted(path.stem for path in (configs_dir() / kind).glob("*.yaml"))
 
 
-FILES = (".yaml", ".yml", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".txt", ".prom", ".gz")
+FILES = (".yaml", ".yml", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".txt", ".prom", ".gz", ".xlsx")
 """Endings that only file names have."""
 
 
@@ -68,9 +68,10 @@ def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
     if path.suffix in FILES or path.name != name:
         raise InputError(field, name, "there is no such file or directory")
     names = config_names(kind)
-    near = similar(name.lower(), names)
-    hint = f"did you mean {near}? Otherwise " if near else ""
-    raise InputError(field, name, f"{hint}give a path or one of {', '.join(names)}")
+    near = nearest_names(name, names)
+    known = f"one of {', '.join(names)}" if not near else f"one of the {len(names)} shipped names"
+    hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
+    raise InputError(field, name, f"{hint}give a path or {known}")
 
 
 def parse(data: Any, type_: type[T], field: str) -> T:

@@ -141,11 +141,22 @@ def check_writable(path: Path) -> None:
         reason = "it is a directory"
     elif not place.is_dir():
         reason = f"{place} is no directory"
-    elif not os.access(path if path.exists() and not path.is_file() else place, os.W_OK):
-        reason = "Permission denied"
+    elif path.exists() and not path.is_file():  # a pipe or a device
+        reason = "" if os.access(path, os.W_OK) else "Permission denied"
     else:
+        reason = _why_not_writable(place)
+    if not reason:
         return
     raise MachineError(f"cannot write {path}: {reason}")
+
+
+def _why_not_writable(directory: Path) -> str:
+    """Return why no file can be made in a directory; "" if one can. It is tried: access rights alone do not tell."""
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return ""
+    except OSError as error:
+        return reason_of(error)
 
 
 def _record_of(path: Path) -> Path:

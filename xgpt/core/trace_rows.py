@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from xgpt.core.errors import InputError, nearest, reason_of
+from xgpt.core.errors import InputError, reason_of, similar
 
 Role = Literal["input", "output", "timestamp"]
 
@@ -148,7 +148,9 @@ def _csv_rows(path: Path, text: str) -> TraceRows:
     needed: tuple[Role, ...] = ("input", "output")
     if missing := [role for role in needed if role not in columns]:
         known = [name for role in missing for name in NAMES[role]]
-        hint = next((hint for cell in header if (hint := nearest(plain(cell), known))), "")
+        unknown = [cell.strip() for cell in header if plain(cell) not in _ROLES]
+        near = next(((cell, name) for cell in unknown if (name := similar(plain(cell), known))), None)
+        hint = "" if near is None else f"; is it {near[0]!r}? Then name it {near[1]}"
         accepted = f"no column has a known name of the {missing[0]} length, such as {known[0]} or {known[3]}{hint}"
         raise InputError(f"{path}, line {reader.line_num}", delimiter.join(header), accepted)
     time = header[columns["timestamp"]].strip() if "timestamp" in columns else ""

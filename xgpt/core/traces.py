@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from xgpt.core.errors import InputError
-from xgpt.core.numbers import decimal, whole
+from xgpt.core.numbers import decimal, duration, whole
 from xgpt.core.schema.workload import Histogram, Workload
 from xgpt.core.trace_blocks import TracePrefixes, block_size_of, read_ids, read_output_ids
 from xgpt.core.trace_rows import Row, is_metrics, plain, read_rows, read_text
@@ -32,6 +32,9 @@ EPOCHS = {"s": 1e9, "ms": 1e12, "us": 1e15, "ns": 1e18}
 """Times in each unit since 1970, for the year 2001: larger numbers must be in that unit."""
 SECONDS_BY_FORMAT = ("arrived_at", "start_times", "created")
 """Names of times that are in seconds: of Vidur, vLLM and OpenAI."""
+FEW_TIMES, LONG_GAP_S = 20, 100.0
+"""From so many requests on, numbers with a longer mean gap than that are not taken for seconds."""
+NAME_IT = "name the column timestamp_ms or timestamp_s"
 POINTS = 8
 """Number of lengths that represent a bucket of a page of metrics."""
 METRICS = {
@@ -134,7 +137,11 @@ def _read(path: Path, field: str, changed_ns: int, size: int) -> TraceLengths:
         if not is_known:
             span_s = float(seconds.max() - seconds.min())
             rate = f", {(len(times) - 1) / span_s:.3g} a second" if span_s > 0 else ""
-            says = f"`{trace.time_name}` is read as {WORDS[unit]}: {len(times)} requests in {span_s:.4g} s{rate}"
+            if unit == "s" and len(times) >= FEW_TIMES and span_s > LONG_GAP_S * len(times):
+                in_ms = f"as milliseconds {duration(span_s / 1e3)}"
+                accepted = f"its unit is not known: as seconds they last {duration(span_s)}, {in_ms}; {NAME_IT}"
+                raise InputError(field, f"{path.name}: {trace.time_name}", accepted)
+            says = f"`{trace.time_name}` is read as {WORDS[unit]}: {len(times)} requests in {duration(span_s)}{rate}"
             notes.append(f"{says}; a name like timestamp_ms states the unit")
     for note in notes:
         logger.warning("%s: %s", path.name, note)

@@ -14,6 +14,18 @@ from xscheduler.expression import maximised, objective_value
 from xscheduler.space import UNCUT
 from xsimulator.forecast import FORECASTS
 
+TIMED_WORDS = {
+    "layer_s": "the time to start a layer",
+    "step_s": "the loop's time for each step",
+    "request_s": "the loop's time for each request",
+    "uncaptured": "the slow-down of steps beyond CUDA graphs",
+    "mixing": "the slow-down of decodes in steps with prompts",
+    "before_admission_s": "a request's time in the API server",
+    "layer_path_s": "a request's time for each layer outside the loop",
+    "tokenise_s": "the time to tokenise prompts",
+}
+"""What the figures in `xgpt.core.schema.engine.TIMED` are, in words."""
+
 
 def settings_text(plan: Plan) -> str:
     """Return a plan's control variables ("encode_batch 4, decode_iterations 9") and, for several devices, its shape."""
@@ -90,7 +102,8 @@ def engine_in_words(plan: Plan) -> list[str]:
         parts += [] if engine.cuts_prompts else ["a prompt waits for a step with room for all of it"]
     lines = [": ".join([f"engine: {engine.name}", *([", ".join(parts)] if parts else [])])]
     if timed := engine.borrowed:
-        lines.append(f"not measured of {engine.name}, but of another engine or version: {', '.join(timed)}")
+        named = ", ".join(TIMED_WORDS[name] for name in timed)
+        lines.append(f"not measured of {engine.name}, but of another engine or version: {named}")
     return lines
 
 
@@ -99,14 +112,16 @@ def ranges_from_rows(plan: Plan) -> list[str]:
     steps were measured.
     """
     figures = {
-        "throughput_rps": ("throughput", "requests/s"),
+        "rate_per_s": ("arrival rate within the bounds", "requests/s"),
+        "throughput_rps": ("saturated throughput", "requests/s"),
         "ttft_s": ("first token", "s"),
         "tpot_s": ("between tokens", "s"),
     }
     parts = []
-    for name, rows in plan.estimate.ranges_from.items():
-        (low, high), (text, unit) = plan.estimate.ranges[name], figures[name]
-        parts.append(f"{text} {low:.3g} to {high:.3g} {unit} ({rows})")
+    for name, (text, unit) in figures.items():
+        if (rows := plan.estimate.ranges_from.get(name)) is not None:
+            low, high = plan.estimate.ranges[name]
+            parts.append(f"{text} {low:.3g} to {high:.3g} {unit} ({rows})")
     return [f"likely ranges, in nine of ten cases: {'; '.join(parts)}"] if parts else []
 
 
@@ -238,6 +253,10 @@ def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
     if all(plan.cluster.host is None and plan.cluster.num_devices > 1 for plan in plans.values()):
         missing = [kind for kind in missing if kind not in POLICY_GROUPS["waa"]]
         lines.append("no plan of waa: the cluster has no `host`, the link over which waa sends K/V")
+    split = [kind for kind in missing if kind in POLICY_GROUPS["waa"]]
+    if split and all(plan.cluster.num_devices == 1 for plan in plans.values()):
+        missing = [kind for kind in missing if kind not in split]
+        lines.append(f"not possible on one device: {', '.join(split)}")
     if missing:
         lines.append(f"no plan keeps the bounds: {', '.join(missing)}")
     closed = [kind for kind, plan in plans.items() if plan.constraint.sla == "request" and not plan.search.simulations]

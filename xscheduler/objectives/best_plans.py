@@ -165,6 +165,23 @@ def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
     return found
 
 
+ENGINE_NAMES = {
+    "max_num_seqs": "max_batch",
+    "max_running_requests": "max_batch",
+    "max_batch_size": "max_batch",
+    "batch_size": "max_batch",
+    "max_num_batched_tokens": "token_budget",
+    "max_num_tokens": "token_budget",
+    "chunked_prefill_size": "token_budget",
+    "tensor_parallel_size": "tp",
+    "tp_size": "tp",
+    "pipeline_parallel_size": "pp",
+    "pp_size": "pp",
+    "data_parallel_size": "replicas",
+}
+"""Names of variables in the options of engines."""
+
+
 def check_held(policy: PolicyChoice, fixed: Mapping[str, int]) -> None:
     """Check the names of fixed variables, before anything is measured for them.
 
@@ -184,7 +201,9 @@ def _with_variables(kinds: tuple[str, ...], policy: str, fixed: Mapping[str, int
     known = set().union(*of_kind.values())
     for name, value in fixed.items():
         if name not in known:
-            raise InputError("fix", name, f"known are {', '.join(sorted(known))}{nearest(name, known)}")
+            meant = ENGINE_NAMES.get(name.replace("-", "_").strip("_"))
+            hint = f": did you mean {meant}?" if meant else nearest(name, known)
+            raise InputError("fix", name, f"known are {', '.join(sorted(known))}{hint}")
         if kinds and not any(name in of_kind[kind] for kind in kinds):
             having = ", ".join(kind for kind, names in of_kind.items() if name in names)
             raise InputError("fix", f"{name}={value}", f"policy {policy} has no such variable; {having} has it")

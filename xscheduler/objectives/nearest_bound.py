@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
@@ -12,11 +14,10 @@ from xscheduler.objectives.base import BOUNDS, MOST_SECONDS
 from xscheduler.schedule import Scheduler
 from xscheduler.why_not import why_slow
 
-GROWTH = 1.5
-"""Factor by which a bound is loosened until a plan keeps it."""
-MOST_GROWN = 24
-NEAR = 1.04
-"""The bound named in the error is at most this factor above one that no plan keeps."""
+STEP = 1.01
+"""Ratio of neighbouring bounds that are tried: powers of it, whatever was asked, so that the answer is the same."""
+STRIDES = (4, 12, *range(41, 1000, 41))
+"""How many of them a bound is loosened until a plan keeps it."""
 Keeps = Callable[[Constraint], bool]
 """Whether planning under other bounds finds a plan."""
 
@@ -41,15 +42,16 @@ def never_kept(
     names = sorted(given, key=lambda name: name != binding)
     one = next((name for name in names if len(names) > 1 and keeps(constraint.model_copy(update={name: None}))), None)
     loosened = {one: given[one]} if one else given
-    factor = _nearest(constraint, loosened, base if one in (None, binding) else 1.0, keeps, progress)
+    found = _nearest(constraint, loosened, base if one in (None, binding) else 1.0, keeps, progress)
     asked = " and ".join(_named(given))
     where = f"no schedule of {', '.join(kinds)} keeps {asked} with waiting counted on {scheduler.problem.cluster.name}"
-    if factor is None:
+    if found is None:
         return InfeasibleError(f"{binding}: {where}", nearest_bound_s=None, binding=binding)
-    nearest = _times(loosened, factor)
+    nearest = found.bounds
     binding = next(iter(nearest))
     kept = " and ".join(_named(nearest)) if len(given) > 1 else f"{nearest[binding]:g} s"
     bound, one_keeps = ("bounds", "one keeps together are") if len(nearest) > 1 else ("bound", "one keeps is")
+    kept += f" (to within {100 * (found.ratio - 1):.1g}%)"
     reason = (reason or why_slow(scheduler.candidates, kinds)) if "latency_bound_s" in nearest else ""
     return InfeasibleError(
         f"{binding}: {where}, at however low an arrival rate; the nearest {bound} that {one_keeps} {kept}{reason}",
@@ -58,40 +60,49 @@ def never_kept(
     )
 
 
+class _Nearest(NamedTuple):
+    """Bounds that a plan keeps, and the ratio to the next tighter ones tried, which no plan keeps."""
+
+    bounds: dict[str, float]
+    ratio: float
+
+
 def _nearest(
     constraint: Constraint, bounds: Mapping[str, float], low: float, keeps: Keeps, progress: Progress | None
-) -> float | None:
-    """Return the least factor by which some bounds must be loosened so that a plan keeps them; None: no such factor was
-    found.
-    """
-    started, high, tried = time.perf_counter(), low, 0
+) -> _Nearest | None:
+    """Return the tightest bounds, all loosened by the same factor, that a plan keeps; None: none were found.
 
-    def is_kept(factor: float) -> bool:
+    Args:
+        low: a factor under which no plan keeps them.
+    """
+    started, tried = time.perf_counter(), 0
+    unit = 1.0 if len(bounds) > 1 else 1 / next(iter(bounds.values()))  # one bound is tried at powers of `STEP` seconds
+
+    def at(power: int) -> dict[str, float]:
+        # Rounded as they are printed, so that a user can ask for the printed values.
+        return {name: float(f"{unit * STEP**power * bound:.4g}") for name, bound in bounds.items()}
+
+    def is_kept(power: int) -> bool:
         nonlocal tried
         tried += 1
         if progress is not None:
-            named = " and ".join(_named(_times(bounds, factor)))
+            named = " and ".join(_named(at(power)))
             progress(tried, tried + 1, f"no plan keeps the bounds; looking for the nearest that one keeps: {named}")
-        return keeps(constraint.model_copy(update=_times(bounds, factor)))
+        return keeps(constraint.model_copy(update=at(power)))
 
-    for step in range(MOST_GROWN):
-        high = low * GROWTH if step else max(low, 1.0) * NEAR
-        if is_kept(high):
+    first = below = math.floor(math.log(low / unit) / math.log(STEP))
+    for stride in STRIDES:
+        if is_kept(above := first + stride):
             break
-        low = high
+        below = above
         if time.perf_counter() - started > MOST_SECONDS / 2:
             return None
     else:
         return None
-    while high > NEAR * low and time.perf_counter() - started < MOST_SECONDS / 2:
-        middle = (low * high) ** 0.5
-        low, high = (low, middle) if is_kept(middle) else (middle, high)
-    return high
-
-
-def _times(bounds: Mapping[str, float], factor: float) -> dict[str, float]:
-    """Return the bounds times a factor, rounded as they are printed, so that a user can ask for the printed values."""
-    return {name: float(f"{factor * bound:.4g}") for name, bound in bounds.items()}
+    while above > below + 1 and time.perf_counter() - started < MOST_SECONDS / 2:
+        middle = (below + above) // 2
+        below, above = (below, middle) if is_kept(middle) else (middle, above)
+    return _Nearest(at(above), STEP ** (above - below))
 
 
 def _named(bounds: Mapping[str, float]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schema.policy import PolicyChoice
@@ -19,30 +20,39 @@ class ClusterChoice:
         num_devices: the fewest devices that sustain the arrival rate; None if not even all of them do.
         price_per_hour: price of these devices; None if the rate is not sustained.
         why_not: the error, if the rate is not sustained.
+        why_not_fewer: see `Fewest`.
     """
 
     problem: Problem
     num_devices: int | None
     price_per_hour: float | None
     why_not: str | None
+    why_not_fewer: str = ""
 
 
-def fewest_devices(problem: Problem, policy: PolicyChoice = "auto") -> int:
+class Fewest(NamedTuple):
+    """The smallest number of devices that sustains a rate, and why one device less does not ("": it is one)."""
+
+    number: int
+    why_not_fewer: str
+
+
+def fewest_devices(problem: Problem, policy: PolicyChoice = "auto") -> Fewest:
     """Return the smallest number of the cluster's devices that sustains the arrival rate under the constraint.
 
     Raises:
         InfeasibleError: even all devices do not sustain the rate.
     """
-    low, high = 1, problem.cluster.num_devices
+    low, high, why = 1, problem.cluster.num_devices, ""
     plan_each(replace(problem, max_devices=high), policy)
     while low < high:
         middle = (low + high) // 2
         try:
             plan_each(replace(problem, max_devices=middle), policy)
             high = middle
-        except InfeasibleError:
-            low = middle + 1
-    return high
+        except InfeasibleError as error:
+            low, why = middle + 1, f"{middle} device{'s' * (middle > 1)} would not do: {error}"
+    return Fewest(high, why)
 
 
 def cheapest(problems: Sequence[Problem], policy: PolicyChoice = "auto") -> list[ClusterChoice]:
@@ -63,9 +73,9 @@ def cheapest(problems: Sequence[Problem], policy: PolicyChoice = "auto") -> list
                 "it has no price: write it as NAME=PRICE in `among`, the price of a device for an hour",
             )
         try:
-            num_devices = fewest_devices(problem, policy)
+            num_devices, why_not_fewer = fewest_devices(problem, policy)
         except InfeasibleError as error:
             choices.append(ClusterChoice(problem, None, None, str(error)))
             continue
-        choices.append(ClusterChoice(problem, num_devices, price * num_devices, None))
+        choices.append(ClusterChoice(problem, num_devices, price * num_devices, None, why_not_fewer))
     return sorted(choices, key=lambda choice: (choice.price_per_hour is None, choice.price_per_hour or 0.0))

@@ -13,8 +13,8 @@ from xgpt.cli import cli
 from xgpt.core.errors import InputError
 from xgpt.core.io import config_names
 from xgpt.core.schema import EngineSpec, Plan
-from xgpt.core.schema.engine import UNSOURCED
-from xgpt.reporting.plan_text import engine_in_words, mixing_in_words
+from xgpt.core.schema.engine import TIMED, UNSOURCED
+from xgpt.reporting.plan_text import TIMED_WORDS, engine_in_words, mixing_in_words
 from xgpt.resolve import engine_of, load_engine
 
 PROBLEM = {"model": "llama-3.1-8b", "cluster": "h100x8", "workload": "azure-conv", "latency_bound_s": 8.0}
@@ -47,7 +47,8 @@ def test_figures_of_other_engines_are_said_to_be_borrowed() -> None:
     assert {"step_s", "tokenise_s"} <= borrowed and "layer_s" not in borrowed
     assert "mixing" in load_engine("vllm").borrowed and "mixing" not in load_engine("vllm-0.15").borrowed
     (line,) = [line for line in engine_in_words(planned("vllm")) if line.startswith("not measured of vllm-0.32")]
-    assert "step_s" in line and "mixing" in line
+    assert "the loop's time for each step" in line and "the slow-down of decodes in steps with prompts" in line
+    assert set(TIMED) == set(TIMED_WORDS)
 
 
 def planned(engine: str | None, **asked: object) -> Plan:

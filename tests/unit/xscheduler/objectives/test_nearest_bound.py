@@ -1,0 +1,29 @@
+"""The nearest bound that a plan keeps."""
+
+from __future__ import annotations
+
+import pytest
+
+from xgpt.core.schema import Constraint
+from xscheduler.objectives.nearest_bound import _nearest
+
+
+@pytest.mark.parametrize("least_s", [0.9083, 0.91, 7.3])
+def test_the_nearest_bound_is_kept_and_the_same_whatever_was_asked(least_s: float) -> None:
+    def keeps(constraint: Constraint) -> bool:
+        assert constraint.latency_bound_s is not None
+        return constraint.latency_bound_s >= least_s
+
+    asked = (0.05 * least_s, 0.88 * least_s, 0.999 * least_s)
+    found = [_nearest(Constraint(), {"latency_bound_s": bound}, 1.0, keeps, None) for bound in asked]
+    assert found[0] is not None and found[0] == found[1] == found[2]
+    assert least_s <= found[0].bounds["latency_bound_s"] <= 1.0101 * least_s and found[0].ratio < 1.011
+
+
+def test_bounds_that_break_together_are_loosened_together() -> None:
+    def keeps(constraint: Constraint) -> bool:
+        return (constraint.ttft_s or 9) >= 0.5 and (constraint.tpot_s or 9) >= 0.02
+
+    found = _nearest(Constraint(), {"ttft_s": 0.4, "tpot_s": 0.01}, 1.0, keeps, None)
+    assert found is not None and found.bounds["tpot_s"] == pytest.approx(0.02, rel=0.011)
+    assert found.bounds["ttft_s"] / 0.4 == pytest.approx(found.bounds["tpot_s"] / 0.01, rel=1e-3)
