@@ -98,6 +98,10 @@ def test_a_foreign_file_is_kept(xgpt: Xgpt, command: str) -> None:
     assert Path("mine.json").read_text() == "the only copy"
 
 
+def test_no_file_is_named_like_standard_output(xgpt: Xgpt) -> None:
+    assert "--json" in xgpt.fails(2, "plan", "--latency-bound", "8", "-o", "-")
+
+
 def test_xgpt_overwrites_what_it_wrote_until_it_is_changed(xgpt: Xgpt) -> None:
     plan = ("plan", "--latency-bound", "8", *PROBLEM, "--policy", "rra", "--objective", "saturated")
     for _ in range(2):

@@ -47,9 +47,16 @@ def output_file(path: str | Path, name: str = "output") -> OutputFile:
 
 
 def unchecked_file(path: str | Path, name: str = "output") -> OutputFile:
-    """Return the file that the running command will write to `path`; it is checked when it is written, not before."""
+    """Return the file that the running command will write to `path`; it is checked when it is written, not before.
+
+    Raises:
+        InputError: `path` is "-", which elsewhere means standard output.
+    """
+    from xgpt.core.errors import InputError
     from xgpt.core.output_files import OutputFile
 
+    if str(path) == "-":
+        raise InputError(name, "-", "give a file; --json prints what it would hold")
     params = click.get_current_context().params
     inputs = (text for key, value in params.items() if key not in WRITTEN for text in _texts(value))
     return OutputFile(Path(path), name, force=params["force"], inputs=inputs)
