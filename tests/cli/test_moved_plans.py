@@ -49,7 +49,7 @@ def test_a_plan_is_served_from_another_directory(
     xgpt: Xgpt, local_plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    ran = xgpt("serve", str(local_plan), "--dry-run")
+    ran = xgpt("serve", str(local_plan), "--dry-run", "--port", "0")
     assert ran.code == 0
     assert f"no tokenizer.json in {local_plan.parent / 'model'}" in ran.err
     assert ran.err.count("\n") == 2, "nothing else is missing"

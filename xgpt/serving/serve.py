@@ -159,8 +159,6 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
     limits, machines = request.limits(plan), None
     if request.engine == "vllm":
         plan, machines = share_of(plan, request)
-    if machines is None or not machines.rank:
-        _check_port(request, on_note)
     if request.front == "smg":
         check_gateway(plan, request)
     if (request.answer_within_s or request.answer_within_of) and not plan.estimate.predicts_rate:
@@ -173,6 +171,8 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
         check_plan(plan, request.ray)
     else:
         check_native_runs(plan, request.ray)
+    if machines is None or not machines.rank:
+        _check_port(request, on_note)
     if request.dry_run:
         if (tracer := open_tracer(request.otlp_endpoint)) is not None:
             tracer.close()

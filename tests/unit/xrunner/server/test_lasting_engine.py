@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import socket
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,6 +14,7 @@ import pytest
 from tests.fakes import fake_plan
 from xgpt.core.errors import MachineError
 from xgpt.core.schema import Plan
+from xrunner.channel import EngineLost
 from xrunner.channel.remote import RemoteEngine
 from xrunner.generation import Generation, Token
 from xrunner.server.lasting_engine import LastingEngine
@@ -101,3 +104,43 @@ def test_another_number_of_replicas_loses_no_request(bad: int) -> None:
     assert tokens_out == list(range(TOKENS))
     assert engine.plans == ([one] if bad else [two])
     assert (returned, engine.refused) == (([], ["out of memory"]) if bad else ([two], []))
+
+
+class MortalEngine(CountingEngine):
+    """Is lost once, after two steps."""
+
+    num_steps = 0
+
+    def step(self) -> list[Token] | None:
+        self.num_steps += bool(self._made)
+        if self.num_steps == 3:
+            self.num_steps += 1
+            raise EngineLost("its process has ended")
+        return super().step()
+
+
+def test_the_log_says_when_a_lost_engine_is_back(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    engine, done = MortalEngine(0), asyncio.Event()
+
+    def on_step(tokens: list[Token], records: object) -> None:
+        if any(token.finish for token in tokens):
+            done.set()
+
+    async def run() -> None:
+        lasting.start()
+        lasting.submit(Generation(0, prompt=(1,), max_output=TOKENS))
+        await asyncio.wait_for(done.wait(), 5)
+        await lasting.stop()
+
+    lasting = LastingEngine(
+        cast(RemoteEngine, engine),
+        running=fake_plan,
+        on_step=on_step,
+        on_return=lambda plan: None,
+        on_failed=lambda error: pytest.fail(str(error)),
+    )
+    asyncio.run(run())
+    lost, back = (record.getMessage() for record in caplog.records if record.name.endswith("lasting_engine"))
+    assert lost == "its process has ended; restarting the engine with 1 requests"
+    assert re.fullmatch(r"the engine is back after \d\.\d s", back)
