@@ -15,6 +15,7 @@ from xgpt.core.errors import InfeasibleError
 from xgpt.core.rates import rate_of
 from xgpt.core.schema import Constraint, Observation, OrcaSettings, Outcome, Pinned, Plan
 from xgpt.core.workload import sample
+from xgpt.observation.observer import Observer
 from xgpt.observation.windows import observe_lengths
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.replanning.decide import Verdict, decide
@@ -190,3 +191,37 @@ def test_few_requests_do_not_cut_what_a_plan_serves() -> None:
     kept = with_known_rate(verdict, 9)
     assert not kept.switch and "9 requests are too few to know the arrival rate" in kept.reason
     assert with_known_rate(verdict, 100) == verdict
+
+
+def test_a_drift_of_the_arrival_rate_cuts_capacity_only_while_few_arrive() -> None:
+    """Steps become slower while 9 requests have come, then 2 requests arrive a second, then 6."""
+    large = TwoPlans(Situation.of(running(), OF.profile, observed(1.0, 1.0)), Terms()).plan_of(is_large=True)
+    observer, end_s, step_s = Observer(large), 0.0, 0.0
+    inputs, outputs = sample(OF.workload, 2000, np.random.default_rng(0))
+
+    def batch_after(num_arrivals: int, rate: float, slowdown: float) -> tuple[str | None, int]:
+        """Return why the plan is judged, if it is, and the batch size that runs afterwards."""
+        nonlocal end_s, step_s
+        for _ in range(num_arrivals):
+            end_s += 1 / rate
+            i = observer.window.num_arrived
+            seen = observer.window.arrive(end_s, int(inputs[i]), int(outputs[i]))
+            seen.generated = int(outputs[i])
+            observer.end(seen)
+        for _ in range(400):
+            step_s += 0.1
+            observer.pace.note(step_s, 0.1 * slowdown, 0.1)
+        now = observer.snapshot()
+        found = None if now is None else observer.look(now)
+        if found is not None:
+            terms, situation = Terms(), Situation.of(observer.plan, OF.profile, found)
+            verdict = with_known_rate(decide(TwoPlans(situation, terms), terms), found.num_requests)
+            if verdict.switch and verdict.plan is not None:
+                observer.go_over_to(verdict.plan)
+        assert isinstance(observer.plan.policy, OrcaSettings)
+        return None if found is None else found.cause, observer.plan.policy.max_batch
+
+    assert batch_after(9, 2.0, 1.96) == ("pace", 128)
+    assert batch_after(200, 2.0, 1.96) == (None, 128)
+    assert batch_after(10, 2.0, 2.6) == ("pace", 2)
+    assert batch_after(100, 6.0, 2.6) == ("arrivals", 128)
