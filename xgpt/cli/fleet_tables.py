@@ -29,7 +29,7 @@ def summary(fleet: FleetPlan) -> Iterator[object]:
     yield (
         f"proof: the clairvoyant optimum, with all changes paid, costs at most {gap:.2f}% less; with changes that are "
         f"free and take no time, no fleet costs less than {fleet.least_cost:.4g}"
-        + ("" if is_priced(fleet) else " device-hours")
+        + ("" if fleet.is_priced else " device-hours")
     )
     yield f"the cheapest constant fleet costs {100 * over:.0f}% more"
     yield (
@@ -38,14 +38,9 @@ def summary(fleet: FleetPlan) -> Iterator[object]:
     )
 
 
-def is_priced(fleet: FleetPlan) -> bool:
-    """Return whether devices have prices; without, costs are device-hours."""
-    return any(kind.plan.cluster.price_per_device_hour is not None for kind in fleet.kinds)
-
-
 def kinds_table(fleet: FleetPlan) -> Table:
     """Return a table of the kinds of replicas."""
-    has_price = is_priced(fleet)
+    has_price = fleet.is_priced
     rows = [
         [
             kind.name,
@@ -92,14 +87,14 @@ def costs_table(fleet: FleetPlan) -> Table:
     """Return a table of the costs of the planned and the constant fleet, and of the requests within the bounds."""
 
     def row(name: str, figures: FleetFigures) -> list[str]:
-        cost = [f"{figures.cost:.4g}"] if is_priced(fleet) else []
+        cost = [f"{figures.cost:.4g}"] if fleet.is_priced else []
         return [name, *cost, f"{figures.device_hours:.1f}", str(figures.starts), f"{100 * figures.share_kept:.2f}%"]
 
     constant = ", ".join(
         f"{count} {kind.name}" for count, kind in zip(fleet.constant.replicas, fleet.kinds, strict=True) if count
     )
     rows = [row("planned", fleet.planned), row(f"constant: {constant}", fleet.constant.figures)]
-    columns = ["fleet", *(["cost"] if is_priced(fleet) else []), "device-hours", "starts", "kept"]
+    columns = ["fleet", *(["cost"] if fleet.is_priced else []), "device-hours", "starts", "kept"]
     return table("the day's cost", columns, rows)
 
 

@@ -24,8 +24,9 @@ def fleet_report(fleet: FleetPlan) -> str:
         "fleet.html",
         heading=f"{plan.model.name}: {fleet.name}",
         subject=f"{100 * constraint.quantile:g}% of the day's requests: {kept}; intervals of {fleet.interval_s:g} s",
+        priced=fleet.is_priced,
         cards=[
-            {"label": "the day's cost", "value": f"{fleet.planned.cost:.4g}"},
+            *([{"label": "the day's cost", "value": f"{fleet.planned.cost:.4g}"}] if fleet.is_priced else []),
             {"label": "below the constant fleet", "value": f"{100 * saved:.0f}%"},
             {"label": "requests kept", "value": f"{100 * fleet.planned.share_kept:.2f}%"},
             {"label": "device-hours", "value": f"{fleet.planned.device_hours:.1f}"},
@@ -47,7 +48,8 @@ def fleet_report(fleet: FleetPlan) -> str:
         proof=(
             f"{fleet.num_requests:,} requests simulated; shares are for bounds reduced by the headroom. Planned for "
             f"{fleet.load_factor:.2f} times the load, the least factor tried that keeps the share. With changes that "
-            f"are free and instantaneous, no fleet costs less than {fleet.least_cost:.4g}."
+            f"are free and instantaneous, no fleet costs less than {fleet.least_cost:.4g}"
+            f"{'' if fleet.is_priced else ' device-hours'}."
         ),
     )
 

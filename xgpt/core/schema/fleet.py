@@ -127,6 +127,11 @@ class FleetPlan(Frozen):
     """Duration of the day's simulation."""
 
     @property
+    def is_priced(self) -> bool:
+        """Whether devices have prices; without, costs are device-hours."""
+        return any(kind.plan.cluster.price_per_device_hour is not None for kind in self.kinds)
+
+    @property
     def day_s(self) -> float:
         """Length of the day."""
         return self.interval_s * len(self.intervals)
