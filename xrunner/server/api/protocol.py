@@ -346,8 +346,9 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text"):
     text: str
 
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles of messages; a chat template shows those that its model knows, and may refuse others."""
+ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
+"""Roles of messages; a chat template shows those that its model knows, and may refuse others. Llama 3.1 knows the
+results of tools as `ipython`."""
 ONE_OF_ROLES = f"{', '.join(ROLES[:-1])} or {ROLES[-1]}"
 
 
