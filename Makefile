@@ -14,9 +14,10 @@ NIXL_PACKAGES := nixl==1.5.1 nixl-cu12==1.5.1
 demo: $(VENV)/.installed
 	$(BIN)/python -m xgpt.demo
 
-# Three processes keep two cores busy, since many tests wait.
+# A file of tests stays in one process: its fixtures are made once. Three processes keep two cores busy, since many tests
+# wait.
 WORKERS ?= 3
-PYTEST := $(BIN)/python -m pytest -p tests.processes --processes $(WORKERS)
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.installed-test
 	$(PYTEST) -m "not long"
 

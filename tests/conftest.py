@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
-from multiprocessing import get_context
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -53,18 +51,14 @@ set_directory()
 os.environ.setdefault("MPLCONFIGDIR", str(cache_dir() / "matplotlib"))
 
 
-COMPILING = pytest.StashKey[list[BaseProcess]]()
-
-
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Compile kernels for all processes of a run while tests are collected; one process compiles what it needs."""
-    option = session.config.option
-    session.stash[COMPILING] = []
-    if getattr(option, "processes", 1) > 1 and not option.collectonly and "NUMBA_CACHE_DIR" in os.environ:
-        for _ in range(2):
-            process = get_context("spawn").Process(target=compile_all, args=(os.environ["NUMBA_CACHE_DIR"],))
-            process.start()
-            session.stash[COMPILING].append(process)
+    _compile(session, wait=False)
+
+
+def _compile(session: pytest.Session, *, wait: bool) -> None:
+    """Compile kernels once for all processes of a run; a process without others compiles what its tests need."""
+    if hasattr(session.config, "workerinput") and "NUMBA_CACHE_DIR" in os.environ:
+        compile_all(Path(os.environ["NUMBA_CACHE_DIR"]), wait=wait)
 
 
 SECONDS = Path(__file__).parent / "seconds.json"
@@ -94,9 +88,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Wait for what is compiled, and keep what is loaded out of the garbage collections of the tests."""
-    for process in session.stash[COMPILING]:
-        process.join()
+    """Wait for what other processes compile, and keep what is loaded out of the garbage collections of the tests."""
+    _compile(session, wait=True)
     set_heap_aside()
     gc.enable()
 

@@ -1,4 +1,4 @@
-"""Compile what numba compiles once for all test processes: each process here compiles what no other is compiling."""
+"""Compile what numba compiles once for all test processes: each compiles what no other one is compiling."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from tests.rings import ALL
 from xgpt.core.schema import DType
 
 
-def compile_all(cache: str) -> None:
-    """Compile into numba's cache, which the processes share, the kernels and simulations that are not in it."""
+def compile_all(cache: Path, *, wait: bool) -> None:
+    """Compile into numba's cache, which the processes share, the kernels and simulations that are not in it.
+
+    Args:
+        wait: also wait for those that other processes are compiling.
+    """
     import xsimulator
     from xrunner import cpu
 
     # Numba compiles a file anew when it has been written since.
     rooms = Path(cpu.__file__).parent, Path(xsimulator.__file__).parent
     newest = max(file.stat().st_mtime_ns for room in rooms for file in room.rglob("*.py"))
-    shared = Path(cache) / f"tests-{newest}"
+    shared = cache / f"tests-{newest}"
     shared.mkdir(parents=True, exist_ok=True)
     for name, compile_kernel in (kernels() | simulations()).items():
         done = shared / f"{name}.done"
@@ -27,7 +31,7 @@ def compile_all(cache: str) -> None:
             continue
         with (shared / name).open("w") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:
                 continue
             if not done.exists():
