@@ -100,8 +100,8 @@ def test_configs_are_found_by_name_and_by_path(tmp_path: Path) -> None:
     assert find_config("models", str(mine)) == mine
 
 
-def test_unknown_config_lists_what_exists() -> None:
-    with pytest.raises(InputError, match=r"model: 'gpt-9' is not accepted.*opt-125m"):
+def test_an_unknown_config_names_the_nearest_ones() -> None:
+    with pytest.raises(InputError, match=r"model: 'gpt-9' is not accepted; did you mean gpt3-.*shipped names"):
         find_config("models", "gpt-9")
 
 

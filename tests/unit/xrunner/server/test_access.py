@@ -119,7 +119,8 @@ def test_the_log_tells_everything_but_the_prompt(url: str) -> None:
     assert (done["prompt_tokens"], done["output_tokens"], done["finish_reasons"]) == (2, 4, ["length"])
     assert 0 <= done["queued_s"] <= done["ttft_s"] <= done["total_s"] <= done["seconds"]
     assert (refused["request_id"], refused["status"]) == ("r2", 404)
-    assert "secret" not in stream.getvalue() and "77" not in done.get("message", "")
+    assert refused["error"].startswith("model: 'secret-model' is not served here")
+    assert "secret-user" not in stream.getvalue() and "77" not in done.get("message", "")
 
 
 @pytest.mark.parametrize("stream", [False, True])
