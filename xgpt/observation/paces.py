@@ -56,7 +56,9 @@ def usual(device: str) -> tuple[float, float]:
     fast, slow = PACES_AT_REST
     if len(paces) < ENOUGH:
         return fast, slow
-    return min(fast, float(np.quantile(paces, INSIDE[0]))), max(slow, float(np.quantile(paces, INSIDE[1])))
+    # Weibull's positions: the next of few loads is outside of their extremes more often than a quantile says.
+    low, high = np.quantile(paces, INSIDE, method="weibull")
+    return min(fast, float(low)), max(slow, float(high))
 
 
 def _path(device: str) -> Path:
