@@ -48,9 +48,8 @@ def load_model(name: str, config: str | None = None) -> tuple[ModelSpec, Path | 
         raise InputError("config", config, f"it needs a Hugging Face id, which {name} is not")
     path = find_config("models", name)
     if path.is_dir():
-        return read_spec(path), Path(
-            os.path.abspath(path)
-        )  # the path is absolute because a plan may be served from another directory
+        # The path is absolute because a plan may be served from another directory.
+        return read_spec(path), Path(os.path.abspath(path))
     document = load_yaml(path, "model")
     if isinstance(document, dict) and "model_type" in document:
         return read_config(path), None

@@ -562,9 +562,8 @@ def seconds_by_threads(bench: Bench, part: int = 0, parts: int = 1) -> dict[int,
     """
     counts = thread_counts()
     times: dict[int, list[float]] = {threads: [] for threads in counts}
-    for threads in (
-        counts * THREADS_ROUNDS
-    ):  # the numbers of threads take turns, so that a busy moment slows all of them
+    # The numbers of threads take turns, so that a busy moment slows all of them.
+    for threads in counts * THREADS_ROUNDS:
         torch.set_num_threads(threads)
         bench.meet()
         with own_cores(part, parts):

@@ -165,9 +165,8 @@ class Trial:
         first, last = ends[self.num_warm_up], ends[count - 1]
         if last == first:  # if all measured requests end in one step, there is no rate
             return self.plan.estimate.throughput_rps
-        ended = np.searchsorted(ends, last, "right") - np.searchsorted(
-            ends, first, "right"
-        )  # many requests may end in one step
+        # Many requests may end in one step.
+        ended = np.searchsorted(ends, last, "right") - np.searchsorted(ends, first, "right")
         return float(self.plan.replicas * ended / (last - first) * 1e9)
 
 

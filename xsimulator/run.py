@@ -331,9 +331,8 @@ def request_latencies(
     """
     check_fits(plan, workload)
     lengths = Lengths(workload)
-    skipped = warm_up_requests(plan) + ceil(
-        plan.estimate.decode_batch
-    )  # requests are counted when they are admitted, not when they end
+    # Requests are counted when they are admitted, not when they end.
+    skipped = warm_up_requests(plan) + ceil(plan.estimate.decode_batch)
     # While the last measured request decodes, others must keep entering, since a shrinking batch is faster.
     behind = ceil(plan.estimate.decode_batch * lengths.max_output / lengths.mean_output) + outstanding_requests(plan)
     total = skipped + num_requests + behind

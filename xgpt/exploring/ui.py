@@ -104,9 +104,8 @@ class AnswerProcess:
             self._lines.put_nowait(b"{}")  # wakes up the reader of the previous question
             lines: asyncio.Queue[bytes] = asyncio.Queue()
             self._lines = lines
-            with suppress(
-                ProcessLookupError, ConnectionError
-            ):  # the process has ended; the reader of its output reports this
+            # The process has ended; the reader of its output reports this.
+            with suppress(ProcessLookupError, ConnectionError):
                 self._process.send_signal(signal.SIGUSR1)
                 self._process.stdin.write(json.dumps({"id": number, "asked": asked}).encode() + b"\n")
                 await self._process.stdin.drain()

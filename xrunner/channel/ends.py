@@ -196,7 +196,6 @@ def pair() -> tuple[socket.socket, socket.socket]:
     """Return two connected sockets: the front's and the engine's."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     for end in ends:
-        end.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20
-        )  # large enough for the messages of many steps, which accumulate while the front is busy
+        # Large enough for the messages of many steps, which accumulate while the front is busy.
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
     return ends

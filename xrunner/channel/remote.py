@@ -353,9 +353,8 @@ class RemoteEngine:
     def _check_alive(self) -> None:
         """Raise EngineLost if the process hangs."""
         now_s = time.monotonic()
-        if (
-            now_s - self._looked_s > SILENCE_S / 4
-        ):  # this process itself was suspended, so the engine's silence does not count
+        # This process itself was suspended, so the engine's silence does not count.
+        if now_s - self._looked_s > SILENCE_S / 4:
             self._heard_s = self._stepped_s = now_s
         if not self.pool.running or self.is_emptying or self._uses:
             self._stepped_s = now_s

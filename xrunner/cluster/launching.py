@@ -128,9 +128,8 @@ class LauncherProcess:
             raise MachineError(f"no network interface of this machine has the address {settings.host}")
         environment = os.environ | {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
         if not os.environ.get("XGPT_DEBUG"):
-            environment.setdefault(
-                "TORCH_CPP_LOG_LEVEL", "ERROR"
-            )  # NCCL would print a long message for every lost peer
+            # NCCL would print a long message for every lost peer.
+            environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         # The launcher has its own process group: Ctrl-C in a terminal is for the server, which first lets its requests
         # end.
         self._process = subprocess.Popen(

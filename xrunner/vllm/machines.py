@@ -191,9 +191,8 @@ def follow(plan: Plan, machines: Machines, launch: Launch, is_over: Callable[[],
                         return
                 case b"stop\n":
                     return
-                case (
-                    b"refused\n"
-                ):  # the first machine may not have noticed yet that this machine's last connection is lost
+                # The first machine may not have noticed yet that this machine's last connection is lost.
+                case b"refused\n":
                     refused_s = refused_s or time.monotonic()
                     if time.monotonic() > refused_s + GREET_S:
                         says = f"node rank {machines.rank} is taken or too high, or that machine has another plan"

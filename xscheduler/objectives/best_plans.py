@@ -79,9 +79,8 @@ class Task:
 
     def _objective(self, progress: Progress | None) -> Objective:
         problem = self.problem
-        if (
-            problem.constraint.arrival_rate_per_s is not None
-        ):  # if the highest rate is kept, the requested one is kept as well
+        # If the highest rate is kept, the requested one is kept as well.
+        if problem.constraint.arrival_rate_per_s is not None:
             problem = problem.under(problem.constraint.model_copy(update={"objective": "arrivals"}))
         search = scheduler(problem, self.search)
 

@@ -117,9 +117,8 @@ def saturated_figures(plan: Plan, profile: Profile) -> SaturatedFigures:
     seen = seen_at_once(plan, profile, inputs, outputs, longest)
     ends = np.sort(seen.end_s[seen.last_token[seen.last_token >= 0]])
     first, last = ends[skipped], ends[min(skipped + count, len(ends) - 1)]
-    ended = np.searchsorted(ends, last, "right") - np.searchsorted(
-        ends, first, "right"
-    )  # many requests may end in one step
+    # Many requests may end in one step.
+    ended = np.searchsorted(ends, last, "right") - np.searchsorted(ends, first, "right")
     chosen = np.flatnonzero(seen.first_token >= 0)[skipped : skipped + count]
     first_s = seen.first_output_s(chosen, encode_emits=encode_emits(plan))
     ttft_s = float((first_s - seen.start_s[seen.admitted[chosen]]).mean())
@@ -219,9 +218,8 @@ class Saturated(Objective):
         """
         best, least, simulated, profile = None, inf, {}, self.scheduler.problem.profile
         more = MORE if seen.throughput_rps > plan.estimate.throughput_rps else 1.0
-        has_own = (
-            plan.constraint.maximise is not None
-        )  # the value of a user's objective need not fall as bounds tighten
+        # The value of a user's objective need not fall as bounds tighten.
+        has_own = plan.constraint.maximise is not None
         for other in chain((plan,), self._rungs(kind, plan)):
             if (
                 not has_own

@@ -435,7 +435,6 @@ def settle_ahead(s, lane, step):
         else:
             drop(s, batch, id_)
         end(s, lane, id_)
-        leave(
-            s, lane, id_, 1 if request.output < request.most and batch.steps else 0
-        )  # the request is in the step under way
+        # The request is in the step under way.
+        leave(s, lane, id_, 1 if request.output < request.most and batch.steps else 0)
         id_ = request.ends_with

@@ -47,9 +47,8 @@ class DecodeLane:
             rounds = self._all_with_joining(encode_batch, largest_batch, microbatches, reach)
         else:
             rounds = np.maximum(microbatches[:, None] * slowest[:reach], through[:reach])
-        if (
-            self._encode.transfer.occupies
-        ):  # one transfer for each batch of requests that ended; the largest batch takes the least time per request
+        # One transfer for each batch of requests that ended; the largest batch takes the least time per request.
+        if self._encode.transfer.occupies:
             each = self._encode.transfer_s(largest_batch) / largest_batch / self.mean_decodes
             rounds = rounds + (microbatches * each)[:, None] * GRID[:reach]
         # A batch joins as a whole: its requests share their steps with each other, even if few decode on average.

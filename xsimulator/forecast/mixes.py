@@ -216,9 +216,8 @@ class Mixes:
         each[: len(PROMPTS)], each[len(PROMPTS) :] = 1 / self.prompt, count / mean
         shares[: len(PROMPTS)], shares[len(PROMPTS) :] = alone * PROMPTS[:, None], several * WEIGHTS[:, None]
         counts = each * (values if room is None else np.minimum(values, room))
-        if (
-            room is not None
-        ):  # tokens that do not fit into one step are moved to other steps, together with their requests
+        # Tokens that do not fit into one step are moved to other steps, together with their requests.
+        if room is not None:
             values = np.minimum(values, room)
             short, left = tokens - (values * shares).sum(axis=0), room - values
             added = left * np.minimum(np.maximum(short / np.maximum((left * shares).sum(axis=0), 1e-9), 0.0), 1.0)

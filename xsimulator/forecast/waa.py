@@ -28,9 +28,8 @@ class Waa(Forecast[TwoLaneModel]):
     model = TwoLaneModel
     line = "encode_batch"
     load = "max_decode_batch"
-    follows = (
-        "encode_batch",
-    )  # under light load, an encode batch contains the requests that arrived since the last batch
+    # Under light load, an encode batch contains the requests that arrived since the last batch.
+    follows = ("encode_batch",)
     num_curves = 8
     stations = Stations(admits_each_step=False, frees_together=False)
 

@@ -141,9 +141,8 @@ class Blocks:
         last = min(count, len(chain))
         for index in range(table.named, last):
             key = chain[index]
-            if (
-                key not in self._by_key
-            ):  # otherwise another request has computed the same content, and that request's block is used
+            # Otherwise another request has computed the same content, and that request's block is used.
+            if key not in self._by_key:
                 block = table.blocks[index]
                 self._by_key[key] = block
                 self._key[block] = key
