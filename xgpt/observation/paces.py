@@ -39,9 +39,9 @@ def record(plan: Plan, pace: float) -> None:
     if SERVED not in plan.profile.provenance:
         return
     path = _path(plan.cluster.device.name)
-    lines = [*_lines(path), json.dumps({"time_s": round(time.time()), "pace": round(pace, 4)})]
+    entries = [*_recent(path), {"time_s": round(time.time()), "pace": round(pace, 4)}]
     with suppress(MachineError):
-        write_atomic(path, "\n".join(lines[-KEPT:]) + "\n")
+        write_atomic(path, "".join(json.dumps(entry) + "\n" for entry in entries[-KEPT:]))
 
 
 def usual(device: str) -> tuple[float, float]:
@@ -52,7 +52,7 @@ def usual(device: str) -> tuple[float, float]:
     Args:
         device: name of the kind of device.
     """
-    paces = [entry["pace"] for entry in map(json.loads, _lines(_path(device)))]
+    paces = [entry["pace"] for entry in _recent(_path(device))]
     fast, slow = PACES_AT_REST
     if len(paces) < ENOUGH:
         return fast, slow
@@ -65,18 +65,16 @@ def _path(device: str) -> Path:
     return cache_dir() / "paces" / f"{device}.jsonl"
 
 
-def _lines(path: Path) -> list[str]:
-    """Return the recent lines of a record; lines of other versions, or of a damaged file, are left out."""
+def _recent(path: Path) -> list[dict[str, float]]:
+    """Return the recent entries of a record; those of other versions, or of a damaged file, are left out."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return []
-    return [line for line in lines if _is_recent(line)]
-
-
-def _is_recent(line: str) -> bool:
-    try:
-        entry = json.loads(line)
-        return time.time() - KEPT_S <= entry["time_s"] and entry["pace"] > 0
-    except (ValueError, TypeError, KeyError):
-        return False
+    found = []
+    for line in lines:
+        with suppress(ValueError, TypeError, KeyError):
+            entry = json.loads(line)
+            if time.time() - KEPT_S <= entry["time_s"] and entry["pace"] > 0:
+                found.append(entry)
+    return found

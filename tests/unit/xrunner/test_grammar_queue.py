@@ -134,14 +134,20 @@ def test_only_the_request_whose_grammar_cannot_be_compiled_fails(run: Run) -> No
     assert token.finish == "error" and token.error == "its grammar cannot be compiled: no such rule"
 
 
-def test_what_is_compiled_for_requests_that_wait_is_bounded() -> None:
+def crowded(account: Account = ANYONE) -> Run:
+    """Return a run in which one request runs and five with long grammars wait, two of these with a compiled grammar."""
     run = Run(max_batch=1)
     run.submit(0, length=400)
     run.steps(1)
     run.executor.may_compile.release(99)
     for id_ in range(1, 6):
-        run.submit(id_, str(id_) * LONG, length=2)
+        run.submit(id_, str(id_) * LONG, length=2, account=account)
     assert eventually(lambda: run.steps(1) or run.engine.pool.num_waiting == 2)
+    return run
+
+
+def test_what_is_compiled_for_requests_that_wait_is_bounded() -> None:
+    run = crowded()
     assert len(run.executor.asked) == 2 and len(run.executor.alive) == 2
     run.engine.cancel(0)
     assert eventually(lambda: all(run.has_answered(id_, 2) for id_ in range(1, 6)))
@@ -150,13 +156,7 @@ def test_what_is_compiled_for_requests_that_wait_is_bounded() -> None:
 
 def test_schemas_of_one_account_do_not_hold_up_another_account() -> None:
     """One that is compiled but must wait to begin once held up the requests of all keys, whatever their priority."""
-    run = Run(max_batch=1)
-    run.submit(0, length=400)
-    run.steps(1)
-    run.executor.may_compile.release(99)
-    for id_ in range(1, 6):
-        run.submit(id_, str(id_) * LONG, length=2, account=Account("greedy"))
-    assert eventually(lambda: run.steps(1) or run.engine.pool.num_waiting == 2)
+    run = crowded(Account("greedy"))
     run.submit(6, "small", account=Account("modest"))
     run.submit(7, "urgent", account=Account("urgent", priority=1))
     assert eventually(lambda: run.steps(1) or run.engine.pool.num_waiting == 4)

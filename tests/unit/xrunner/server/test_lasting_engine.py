@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 import socket
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -72,18 +73,17 @@ class CountingEngine:
         self._far.close()
 
 
-@pytest.mark.parametrize("bad", [0, 2])
-def test_another_number_of_replicas_loses_no_request(bad: int) -> None:
-    one = fake_plan()
-    two = one.model_copy(update={"replicas": 2})
-    engine, tokens_out, returned, asked = CountingEngine(bad), list[int](), list[Plan](), list[Plan]()
+def served(
+    engine: CountingEngine,
+    running: Plan,
+    note: Callable[[LastingEngine, list[Token]], None] = lambda lasting, tokens: None,
+    on_return: Callable[[Plan], None] = lambda plan: None,
+) -> None:
+    """Serve one request to its end; `note` is called with the tokens of each step."""
     done = asyncio.Event()
 
     def on_step(tokens: list[Token], records: object) -> None:
-        tokens_out.extend(token.token for token in tokens)
-        if len(tokens_out) == 2 and not asked:
-            asked.append(two)
-            lasting.go_over_to(two)
+        note(lasting, tokens)
         if any(token.finish for token in tokens):
             done.set()
 
@@ -95,12 +95,27 @@ def test_another_number_of_replicas_loses_no_request(bad: int) -> None:
 
     lasting = LastingEngine(
         cast(RemoteEngine, engine),
-        running=lambda: one,
+        running=lambda: running,
         on_step=on_step,
-        on_return=returned.append,
+        on_return=on_return,
         on_failed=lambda error: pytest.fail(str(error)),
     )
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_another_number_of_replicas_loses_no_request(bad: int) -> None:
+    one = fake_plan()
+    two = one.model_copy(update={"replicas": 2})
+    engine, tokens_out, returned, asked = CountingEngine(bad), list[int](), list[Plan](), list[Plan]()
+
+    def note(lasting: LastingEngine, tokens: list[Token]) -> None:
+        tokens_out.extend(token.token for token in tokens)
+        if len(tokens_out) == 2 and not asked:
+            asked.append(two)
+            lasting.go_over_to(two)
+
+    served(engine, one, note, returned.append)
     assert tokens_out == list(range(TOKENS))
     assert engine.plans == ([one] if bad else [two])
     assert (returned, engine.refused) == (([], ["out of memory"]) if bad else ([two], []))
@@ -121,26 +136,7 @@ class MortalEngine(CountingEngine):
 
 def test_the_log_says_when_a_lost_engine_is_back(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    engine, done = MortalEngine(0), asyncio.Event()
-
-    def on_step(tokens: list[Token], records: object) -> None:
-        if any(token.finish for token in tokens):
-            done.set()
-
-    async def run() -> None:
-        lasting.start()
-        lasting.submit(Generation(0, prompt=(1,), max_output=TOKENS))
-        await asyncio.wait_for(done.wait(), 5)
-        await lasting.stop()
-
-    lasting = LastingEngine(
-        cast(RemoteEngine, engine),
-        running=fake_plan,
-        on_step=on_step,
-        on_return=lambda plan: None,
-        on_failed=lambda error: pytest.fail(str(error)),
-    )
-    asyncio.run(run())
+    served(MortalEngine(0), fake_plan())
     lost, back = (record.getMessage() for record in caplog.records if record.name.endswith("lasting_engine"))
     assert lost == "its process has ended; restarting the engine with 1 requests"
     assert re.fullmatch(r"the engine is back after \d\.\d s", back)
