@@ -35,7 +35,7 @@ class Prepare(_Message):
 
 
 class Forget(_Message):
-    """The grammar of a `Prepare` need no longer stay compiled."""
+    """The workers may release the grammar of an earlier `Prepare`."""
 
     number: int
 

@@ -17,7 +17,7 @@ from xscheduler.why_not import why_slow
 STEP = 1.01
 """Ratio of neighbouring bounds that are tried: powers of it, whatever was asked, so that the answer is the same."""
 STRIDES = (4, 12, *range(41, 1000, 41))
-"""How many of them a bound is loosened until a plan keeps it."""
+"""Numbers of such steps by which a bound is loosened, in order, until a plan keeps it."""
 Keeps = Callable[[Constraint], bool]
 """Whether planning under other bounds finds a plan."""
 
