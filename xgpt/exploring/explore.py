@@ -7,6 +7,7 @@ a separate process (`python -m xgpt.exploring.explore`), which abandons a questi
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import sys
@@ -238,8 +239,8 @@ def refusal(error: Exception) -> Part:
     return {"part": "error", "reason": f"internal error: {type(error).__name__}: {error}"}
 
 
-class _Superseded(Exception):
-    """A newer question has arrived."""
+class _Superseded(BaseException):
+    """A newer question has arrived. No `except Exception` of the planner catches it."""
 
 
 def main() -> None:
@@ -248,33 +249,42 @@ def main() -> None:
     The sender sends the signal before the next question, so that it never ends the wrong answer, and only after it has
     read {"part": "ready"}.
     """
-    is_busy = False
+    is_computing = is_superseded = False
 
     def leave(*_: object) -> None:
-        if is_busy:
+        nonlocal is_computing, is_superseded
+        is_superseded = True
+        if is_computing:  # a line that is being written is finished first
+            is_computing = False
             raise _Superseded
 
     signal.signal(signal.SIGUSR1, leave)
-    print(json.dumps({"part": "ready"}), flush=True)
+    # sys.stdout loses the rest of a line that a signal interrupts if PYTHONUNBUFFERED is set.
+    output = io.TextIOWrapper(io.BufferedWriter(io.FileIO(sys.stdout.fileno(), "w", closefd=False)))
+
+    def write(line: Part) -> None:
+        output.write(json.dumps(line) + "\n")
+        output.flush()
+
+    write({"part": "ready"})
     explorer = Explorer()
     for line in sys.stdin:
         question = json.loads(line)
-
-        def tell(part: Part, id_: int = question["id"]) -> None:
-            print(json.dumps({"id": id_, **part}), flush=True)
-
-        try:
-            is_busy = True
-            for part in explorer.answers(question["asked"]):
-                tell(part)
-            is_busy = False
-        except _Superseded:
-            is_busy = False
-            continue
-        except Exception as error:
-            is_busy = False
-            tell(refusal(error))
-        tell({"part": "end"})
+        is_superseded = False
+        parts = explorer.answers(question["asked"])
+        while not is_superseded:
+            try:
+                is_computing = True
+                part = next(parts, {"part": "end"})
+                is_computing = False
+            except _Superseded:
+                break
+            except Exception as error:
+                is_computing = False
+                part = refusal(error)
+            write({"id": question["id"], **part})
+            if part["part"] == "end":
+                break
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -149,6 +151,28 @@ def test_a_newer_question_supersedes_the_one_before(url: str) -> None:
     rest = [part["part"] for part in slow]
     assert "end" not in rest
     assert time.monotonic() - begin_s < 30
+
+
+def test_a_newer_question_cuts_no_line_of_the_answer_before() -> None:
+    command = [sys.executable, "-m", "xgpt.exploring.explore"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert json.loads(process.stdout.readline())["part"] == "ready"
+        fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # one page: the second line does not fit
+
+        def write(number: int) -> None:
+            question = {"id": number, "asked": ONE | {"objective": "saturated"}}
+            process.stdin.write(json.dumps(question).encode() + b"\n")
+
+        write(1)
+        assert json.loads(process.stdout.readline())["part"] == "plans"
+        select.select([process.stdout], [], [])  # the process has begun to write, and waits for room in the pipe
+        process.send_signal(signal.SIGUSR1)
+        write(2)
+        process.stdin.close()
+        parts = [json.loads(line) for line in process.stdout]
+    assert [part["id"] for part in parts] == [1] + [2] * (len(parts) - 1)
+    assert parts[-1] == {"id": 2, "part": "end"}
 
 
 def test_a_trace_becomes_a_workload(url: str) -> None:
