@@ -31,7 +31,11 @@ MIN_CENSORED = 25
 """Least number of finished requests after a change that is certain, if most requests wait or are cancelled
 before their first token."""
 RATE_REQUESTS = 64
-"""Number of the latest requests that give the arrival rate; from fewer it is not known."""
+"""Number of the latest requests that give the arrival rate; re-planning knows it from no fewer."""
+LEAST_RATE_S, MOST_RATE_S = 1.0, 60.0
+"""Shortest and longest time over which arrivals are counted; a batch of prompts arrives at once."""
+MOST_ARRIVALS = 4096
+"""Number of remembered arrivals."""
 FALSE_ALARM = 1e-4
 """Probability of a false alarm in one examination; there are hundreds of examinations in 10,000 requests."""
 WINDOWS_A_DOUBLING = 2
@@ -73,6 +77,7 @@ class LengthWindow:
 
     def __init__(self) -> None:
         self._seen: deque[Seen] = deque(maxlen=WINDOW)
+        self._arrivals_s: deque[float] = deque(maxlen=MOST_ARRIVALS)
         self.num_arrived = 0
 
     def __len__(self) -> int:
@@ -82,8 +87,19 @@ class LengthWindow:
         """Add a request, and return an object in which the caller counts the request's tokens."""
         seen = Seen(arrival_s, input_length, max_output)
         self._seen.append(seen)
+        self._arrivals_s.append(arrival_s)
         self.num_arrived += 1
         return seen
+
+    def arrival_rate_per_s(self, now_s: float) -> float:
+        """Return the rate of the latest arrivals, which falls while nothing arrives.
+
+        Arrivals count over the time in which the last `RATE_REQUESTS` came, within `LEAST_RATE_S` and `MOST_RATE_S`.
+        """
+        since_s = now_s - MOST_RATE_S
+        if len(self._arrivals_s) >= RATE_REQUESTS:
+            since_s = min(max(self._arrivals_s[-RATE_REQUESTS], since_s), now_s - LEAST_RATE_S)
+        return sum(arrival_s >= since_s for arrival_s in self._arrivals_s) / (now_s - since_s)
 
     def forget_before(self, arrival_s: float) -> None:
         """Drop requests that arrived before a time."""

@@ -142,8 +142,10 @@ class Metrics:
         self._lengths = [
             Gauge(f"xgpt_{name}", text, registry=self._registry) for name, text in zip(names, texts, strict=True)
         ]
-        self._arrivals = Gauge(
-            "xgpt_arrival_rate", "Requests/s of the last 64 arrivals; NaN until there are 64.", registry=self._registry
+        self._gauge(
+            "xgpt_arrival_rate",
+            "Requests/s that arrive, over the time of the last 64 arrivals: a second at least, a minute at most.",
+            lambda: watch.arrival_rate_per_s,
         )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -221,7 +223,6 @@ class Metrics:
                 self._lengths, (*values, observation.input_distance, observation.output_distance), strict=True
             ):
                 gauge.set(value)
-            self._arrivals.set(observation.arrival_rate_per_s or NAN)
         return generate_latest(self._registry)
 
 

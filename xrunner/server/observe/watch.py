@@ -84,6 +84,11 @@ class Watch:
         """Measured over predicted time of recent steps; None if there is no prediction."""
         return self._observer.pace.ratio
 
+    @property
+    def arrival_rate_per_s(self) -> float:
+        """Requests/s that arrive now."""
+        return self._observer.window.arrival_rate_per_s(time.perf_counter())
+
     def arrive(self, input_length: int, max_output: int) -> Seen:
         """Note a request's arrival; the caller counts its tokens in the returned object."""
         return self._observer.window.arrive(time.perf_counter(), input_length, max_output)

@@ -175,3 +175,25 @@ def test_a_trace_is_an_observation_too() -> None:
     observation = observe_lengths([4, 4, 8], [1, 2, 3], workload(10, 10))
     assert (observation.num_requests, observation.weight) == (3, 3)
     assert observation.workload.input.lengths == (4, 8)
+
+
+def test_the_arrival_rate_is_a_number_from_the_first_arrival_and_falls_while_nothing_arrives() -> None:
+    window = LengthWindow()
+    assert window.arrival_rate_per_s(100.0) == 0
+    window.arrive(100.0, 1, 1)
+    assert window.arrival_rate_per_s(100.0) == pytest.approx(1 / 60)
+    for number in range(1, 200):
+        window.arrive(100.0 + number / 10, 1, 1)
+    last_s = 100.0 + 19.9
+    assert window.arrival_rate_per_s(last_s) == pytest.approx(10, rel=0.02)
+    rates = [window.arrival_rate_per_s(last_s + later_s) for later_s in (0, 5, 20, 50, 61, 3600)]
+    assert rates == sorted(rates, reverse=True) and 0 < rates[2] < 3 and rates[-2:] == [0, 0]
+
+
+def test_prompts_that_arrive_at_once_are_no_rate_without_bound() -> None:
+    window = LengthWindow()
+    for _ in range(64):
+        window.arrive(5.0, 1, 1)
+    assert window.arrival_rate_per_s(5.0) == 64 and window.arrival_rate_per_s(13.0) == pytest.approx(8, rel=0.02)
+    window.forget_before(10.0)
+    assert window.arrival_rate_per_s(5.5) == 64

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -113,6 +114,7 @@ def test_a_change_is_judged_and_every_decision_shown(url: str, planner: FakePlan
     metrics = get(url, "/metrics").text
     assert 'xgpt_plan_decisions_total{action="swap",cause="lengths"} 1.0' in metrics
     assert "xgpt_observed_output_tokens 8" in metrics
+    assert re.search(r"^xgpt_arrival_rate \d+\.\d+$", metrics, re.MULTILINE)
     live = get(url, "/live").json()
     assert live["plan"]["settings"] == {"max_batch": 32}
     assert live["now"]["step_ratio"] is not None
