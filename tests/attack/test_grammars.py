@@ -141,7 +141,7 @@ def test_clients_that_go_while_their_schema_is_compiled(target: Target, unharmed
     assert eventually(target.is_idle, 30)
 
 
-NAMES = ["a" * 64, "a.b", "-", "get-weather", "a" * 65, "", "a b", "</tool_call>", "\u0661", 'x","arguments":{}}']
+NAMES = ["a" * 128, "a.b", "-", "get-weather", "a" * 129, "", "a b", "</tool_call>", "\u0661", 'x","arguments":{}}']
 
 
 def test_names_of_functions(target: Target) -> None:

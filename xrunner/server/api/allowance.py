@@ -90,6 +90,9 @@ def _allowance(request: GenerationRequest, rule: OutputRule, room: int) -> Allow
     if (named := request.named_output) is not None:
         if rule.most is not None and named > rule.most:
             refuse("max_tokens", f"{named} is more than the {rule.most} that this server gives; ask for fewer")
+        if named > room and request.may_fill_context:
+            outgrows = rule.may_outgrow and rule.promised is not None and rule.promised < room
+            return Allowance(room, rule.promised if outgrows else None)
         return Allowance(named)
     if rule.default is None and request.DEFAULT_OUTPUT is not None:
         return Allowance(min(request.DEFAULT_OUTPUT, rule.most or room))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 from xrunner.grammar import any_of, json_rule, opened_grammar, tagged_grammar
+from xrunner.server.api.tools import MAX_NAME
 
 Schemas = Mapping[str, dict[str, Any]]
 """JSON schemas of functions' arguments, by the functions' names."""
@@ -232,7 +233,7 @@ class HeadedCalls(_MistralIds):
         return [Call(head[1], json.dumps(arguments, ensure_ascii=False), head[2] or self.new_id())], end
 
 
-_HEAD = re.compile(rf"\s*([A-Za-z0-9_.-]{{1,64}})(?:\[CALL_ID\]({ID}))?\[ARGS\]")
+_HEAD = re.compile(rf"\s*([A-Za-z0-9_.-]{{1,{MAX_NAME}}})(?:\[CALL_ID\]({ID}))?\[ARGS\]")
 
 HERMES = ObjectCalls("<tool_call>", ("<tool_call>", "</tool_call>"), mark="<tool_call>", closing="</tool_call>")
 """The format of Hermes and Qwen."""

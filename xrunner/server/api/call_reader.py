@@ -8,10 +8,10 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from xrunner.server.api.call_formats import HERMES, Call, CallFormat, ObjectCalls
-from xrunner.server.api.tools import FunctionCall, ToolCall, ToolChoice, must_call
+from xrunner.server.api.tools import MAX_NAME, FunctionCall, ToolCall, ToolChoice, must_call
 
 SPACE = r"\s{0,16}"
-NAME = r"[A-Za-z0-9_.\-]{0,64}"
+NAME = rf"[A-Za-z0-9_.\-]{{0,{MAX_NAME}}}"
 MAX_ATTEMPTS = 256
 """After this many marks at which a whole call was looked for, the rest of an output is text: each attempt may read all
 of the rest."""

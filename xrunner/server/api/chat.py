@@ -4,16 +4,26 @@ tokenizers.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from xgpt.core.errors import InputError
+from xgpt.core.errors import InputError, nearest
 from xrunner.server.api import rendering
 from xrunner.server.api.call_formats import call_format
 from xrunner.server.api.directory import read_settings, special_tokens
+from xrunner.server.api.errors import quoted
 
 Message = dict[str, Any]
+Content = str | list[dict[str, Any]]
+ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
+"""Roles that every request may use; whether a template shows them is left to it. Llama 3.1 knows the results of tools
+as `ipython`."""
+INSTRUCTIONS = ("system", "developer")
+MAX_ROLE = 64
+"""Characters of the longest role that is not one of `ROLES`."""
 ADDITIONAL = "additional_chat_templates/*.jinja"
 PROBE = "xgptprobe"
 """A text that no template contains."""
@@ -25,6 +35,7 @@ class _Template:
     Attributes:
         takes_parts: whether it loops over the parts of a message's content.
         knows_developer: whether it shows messages of the role `developer`, which are otherwise shown as `system`.
+        takes_instructions_later: whether it shows further system messages after the first message.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
@@ -35,6 +46,11 @@ class _Template:
         self.takes_parts = not self._shows("user", PROBE) and self._shows("user", [{"type": "text", "text": PROBE}])
         content = self.content(PROBE)
         self.knows_developer = self._shows("developer", content) or not self._shows("system", content)
+        later = ("system", "system", "user", "assistant", "system", "user")
+        self.takes_instructions_later = self._shows_all(later, content)
+        self._quoted = frozenset(re.findall(rf"""['"]([\w.-]{{1,{MAX_ROLE}}})['"]""", source))
+        self._shows_any_role = self._shows("xgptrole", content)
+        self._known_roles: dict[str, bool] = {}
 
     def render(self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
         """Return the rendered messages. Raises ValueError if the template refuses them."""
@@ -52,7 +68,41 @@ class _Template:
         has_room = ".thinking" in self.source and not (message["content"] and "tool_calls" in message)
         return shown | {"thinking": message["reasoning"]} if has_room and "reasoning" in message else shown
 
-    def content(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    def in_order(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages in an order that the template accepts.
+
+        Some templates accept a system message only at the beginning, while agents send several, and more of them later.
+        For such a template the system messages at the beginning become one, and the text of a later one becomes part of
+        the user's message before it, or a user's message. It stays in its place, so that the K/V of the messages before
+        it can be reused.
+        """
+        if self.takes_instructions_later:
+            return list(messages)
+        groups: list[tuple[Message, list[Content]]] = []
+        is_moved = False  # whether the last message is an instruction that is shown as the user's
+        for message in messages:
+            role, before = message["role"], groups[-1][0]["role"] if groups else None
+            is_later = role in INSTRUCTIONS and before is not None
+            if (is_later and before in ("user", *INSTRUCTIONS)) or (role == "user" and is_moved):
+                groups[-1][1].append(message["content"])
+                is_moved = False
+            else:
+                groups.append((message | {"role": "user"} if is_later else message, [message["content"]]))
+                is_moved = is_later
+        return [message | {"content": _joined(contents)} for message, contents in groups]
+
+    def knows(self, role: str) -> bool:
+        """Return whether the template shows messages of a role that is not one of `ROLES`.
+
+        A name that resembles one of `ROLES` counts as a mistake, unless the template itself contains the name.
+        """
+        if role not in self._quoted:
+            return self._shows_any_role and len(role) <= MAX_ROLE and not nearest(role, ROLES)
+        if role not in self._known_roles:
+            self._known_roles[role] = self._shows(role, self.content(PROBE))
+        return self._known_roles[role]
+
+    def content(self, content: Content) -> Content:
         """Return a content in the form that the template expects: as a text, or in parts."""
         if self.takes_parts:
             return [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -60,9 +110,11 @@ class _Template:
 
     def _shows(self, role: str, content: object) -> bool:
         """Whether the template shows the content of a message of this role."""
-        messages: list[Message] = [{"role": role, "content": content}]
-        if role != "user":
-            messages.append({"role": "user", "content": content})
+        return self._shows_all((role,) if role == "user" else (role, "user"), content)
+
+    def _shows_all(self, roles: Sequence[str], content: object) -> bool:
+        """Whether the template shows the content of messages of these roles."""
+        messages: list[Message] = [{"role": role, "content": content} for role in roles]
         try:
             return self.render(messages, True, {}).count(PROBE) == len(messages)
         except Exception:
@@ -110,7 +162,12 @@ class ChatTemplate:
         """
         variables = variables or {}
         template = self._with_tools if variables.get("tools") else self._template
-        shown = [template.shown(message) for message in messages]
+        for role in dict.fromkeys(message["role"] for message in messages):
+            if role not in ROLES and not template.knows(role):
+                raise ValueError(
+                    f"it does not show messages of the role {quoted(role)}{nearest(role[:MAX_ROLE], ROLES)}"
+                )
+        shown = template.in_order([template.shown(message) for message in messages])
         try:
             text = template.render(shown, add_generation_prompt and not continue_final_message, variables)
             return _up_to(text, messages[-1]["content"]) if continue_final_message else text
@@ -118,7 +175,15 @@ class ChatTemplate:
             raise ValueError(str(error)) from None
 
 
-def _up_to(text: str, content: str | list[dict[str, Any]]) -> str:
+def _joined(contents: list[Content]) -> Content:
+    """Return contents of the same form as one."""
+    if len(contents) == 1:
+        return contents[0]
+    texts = [content for content in contents if isinstance(content, str)]
+    return "\n\n".join(texts) or [part for content in contents if isinstance(content, list) for part in content]
+
+
+def _up_to(text: str, content: Content) -> str:
     """Return a prompt up to the end of its last message. Raises ValueError if the template does not show that
     message.
     """

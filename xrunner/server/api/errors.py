@@ -81,7 +81,9 @@ def anthropic_error(error: ApiError) -> dict[str, str]:
         504: "timeout_error",
     }
     kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": kind, "message": str(error)}
+    # Clients recognise a prompt that does not fit by these words, and shorten it.
+    begin = "prompt is too long: " if error.code == "context_length_exceeded" else ""
+    return {"type": kind, "message": f"{begin}{error}"}
 
 
 class ErrorResponse(Response):

@@ -19,7 +19,7 @@ from xrunner.grammar import json_rule, ranges
 from xrunner.server.api.call_formats import Call, CallFormat, Schemas
 from xrunner.server.api.call_reader import CallList, CallPiece, overlap
 from xrunner.server.api.reasoning import Said
-from xrunner.server.api.tools import ToolCall
+from xrunner.server.api.tools import MAX_NAME, ToolCall
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END = "<|end|>"
@@ -28,9 +28,9 @@ ENDS = (END, "<|call|>", "<|return|>", START)
 MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS[:3])
 OPENINGS = (START, CHANNEL, MESSAGE, " to=", "assistant")
 """Texts with which the head of a message may begin; a text that begins in any other way has no head."""
-MAX_HEAD = 256
+MAX_HEAD = 512
 """Longest head, in characters."""
-RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.-]{1,64})")
+RECIPIENT = re.compile(rf"to=functions\.([A-Za-z0-9_.-]{{1,{MAX_NAME}}})")
 
 
 @dataclass(frozen=True, slots=True)

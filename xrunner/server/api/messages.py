@@ -1,8 +1,8 @@
 """Implement Anthropic's Messages by chats: POST /v1/messages and /v1/messages/count_tokens.
 
-If the last message is the assistant's, the model continues it. `thinking` switches a template's reasoning on or off
-(`enable_thinking`); its budget is a hint, which models here do not use. Images, documents, and tools that Anthropic
-runs are refused.
+If the last message is the assistant's, the model continues it. `thinking` switches a template's reasoning on or off;
+its budget is a hint, which models here do not use. Images, documents, and tools that Anthropic runs are refused.
+`max_tokens` may be more than the context holds: the output then ends there, with `model_context_window_exceeded`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from msgspec import Meta
 
 from xrunner.server.api.errors import ApiError, anthropic_error, refuse
 from xrunner.server.api.protocol import (
-    MAX_TOOLS,
     ChatMessage,
     ChatRequest,
     Count,
@@ -25,14 +24,28 @@ from xrunner.server.api.protocol import (
     Sampled,
     Stop,
     TextPart,
+    reasoning_switch,
 )
-from xrunner.server.api.tools import NAME, Function, FunctionCall, NamedFunction, NamedTool, Tool, ToolCall, ToolChoice
+from xrunner.server.api.tools import (
+    MAX_TOOLS,
+    NAME,
+    Function,
+    FunctionCall,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 from xrunner.server.api.translated import AnswerBlock, BlockWriter, Translated, named_event, new_id, parts_of
 from xrunner.server.api.writers import Delta, LogprobsJson, PromptTokens, TokenReport
 
 if TYPE_CHECKING:
     from xrunner.server.api.choices import Choice
 
+BILLING = "x-anthropic-billing-header:"
+"""Beginning of the block that Claude Code puts before a system prompt, for its provider. It differs in each request, so
+that no K/V could be reused if the model saw it."""
 NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config"}
 
 
@@ -74,7 +87,7 @@ class Choosing(msgspec.Struct):
 
 
 class Thinking(msgspec.Struct):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
 class OutputFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
@@ -97,6 +110,8 @@ class CountRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     output_config: OutputConfig | None = None
     cache_control: Any = None
     context_management: Any = None
+    diagnostics: Any = None
+    fallbacks: Any = None
     mcp_servers: list[Any] | None = None
 
     def check(self) -> None:
@@ -109,7 +124,10 @@ class CountRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
 
     def chat(self, **fields: Any) -> ChatRequest:
         """Return the chat to which the request is translated. Raises ApiError (400)."""
-        messages = [] if not self.system else [ChatMessage("system", _texts(self.system, "system"))]
+        system = self.system
+        if isinstance(system, list):
+            system = [block for block in system if not (block.text or "").startswith(BILLING)]
+        messages = [] if not system else [ChatMessage("system", _texts(system, "system"))]
         for message in self.messages:
             messages += _messages(message)
         is_begun = messages[-1].role == "assistant" and not messages[-1].tool_calls
@@ -123,18 +141,20 @@ class CountRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
         )
         if self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use:
             chat.parallel_tool_calls = False
+        variables: dict[str, Any] = {}
         if self.thinking is not None:
-            chat.chat_template_kwargs = {"enable_thinking": self.thinking.type != "disabled"}
+            variables |= reasoning_switch(is_on=self.thinking.type != "disabled")
         config = self.output_config
-        if config is not None:
-            chat.reasoning_effort = config.effort
-            if config.format is not None:
-                chat.response_format = JsonSchemaFormat(JsonSchema("answer", config.format.schema))
+        if config is not None and config.effort is not None:
+            variables["reasoning_effort"] = config.effort
+        if config is not None and config.format is not None:
+            chat.response_format = JsonSchemaFormat(JsonSchema("answer", config.format.schema))
+        chat.chat_template_kwargs = variables or None
         return chat
 
     def translated(self) -> Translated:
         """Return the request as a chat, and the writer of its answer. Raises ApiError (400)."""
-        return Translated(self.chat(), MessagesWriter(self.model), NAMES)
+        return Translated(self.chat(), MessagesWriter(self.model, 0), NAMES)
 
 
 class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
@@ -154,7 +174,13 @@ class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
 
     def chat(self, **fields: Any) -> ChatRequest:
         """Return the chat to which the request is translated. Raises ApiError (400)."""
-        return super().chat(stop=self.stop_sequences or None, max_tokens=self.max_tokens, **fields)
+        chat = super().chat(stop=self.stop_sequences or None, max_tokens=self.max_tokens, **fields)
+        chat.let_fill_context()
+        return chat
+
+    def translated(self) -> Translated:
+        """Return the request as a chat, and the writer of its answer. Raises ApiError (400)."""
+        return Translated(self.chat(), MessagesWriter(self.model, self.max_tokens), NAMES)
 
 
 def _texts(content: str | list[ContentBlock], field: str) -> str | list[TextPart]:
@@ -213,10 +239,15 @@ def _choice(choice: Choosing) -> ToolChoice:
 
 
 class MessagesWriter(BlockWriter):
-    """Writes a chat's answer in the format of Anthropic's messages."""
+    """Writes a chat's answer in the format of Anthropic's messages.
 
-    def __init__(self, model: str) -> None:
+    Args:
+        max_tokens: the request's; an output that is cut off earlier has filled the context.
+    """
+
+    def __init__(self, model: str, max_tokens: int) -> None:
         super().__init__()
+        self._max_tokens = max_tokens
         self._message = {"id": new_id("msg"), "type": "message", "role": "assistant", "model": model}
 
     def begin(self, prompt: PromptTokens) -> Iterator[bytes]:
@@ -243,7 +274,7 @@ class MessagesWriter(BlockWriter):
         yield named_event("content_block_stop", index=self._num_blocks - 1)
 
     def ended(self, last: Delta, prompt: PromptTokens, num_tokens: int) -> Iterator[bytes]:
-        delta = _stopped(last.finish, last.stopped_at, has_calls=self._has_calls)
+        delta = self._stopped(last.finish, last.stopped_at, num_tokens, has_calls=self._has_calls)
         yield named_event("message_delta", delta=delta, usage=_usage(prompt, num_tokens))
         yield named_event("message_stop")
 
@@ -259,11 +290,23 @@ class MessagesWriter(BlockWriter):
         for call in choice.calls:
             input_ = msgspec.Raw(_object(call.function.arguments))
             content.append({"type": "tool_use", "id": call.id, "name": call.function.name, "input": input_})
-        stopped = _stopped(choice.finish, choice.stopped_at, has_calls=bool(choice.calls))
+        stopped = self._stopped(choice.finish, choice.stopped_at, choice.num_tokens, has_calls=bool(choice.calls))
         return self._message | {"content": content, **stopped, "usage": _usage(prompt, choice.num_tokens)}
 
     def logprobs(self, report: TokenReport) -> dict[str, Any]:
         return {}  # messages have no such field
+
+    def _stopped(
+        self, finish: str | None, stopped_at: str | None, num_tokens: int, *, has_calls: bool
+    ) -> dict[str, Any]:
+        reason = "end_turn"
+        if finish == "length":
+            reason = "max_tokens" if num_tokens >= self._max_tokens else "model_context_window_exceeded"
+        elif stopped_at is not None:
+            reason = "stop_sequence"
+        elif has_calls:
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": stopped_at}
 
 
 def _object(arguments: str) -> bytes:
@@ -273,17 +316,6 @@ def _object(arguments: str) -> bytes:
     except (ValueError, RecursionError):
         return b"{}"
     return arguments.encode() if isinstance(found, dict) else b"{}"
-
-
-def _stopped(finish: str | None, stopped_at: str | None, *, has_calls: bool) -> dict[str, Any]:
-    reason = "end_turn"
-    if finish == "length":
-        reason = "max_tokens"
-    elif stopped_at is not None:
-        reason = "stop_sequence"
-    elif has_calls:
-        reason = "tool_use"
-    return {"stop_reason": reason, "stop_sequence": stopped_at}
 
 
 def _usage(prompt: PromptTokens, output_tokens: int) -> dict[str, int]:

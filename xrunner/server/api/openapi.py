@@ -102,7 +102,7 @@ _ANSWERS: dict[str, Json] = {
         role={"const": "assistant"},
         model=_TEXT,
         content={"type": "array", "items": _object(type=_TEXT), "minItems": 1},
-        stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+        stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]},
         stop_sequence=_TEXT_OR_NULL,
         usage=_object(input_tokens=_COUNT, output_tokens=_COUNT),
     ),

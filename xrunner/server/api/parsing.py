@@ -43,7 +43,8 @@ LOOK_BYTES = 64 << 10
 FREE_FIELDS = (
     *("chat_template_kwargs", "tools", "tool_choice", "response_format", "logit_bias", "stop", "model", "user"),
     *("metadata", "prediction", "audio", "web_search_options", "functions", "function_call", "text", "output_config"),
-    "context_management",
+    *("context_management", "diagnostics", "fallbacks", "moderation", "prompt_cache_options", "access_programs"),
+    *("background_options", "image", "client_metadata"),
 )
 """Fields in which clients may put anything, or whose text the server does not read."""
 _Looked = msgspec.defstruct("_Looked", [(name, msgspec.Raw, msgspec.Raw()) for name in (*FREE_FIELDS, *LONG_FIELDS)])
@@ -75,7 +76,7 @@ def _parse(decoder: msgspec.json.Decoder[P], body: Body) -> P:
         except msgspec.ValidationError as error:
             if "got `float`" not in str(error):
                 raise
-            request = _with_whole_numbers(body, decoder.type)
+            request = decoder.decode(_with_whole_numbers(body))
     except msgspec.ValidationError as error:
         found = (pattern.search(str(error)) for pattern in _FIELDS)
         param = next((match[1] for match in found if match), None)
@@ -138,12 +139,20 @@ def _has_many_strings(body: Body) -> bool:
     return num_quotes > 2 * MAX_ITEMS and num_quotes - body.count(b'\\"') > 2 * MAX_ITEMS
 
 
-def _with_whole_numbers(body: Body, kind: Any) -> Any:
-    """Return the request in a body that writes integers with a decimal point (4.0), as some clients do."""
-    found = msgspec.json.decode(body)
-    if isinstance(found, dict):
-        found |= {name: int(value) for name, value in found.items() if type(value) is float and value.is_integer()}
-    return msgspec.convert(found, kind)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+"""Decodes a body's fields only as far as their sizes."""
+_NUMBER = re.compile(rb"-?\d{1,20}(\.\d{1,20})?([eE][+-]?\d{1,3})?")
+MAX_NUMBER = 64
+"""Characters of the longest number that is read as a whole one."""
+
+
+def _with_whole_numbers(body: Body) -> bytes:
+    """Return a body whose fields have integers without a decimal point; some clients write 4.0."""
+    fields = _fields(body)
+    for name, written in fields.items():
+        if len(written) <= MAX_NUMBER and _NUMBER.fullmatch(text := bytes(written)) and float(text).is_integer():
+            fields[name] = msgspec.Raw(str(int(float(text))).encode())
+    return msgspec.json.encode(fields)
 
 
 def _check_sizes(looked: Any, size: int) -> None:

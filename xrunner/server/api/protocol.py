@@ -31,11 +31,10 @@ from typing import Annotated, Any, ClassVar, cast
 import msgspec
 from msgspec import Meta
 
-from xgpt.core.errors import nearest
 from xrunner.generation import SamplingParams
 from xrunner.server.api.errors import quoted, refuse
 from xrunner.server.api.form import OutputForm, OutputReader
-from xrunner.server.api.tools import AllowedTools, NamedTool, Tool, ToolCall, ToolChoice
+from xrunner.server.api.tools import MAX_TOOLS, AllowedTools, NamedTool, Tool, ToolCall, ToolChoice
 
 MAX_LOGPROBS = 20
 MAX_DEADLINE_S = 86400
@@ -50,7 +49,6 @@ TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 MAX_BIASES = 1024
 LEAST_TOP_P = 1e-9
 """The value that a top_p of 0 stands for: the most probable token only."""
-MAX_TOOLS = 128
 MAX_PARTS = 1 << 16
 """Largest number of messages, parts of their content, and calls in them, together."""
 MAX_ARGUMENTS = 1 << 20
@@ -71,7 +69,10 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None
 
 
-HINTS = ("user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_retention", "prediction")
+HINTS = (
+    *("user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+    "prediction",
+)
 """Fields that cannot change an answer; they are dropped immediately."""
 COMMON_WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "skip_special_tokens": (True, "special tokens are never shown; leave it out"),
@@ -107,6 +108,7 @@ class OpenAiFields(Sampled, forbid_unknown_fields=True, kw_only=True):
     store: bool | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: Any = None
 
 
 class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
@@ -146,6 +148,11 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
     @property
     def is_scored_only(self) -> bool:
         """Whether the answer is only the prompt: the output's one token is not shown."""
+        return False
+
+    @property
+    def may_fill_context(self) -> bool:
+        """Whether `max_tokens` may be more than fits, so that the output ends where the context is full."""
         return False
 
     @property
@@ -346,12 +353,6 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text"):
     text: str
 
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
-"""Roles of messages; a chat template shows those that its model knows, and may refuse others. Llama 3.1 knows the
-results of tools as `ipython`."""
-ONE_OF_ROLES = f"{', '.join(ROLES[:-1])} or {ROLES[-1]}"
-
-
 class ChatMessage(msgspec.Struct):
     """A message. An assistant's may have no content; a function's result names its call.
 
@@ -406,6 +407,11 @@ def _check_parts(messages: Sequence[ChatMessage]) -> None:
         refuse("messages", f"{arguments} characters of arguments in tool_calls are more than {MAX_ARGUMENTS}")
 
 
+def reasoning_switch(*, is_on: bool) -> dict[str, bool]:
+    """Return the variables by which templates switch reasoning: the first is Qwen's, the second DeepSeek's."""
+    return {"enable_thinking": is_on, "thinking": is_on}
+
+
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
     """A JSON schema of an output; `strict` has no effect, since outputs always follow the schema."""
 
@@ -437,6 +443,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         "modalities": (["text"], "answers are text only; leave it out"),
         "audio": (None, "answers are text only; leave it out"),
         "web_search_options": (None, "this server does not search; leave it out"),
+        "moderation": (None, "this server does not moderate; leave it out"),
         "functions": (None, "send tools in its place"),
         "function_call": (None, "send tool_choice in its place"),
     }
@@ -457,6 +464,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
     prediction: Any = None
     audio: Any = None
     web_search_options: Any = None
+    moderation: Any = None
     functions: Any = None
     function_call: Any = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
@@ -481,10 +489,6 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
     def check(self) -> None:
         super().check()
         _check_parts(self.messages)
-        for message in self.messages:
-            if message.role not in ROLES:
-                near = nearest(message.role, ROLES)
-                refuse("messages", f"the role {quoted(message.role)} is not accepted{near or f'; send {ONE_OF_ROLES}'}")
         if any(message.content is None and message.role != "assistant" for message in self.messages):
             refuse("messages", "a message has no content; only an assistant's may have none")
         self._allow_tools()
@@ -502,8 +506,10 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
     @property
     def template_variables(self) -> dict[str, Any]:
         """Return the variables that the client gives the template."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return effort | (self.chat_template_kwargs or {})
+        variables: dict[str, Any] = {}
+        if (effort := self.reasoning_effort) is not None:
+            variables = {"reasoning_effort": effort} | reasoning_switch(is_on=effort != "none")
+        return variables | (self.chat_template_kwargs or {})
 
     @property
     def num_text_bytes(self) -> int:
@@ -545,6 +551,14 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
             case JsonSchemaFormat(json_schema):
                 return json_schema.schema
         return None
+
+    @property
+    def may_fill_context(self) -> bool:
+        return "fills_context" in self.__dict__
+
+    def let_fill_context(self) -> None:
+        """Accept a `max_tokens` that is more than fits into the context."""
+        self.__dict__["fills_context"] = True
 
     def leave_free(self, name: str | None) -> None:
         """Functions that may be called with any arguments; None: calls may be any text."""

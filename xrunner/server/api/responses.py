@@ -1,8 +1,8 @@
 """Implement OpenAI's Responses by chats: POST /v1/responses.
 
 Nothing is stored: `previous_response_id`, `conversation`, `background` and stored prompts are refused, and answers say
-`store: false`. All tools are functions. Reasoning is returned as an item with its text, and clients may send it back
-unchanged.
+`store: false`. Reasoning is returned as an item with its text, and clients may send it back unchanged. Tools that the
+client runs become functions of the chat (`response_tools`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from msgspec import Meta
 from xrunner.server.api.errors import ApiError, refuse
 from xrunner.server.api.protocol import (
     MAX_LOGPROBS,
-    MAX_TOOLS,
     ChatMessage,
     ChatRequest,
     Count,
@@ -28,18 +27,8 @@ from xrunner.server.api.protocol import (
     TextFormat,
     TextPart,
 )
-from xrunner.server.api.tools import (
-    NAME,
-    Allowed,
-    AllowedTools,
-    Function,
-    FunctionCall,
-    NamedFunction,
-    NamedTool,
-    Tool,
-    ToolCall,
-    ToolChoice,
-)
+from xrunner.server.api.response_tools import CallItems, Chosen, ResponseTool, Toolbox, arguments_of, flat_name
+from xrunner.server.api.tools import MAX_TOOLS, FunctionCall, ToolCall
 from xrunner.server.api.translated import AnswerBlock, BlockWriter, Translated, named_event, new_id, parts_of
 from xrunner.server.api.writers import Delta, LogprobsJson, PromptTokens, TokenReport, scored_token
 
@@ -74,27 +63,10 @@ class Item(msgspec.Struct):
     summary: list[ContentPart] | None = None
     call_id: str = ""
     name: str | None = None
+    namespace: str | None = None
     arguments: str = ""
+    input: str = ""
     output: str | list[ContentPart] | None = None
-
-
-class ResponseTool(msgspec.Struct, omit_defaults=True):
-    """A function; other types of tools, which OpenAI would run, are refused."""
-
-    type: str
-    name: Annotated[str, Meta(pattern=NAME)] | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Chosen(msgspec.Struct, omit_defaults=True):
-    """Which functions may be called: one by its name, or some of them."""
-
-    type: str
-    name: str | None = None
-    mode: Literal["auto", "required"] = "auto"
-    tools: list[Chosen] = []
 
 
 class NamedSchema(JsonSchema, tag_field="type", tag="json_schema", forbid_unknown_fields=False):
@@ -135,7 +107,10 @@ class ResponsesRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
     include: list[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     context_management: Any = None
-    prompt_cache_options: Any = None
+    access_programs: Any = None
+    background_options: Any = None
+    client_metadata: Any = None
+    image: Any = None
     previous_response_id: str | None = None
     conversation: Any = None
     background: bool | None = None
@@ -148,28 +123,26 @@ class ResponsesRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
         for field, reason in self.WITHOUT_EFFECT.items():
             if getattr(self, field):
                 refuse(field, reason)
-        for tool in self.tools or ():
-            if tool.type != "function" or tool.name is None:
-                refuse("tools", f"tools of type {tool.type!r} are not supported; send functions with names")
 
     def translated(self) -> Translated:
         """Return the request as a chat, and the writer of its answer. Raises ApiError (400)."""
         instructions = [ChatMessage("system", self.instructions)] if self.instructions else []
+        toolbox = Toolbox(self.tools or (), self.tool_choice)
         is_scored = WITH_LOGPROBS in (self.include or ())
         chat = ChatRequest(
             messages=[*instructions, *_messages(self.input)] or refuse("input", "it is empty"),
             max_tokens=self.max_output_tokens,
             logprobs=is_scored or None,
             top_logprobs=self.top_logprobs if is_scored else None,
-            tools=[_tool(tool) for tool in self.tools or ()] or None,
-            tool_choice=_choice(self.tool_choice),
+            tools=toolbox.functions or None,
+            tool_choice=toolbox.choice,
             response_format=_format(self.text),
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             parallel_tool_calls=self.parallel_tool_calls,
             chat_template_kwargs=self.chat_template_kwargs,
             **self.common(OpenAiFields),
         )
-        return Translated(chat, ResponsesWriter(self), NAMES)
+        return Translated(chat, ResponsesWriter(self, toolbox.declared, toolbox.calls), NAMES)
 
 
 def _messages(items: str | list[Item]) -> list[ChatMessage]:
@@ -185,15 +158,16 @@ def _messages(items: str | list[Item]) -> list[ChatMessage]:
             thought += "\n".join(_texts(item.content or item.summary or []))
             is_open = False
             continue
-        if item.type == "function_call" and item.name is not None:
-            call = ToolCall(FunctionCall(item.name, item.arguments), item.call_id)
+        if item.type in ("function_call", "custom_tool_call") and item.name is not None:
+            arguments = item.arguments if item.type == "function_call" else arguments_of(item.input)
+            call = ToolCall(FunctionCall(flat_name(item.namespace, item.name), arguments), item.call_id)
             if is_open and not thought:
                 if messages[-1].tool_calls is None:
                     messages[-1].tool_calls = []
                 messages[-1].tool_calls.append(call)
                 continue
             message = ChatMessage("assistant", tool_calls=[call])
-        elif item.type == "function_call_output":
+        elif item.type in ("function_call_output", "custom_tool_call_output"):
             message = ChatMessage("tool", _content(item.output), tool_call_id=item.call_id)
         elif item.type == "message" and item.role is not None:
             message = ChatMessage(item.role, _content(item.content))
@@ -224,23 +198,6 @@ def _texts(parts: str | list[ContentPart]) -> list[str]:
     return [part.text or part.refusal or "" for part in parts]
 
 
-def _tool(tool: ResponseTool) -> Tool:
-    return Tool(Function(tool.name or "", tool.description, tool.parameters, tool.strict))
-
-
-def _choice(choice: str | Chosen | None) -> ToolChoice | None:
-    """Return the chat's `tool_choice`. Raises ApiError (400)."""
-    if not isinstance(choice, Chosen):
-        found: ToolChoice | None = msgspec.convert(choice, ToolChoice | None)
-        return found
-    if choice.type == "function" and choice.name is not None:
-        return NamedTool(NamedFunction(choice.name))
-    if choice.type == "allowed_tools" and all(tool.name is not None for tool in choice.tools):
-        named = [NamedTool(NamedFunction(tool.name or "")) for tool in choice.tools]
-        return AllowedTools(Allowed(named, choice.mode))
-    refuse("tool_choice", f"{choice.type!r} is not supported; name a function, or send none, auto or required")
-
-
 def _format(text: TextConfig | None) -> TextFormat | JsonObjectFormat | JsonSchemaFormat | None:
     found = None if text is None else text.format
     if isinstance(found, NamedSchema):
@@ -254,8 +211,9 @@ class ResponsesWriter(BlockWriter):
     times_scored = 5
     """A stream repeats a text with its log probabilities when it ends: alone, as a part, an item and an answer."""
 
-    def __init__(self, request: ResponsesRequest) -> None:
+    def __init__(self, request: ResponsesRequest, tools: list[ResponseTool], calls: CallItems) -> None:
         super().__init__()
+        self._calls = calls
         said = {
             "object": "response",
             "created_at": int(time.time()),
@@ -270,7 +228,7 @@ class ResponsesWriter(BlockWriter):
             "temperature": request.temperature,
             "text": request.text or {"format": {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
-            "tools": request.tools or [],
+            "tools": tools,
             "top_p": request.top_p,
             "truncation": "disabled",
         }
@@ -289,7 +247,7 @@ class ResponsesWriter(BlockWriter):
 
     def opened(self, block: AnswerBlock) -> Iterator[bytes]:
         index = len(self._items)
-        item = _item(block, None, "in_progress")
+        item = self._item(block, None, "in_progress")
         yield self._event("response.output_item.added", output_index=index, item=item)
         if block.kind != "call":
             part = _part(block, "")
@@ -298,7 +256,9 @@ class ResponsesWriter(BlockWriter):
     def added(self, block: AnswerBlock, text: str, logprobs: LogprobsJson | None) -> bytes:
         members = self._place(block) | {"delta": text}
         if block.kind == "call":
-            return self._event("response.function_call_arguments.delta", **members)
+            # The input of a custom tool is a string within the arguments: it is sent when it is complete.
+            is_custom = self._is_custom(block)
+            return b"" if is_custom else self._event("response.function_call_arguments.delta", **members)
         if block.kind == "reasoning":
             return self._event("response.reasoning_text.delta", **members, content_index=0)
         scored = b"" if logprobs is None else logprobs.items("content")
@@ -308,9 +268,12 @@ class ResponsesWriter(BlockWriter):
     def closed(self, block: AnswerBlock, text: str) -> Iterator[bytes]:
         place, logprobs = self._place(block), _listed(self._logprobs)
         self._logprobs = bytearray()
-        if block.kind == "call":
-            assert block.call is not None
-            done = place | {"name": block.call.name, "arguments": text}
+        item = self._item(block, text, "completed", logprobs)
+        if block.kind == "call" and self._is_custom(block):
+            yield self._event("response.custom_tool_call_input.delta", **place, delta=item["input"])
+            yield self._event("response.custom_tool_call_input.done", **place, input=item["input"])
+        elif block.kind == "call":
+            done = place | {"name": item["name"], "arguments": text}
             yield self._event("response.function_call_arguments.done", **done)
         else:
             done = place | {"content_index": 0, "text": text}
@@ -320,7 +283,6 @@ class ResponsesWriter(BlockWriter):
                 yield self._event("response.reasoning_text.done", **done)
             part = _part(block, text, logprobs)
             yield self._event("response.content_part.done", **place, content_index=0, part=part)
-        item = _item(block, text, "completed", logprobs)
         self._items.append(item)
         yield self._event("response.output_item.done", output_index=place["output_index"], item=item)
 
@@ -331,20 +293,41 @@ class ResponsesWriter(BlockWriter):
 
     def failure(self, error: ApiError) -> bytes:
         code = error.code or ("server_error" if error.status >= 500 else "invalid_prompt")
-        return self._event("error", code=code, message=str(error), param=error.param)
+        said = self._event("error", code=code, message=str(error), param=error.param)
+        failed = self._response("failed", self._items, None) | {"error": {"code": code, "message": str(error)}}
+        return said + self._event("response.failed", response=failed)
 
     def answer(self, choice: Choice, prompt: PromptTokens) -> dict[str, Any]:
         logprobs = _listed(b"" if choice.logprobs is None else choice.logprobs.items("content"))
         items = []
         if choice.reasoning:
-            items.append(_item(AnswerBlock("reasoning", 0, new_id("rs")), choice.reasoning, "completed"))
+            items.append(self._item(AnswerBlock("reasoning", 0, new_id("rs")), choice.reasoning, "completed"))
         if choice.text or not (items or choice.calls):
-            items.append(_item(AnswerBlock("text", 0, new_id("msg")), choice.text, "completed", logprobs))
-        items += [_call(new_id("fc"), call.id, call.function.name, call.function.arguments) for call in choice.calls]
+            items.append(self._item(AnswerBlock("text", 0, new_id("msg")), choice.text, "completed", logprobs))
+        for call in choice.calls:
+            called, status = call.function, "completed"
+            items.append(self._calls.item(new_id("fc"), call.id, called.name, called.arguments, status))
         return self._response(_status(choice.finish), items, self._usage(prompt, choice.num_tokens))
 
     def logprobs(self, report: TokenReport) -> dict[str, Any]:
         return {"content": scored_token(report)}
+
+    def _is_custom(self, block: AnswerBlock) -> bool:
+        """Whether a block is a call of a custom tool."""
+        return block.call is not None and self._calls.is_custom(block.call.name or "")
+
+    def _item(
+        self, block: AnswerBlock, text: str | None, status: str, logprobs: msgspec.Raw | None = None
+    ) -> dict[str, Any]:
+        """Return a block as an item of the output; with `text` None, the block has only begun."""
+        if block.kind == "call":
+            assert block.call is not None
+            return self._calls.item(block.id, block.call.id or "", block.call.name or "", text or "", status)
+        content = [] if text is None else [_part(block, text, logprobs)]
+        item: dict[str, Any] = {"id": block.id, "status": status, "content": content}
+        if block.kind == "reasoning":
+            return item | {"type": "reasoning", "summary": []}
+        return item | {"type": "message", "role": "assistant"}
 
     def _event(self, kind: str, **members: Any) -> bytes:
         self._num_events += 1
@@ -389,20 +372,3 @@ def _part(block: AnswerBlock, text: str, logprobs: msgspec.Raw | None = None) ->
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
-
-
-def _item(block: AnswerBlock, text: str | None, status: str, logprobs: msgspec.Raw | None = None) -> dict[str, Any]:
-    """Return a block as an item of the output; with `text` None, the block has only begun."""
-    if block.kind == "call":
-        assert block.call is not None
-        return _call(block.id, block.call.id or "", block.call.name or "", text or "", status)
-    content = [] if text is None else [_part(block, text, logprobs)]
-    item: dict[str, Any] = {"id": block.id, "status": status, "content": content}
-    if block.kind == "reasoning":
-        return item | {"type": "reasoning", "summary": []}
-    return item | {"type": "message", "role": "assistant"}
-
-
-def _call(id_: str, call_id: str, name: str, arguments: str, status: str = "completed") -> dict[str, Any]:
-    item = {"id": id_, "type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}
-    return item | {"status": status}

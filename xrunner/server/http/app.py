@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from functools import partial
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any
@@ -161,9 +162,14 @@ def _warning(engine: EngineClient) -> str | None:
 def _model_routes(engine: EngineClient, model: ServedModel, *, has_keys: bool) -> Iterator[Route]:
     """Yield the routes about the model."""
     warning = _warning(engine)
-    card = {"object": "model", "created": int(time.time()), "owned_by": "xgpt"}
-    card |= {"max_model_len": model.spec.max_context} | ({"warning": warning} if warning else {})
-    cards = [{"id": name} | card for name in model.names]
+    now_s, context = int(time.time()), model.spec.max_context
+    card = {"object": "model", "created": now_s, "owned_by": "xgpt", "max_model_len": context}
+    # Anthropic's clients read these members.
+    card |= {"type": "model", "created_at": f"{datetime.fromtimestamp(now_s, UTC):%Y-%m-%dT%H:%M:%SZ}"}
+    card |= {"lifecycle": "active", "max_input_tokens": context, "max_tokens": context}
+    card |= {"warning": warning} if warning else {}
+    cards = [{"id": name, "display_name": name} | card for name in model.names]
+    page = {"object": "list", "data": cards, "has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
     description = describe(model.names, model.spec, has_keys=has_keys)
 
     def retrieve(http: Request) -> dict[str, Any]:
@@ -173,7 +179,7 @@ def _model_routes(engine: EngineClient, model: ServedModel, *, has_keys: bool) -
         raise ApiError(404, f"this model is not served here; ask for {model.name!r}", code="model_not_found")
 
     yield _route("/openapi.json", lambda _: description)
-    yield _route("/v1/models", lambda _: {"object": "list", "data": cards})
+    yield _route("/v1/models", lambda _: page)
     yield _route("/v1/models/{name:path}", retrieve)
 
 

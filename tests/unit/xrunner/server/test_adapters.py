@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -113,6 +114,56 @@ def test_a_streamed_response_is_the_whole_one(client: openai.OpenAI) -> None:
     )
 
 
+CALLS = (
+    '<tool_call>\n{"name": "home__weather", "arguments": {"place":"Rome"}}\n</tool_call>'
+    '<tool_call>\n{"name": "apply_patch", "arguments": {"input":"*** é\\n"}}\n</tool_call>'
+)
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start:"},
+}
+AGENTS: list[Any] = [
+    {"type": "namespace", "name": "home", "description": "At home.", "tools": [TOOL]},
+    PATCH,
+    {"type": "web_search", "external_web_access": False},
+    {"type": "image_generation", "output_format": "png"},
+]
+"""Tools as Codex declares them: those of an MCP server, one that takes a text, and some that OpenAI would run."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_come_in_the_form_of_an_agents_tools(client: openai.OpenAI, stream: bool) -> None:
+    asked: dict[str, Any] = {"model": "fake", "input": say(CALLS), "tools": AGENTS}
+    if stream:
+        streamed = list(client.responses.create(**asked, stream=True))
+        response = streamed[-1].response
+        kinds = [event.type for event in streamed if "call" in event.type]
+        assert kinds[-2:] == ["response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"]
+        assert "response.function_call_arguments.done" in kinds
+    else:
+        response = client.responses.create(**asked)
+    called, patched = response.output
+    assert (called.type, called.namespace, called.name) == ("function_call", "home", "weather")
+    assert json.loads(called.arguments) == {"place": "Rome"}
+    assert (patched.type, patched.name, patched.input) == ("custom_tool_call", "apply_patch", "*** é\n")
+    assert [tool.type for tool in response.tools] == ["namespace", "custom"]
+
+
+def test_an_agents_calls_come_back_as_the_calls_that_they_are(app_parts: tuple[str, SayingExecutor]) -> None:
+    items = [
+        {"role": "user", "content": "hi"},
+        {"type": "function_call", "call_id": "a", "namespace": "home", "name": "weather", "arguments": "{}"},
+        {"type": "custom_tool_call", "call_id": "b", "name": "apply_patch", "input": "é"},
+        {"type": "function_call_output", "call_id": "a", "output": "sunny"},
+        {"type": "custom_tool_call_output", "call_id": "b", "output": "done"},
+    ]
+    assert prompt_of(app_parts, "/v1/responses", input=items, tools=AGENTS) == (
+        '[home__weatherapply_patch]<user>hi<assistant>!home__weather{}!apply_patch{"input": "é"}<tool>sunny<tool>done'
+        "<assistant>"
+    )
+
+
 def test_a_response_that_is_cut_off_is_incomplete(client: openai.OpenAI) -> None:
     response = client.responses.create(model="fake", input=say("It is Rome."), max_output_tokens=5)
     assert (response.status, response.output_text) == ("incomplete", "It is")
@@ -200,8 +251,19 @@ def test_blocks_of_a_message_come_back_as_the_messages_that_they_are(app_parts: 
     assert converted == f"[weather]<system>Be brief.{HISTORY}"
     begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "It is"}]
     assert prompt_of(app_parts, "/v1/messages", max_tokens=2, messages=begun) == "<user>hi<assistant>It is"
-    off = {"type": "disabled"}
-    assert prompt_of(app_parts, "/v1/messages", max_tokens=2, messages=begun[:1], thinking=off).endswith("</think>")
+    off: dict[str, Any] = {"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}}
+    assert prompt_of(app_parts, "/v1/messages", max_tokens=2, messages=begun[:1], **off).endswith("</think>")
+
+
+def test_no_effort_is_no_reasoning(app_parts: tuple[str, SayingExecutor]) -> None:
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+    for effort, is_off in (("none", True), ("low", False)):
+        shown = prompt_of(app_parts, "/v1/responses", input="hi", reasoning={"effort": effort})
+        assert shown.endswith("<think></think>") is is_off
+        shown = prompt_of(app_parts, "/v1/chat/completions", **chat, reasoning_effort=effort)
+        assert shown.endswith("<think></think>") is is_off
+    kept = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}
+    assert prompt_of(app_parts, "/v1/chat/completions", **chat, **kept).endswith("<assistant>")
 
 
 TOOLS = [{"name": "weather", "input_schema": PLACE}]
@@ -262,7 +324,39 @@ def test_why_a_message_ends(
     assert (found, stopped["stop_reason"], stopped["stop_sequence"]) == (text, reason, stopped_at)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_output_may_fill_the_context(url: str, stream: bool) -> None:
+    """Agents ask for more than a small model's context holds."""
+    asked: dict[str, Any] = {"max_tokens": 32_000, "messages": [{"role": "user", "content": say("a" * 300)}]}
+    prompt = post(url, "/v1/messages/count_tokens", messages=asked["messages"]).json()["input_tokens"]
+    if stream:
+        *_, last, _ = events(url, "/v1/messages", **asked)
+        stopped, usage = last["delta"], last["usage"]
+    else:
+        stopped = post(url, "/v1/messages", **asked).json()
+        usage = stopped["usage"]
+    assert (stopped["stop_reason"], usage["output_tokens"]) == ("model_context_window_exceeded", 512 - prompt)
+
+
+def test_a_block_for_the_provider_does_not_reach_the_model(app_parts: tuple[str, SayingExecutor]) -> None:
+    texts = ("x-anthropic-billing-header: cc_version=2.1; cch=1a2b3;", "Be brief.")
+    for system in (texts, texts[:1]):
+        blocks = [{"type": "text", "text": text} for text in system]
+        shown = prompt_of(app_parts, "/v1/messages", **HI, system=blocks)
+        assert shown == ("<system>Be brief." if len(system) > 1 else "") + "<user>hi<assistant>"
+
+
+def test_models_are_listed_for_each_apis_client(url: str, client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["fake"]
+    page = httpx.get(f"{url}/v1/models").json()
+    assert (page["has_more"], page["first_id"], page["last_id"]) == (False, "fake", "fake")
+    (card,) = page["data"]
+    assert (card["type"], card["display_name"], card["max_input_tokens"]) == ("model", "fake", 512)
+    assert datetime.fromisoformat(card["created_at"]).timestamp() == card["created"]
+
+
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+MANY = [TOOL | {"name": f"f{number}"} for number in range(129)]
 IMAGE = {"type": "image", "source": {"type": "url", "url": "https://a.example/b.png"}}
 
 
@@ -279,6 +373,18 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://a.example/b.
         ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input: parts of type"),
         ("/v1/responses", {"input": [{"type": "item_reference", "id": "a"}]}, "input: items of type"),
         ("/v1/responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools: tools of type 'web_search'"),
+        ("/v1/responses", {"input": "a", "tools": [{"type": "frobnicate"}, TOOL]}, "tools: tools of type 'frobnicate'"),
+        (
+            "/v1/responses",
+            {"input": "a", "tools": [{"type": "web_search"}, TOOL], "tool_choice": {"type": "web_search"}},
+            "tool_choice: 'web_search' is not supported",
+        ),
+        ("/v1/responses", {"input": "a", "tools": [TOOL, TOOL]}, "tools: two functions have the name 'weather'"),
+        (
+            "/v1/responses",
+            {"input": "a", "tools": [{"type": "namespace", "name": "n", "tools": MANY}]},
+            "tools: 129 functions are more than 128",
+        ),
         ("/v1/responses", {"input": "a", "max_output_tokens": 600}, "max_output_tokens: "),
         ("/v1/responses", {"input": "a" * 600}, "input: "),
         ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_object"}}}, "text: "),
@@ -286,7 +392,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://a.example/b.
         ("/v1/messages", HI | {"max_tokens": 0}, "max_tokens"),
         ("/v1/messages", HI | {"messages": []}, "messages"),
         ("/v1/messages", {"messages": HI["messages"]}, "max_tokens"),
-        ("/v1/messages", HI | {"max_tokens": 600}, "max_tokens: "),
+        ("/v1/messages", HI | {"messages": [{"role": "user", "content": "a" * 600}]}, "prompt is too long: messages: "),
         ("/v1/messages", HI | {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages: content blocks of type"),
         ("/v1/messages", HI | {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools: web_search"),
         ("/v1/messages", HI | {"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice: there is no function"),
@@ -319,6 +425,7 @@ def test_what_changes_no_answer_is_accepted(url: str) -> None:
     hints = {"store": True, "truncation": "auto", "user": "a", "safety_identifier": "a", "service_tier": "auto"}
     hints |= {"include": ["reasoning.encrypted_content"], "prompt_cache_key": "a", "reasoning": {"summary": "auto"}}
     hints |= {"text": {"verbosity": "low"}, "max_tool_calls": 2, "background": False, "conversation": None}
+    hints |= {"prompt_cache_options": {"ttl": "30m"}, "client_metadata": {"session": "a"}, "access_programs": {}}
     assert post(url, "/v1/responses", input="a", **hints).status_code == 200
     more: dict[str, Any] = {
         "metadata": {"user_id": "a"},
@@ -326,6 +433,7 @@ def test_what_changes_no_answer_is_accepted(url: str) -> None:
         "cache_control": {"type": "ephemeral"},
     }
     more |= {"thinking": {"type": "enabled", "budget_tokens": 1024}, "context_management": {}, "mcp_servers": []}
+    more |= {"diagnostics": None, "fallbacks": "default"}
     assert post(url, "/v1/messages", **HI, **more).status_code == 200
 
 
@@ -361,6 +469,6 @@ def test_a_stream_that_breaks_off_says_so_in_the_form_of_its_api(path: str, aske
     with running(fake_app(fake_engine(Failing(byte_tokenizer())), codec=CODEC)) as url:
         more = {"max_tokens": 8} if path == "/v1/messages" else {}
         *_, last = events(url, path, **asked | more)
-    assert last["type"] == "error"
-    error = last["error"] if path == "/v1/messages" else last
+    error = last["error"] if path == "/v1/messages" else last["response"]["error"]
+    assert last["type"] == ("error" if path == "/v1/messages" else "response.failed")
     assert "the device has gone" in error["message"]

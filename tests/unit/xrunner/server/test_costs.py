@@ -24,6 +24,7 @@ from xrunner.prefixes import Prefixes
 from xrunner.server import ApiKeys, Limits, TextCodec, log_json
 from xrunner.server.api.errors import ApiError
 from xrunner.server.api.parsing import MAX_FREE_BYTES, parse_chat, parse_completion, parse_responses
+from xrunner.server.api.response_tools import CallItems
 from xrunner.server.api.responses import ResponsesRequest, ResponsesWriter
 from xrunner.server.api.writers import Delta, LogprobsJson, PromptTokens, TokenReport
 from xrunner.server.http import bodies, outputs
@@ -203,7 +204,7 @@ def test_long_bodies_go_on_one_in_each_turn_of_the_loop() -> None:
 
 def test_a_stream_keeps_log_probabilities_as_text() -> None:
     """As objects, those of a long response took half a gigabyte until it had ended."""
-    writer = ResponsesWriter(ResponsesRequest(model="fake", input="x", stream=True))
+    writer = ResponsesWriter(ResponsesRequest(model="fake", input="x", stream=True), [], CallItems([]))
     prompt = PromptTokens(1, 0)
     tracemalloc.start()
     try:

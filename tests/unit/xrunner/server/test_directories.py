@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,65 @@ def test_a_developers_instruction_reaches_the_model() -> None:
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}]
     assert ChatTemplate(CHATML).render(messages) == "<system>Be brief.<user>hi"
     assert ChatTemplate(PLAIN).render(messages) == "[developer]Be brief.[user]hi[a]"
+
+
+STRICT = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}
+{{- raise_exception('System message must be at the beginning.') }}{% endif %}<{{ m.role }}>{{ m.content }}
+{%- endfor %}"""
+
+
+def said(*messages: str) -> list[dict[str, str]]:
+    """Messages, each written as "role text"."""
+    return [dict(zip(("role", "content"), each.split(" ", 1), strict=True)) for each in messages]
+
+
+@pytest.mark.parametrize(
+    ("messages", "shown"),
+    [
+        # What Codex sends: instructions, then a developer's message; and one that comes later.
+        (("system a", "developer b", "user c"), "<system>a\n\nb<user>c"),
+        (("system a", "user b", "developer c", "user d"), "<system>a<user>b\n\nc<user>d"),
+        # What Claude Code sends: reminders after the user's message or after the result of a tool.
+        (("system a", "user b", "assistant c", "user d", "system e"), "<system>a<user>b<assistant>c<user>d\n\ne"),
+        (("user a", "assistant b", "tool c", "system d"), "<user>a<assistant>b<tool>c<user>d"),
+        (("user a", "assistant b", "system c", "user d"), "<user>a<assistant>b<user>c\n\nd"),
+        (("system a", "user b"), "<system>a<user>b"),
+    ],
+)
+def test_system_messages_anywhere_reach_a_template_that_takes_one_at_the_beginning(
+    messages: tuple[str, ...], shown: str
+) -> None:
+    assert ChatTemplate(STRICT).render(said(*messages)) == shown
+
+
+def test_a_template_that_takes_system_messages_anywhere_gets_them_as_they_are() -> None:
+    messages = said("system a", "system b", "user c", "system d")
+    assert ChatTemplate(PLAIN).render(messages, add_generation_prompt=False) == "[system]a[system]b[user]c[system]d"
+
+
+NAMING = """{% for m in messages %}{% if m.role in ('user', 'environment', 'tools') %}<{{ m.role }}>{{ m.content }}
+{%- endif %}{% endfor %}"""
+
+
+def test_roles_that_the_template_shows_are_accepted() -> None:
+    messages = [*said("environment 20 degrees", "user hi")]
+    assert ChatTemplate(NAMING).render(messages) == "<environment>20 degrees<user>hi"
+    assert ChatTemplate(PLAIN).render(messages) == "[environment]20 degrees[user]hi[a]"
+    assert ChatTemplate(NAMING).render(said("tools a")) == "<tools>a"
+
+
+@pytest.mark.parametrize(
+    ("source", "role", "says"),
+    [
+        (NAMING, "critic", "does not show messages of the role 'critic'"),
+        (CHATML, "environment", "does not show messages of the role 'environment'"),
+        (PLAIN, "asistant", "did you mean assistant?"),
+        (PLAIN, "x" * 65, "does not show"),
+    ],
+)
+def test_a_message_that_the_model_would_not_see_is_refused(source: str, role: str, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        ChatTemplate(source).render(said(f"{role} a", "user hi"))
 
 
 def test_a_message_that_is_not_shown_cannot_be_continued() -> None:

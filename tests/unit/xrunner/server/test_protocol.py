@@ -176,7 +176,9 @@ def test_a_least_length_is_taken_where_nothing_else_ends_the_output() -> None:
 def test_counts_may_be_written_with_a_point() -> None:
     request = parse(max_tokens=4.0, n=2.0, prompt="4.0, 5.0")
     assert (request.max_tokens, request.n, request.prompt) == (4, 2, "4.0, 5.0")
+    assert parse_completion(b'{"model": "fake", "prompt": "a", "max_tokens": 1e2}').max_tokens == 100
     assert "got `float`" in str(error_of(max_tokens=4.5))
+    assert "got `float`" in str(error_of(max_tokens=4.0, prompt=[1.0]))
 
 
 def test_only_allowed_functions_are_called() -> None:

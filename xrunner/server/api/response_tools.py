@@ -1,0 +1,202 @@
+"""Tools of OpenAI's Responses as functions of a chat.
+
+Functions of a namespace, in which agents put those of an MCP server, become functions with the namespace in their
+names. A custom tool, which takes a text, becomes a function whose only argument is that text. Calls are returned in the
+form in which the tools were declared.
+
+Tools that OpenAI would run (`HOSTED`) are left out of a request that also has functions, if the model may choose: it
+might have chosen not to use them, and the answer's `tools` contains only the others. Agents send them with every
+request. A request that has no functions, or that chooses such a tool, is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from xrunner.server.api.errors import quoted, refuse
+from xrunner.server.api.tools import (
+    MAX_TOOLS,
+    NAME,
+    Allowed,
+    AllowedTools,
+    Function,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolChoice,
+)
+
+HOSTED = frozenset(
+    (
+        *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
+        *("file_search", "code_interpreter", "image_generation", "mcp", "computer", "computer_use_preview"),
+        *("local_shell", "shell", "apply_patch", "tool_search", "programmatic_tool_calling"),
+    )
+)
+"""Types of tools that OpenAI runs, or whose calls have forms of their own."""
+TEXT_ARGUMENT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+"""The arguments of the function that stands for a custom tool."""
+
+
+class CustomFormat(msgspec.Struct, omit_defaults=True):
+    """The form of a custom tool's input, which the model reads in the tool's description."""
+
+    type: str
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class ResponseTool(msgspec.Struct, omit_defaults=True):
+    """A function, a custom tool, or a namespace with tools; or a tool of another type."""
+
+    type: str
+    name: Annotated[str, Meta(pattern=NAME)] | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: CustomFormat | None = None
+    tools: list[ResponseTool] | None = None
+
+
+class Chosen(msgspec.Struct, omit_defaults=True):
+    """Which tools may be called: one by its name, or some of them."""
+
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[Chosen] = []
+
+
+class Declared(NamedTuple):
+    """A tool as the request declares it."""
+
+    namespace: str | None
+    tool: ResponseTool
+
+    @property
+    def function(self) -> str:
+        """The name of the function that stands for it."""
+        return flat_name(self.namespace, self.tool.name or "")
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """Return the name of a tool for the model."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def arguments_of(text: str) -> str:
+    """Return the arguments of the function that stands for a custom tool."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+class Toolbox:
+    """The tools of a request.
+
+    Attributes:
+        declared: the tools that are used, as the request declares them.
+        functions: the chat's functions.
+        choice: the chat's `tool_choice`.
+        calls: writes the functions' calls.
+
+    Raises:
+        ApiError: 400, a tool is not supported.
+    """
+
+    def __init__(self, tools: Sequence[ResponseTool], choice: str | Chosen | None) -> None:
+        self.declared = [tool for tool in tools if tool.type not in HOSTED]
+        if tools and not self.declared:
+            says = f"tools of type {quoted(tools[0].type)} are not supported: this server runs no tools; send functions"
+            refuse("tools", says)
+        tools_ = list(_all_of(self.declared))
+        if len(tools_) > MAX_TOOLS:
+            refuse("tools", f"{len(tools_)} functions are more than {MAX_TOOLS}")
+        self.functions = [_function(each) for each in tools_]
+        self.choice = _choice(choice)
+        self.calls = CallItems(tools_)
+
+
+class CallItems:
+    """Writes calls of functions as items of an output, in the form of the tools for which the functions stand."""
+
+    def __init__(self, tools: Sequence[Declared]) -> None:
+        self._custom = {each.function for each in tools if each.tool.type == "custom"}
+        self._inside = {each.function: (each.namespace, each.tool.name) for each in tools if each.namespace}
+
+    def is_custom(self, function: str) -> bool:
+        """Return whether a function stands for a custom tool."""
+        return function in self._custom
+
+    def item(self, id_: str, call_id: str, function: str, arguments: str, status: str) -> dict[str, Any]:
+        """Return a call as an item."""
+        item: dict[str, Any] = {"id": id_, "call_id": call_id, "name": function, "status": status}
+        if function in self._inside:
+            item["namespace"], item["name"] = self._inside[function]
+        if function in self._custom:
+            return item | {"type": "custom_tool_call", "input": _text_of(arguments)}
+        return item | {"type": "function_call", "arguments": arguments}
+
+
+def _all_of(tools: Sequence[ResponseTool]) -> Iterator[Declared]:
+    """Yield the tools, and those in namespaces. Raises ApiError (400)."""
+    names: set[str] = set()
+    for tool in tools:
+        if tool.type not in ("function", "custom", "namespace") or tool.name is None:
+            says = f"tools of type {quoted(tool.type)} are not supported; send functions with names"
+            refuse("tools", says)
+        inner = [Declared(None, tool)]
+        if tool.type == "namespace":
+            inner = [Declared(tool.name, each) for each in tool.tools or ()]
+        for each in inner:
+            if each.tool.type not in ("function", "custom") or each.tool.name is None:
+                refuse("tools", f"the namespace {quoted(tool.name)} has a tool of type {quoted(each.tool.type)}")
+            if each.function in names:
+                refuse("tools", f"two functions have the name {quoted(each.function)}")
+            names.add(each.function)
+            yield each
+
+
+def _function(declared: Declared) -> Tool:
+    """Return the function that stands for a tool."""
+    name, tool = declared.function, declared.tool
+    if tool.type == "function":
+        return Tool(Function(name, tool.description, tool.parameters, tool.strict))
+    says = [tool.description] if tool.description else []
+    if tool.format is not None and tool.format.definition:
+        says.append(f"The input follows this grammar ({tool.format.syntax}):\n{tool.format.definition}")
+    return Tool(Function(name, "\n\n".join(says) or None, TEXT_ARGUMENT))
+
+
+def _choice(choice: str | Chosen | None) -> ToolChoice | None:
+    """Return the chat's `tool_choice`. Raises ApiError (400)."""
+    if not isinstance(choice, Chosen):
+        found: ToolChoice | None = msgspec.convert(choice, ToolChoice | None)
+        return found
+    if choice.type in ("function", "custom") and choice.name is not None:
+        return _named(choice)
+    if choice.type == "allowed_tools" and all(tool.name is not None for tool in choice.tools):
+        return AllowedTools(Allowed([_named(tool) for tool in choice.tools], choice.mode))
+    refuse("tool_choice", f"{quoted(choice.type)} is not supported; name a function, or send none, auto or required")
+
+
+def _named(choice: Chosen) -> NamedTool:
+    return NamedTool(NamedFunction(flat_name(choice.namespace, choice.name or "")))
+
+
+def _text_of(arguments: str) -> str:
+    """Return the text in the arguments of a custom tool's function; the arguments themselves if they are cut off."""
+    try:
+        found = json.loads(arguments)["input"]
+    except (ValueError, RecursionError, TypeError, KeyError):
+        return arguments
+    return found if isinstance(found, str) else arguments
