@@ -27,6 +27,7 @@ from xgpt.core.schema import (
     ChunkedSettings,
     ClusterSpec,
     DType,
+    EngineSpec,
     Plan,
     Precision,
     Profile,
@@ -150,6 +151,9 @@ def compare(
         trace = load_trace(request.workload) if isinstance(request.workload, str) else None
         longest = None if trace is None else int((trace.input + trace.output).max())
         running_problem = _as_run(request, problem, running, progress)
+        if running_problem.engine != problem.engine:
+            assert running_problem.engine is not None
+            notes = (*notes, f"the current deployment is scored with {running_problem.engine.name}, unlike the plans")
         if not _has_types(problem, running) and running_problem is not problem:
             weights, kv = types_of(problem, running)
             notes = (
@@ -168,7 +172,7 @@ def compare(
     best, lines = next(iter(plans.values())), list[str]()
     if scored is not None:
         lines = answer(scored, scored_profile, best, problem, trace)
-    kept = () if running is None or problem.engine is None or best.engine is None else running.kept_words
+    kept = () if running is None or best.engine is None or not _runs_in(running, best.engine) else running.kept_words
     found = Compared(plans, {}, scored, notes, ranges=gains, answer=tuple(lines), kept_words=kept)
     on_found(found)
     try:
@@ -216,6 +220,11 @@ def engine_name(current: CurrentEngine) -> str:
     return up_to[-1] if up_to else known[0]
 
 
+def _runs_in(current: CurrentEngine, engine: EngineSpec) -> bool:
+    """Return whether a deployment runs in some version of this engine."""
+    return engine.framework == load_engine(engine_name(current)).framework
+
+
 def types_of(problem: Problem, current: CurrentEngine) -> tuple[DType, DType]:
     """Return the data types of weights and K/V of a deployment on GPUs."""
     dtype = current.dtype or problem.model.default_dtype
@@ -225,12 +234,14 @@ def types_of(problem: Problem, current: CurrentEngine) -> tuple[DType, DType]:
 def _as_run(
     request: PlanRequest, problem: Problem, current: CurrentEngine, progress: Progress | None = None
 ) -> Problem:
-    """Return the problem with step times for the data types and devices of the deployment."""
+    """Return the problem with step times for the engine, data types and devices of the deployment."""
     if problem.cluster.device.type != "gpu" or request.profile is not None:
         return problem
     changes: dict[str, Any] = {}
+    if problem.engine is not None and not _runs_in(current, problem.engine):
+        changes["engine"] = engine_name(current)
     if not _has_types(problem, current):
-        changes = dict(zip(("dtype", "kv_dtype"), types_of(problem, current), strict=True))
+        changes |= dict(zip(("dtype", "kv_dtype"), types_of(problem, current), strict=True))
     if current.ep_degree > current.tp_degree and problem.model.experts is not None:  # replicas share the experts
         nodes, rest = divmod(current.num_devices, problem.cluster.devices_per_node)
         size = {"num_nodes": nodes} if not rest else {"num_nodes": 1, "devices_per_node": rest} if not nodes else {}

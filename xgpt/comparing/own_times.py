@@ -65,9 +65,14 @@ def _others(
         most = 1 + int((constraint.latency_bound_s - found.first_s) / found.each_s)
         too_long = late & (np.asarray(trace.output) > most)
         if too_long.any():
+            ways = [
+                "" if problem.profile.dtype == "float8" else "dtype=float8",
+                "" if problem.speculation else "a draft",
+            ]
             parts.append(
                 f"{int(too_long.sum())} have outputs over {most:,} tokens, at {1e3 * found.each_s:.3g} ms each even in "
-                "an empty engine: no setting helps, only more or faster devices, or a limit of tokens"
+                f"an empty engine: no setting of the scheduler helps, only {', '.join(filter(None, ways))}"
+                f"{', ' if any(ways) else ''}more or faster devices, or a limit of tokens"
             )
     if rest := number - int(too_long.sum()):
         better = "" if planned is None else f"; under the best plan {_late_in(planned, problem, too_long)} of them are"

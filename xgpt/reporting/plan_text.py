@@ -321,6 +321,8 @@ def uniform_in_words(best: Plan, uniform: Plan | None) -> str:
     unit = "arrivals/s" if best.constraint.maximises_arrivals else "req/s, saturated"
     what = f"{uniform.policy.kind}, {settings_text(uniform)}: {maximised(uniform):.4g} {unit}"
     than = f"{100 * abs(gain):.1f}% {'more' if gain >= 0 else 'less'}"
+    if best.search.rival is not None:
+        than += ", which may be an error of simulation"
     return f"best uniform plan: {what}; the chosen one serves {than}"
 
 

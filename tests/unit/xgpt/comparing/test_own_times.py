@@ -52,6 +52,14 @@ def test_the_printed_command_keeps_the_users_own_options(tmp_path: Path) -> None
     )  # fmt: skip
 
 
+def test_a_deployment_is_scored_with_its_own_engine_beside_plans_for_another(tmp_path: Path) -> None:
+    asked = ASKED | {"workload": "orca", "latency_bound_s": 9}
+    usual, other = (compare(plan_request(**asked, **engine), CURRENT) for engine in ({}, {"engine": "sglang"}))
+    assert usual.current == other.current and other.best.engine.framework == "sglang"
+    assert f"the current deployment is scored with {other.current.engine.name}, unlike the plans" in other.notes
+    assert usual.kept_words and not other.kept_words
+
+
 def test_the_answer_is_printed_and_written_even_if_looser_bounds_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
