@@ -147,6 +147,22 @@ BODIES: dict[str, tuple[str, Body, set[int]]] = {
     ),
     # Our own ideas.
     "a beam": (COMPLETIONS, {**PROMPT, "use_beam_search": True, "best_of": 10**9}, {400}),
+    "a misspelt field of a megabyte": (COMPLETIONS, {**PROMPT, "m" * 10**6: 1}, {400}),
+    "a type of a megabyte": (RESPONSES, {"input": [{"type": "t" * 10**6}]}, {400}),
+    "a long name within a long name in a schema": (
+        CHAT,
+        chat(
+            response_format={
+                "type": "json_schema",
+                "json_schema": {
+                    "name": "a",
+                    "schema": {"properties": {"k" * 60_000: {"properties": {f"p{i}": {} for i in range(6000)}}}},
+                },
+            }
+        ),
+        {400},
+    ),
+    "a fraction before many lists": (CHAT, {"max_tokens": 1.5, "messages": [[]] * 200_000}, {400}),
     "one token in many spellings": (
         COMPLETIONS,
         {**PROMPT, "logit_bias": {"5": 1, "05": 2, "+5": 3, " 5": 4, "\uff15": 5, "5_": 6}},

@@ -70,6 +70,10 @@ def message(**fields: Any) -> dict[str, Any]:
     return {"model": "fake", "max_tokens": 2, "messages": [{"role": "user", "content": "x"}], **fields}
 
 
+LONG_PATH = {
+    "name": "a",
+    "schema": {"properties": {"k" * 60_000: {"properties": {f"p{number}": {} for number in range(6000)}}}},
+}
 TOO_MUCH: dict[str, Callable[[], list[bytes]]] = {
     "prompts": lambda: [fake(prompt="the quick brown fox " * 7500)] * 60,
     "a long body": lambda: [fake(prompt="x" * 15_000_000)] * 4,
@@ -135,6 +139,21 @@ TOO_MUCH: dict[str, Callable[[], list[bytes]]] = {
     ),
     "blocks to count": lambda: [request(message(system=[BLOCK] * 80_000), path=f"{MESSAGES}/count_tokens")] * 4,
     "headers": lambda: [request(b"", extra="a:\r\n" * 60_000)] * 20,
+    # What messages of errors once said of them took seconds, or gigabytes.
+    "a long role": lambda: (
+        [request({"model": "fake", "messages": [{"role": "r" * 15_000_000, "content": "x"}]}, path=CHAT)] * 4
+    ),
+    "a long name of a field": lambda: [fake(**{"m" * 2_000_000: 1})] * 4,
+    "a long type of an item": lambda: (
+        [request(b'{"model":"fake","input":[{"type":"' + b"\x7f" * 15_000_000 + b'"}]}', path=RESPONSES)] * 4
+    ),
+    "a long path in a schema": lambda: (
+        [request(message(response_format={"type": "json_schema", "json_schema": LONG_PATH}), path=CHAT)] * 4
+    ),
+    # A number that may stand for an integer once had the whole body decoded again, as objects of Python.
+    "a fraction before a million lists": lambda: (
+        [request(b'{"model":"fake","max_tokens":1.5,"messages":[' + b"[]," * 1_250_000 + b"[]]}", path=CHAT)] * 4
+    ),
 }
 
 

@@ -72,6 +72,7 @@ HTTP_SHAPES: dict[str, tuple[bytes, list[list[int]]]] = {
     "two keys": (raw(GET, "Authorization: Bearer x\r\n"), [[400]]),
     "an absolute target": (raw("GET http://127.0.0.1/v1/models HTTP/1.1"), [[404, 200]]),
     "a foreign absolute target": (raw("GET http://evil.example/health HTTP/1.1"), [[404, 200]]),
+    "half an address": (raw("GET [ HTTP/1.1"), [[404, 200]]),
     "an asterisk": (raw("OPTIONS * HTTP/1.1"), [[404, 200], [405, 200]]),
     "CONNECT": (raw("CONNECT evil.example:443 HTTP/1.1"), [[404, 200], [405, 200], [404], [405]]),
     "TRACE": (raw("TRACE /v1/models HTTP/1.1"), [[405, 200]]),

@@ -94,6 +94,8 @@ def similar(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     Args:
         cutoff: the least similarity of the nearest name, from 0 to 1 (see `difflib`).
     """
+    if len(name) > MAX_SHOWN:  # comparing takes time in proportion, and ten times the memory
+        return ""
     known = list(known)
     begin = [each for each in known if name and each.startswith(name)]
     return " or ".join(begin or get_close_matches(name, known, n=1, cutoff=cutoff))

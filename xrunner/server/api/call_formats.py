@@ -104,10 +104,10 @@ class CallFormat(ABC):
     def call_of(self, found: Any) -> Call | None:
         """Return the call in a JSON value; None if it is not a call."""
         match found:
-            case {"name": str(name), **rest} if self.arguments in rest:
+            case {"name": str(name), **rest} if self.arguments in rest and _is_unicode(name):
                 id_ = rest.get("id")
-                arguments = json.dumps(rest[self.arguments], ensure_ascii=False)
-                return Call(name, arguments, id_ if isinstance(id_, str) else self.new_id())
+                has_id = isinstance(id_, str) and _is_unicode(id_)
+                return Call(name, _written(rest[self.arguments]), id_ if has_id else self.new_id())
         return None
 
     def call_in(self, text: str) -> Call | None:
@@ -230,7 +230,7 @@ class HeadedCalls(_MistralIds):
         arguments, end = _json_at(text, head.end())
         if not isinstance(arguments, dict):
             return None
-        return [Call(head[1], json.dumps(arguments, ensure_ascii=False), head[2] or self.new_id())], end
+        return [Call(head[1], _written(arguments), head[2] or self.new_id())], end
 
 
 _HEAD = re.compile(rf"\s*([A-Za-z0-9_.-]{{1,{MAX_NAME}}})(?:\[CALL_ID\]({ID}))?\[ARGS\]")
@@ -253,6 +253,21 @@ def call_format(template: str) -> CallFormat:
             return MISTRAL_LIST
         return MISTRAL_IDS if "[CALL_ID]" in template else MISTRAL
     return LLAMA if "<|python_tag|>" in template or '"parameters": dictionary' in template else HERMES
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether a text has no half of a character, as JSON can write it: \\ud800."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _written(value: Any) -> str:
+    """Return a value as JSON, in which halves of characters stay escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if _is_unicode(text) else json.dumps(value)
 
 
 def _json_at(text: str, begin: int) -> tuple[Any, int]:

@@ -188,8 +188,10 @@ def _up_to(text: str, content: Content) -> str:
     message.
     """
     last = content if isinstance(content, str) else content[-1]["text"]
-    at = text.rfind(last.strip())
-    if at < 0:
+    # `rfind` takes quadratic time, during which no other thread runs.
+    after = text[::-1].find(last.strip()[::-1])
+    at = len(text) - after - len(last.strip())
+    if after < 0:
         raise ValueError("it does not show the last message, so the message cannot be continued")
     shown = last.lstrip()
     return text[: at + len(shown if text.startswith(shown, at) else last.strip())]

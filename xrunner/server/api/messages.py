@@ -7,14 +7,13 @@ its budget is a hint, which models here do not use. Images, documents, and tools
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from xrunner.server.api.errors import ApiError, anthropic_error, refuse
+from xrunner.server.api.errors import ApiError, anthropic_error, quoted, refuse
 from xrunner.server.api.protocol import (
     ChatMessage,
     ChatRequest,
@@ -192,7 +191,7 @@ def _texts(content: str | list[ContentBlock], field: str) -> str | list[TextPart
 
 def _text(block: ContentBlock, field: str) -> str:
     if block.type != "text" or block.text is None:
-        refuse(field, f"content blocks of type {block.type!r} are not supported; send text")
+        refuse(field, f"content blocks of type {quoted(block.type)} are not supported; send text")
     return block.text
 
 
@@ -312,7 +311,7 @@ class MessagesWriter(BlockWriter):
 def _object(arguments: str) -> bytes:
     """Return a call's arguments as an object; an empty object if the arguments were cut off."""
     try:
-        found = json.loads(arguments)
+        found = msgspec.json.decode(arguments)  # Python's own reader accepts NaN, which is not JSON
     except (ValueError, RecursionError):
         return b"{}"
     return arguments.encode() if isinstance(found, dict) else b"{}"

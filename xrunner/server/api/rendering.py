@@ -36,7 +36,7 @@ class _Process:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
         try:
-            self.ask({"source": "", "given": {}}, START_S)
+            self.ask(_asked("", {}), START_S)
         except BaseException:
             self.close()
             raise
@@ -46,7 +46,7 @@ class _Process:
         """Whether the process has ended, so that it cannot render any more."""
         return self._process.poll() is not None
 
-    def ask(self, asked: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def ask(self, content: bytes, seconds: float) -> dict[str, Any]:
         """Return the process's answer; kill a process that takes too long.
 
         Raises:
@@ -62,7 +62,6 @@ class _Process:
         timer = threading.Timer(seconds, end)
         timer.daemon = True
         timer.start()
-        content = json.dumps(asked).encode()
         try:
             with suppress(BrokenPipeError):
                 self._input.write(len(content).to_bytes(8, "little") + content)
@@ -109,17 +108,23 @@ def _end() -> None:
         _idle.pop().close()
 
 
+def _asked(source: str, given: dict[str, Any]) -> bytes:
+    return json.dumps({"source": source, "given": given}).encode()
+
+
 def render(source: str, given: dict[str, Any]) -> str:
     """Return the rendered template; any thread may call this.
 
     Raises:
         InputError: the template is not valid.
         ValueError: the template refuses the values, in its own words, or takes more time or memory than allowed.
+        RecursionError: the values nest too deeply.
     """
     process: _Process | None = None
+    content = _asked(source, given)
     try:
         process = _taken()
-        answer = process.ask({"source": source, "given": given}, RENDER_S)
+        answer = process.ask(content, RENDER_S)
     except (TimeoutError, EOFError, ValueError) as error:
         if process is not None:
             process.close()

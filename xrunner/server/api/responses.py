@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from xrunner.server.api.errors import ApiError, refuse
+from xrunner.server.api.errors import ApiError, quoted, refuse
 from xrunner.server.api.protocol import (
     MAX_LOGPROBS,
     ChatMessage,
@@ -172,7 +172,9 @@ def _messages(items: str | list[Item]) -> list[ChatMessage]:
         elif item.type == "message" and item.role is not None:
             message = ChatMessage(item.role, _content(item.content))
         else:
-            refuse("input", f"items of type {item.type!r} are not supported; send messages, calls and their outputs")
+            refuse(
+                "input", f"items of type {quoted(item.type)} are not supported; send messages, calls and their outputs"
+            )
         is_open = message.role == "assistant"
         if thought and is_open:
             message.reasoning_content, thought = thought, ""
@@ -194,7 +196,7 @@ def _texts(parts: str | list[ContentPart]) -> list[str]:
         return [parts]
     for part in parts:
         if part.type not in TEXTS:
-            refuse("input", f"parts of type {part.type!r} are not supported; send text")
+            refuse("input", f"parts of type {quoted(part.type)} are not supported; send text")
     return [part.text or part.refusal or "" for part in parts]
 
 

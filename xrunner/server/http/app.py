@@ -86,7 +86,7 @@ def create_admin_app(engine: EngineClient, model: ServedModel, hosts: AllowedHos
 
 def _app(routes: list[Route], guards: list[Middleware], lifespan: Any = None) -> Starlette:
     """Return an app that reports errors in OpenAI's format."""
-    handlers = {ApiError: _refuse, HTTPException: _refuse, ClientDisconnect: _say_nothing}
+    handlers = {ApiError: _refuse, HTTPException: _refuse, RecursionError: _refuse, ClientDisconnect: _say_nothing}
     app = Starlette(routes=routes, middleware=guards, exception_handlers=handlers, lifespan=lifespan)
     app.router.redirect_slashes = False
     app.state.is_leaving = False
@@ -122,13 +122,15 @@ async def _refuse(http: Request, error: Exception) -> Response:
         if error.status_code in (404, 405):
             says = _no_route(http, error)
         error = ApiError(error.status_code, says, headers=error.headers)
+    if isinstance(error, RecursionError):  # what could just be decoded is encoded from a deeper frame
+        error = ApiError(400, "the body nests too deeply")
     assert isinstance(error, ApiError)
     return ErrorResponse(error)
 
 
 def _no_route(http: Request, error: HTTPException) -> str:
     """Return the message for a path or a method that does not exist, with the nearest one that does."""
-    path = http.url.path[:MAX_PATH_SHOWN]
+    path = http.scope["path"][:MAX_PATH_SHOWN]
     says = f"there is no {http.method} {path}"
     if error.status_code == 405:
         return f"{says}: use {(error.headers or {}).get('Allow', 'POST').replace('HEAD, ', '').replace(', HEAD', '')}"

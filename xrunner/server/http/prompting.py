@@ -56,6 +56,12 @@ class Prompts:
         decode = partial(self._codec.tokenizer.decode, prompt, skip_special_tokens=False)
         return await self.tokenising.by_turns(info.key.name, len(prompt), decode)
 
+    async def pieces(self, info: RequestInfo, tokens: list[int]) -> list[str | None]:
+        """Return each token as its vocabulary writes it."""
+        assert self._codec is not None and self.tokenising is not None
+        piece = self._codec.tokenizer.id_to_token
+        return await self.tokenising.by_turns(info.key.name, len(tokens), lambda: [*map(piece, tokens)])
+
     async def render(
         self,
         info: RequestInfo,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from xgpt.core.errors import MachineError, cut
-from xrunner.grammar import json_grammar
+from xrunner.grammar import MAX_BYTES, json_grammar
 from xrunner.server.access.quota import Quotas
 from xrunner.server.api.allowance import check_tokens
 from xrunner.server.api.errors import ApiError, quoted, refuse
@@ -59,8 +59,11 @@ CHARACTERS_A_TOKEN = 4
 """Characters of an echoed prompt that count as much as a token."""
 
 
-MAX_SCHEMA_PARTS = 64
-"""Largest number of parts of a refused JSON schema that are tried, to name the one that is wrong."""
+TRIED_BYTES, PART_BYTES = MAX_BYTES, 1 << 10
+"""Largest size of all parts of a refused JSON schema that are tried, to name the one that is wrong; a shorter part
+counts as `PART_BYTES`. So the search takes no longer than the refused grammar did."""
+MAX_KEY = 60
+"""Characters of a property's name in the path of a part."""
 
 
 def _first_line(reason: str) -> str:
@@ -72,7 +75,9 @@ def _parts(path: str, schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, A
     """Yield the schemas directly within a JSON schema, with their paths."""
     for name, value in schema.items():
         if name in ("properties", "$defs", "definitions", "patternProperties") and isinstance(value, dict):
-            yield from ((f"{path}.{name}.{key}", each) for key, each in value.items() if isinstance(each, dict))
+            yield from (
+                (f"{path}.{name}.{cut(key, MAX_KEY)}", each) for key, each in value.items() if type(each) is dict
+            )
         elif name in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
             yield from ((f"{path}.{name}[{i}]", each) for i, each in enumerate(value) if isinstance(each, dict))
         elif name in ("items", "additionalProperties") and isinstance(value, dict):
@@ -224,12 +229,12 @@ class Service:
                 tokens = await self._prompts.encode(info, text, "prompt", add_special_tokens=request.add_special_tokens)
         answer = {"count": len(tokens), "max_model_len": self._spec.max_context, "tokens": tokens}
         if request.return_token_strs and self._codec is not None:
-            answer["token_strs"] = [self._codec.tokenizer.id_to_token(token) for token in tokens]
+            answer["token_strs"] = await self._prompts.pieces(info, tokens)
         return _json(answer)
 
     async def _detokenize(self, http: Request) -> Response:
         """Return the text of token ids."""
-        async with self._read(http, parse_detokenize) as (_, request):
+        async with self._read(http, parse_detokenize) as (info, request):
             tokens = request.tokens
         if self._codec is None:
             refuse("tokens", "this model has no tokenizer")
@@ -238,7 +243,7 @@ class Service:
                 "tokens",
                 f"at most {self._spec.max_context} token ids, each below {self._spec.vocab_size}, are accepted",
             )
-        return _json({"prompt": self._codec.tokenizer.decode(tokens, skip_special_tokens=False)})
+        return _json({"prompt": await self._prompts.text(info, tokens)})
 
     def _check(self, request: GenerationRequest) -> None:
         request.fill(self._model.sampling_defaults)
@@ -282,21 +287,20 @@ class Service:
             if request.grammar is None or (reason := await self._why_not(info, request.grammar)) is None:
                 return
         said = _first_line(reason)
-        for where, schema in request.schemas(field):
-            if _first_line(await self._why_not(info, json_grammar(schema)) or "") == said:
-                refuse(field, f"{await self._deepest(info, where, schema, said)} is not accepted: {cut(said)}")
-        refuse(field, f"it is not accepted: {cut(said)}")
+        refuse(field, f"{await self._wrong_part(info, request.schemas(field), said)} is not accepted: {cut(said)}")
 
-    async def _deepest(self, info: RequestInfo, where: str, schema: dict[str, Any], said: str) -> str:
-        """Return the path of the smallest part of a schema that is refused for the same reason; few parts are tried."""
-        num_left = MAX_SCHEMA_PARTS
-        parts = list(_parts(where, schema))
-        while parts and num_left:
-            num_left -= 1
-            path, part = parts.pop(0)
-            if _first_line(await self._why_not(info, json_grammar(part)) or "") == said:
-                where, parts = path, list(_parts(path, part))
-        return where
+    async def _wrong_part(self, info: RequestInfo, schemas: Iterable[tuple[str, dict[str, Any]]], said: str) -> str:
+        """Return the path of the smallest part of these schemas that is refused for the same reason, or "it"."""
+        found, parts, num_left = "it", iter(schemas), TRIED_BYTES
+        while self._model.grammars is not None and (entry := next(parts, None)) is not None:
+            path, part = entry
+            grammar = json_grammar(part)
+            num_left -= max(PART_BYTES, len(grammar))
+            if num_left < 0:
+                break
+            if _first_line(await self._why_not(info, grammar) or "") == said:
+                found, parts = path, _parts(path, part)
+        return found
 
     async def _why_not(self, info: RequestInfo, grammar: str) -> str | None:
         """Return the reason why outputs cannot follow a grammar; None if they can."""

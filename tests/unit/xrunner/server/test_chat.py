@@ -260,6 +260,19 @@ def test_a_message_is_continued(client: openai.OpenAI) -> None:
     assert answer.choices[0].token_ids == expected_tokens(TOKENIZER.encode(prompt).ids, 2)
 
 
+def test_a_message_that_is_shown_in_another_way_is_looked_for_in_little_time() -> None:
+    """Python's `rfind` takes quadratic time, and no other thread runs meanwhile: a million characters took minutes."""
+    template = ChatTemplate("{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}")
+    messages = [
+        {"role": "user", "content": "a" * 100_000},
+        {"role": "assistant", "content": "ab</think>" + "a" * 100_000},
+    ]
+    begin_s = time.thread_time()
+    with pytest.raises(ValueError, match="does not show the last message"):
+        template.render(messages, continue_final_message=True)
+    assert time.thread_time() - begin_s < 0.3
+
+
 @pytest.mark.parametrize("tokenizer", [None, byte_codec(template=None)])
 def test_no_template_no_chat(tokenizer) -> None:
     with (

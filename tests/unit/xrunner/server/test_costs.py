@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -163,6 +164,25 @@ def test_an_echo_counts_as_part_of_the_answer(url: str) -> None:
         answer = post(url, {**COMPLETION, "prompt": "y" * 75_000, "n": 128, "echo": True})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "max_tokens"
         assert post(url, {**COMPLETION, "prompt": "y" * 75_000, "n": 128}).status_code == 200
+
+
+def test_long_lists_of_ids_become_text_beside_the_event_loop() -> None:
+    """A context of a million tokens once held up all streams for as long as it took."""
+
+    class Noted:
+        def __getattr__(self, name: str) -> Any:
+            def call(*arguments: Any, **options: Any) -> Any:
+                threads.add(threading.current_thread().name.partition("_")[0])
+                return getattr(tokenizer, name)(*arguments, **options)
+
+            return call
+
+    codec, threads = byte_codec(), set[str]()
+    tokenizer, codec.tokenizer = codec.tokenizer, Noted()  # type: ignore[assignment]
+    with running(fake_app(fake_engine(FakeExecutor()), codec=codec)) as url:
+        assert post(url, {"tokens": [70, 71]}, "/detokenize").json()["prompt"]
+        assert len(post(url, {"prompt": "ab", "return_token_strs": True}, "/tokenize").json()["token_strs"]) == 2
+    assert threads == {"tokenising"}
 
 
 @pytest.mark.parametrize("token", [1000, 2**31, 2**32, 2**63, -1])

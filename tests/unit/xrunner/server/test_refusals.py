@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import httpx
 import pytest
 
 from tests.fakes import FakeExecutor, byte_codec, byte_tokenizer, fake_app, fake_engine, running
-from xrunner.grammar import Grammars
+from tests.rings import few
+from xrunner.grammar import MAX_BYTES, Grammars
 from xrunner.server.http.service import _first_line, _parts
 
 
@@ -64,6 +66,47 @@ def test_a_refusal_names_the_way_out_and_is_logged_and_counted(
     assert line.fields["error"] == message[:200]  # type: ignore[attr-defined]
 
 
+def nested(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+MESSAGE = '{"model": "fake", "max_tokens": 2, "messages": '
+DEEP: dict[str, tuple[str, Callable[[int], str]]] = {
+    "metadata": (
+        "/v1/responses",
+        lambda depth: f'{{"model": "fake", "input": "x", "max_output_tokens": 2, "metadata": {nested(depth)}}}',
+    ),
+    "variables": (
+        "/v1/chat/completions",
+        lambda depth: f'{MESSAGE}[{{"role": "user", "content": "x"}}], "chat_template_kwargs": {nested(depth)}}}',
+    ),
+    "a call's input": (
+        "/v1/messages",
+        lambda depth: (
+            f'{MESSAGE}[{{"role": "assistant", "content": '
+            f'[{{"type": "tool_use", "id": "a", "name": "f", "input": {nested(depth)}}}]}}]}}'
+        ),
+    ),
+    "a call's arguments": (
+        "/v1/chat/completions",
+        lambda depth: (
+            f'{MESSAGE}[{{"role": "assistant", "tool_calls": [{{"type": "function", "function": '
+            f'{{"name": "f", "arguments": {json.dumps(nested(depth))}}}}}]}}, {{"role": "user", "content": "x"}}]}}'
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", few(DEEP))
+def test_what_nests_too_deeply_is_refused_at_every_depth(name: str, url: str) -> None:
+    """What can just be decoded once was too deep to be encoded again, some calls further down: a 500, and a process
+    that renders templates was lost."""
+    path, body = DEEP[name]
+    with httpx.Client(base_url=url, trust_env=False, timeout=30) as client:
+        found = [client.post(path, content=body(depth)).status_code for depth in (10, *range(880, 1010))]
+    assert found[0] == 200 and set(found) <= {200, 400}
+
+
 def test_a_refused_schema_shows_no_grammar() -> None:
     reason = "at 2(9): failed to compile JSON schema: Invalid type: objekt\n   1 | start: answer\n   2 | answer: %json"
     assert _first_line(reason) == "failed to compile JSON schema: Invalid type: objekt"
@@ -87,3 +130,26 @@ def test_a_refused_schema_is_named_by_its_path(tmp_path: Path) -> None:
     where, _, why = answer.json()["error"]["message"].partition(" is not accepted: ")
     assert where == "response_format: json_schema.schema.properties.b.items"
     assert "objekt" in why and "%json" not in why and "\n" not in why
+
+
+def test_the_search_for_the_wrong_part_of_a_schema_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 64 parts, one within the other, once was compiled, of up to 64 KiB each."""
+    tried: list[int] = []
+
+    def why_not(grammar: str) -> str:
+        tried.append(len(grammar))
+        return "it is wrong"
+
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    grammars = Grammars(tmp_path / "tokenizer.json", 1000, {2})
+    monkeypatch.setattr(grammars, "why_not", why_not)
+    schema: dict[str, Any] = {"type": "objekt", "description": "x" * 20_000}
+    for _ in range(50):
+        schema = {"properties": {"k" * 300: schema}}
+    with running(fake_app(fake_engine(FakeExecutor()), codec=byte_codec(), grammars=grammars)) as url:
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        body = {"model": "fake", "messages": [USER], "response_format": form}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, trust_env=False)
+    where = "response_format: json_schema.schema.properties." + "k" * 57
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(where)
+    assert len(tried) > 1 and sum(tried) <= tried[0] + MAX_BYTES

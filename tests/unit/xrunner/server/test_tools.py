@@ -285,6 +285,26 @@ def test_a_call_that_is_cut_off_ends_where_the_output_does() -> None:
     assert call.function.arguments == '{"place":"'
 
 
+@pytest.mark.parametrize(
+    ("format_", "text", "num"),
+    [
+        (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": "\\ud800"}', 1),
+        (MISTRAL_LIST, '[TOOL_CALLS][{"name": "f", "arguments": {"a": "\\udc00"}, "id": "\\ud800"}]', 1),
+        (LLAMA, '{"name": "\\ud800", "parameters": {}}', 0),
+        (HERMES, '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "f"}</tool_call>', 1),
+    ],
+)
+def test_half_a_character_in_a_call_makes_no_answer_that_cannot_be_sent(
+    format_: CallFormat, text: str, num: int
+) -> None:
+    calls = Calls("auto", format_=format_)
+    shown = calls.push(text) + calls.end()
+    assert len(calls.calls) == num and msgspec.json.encode((shown, calls.calls))
+    for call in calls.calls:
+        assert json.loads(call.function.arguments)["a"] in ("\ud800", "\udc00")
+        assert call.for_template()["function"]["arguments"] == call.function.arguments
+
+
 ADDED = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 
 
