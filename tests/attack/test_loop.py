@@ -152,7 +152,17 @@ TOO_MUCH: dict[str, Callable[[], list[bytes]]] = {
     ),
     # A number that may stand for an integer once had the whole body decoded again, as objects of Python.
     "a fraction before a million lists": lambda: (
-        [request(b'{"model":"fake","max_tokens":1.5,"messages":[' + b"[]," * 1_250_000 + b"[]]}", path=CHAT)] * 4
+        [
+            request(
+                b'{"model":"fake","max_tokens":1.5,"messages":["'
+                + b"x" * 12_000_000
+                + b'"'
+                + b",[]" * 1_200_000
+                + b"]}",
+                path=CHAT,
+            )
+        ]
+        * 4
     ),
 }
 

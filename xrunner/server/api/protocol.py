@@ -55,7 +55,22 @@ MAX_ARGUMENTS = 1 << 20
 """Largest number of characters of all arguments of calls in messages, which are JSON of their own."""
 TOKEN_BYTES, BIAS_BYTES = 40, 200
 """Memory of a token id in a list or tuple, and of an entry of `logit_bias`."""
+BRACE_BYTES, BRACKET_BYTES, STRING_BYTES, ITEM_BYTES = 200, 64, 50, 16
+"""Memory that an object, a list, a text and an item take beyond their characters."""
+FREE_OBJECT_BYTES = 192 << 10
+"""Memory of a request's objects that is not counted: that of 20 to 30 kB of functions, more than most clients send."""
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+
+
+def memory_of(*values: Any) -> int:
+    """Return approximately the memory of decoded JSON beyond `FREE_OBJECT_BYTES`. An empty list takes twenty times its
+    three characters.
+    """
+    num_bytes = -FREE_OBJECT_BYTES
+    for written in (msgspec.json.encode(value) for value in values if value is not None):
+        num_bytes += len(written) + BRACE_BYTES * written.count(b"{") + BRACKET_BYTES * written.count(b"[")
+        num_bytes += STRING_BYTES * written.count(b'"') // 2 + ITEM_BYTES * written.count(b",")
+    return max(0, num_bytes)
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -237,7 +252,7 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def num_text_bytes(self) -> int:
-        """Return the memory of the texts from which prompts are made."""
+        """Return approximately the memory of all from which prompts and grammars are made."""
         raise NotImplementedError
 
     @property
@@ -513,7 +528,8 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
 
     @property
     def num_text_bytes(self) -> int:
-        return sum(getsizeof(text) for message in self.messages for text in message.texts)
+        texts = sum(getsizeof(text) for message in self.messages for text in message.texts)
+        return texts + memory_of(self.tools, self.chat_template_kwargs, self.response_format)
 
     def forget_text(self) -> None:
         self.__dict__ |= {"kept_grammar": self.grammar, "kept_choice": self.chosen_tools}
@@ -628,7 +644,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def num_text_bytes(self) -> int:
         """Return the memory of its texts."""
         texts = [self.prompt or "", *(text for message in self.messages or () for text in message.texts)]
-        return sum(map(getsizeof, texts))
+        return sum(map(getsizeof, texts)) + memory_of(self.tools, self.chat_template_kwargs)
 
     def check(self) -> None:
         """Check that the request has a prompt or messages, not both. Raises ApiError (400)."""

@@ -43,8 +43,8 @@ class Translated:
 
     @property
     def num_text_bytes(self) -> int:
-        """Return the memory of the texts from which the prompt is made."""
-        return self.chat.num_text_bytes
+        """Return approximately the memory of all from which prompt, grammar and answer are made."""
+        return self.chat.num_text_bytes + self.writer.num_kept_bytes
 
     def refuse_as_named(self, error: ApiError) -> NoReturn:
         """Raise an error about the chat as an error about the request's field."""

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,7 +24,7 @@ from xrunner.generation import Generation, SamplingParams, of_choices
 from xrunner.prefixes import Prefixes
 from xrunner.server import ApiKeys, Limits, TextCodec, log_json
 from xrunner.server.api.errors import ApiError
-from xrunner.server.api.parsing import MAX_FREE_BYTES, parse_chat, parse_completion, parse_responses
+from xrunner.server.api.parsing import MAX_FREE_BYTES, parse_chat, parse_completion, parse_responses, parse_tokenize
 from xrunner.server.api.response_tools import CallItems
 from xrunner.server.api.responses import ResponsesRequest, ResponsesWriter
 from xrunner.server.api.writers import Delta, LogprobsJson, PromptTokens, TokenReport
@@ -151,6 +151,41 @@ def test_a_request_counts_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) ->
         for _ in range(8):
             assert post(url, {**body, "max_tokens": 10_000}).status_code == 400
         assert eventually(lambda: post(url, body).status_code == 200)
+
+
+LISTS = "[" + "[]," * 80_000 + "[]]"
+USER = '"model": "fake", "messages": [{"role": "user", "content": "x"}]'
+SCHEMA = f'{{"type": "json_schema", "json_schema": {{"name": "a", "schema": {{"enum": {LISTS}}}}}}}'
+TOOL = f'"function": {{"name": "f", "parameters": {{"enum": {LISTS}}}}}'
+
+
+@pytest.mark.parametrize(
+    ("parse", "body"),
+    [
+        (parse_chat, f'{{{USER}, "chat_template_kwargs": {{"a": {LISTS}}}}}'),
+        (parse_chat, f'{{{USER}, "tools": [{{"type": "function", {TOOL}}}]}}'),
+        (parse_chat, f'{{{USER}, "response_format": {SCHEMA}}}'),
+        (parse_tokenize, f'{{{USER}, "chat_template_kwargs": {{"a": {LISTS}}}}}'),
+        (parse_responses, f'{{"model": "fake", "input": "x", "chat_template_kwargs": {{"a": {LISTS}}}}}'),
+    ],
+)
+def test_small_objects_count_with_their_memory(parse: Callable[[bytes], Any], body: str) -> None:
+    """A body of 240 kB held 6 MB until its chat was rendered, and none of it was counted."""
+    tracemalloc.start()
+    request = parse(body.encode())
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert taken > 4_000_000 and 0.5 * taken < request.num_text_bytes < 2 * taken
+
+
+def test_usual_functions_do_not_count() -> None:
+    place = {"type": "string", "description": "The name of a town, and of its country if there are several."}
+    functions = [
+        {"name": f"f{i}", "parameters": {"type": "object", "properties": {"place": place, "day": place}}}
+        for i in range(90)
+    ]
+    tools = [{"type": "function", "function": function} for function in functions]
+    assert parse_chat(json.dumps({**CHAT, "tools": tools}).encode()).num_text_bytes < bodies.FREE_BYTES
 
 
 def test_an_echo_counts_as_part_of_the_answer(url: str) -> None:

@@ -143,7 +143,7 @@ def test_the_search_for_the_wrong_part_of_a_schema_is_short(tmp_path: Path, monk
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     grammars = Grammars(tmp_path / "tokenizer.json", 1000, {2})
     monkeypatch.setattr(grammars, "why_not", why_not)
-    schema: dict[str, Any] = {"type": "objekt", "description": "x" * 20_000}
+    schema: dict[str, Any] = {"type": "objekt", "description": "x" * 5000}
     for _ in range(50):
         schema = {"properties": {"k" * 300: schema}}
     with running(fake_app(fake_engine(FakeExecutor()), codec=byte_codec(), grammars=grammars)) as url:
