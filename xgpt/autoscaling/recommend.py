@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -53,7 +53,8 @@ def autoscale(
     recommender = Recommender(fleet, device_limits(fleet), request.look_s)
     kinds = [kind.name for kind in fleet.kinds]
     targets = [target_of(text, kinds) for text in request.scrape]
-    with closing(LoadReader(targets, len(kinds), own_api_key())) as reader, stops_on_signal(ending):
+    reader = LoadReader(targets, len(kinds), own_api_key())
+    with stops_on_signal(ending):
         live = _Live(fleet, request, recommender, reader, began_s)
         if request.once:
             return live.once(ending)

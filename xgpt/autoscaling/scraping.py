@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,7 @@ ENDED = "xgpt_requests_total"
 RUNNING, WAITING = "xgpt_requests_running", "xgpt_requests_waiting"
 PROMPT, OUTPUT = "xgpt_prompt_tokens_total", "xgpt_output_tokens_total"
 TIMEOUT_S = 2.0
+MAX_PAGE_BYTES = 4 << 20
 AT_ONCE = 16
 """Number of replicas that are read at the same time."""
 
@@ -101,8 +104,9 @@ class LoadReader:
 
     def __init__(self, targets: Sequence[Target], num_kinds: int, api_key: str | None) -> None:
         self._targets, self._num_kinds = targets, num_kinds
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._client = httpx.Client(timeout=TIMEOUT_S, trust_env=False, headers=headers)
+        key = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._headers = {"Accept-Encoding": "identity", **key}
+        self._tls = httpx.create_ssl_context(trust_env=False)
         self._before: dict[str, Counts] = {}
         """The last known counters of every replica, including those that did not answer last time."""
         self._is_first = True
@@ -132,10 +136,6 @@ class LoadReader:
             arrived, ended, prompt, output, waiting, tuple(ready.count(kind) for kind in range(self._num_kinds))
         )
 
-    def close(self) -> None:
-        """Close all connections."""
-        self._client.close()
-
     def _addresses(self) -> Iterator[tuple[int, str]]:
         """Yield the kind and URL of each replica; a host that does not resolve yields nothing.
 
@@ -155,15 +155,31 @@ class LoadReader:
 
     def _counts(self, address: tuple[int, str]) -> tuple[int, str, Counts | None]:
         kind, url = address
-        with suppress(httpx.HTTPError):
-            answer = self._client.get(f"{url}/metrics")
-            if answer.is_success:
-                return kind, url, read_counts(answer.text)
-        return kind, url, None
+        text = asyncio.run(self._page(f"{url}/metrics"))
+        return kind, url, None if text is None else read_counts(text)
+
+    async def _page(self, url: str) -> str | None:
+        """Return a page; None if it is an error, is too long, or has not arrived as a whole within `TIMEOUT_S`."""
+        page = bytearray()
+        with suppress(httpx.HTTPError, TimeoutError):
+            async with (
+                asyncio.timeout(TIMEOUT_S),
+                httpx.AsyncClient(
+                    timeout=TIMEOUT_S, trust_env=False, headers=self._headers, verify=self._tls
+                ) as client,
+                client.stream("GET", url) as answer,
+            ):
+                async for part in answer.aiter_raw():
+                    page += part
+                    if len(page) > MAX_PAGE_BYTES:
+                        return None
+                return page.decode(errors="replace") if answer.is_success else None
+        return None
 
 
 def read_counts(text: str) -> Counts | None:
-    """Return a replica's counters from the text of its /metrics; None if the page does not have them.
+    """Return a replica's counters from the text of its /metrics; None if the page does not have them, or has counters
+    that are negative or not finite.
 
     >>> read_counts("xgpt_requests_running 2.0") is None
     True
@@ -179,7 +195,8 @@ def read_counts(text: str) -> Counts | None:
         return None
     ended = found.get(ENDED, 0.0)
     arrived = ended + found[RUNNING] + found[WAITING]
-    return Counts(arrived, found[WAITING], ended, found.get(PROMPT, 0.0), found.get(OUTPUT, 0.0))
+    counts = Counts(arrived, found[WAITING], ended, found.get(PROMPT, 0.0), found.get(OUTPUT, 0.0))
+    return counts if all(0 <= count < math.inf for count in counts) else None
 
 
 def _change(before: Counts | None, now: Counts) -> Iterable[float]:

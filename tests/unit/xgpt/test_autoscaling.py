@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
@@ -69,10 +70,7 @@ def test_arrivals_are_counted_between_readings_and_anew_after_a_restart() -> Non
         one.ended, other.waiting = 7, 0  # it has been restarted
         assert reader.read() == ScrapedTraffic(7, 7, 700, 70, 0, (1, 1))
         assert one.keys == {"Bearer secret"}
-        reader.close()
-    again = LoadReader([Target(0, url)], 1, None)
-    assert again.read() is None
-    again.close()
+    assert LoadReader([Target(0, url)], 1, None).read() is None
 
 
 def test_a_replica_that_missed_a_reading_is_counted_from_the_last_one() -> None:
@@ -86,12 +84,51 @@ def test_a_replica_that_missed_a_reading_is_counted_from_the_last_one() -> None:
         assert reader.read() == ScrapedTraffic(0, 0, 0, 0, 0, (1,))
         replica.text, replica.ended = text, 520  # type: ignore[method-assign]
         assert reader.read() == ScrapedTraffic(20, 20, 2000, 200, 0, (2,))
-        reader.close()
 
 
-@pytest.mark.parametrize("text", ["", "# nothing", "xgpt_requests_running 1.0", "<html>", "xgpt_requests_waiting x"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "# nothing", "xgpt_requests_running 1.0", "<html>", "xgpt_requests_waiting x"),
+        *(f"xgpt_requests_running 1.0\nxgpt_requests_waiting {number}\n" for number in ("NaN", "+Inf", "-5")),
+    ],
+)
 def test_what_is_no_replica_has_no_counts(text: str) -> None:
     assert read_counts(text) is None
+
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+HOSTILE = {
+    "a head without an end": (HEAD, b"x"),
+    "a page without an end": (HEAD + b"Content-Length: 9999999999\r\n\r\n", b"x" * (1 << 20)),
+    "a page that comes slowly": (HEAD + b"Content-Length: 1000\r\n\r\n", b"x"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_replica_does_not_hold_up_the_reading_of_the_others(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that sent a byte a second once did, for ever, and one whose page has no end took all memory."""
+    monkeypatch.setattr("xgpt.autoscaling.scraping.TIMEOUT_S", 0.6)
+    first, again = HOSTILE[name]
+
+    def drip() -> None:
+        client, _ = listener.accept()
+        with client, suppress(OSError):
+            client.sendall(first)
+            while True:
+                client.sendall(again)
+                time.sleep(0.05)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, serving(Replica()) as url:
+        thread = threading.Thread(target=drip)
+        thread.start()
+        reader = LoadReader([Target(0, f"http://127.0.0.1:{listener.getsockname()[1]}"), Target(0, url)], 1, None)
+        begin_s = time.monotonic()
+        assert reader.read() == ScrapedTraffic(0, 0, 0, 0, 0, (1,))
+        assert time.monotonic() - begin_s < 5
+        thread.join()
 
 
 def test_targets_name_kinds() -> None:

@@ -8,6 +8,7 @@ import itertools
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,7 +17,8 @@ from typing import Any, TypeVar
 
 from xrunner.server.api.text import TextCodec
 
-NUM_THREADS = 2
+NUM_THREADS, PER_ACCOUNT = 3, 2
+"""Threads, and how many of them one account may use: a chat may take `rendering.RENDER_S` to be refused."""
 NICENESS = 10
 """Niceness of these threads, so that the engine's threads go first if cores are few."""
 SECONDS_A_CHARACTER = 5e-6
@@ -53,7 +55,7 @@ class Tokenising:
     thread.
 
     Accounts take turns: the next text is of the account for which the fewest characters were processed while texts
-    waited. Within an account, short texts go first.
+    waited. One account never has all threads. Within an account, short texts go first.
     """
 
     def __init__(self, codec: TextCodec, max_context: int) -> None:
@@ -64,7 +66,8 @@ class Tokenising:
         self._waiting: dict[str, list[_Job]] = {}
         self._served: dict[str, int] = {}
         """Characters processed for each account; a new account starts at the lowest number of the waiting ones."""
-        self._num_running = 0
+        self._running: Counter[str] = Counter()
+        """Number of running jobs, by account."""
 
     async def encode(self, account: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Raises TooLong."""
@@ -101,22 +104,26 @@ class Tokenising:
         return await done
 
     def _start(self) -> None:
-        while self._waiting and self._num_running < NUM_THREADS:
-            account = min(self._waiting, key=self._served.__getitem__)
+        while self._running.total() < NUM_THREADS:
+            free = (name for name in self._waiting if self._running[name] < PER_ACCOUNT)
+            if (account := min(free, key=self._served.__getitem__, default=None)) is None:
+                break
             job = heapq.heappop(self._waiting[account])
             if not self._waiting[account]:
                 del self._waiting[account]
             if job.done.cancelled():  # the client has gone
                 continue
             self._served[account] += job.characters + 1
-            self._num_running += 1
+            self._running[account] += 1
             running = asyncio.wrap_future(self._threads.submit(job.work))
-            running.add_done_callback(partial(self._end, job))
+            running.add_done_callback(partial(self._end, account, job))
         if not self._waiting:
             self._served.clear()
 
-    def _end(self, job: _Job, running: asyncio.Future[Any]) -> None:
-        self._num_running -= 1
+    def _end(self, account: str, job: _Job, running: asyncio.Future[Any]) -> None:
+        self._running[account] -= 1
+        if not self._running[account]:
+            del self._running[account]
         if not job.done.done():
             if (error := running.exception()) is not None:
                 job.done.set_exception(error)

@@ -1,6 +1,7 @@
 """Prompts become token ids by turns, and no long one is in another's way."""
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -43,6 +44,23 @@ def test_accounts_take_turns_and_short_texts_go_first() -> None:
 
     asyncio.run(run())
     assert order.index("short") < 6 and order.index("other 0") < 6
+
+
+def test_work_that_takes_long_leaves_other_accounts_a_thread() -> None:
+    """Two chats whose template takes ten seconds once held up every other key's prompts for as long."""
+
+    async def run() -> float:
+        by_turns, over = tokenising(), threading.Event()
+        slow = [asyncio.ensure_future(by_turns.by_turns("slow", 1, lambda: over.wait(5))) for _ in range(4)]
+        await asyncio.sleep(0.05)
+        begin_s = time.monotonic()
+        assert await by_turns.by_turns("other", 1, lambda: 7) == 7
+        took_s = time.monotonic() - begin_s
+        over.set()
+        await asyncio.gather(*slow)
+        return took_s
+
+    assert asyncio.run(run()) < 2
 
 
 def test_what_fails_in_a_thread_fails_for_its_request() -> None:
