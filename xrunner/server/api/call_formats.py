@@ -106,8 +106,8 @@ class CallFormat(ABC):
         match found:
             case {"name": str(name), **rest} if self.arguments in rest and _is_unicode(name):
                 id_ = rest.get("id")
-                has_id = isinstance(id_, str) and _is_unicode(id_)
-                return Call(name, _written(rest[self.arguments]), id_ if has_id else self.new_id())
+                id_ = id_ if isinstance(id_, str) and _is_unicode(id_) else self.new_id()
+                return Call(name, _written(rest[self.arguments]), id_)
         return None
 
     def call_in(self, text: str) -> Call | None:

@@ -24,6 +24,8 @@ as `ipython`."""
 INSTRUCTIONS = ("system", "developer")
 MAX_ROLE = 64
 """Characters of the longest role that is not one of `ROLES`."""
+MAX_ROLES = 32
+"""Largest number of roles in a chat: each may have to be compared with `ROLES`, which takes 0.1 ms."""
 ADDITIONAL = "additional_chat_templates/*.jinja"
 PROBE = "xgptprobe"
 """A text that no template contains."""
@@ -162,7 +164,10 @@ class ChatTemplate:
         """
         variables = variables or {}
         template = self._with_tools if variables.get("tools") else self._template
-        for role in dict.fromkeys(message["role"] for message in messages):
+        roles = dict.fromkeys(message["role"] for message in messages)
+        if len(roles) > MAX_ROLES:
+            raise ValueError(f"{len(roles)} roles are more than {MAX_ROLES}")
+        for role in roles:
             if role not in ROLES and not template.knows(role):
                 raise ValueError(
                     f"it does not show messages of the role {quoted(role)}{nearest(role[:MAX_ROLE], ROLES)}"

@@ -260,6 +260,13 @@ def test_a_message_is_continued(client: openai.OpenAI) -> None:
     assert answer.choices[0].token_ids == expected_tokens(TOKENIZER.encode(prompt).ids, 2)
 
 
+def test_a_chat_of_many_roles_is_refused() -> None:
+    """Each role that is not known is compared with those that are: 65,000 of them took a thread for seconds."""
+    template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    with pytest.raises(ValueError, match="33 roles are more than 32"):
+        template.render([{"role": f"role-{number}", "content": "x"} for number in range(33)])
+
+
 def test_a_message_that_is_shown_in_another_way_is_looked_for_in_little_time() -> None:
     """Python's `rfind` takes quadratic time, and no other thread runs meanwhile: a million characters took minutes."""
     template = ChatTemplate("{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}")

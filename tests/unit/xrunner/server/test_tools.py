@@ -35,6 +35,7 @@ from xrunner.server.api.chat import ChatTemplate
 from xrunner.server.api.choices import Choice
 from xrunner.server.api.form import OutputForm
 from xrunner.server.api.parsing import parse_chat
+from xrunner.server.api.response_tools import CallItems, Declared, ResponseTool
 from xrunner.server.api.text import Detokenizer, TextCodec
 from xrunner.server.api.tools import NamedFunction, NamedTool, Tool, ToolCall
 from xrunner.server.api.writers import ChatWriter
@@ -303,6 +304,12 @@ def test_half_a_character_in_a_call_makes_no_answer_that_cannot_be_sent(
     for call in calls.calls:
         assert json.loads(call.function.arguments)["a"] in ("\ud800", "\udc00")
         assert call.for_template()["function"]["arguments"] == call.function.arguments
+
+
+def test_half_a_character_in_a_custom_tools_input_stays_escaped() -> None:
+    calls = CallItems([Declared(None, ResponseTool("custom", "f"))])
+    item = calls.item("a", "b", "f", '{"input": "\\ud800"}', "completed")
+    assert msgspec.json.encode(item) and item["input"] == '{"input": "\\ud800"}'
 
 
 ADDED = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
