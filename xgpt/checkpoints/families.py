@@ -15,7 +15,9 @@ from xgpt.core.errors import InputError
 ALIASES: Mapping[str, str] = {
     "bailing_moe": "dots1",
     "bailing_moe_v2": "dots1",
+    "deepseek_ocr2_text": "dots1",
     "deepseek_ref": "deepseek_v4",
+    "deepseek_vl_v2": "dots1",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "gemma4_unified_text": "gemma4_text",
@@ -43,21 +45,26 @@ ALIASES: Mapping[str, str] = {
     "qwen3_5_moe": "qwen3_5_moe_text",
     "step3p7": "step3p5",
     "step3p7_text": "step3p5",
+    "unlimited_ocr_text": "dots1",
 }
 """Families that are read as another family with the same fields."""
 _TWO_KINDS = "experts for text and experts for images differ in size"
 _STATES_ONLY = "it has only state-space layers, so that no K/V memory limits a batch"
+_SLIDING_LATENT = "some of its layers slide over latent keys and values, which is not read"
 NOT_READ: Mapping[str, str] = {
     "dbrx": "it nests sizes in objects that are not read",
     "diffusion_gemma": "it generates blocks of tokens by diffusion",
     "diffusion_gemma_text": "it generates blocks of tokens by diffusion",
     "ernie4_5_vl_moe": _TWO_KINDS,
     "ernie4_5_vl_moe_text": _TWO_KINDS,
+    "dots3_note": _SLIDING_LATENT,
+    "dots3_note_text": _SLIDING_LATENT,
     "falcon_mamba": _STATES_ONLY,
     "gemma3n_text": "its layers run several streams at once, and some share keys and values, which is not read",
     "mamba": _STATES_ONLY,
     "mamba2": _STATES_ONLY,
     "mpt": "its positions are biases on scores, which are not read",
+    "plamo2": "its state-space layers are described by fields that are not read",
     "nemotron_3": "only vLLM calls it so; the checkpoint's own config.json says nemotron_h",
     "timm_wrapper": "it generates no tokens",
     "whisper": "its encoder reads sound",

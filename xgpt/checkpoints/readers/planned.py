@@ -140,7 +140,7 @@ def _layer_types(family: str, config: Config, number: int) -> list[str]:
 def _attention(family: str, config: Config, layer: int, kind: str) -> Attention:
     hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
-    value_dim, has_values, keeps, slides = config.get("v_head_dim"), True, True, kind in SLIDING
+    value_dim, has_values, keeps, slides = config.get("v_head_dim") or None, True, True, kind in SLIDING
     window = config.get("sliding_window") or config.get("sliding_window_size")
     if kind == "chunked_attention":
         window = config.get("attention_chunk_size")
@@ -307,6 +307,7 @@ def _feeds(family: str, config: Config, number: int) -> list[tuple[int, Experts 
         return [(_searched_width(config, block["ffn"]), None) for block in searched]
     experts, ffn = _experts(family, config), _ffn_size(family, config)
     kinds = config.get("layers_block_type")
+    wide_from = number - (config.get("num_kv_shared_layers") or 0 if config.get("use_double_wide_mlp") else 0)
     feeds: list[tuple[int, Experts | None]] = []
     for layer in range(number):
         if kinds is not None and kinds[layer] not in ("moe", "mlp"):
@@ -314,7 +315,7 @@ def _feeds(family: str, config: Config, number: int) -> list[tuple[int, Experts 
         elif experts is not None and (kinds[layer] == "moe" if kinds else _is_sparse(family, config, layer, number)):
             feeds.append((ffn if family in ("gemma4_text", "longcat_flash") else 0, experts))
         else:
-            feeds.append((ffn, None))
+            feeds.append((2 * ffn if layer >= wide_from else ffn, None))
     return feeds
 
 
@@ -350,7 +351,7 @@ def _experts(family: str, config: Config) -> Experts | None:
     chosen = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
     active = next((config[name] for name in chosen if config.get(name)), 1)
     active = active[0] if isinstance(active, list) else active
-    size = config.get("moe_intermediate_size") or config["intermediate_size"]
+    size = config.get("moe_intermediate_size") or config.get("expert_hidden_dim") or config["intermediate_size"]
     size = size[0] if isinstance(size, list) else size
     shared = 0
     for name in ("shared_expert_intermediate_size", "share_expert_dim", "shared_intermediate_size"):

@@ -17,11 +17,11 @@ SIZE = re.compile(
 
 WITHOUT_EFFECT = words("""
     attention_chunk_size attention_head_dim attention_multiplier attn_res_block_size chunk_size conv_L_cache
-    conv_kernel_size embedding_multiplier ep_size expand expert_dtype full_attention_interval
+    conv_kernel_size embedding_multiplier ep_size expand expert_dtype expert_hidden_dim full_attention_interval
     global_attn_every_n_layers hidden_act hidden_activation index_head_dim index_n_heads
     index_share_for_mtp_iteration index_skip_topk_offset index_topk_freq interleave_moe_layer_step
     intermediate_size layer_group_size layer_norm_eps layer_norm_epsilon layer_rope_theta layernorm_epsilon
-    logits_mup_width_multiplier mamba_hidden_act max_window_layers mlp_hidden_act moe_intermediate_size
+    logits_mup_width_multiplier mamba_hidden_act max_window_layers mlp_hidden_act mlp_only_layers moe_intermediate_size
     moe_layer_freq moe_router_dtype moe_shared_expert_overlap mtp_hidden_states_first
     mtp_hybrid_override_pattern mtp_layers_block_type mtp_num_hidden_layers n_group n_shared_experts
     no_rope_layer_interval no_rope_layers norm_topk_prob num_expert_group num_experts num_hash_layers

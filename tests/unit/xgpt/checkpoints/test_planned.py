@@ -130,8 +130,9 @@ def test_windows_hold_more_requests_than_full_attention() -> None:
 
 
 PUBLISHED = json.loads((Path(__file__).parent / "official.json").read_text(encoding="utf-8"))
-"""Official config.json files, their sizes only; and of each model the config that has its sizes, and the parameters and
-active parameters that its page, its report or vLLM's recipe states, in billions."""
+"""Official config.json files, their sizes only; of each model the config that has its sizes, and the parameters and
+active parameters that its page, its report or vLLM's recipe states, in billions; and of each of vLLM's recipes for
+models that generate text the model that has its sizes, and how these are known, or why they are not."""
 
 
 def official(name: str) -> ModelSpec:
@@ -153,6 +154,40 @@ def test_official_configs_have_the_parameters_that_are_published() -> None:
         if active is not None and not any(one == pytest.approx(active, rel=0.06) for one in (busy, busy - head)):
             wrong[f"{name}, active"] = busy
     assert not wrong and len(PUBLISHED["models"]) >= 100
+
+
+def test_most_of_vllm_s_recipes_are_planned_from_official_configs() -> None:
+    known = {recipe: how for recipe, (model, how) in PUBLISHED["recipes"].items() if model in PUBLISHED["models"]}
+    defaults = {model for model, how in PUBLISHED["recipes"].values() if how in ("class", "report")}
+    official = [recipe for recipe in known if PUBLISHED["recipes"][recipe][0] not in defaults]
+    assert len(official) >= 100 and len(known) >= 120
+    assert set(known.values()) == {"file", "same", "class", "report"}
+
+
+KEPT_PER_TOKEN = {
+    # DeepSeek, "Insights into DeepSeek-V3" (ISCA 2025), table 1, in bytes
+    "deepseek-ai/DeepSeek-V3": 70_272,
+    "meta-llama/Meta-Llama-3.1-405B": 516_096,
+    "Qwen/Qwen2.5-VL-72B-Instruct": 327_680,  # of Qwen2.5-72B, which has the same decoder
+    # layers with full attention x heads x size, from the models' reports
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct": 7 * 2 * 576,
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": 12 * 2 * 2 * 2 * 256,
+    "mistralai/Mistral-Large-3-675B-Instruct-2512": 61 * 2 * 576,
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": 4 * 2 * 2 * 8 * 128,
+    "openai/gpt-oss-120b": 36 * 2 * 2 * 8 * 64,
+    "zai-org/GLM-4.5": 92 * 2 * 2 * 8 * 128,
+}
+
+
+@pytest.mark.parametrize("name", KEPT_PER_TOKEN)
+def test_official_configs_keep_the_published_bytes_of_a_token(name: str) -> None:
+    assert official(name).kv_bytes_per_token("bfloat16") == KEPT_PER_TOKEN[name]
+
+
+def test_layers_that_share_keys_and_values_may_have_a_wider_feed_forward_block() -> None:
+    sizes = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": 1024, "hidden_size": 512}
+    widths = {wide: spec_like("gemma4_text", **sizes, use_double_wide_mlp=wide)[0] for wide in (False, True)}
+    assert widths[True].decoder_params() - widths[False].decoder_params() == 2 * 3 * 512 * 1024
 
 
 def active_params(spec: ModelSpec) -> int:
