@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
@@ -18,10 +19,10 @@ from xgpt.resolve import load_trace
 from xgpt.serving.checking import check_planned
 from xprofiler.ranges import Cell, Quantity, cell_of, likely
 from xscheduler.expression import maximised
-from xscheduler.objectives.best_plans import UNIFORM_KINDS, Task, check_held, is_uniform, plan_uniform
+from xscheduler.objectives.best_plans import UNIFORM_KINDS, check_held, is_uniform, plan_each, plan_uniform
 from xscheduler.objectives.capacities import predicted_rate, with_capacities
 from xscheduler.objectives.mixing import with_mixing_edge
-from xscheduler.objectives.reusing import with_reuse
+from xscheduler.objectives.reusing import PlanEach, with_reuse
 from xscheduler.objectives.sizing import ClusterChoice, cheapest, fewest_devices
 from xscheduler.problem import Problem
 from xsimulator.front import with_api_servers
@@ -71,7 +72,7 @@ class Planned:
         problem = self.problem
         if not problem.even or problem.engine is not None or problem.profile.engine is not None:
             return None
-        return next(iter(_task(self.request, replace(problem, even=False)).settle().values()))
+        return next(iter(_plan_each(self.request)(replace(problem, even=False)).values()))
 
     def best_uniform(self) -> Plan | None:
         """Return the best plan of equal stages, without rra and waa; None: none keeps the bound.
@@ -100,7 +101,7 @@ def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
     trace = load_trace(request.workload) if isinstance(request.workload, str) else None
     try:
         problem, plans, ahead = _settle(request, problem, progress)
-        plans = with_reuse(_task(request, problem), trace, plans)
+        plans = with_reuse(_plan_each(request), problem, trace, plans)
     except InfeasibleError as error:
         if problem.profile.is_restless:
             error.warnings += (f"{problem.profile.unrest}; {AGAIN}",)
@@ -111,8 +112,8 @@ def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
     return Planned(request, problem, plans, choices, time.perf_counter() - started, ahead, why_not_fewer)
 
 
-def _task(request: PlanRequest, problem: Problem) -> Task:
-    return Task(problem, request.policy, request.search, request.order)
+def _plan_each(request: PlanRequest, progress: Progress | None = None) -> PlanEach:
+    return partial(plan_each, policy=request.policy, search=request.search, order=request.order, progress=progress)
 
 
 def _settle(
@@ -122,15 +123,15 @@ def _settle(
 
     Numbers of draft tokens are tried upwards from 0, until two numbers in a row have gained nothing.
     """
-    most = problem.speculation
+    most, plans_of = problem.speculation, _plan_each(request, progress)
     if most is None or request.speculative_tokens is not None:
-        return problem, _task(request, problem).settle(progress), {}
+        return problem, plans_of(problem), {}
     best, found, failed = 0, dict[int, tuple[Problem, dict[str, Plan]]](), None
     ahead: dict[int, float] = {}
     for tokens in range(most.tokens + 1):
         tried = replace(problem, speculation=most.ahead(tokens) if tokens else None)
         try:
-            found[tokens] = tried, _task(request, tried).settle(progress)
+            found[tokens] = tried, plans_of(tried)
         except InfeasibleError as error:
             failed = error
             continue

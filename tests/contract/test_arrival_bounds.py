@@ -23,7 +23,7 @@ from xscheduler.arrival_bounds import PromptSteps, Waits, _waits_for_one_of, loo
 from xscheduler.arrival_rate import closed_rate
 from xscheduler.box_bounds import breach
 from xscheduler.objectives import arrivals, branches
-from xscheduler.objectives.best_plans import Task, plan_each
+from xscheduler.objectives.best_plans import plan_each
 from xscheduler.objectives.saturation import with_simulated_figures
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler, scheduler
@@ -242,7 +242,7 @@ def test_optuna_searches_where_it_is_asked_to_and_proves_nothing() -> None:
         Constraint(latency_bound_s=8.0, objective="arrivals")
     )
     proven, sampled = (
-        next(iter(Task(subject, "orca", method).settle().values())) for method in ("branch-and-bound", "optuna")
+        next(iter(plan_each(subject, "orca", method).values())) for method in ("branch-and-bound", "optuna")
     )
     assert (sampled.search.method, sampled.search.gap) == ("optuna", None)
     assert proven.search.gap is not None
@@ -321,8 +321,8 @@ def test_a_long_search_speaks_all_the_time_and_ends_when_its_time_is_up(monkeypa
     monkeypatch.setattr(arrivals, "time", clock)
     monkeypatch.setattr(branches, "time", clock)
     of = problem("llama-3.1-70b", "h100x8", "azure-conv").under(Constraint(latency_bound_s=15.0, objective="arrivals"))
-    task = Task(of, "exegpt")
-    plan = next(iter(task.settle(lambda done, parts, what: said.append(f"{next(looks)} {what}")).values()))
+    plans = plan_each(of, "exegpt", progress=lambda done, parts, what: said.append(f"{next(looks)} {what}"))
+    plan = next(iter(plans.values()))
     assert rate_of(plan) > 0 and plan.search.gap is not None
     assert arrivals.ENDED_EARLY in plan.search.bound
     at = [int(what.split()[0]) for what in said]

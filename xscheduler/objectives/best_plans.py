@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from xgpt.core.errors import InfeasibleError, InputError, nearest
@@ -30,71 +30,6 @@ UNIFORM_KINDS = ("chunked", "orca", "static")
 """Policies that other planners offer, on replicas of equal stages."""
 
 
-@dataclass(frozen=True)
-class Task:
-    """A problem with the choice of policies, search method and order of admission.
-
-    Attributes:
-        policy: a policy, or a group of them.
-        order: order of admission; None: fcfs, or the order that tuning finds. For other orders and for tuned policies,
-            vLLM runs with xgpt's scheduler class.
-    """
-
-    problem: Problem
-    policy: PolicyChoice = "auto"
-    search: SearchMethod = "branch-and-bound"
-    order: AdmissionOrder | None = None
-
-    def __post_init__(self) -> None:
-        engine = self.problem.engine
-        if (
-            engine is not None
-            and engine.framework == "vllm"
-            and (self.policy in TUNED or self.order not in (None, "fcfs"))
-        ):
-            object.__setattr__(self, "problem", replace(self.problem, engine=engine.with_xgpt))
-
-    def settle(self, progress: Progress | None = None) -> dict[str, Plan]:
-        """Return each policy's best plan, the best of all first.
-
-        Args:
-            progress: is called for each part of the work.
-
-        Raises:
-            InputError: the model cannot run under that policy.
-            InfeasibleError: no policy has a plan that keeps the constraint.
-        """
-        if self.policy in TUNED:
-            _check_tunable(self.problem, self.policy)
-        _check_maximised(self.problem)
-        for name in OF_ROWS:
-            if name in self.problem.fixed and self.order != "das":
-                raise InputError("fix", f"{name}={self.problem.fixed[name]}", "it needs `order=das`")
-        if (percent := self.problem.fixed.get("eta_percent", 50)) >= 100:
-            raise InputError("fix", f"eta_percent={percent}", "give 1 to 99")
-        kinds = kinds_of(self.problem, self.policy)
-        plans = _distinct(self._objective(progress).settle(kinds))
-        pinned = Pinned(policy=self.policy, fixed=dict(self.problem.fixed))
-        return {kind: plan.model_copy(update={"pinned": pinned}) for kind, plan in plans.items()}
-
-    def _objective(self, progress: Progress | None) -> Objective:
-        problem = self.problem
-        # If the highest rate is kept, the requested one is kept as well.
-        if problem.constraint.arrival_rate_per_s is not None:
-            problem = problem.under(problem.constraint.model_copy(update={"objective": "arrivals"}))
-        search = scheduler(problem, self.search)
-
-        def finish(plan: Plan) -> Plan:
-            plan = _admitting(plan, self.order or "fcfs", problem)
-            return _with_figures(plan, problem) if problem.constraint.maximises_arrivals else plan
-
-        if not problem.constraint.maximises_arrivals:
-            return Saturated(search, finish, progress)
-        if self.policy in TUNED:  # tuned policies are never part of `auto`, since tuning is slow
-            return TunedArrivals(search, finish, progress, self.policy, self.order)
-        return Arrivals(search, finish, progress)
-
-
 def plan_each(
     problem: Problem,
     policy: PolicyChoice = "auto",
@@ -102,8 +37,57 @@ def plan_each(
     order: AdmissionOrder | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Plan]:
-    """Return each policy's best plan, the best of all first; see `Task`."""
-    return Task(problem, policy, search, order).settle(progress)
+    """Return each policy's best plan, the best of all first.
+
+    Args:
+        policy: a policy, or a group of them.
+        order: order of admission; None: fcfs, or the order that tuning finds. For other orders and for tuned policies,
+            vLLM runs with xgpt's scheduler class.
+        progress: is called for each part of the work.
+
+    Raises:
+        InputError: the model cannot run under that policy.
+        InfeasibleError: no policy has a plan that keeps the constraint.
+    """
+    engine = problem.engine
+    if engine is not None and engine.framework == "vllm" and (policy in TUNED or order not in (None, "fcfs")):
+        problem = replace(problem, engine=engine.with_xgpt)
+    if policy in TUNED:
+        _check_tunable(problem, policy)
+    _check_maximised(problem)
+    for name in OF_ROWS:
+        if name in problem.fixed and order != "das":
+            raise InputError("fix", f"{name}={problem.fixed[name]}", "it needs `order=das`")
+    if (percent := problem.fixed.get("eta_percent", 50)) >= 100:
+        raise InputError("fix", f"eta_percent={percent}", "give 1 to 99")
+    kinds = kinds_of(problem, policy)
+    plans = _distinct(objective_of(problem, policy, search, order, progress).settle(kinds))
+    pinned = Pinned(policy=policy, fixed=dict(problem.fixed))
+    return {kind: plan.model_copy(update={"pinned": pinned}) for kind, plan in plans.items()}
+
+
+def objective_of(
+    problem: Problem,
+    policy: PolicyChoice,
+    search: SearchMethod = "branch-and-bound",
+    order: AdmissionOrder | None = None,
+    progress: Progress | None = None,
+) -> Objective:
+    """Return the objective of a problem; see `plan_each`."""
+    # If the highest rate is kept, the requested one is kept as well.
+    if problem.constraint.arrival_rate_per_s is not None:
+        problem = problem.under(problem.constraint.model_copy(update={"objective": "arrivals"}))
+    by_search = scheduler(problem, search)
+
+    def finish(plan: Plan) -> Plan:
+        plan = _admitting(plan, order or "fcfs", problem)
+        return _with_figures(plan, problem) if problem.constraint.maximises_arrivals else plan
+
+    if not problem.constraint.maximises_arrivals:
+        return Saturated(by_search, finish, progress)
+    if policy in TUNED:  # tuned policies are never part of `auto`, since tuning is slow
+        return TunedArrivals(by_search, finish, progress, policy, order)
+    return Arrivals(by_search, finish, progress)
 
 
 def _check_tunable(problem: Problem, policy: str) -> None:

@@ -21,7 +21,6 @@ from xgpt.core.reuse_distances import ReuseCurve
 from xgpt.core.schema import Plan
 from xgpt.core.workload import TraceLengths
 from xscheduler.expression import maximised
-from xscheduler.objectives.best_plans import Task
 from xscheduler.problem import Problem
 from xsimulator.reuse import reused_at
 
@@ -38,7 +37,13 @@ MOST_DIVISIONS = 2
 """Divisions of memory for which arrivals are simulated."""
 
 
-def with_reuse(task: Task, trace: TraceLengths | None, plans: dict[str, Plan]) -> dict[str, Plan]:
+PlanEach = Callable[[Problem], dict[str, Plan]]
+"""Returns each policy's best plan for a problem, the best of all first."""
+
+
+def with_reuse(
+    plan_each: PlanEach, problem: Problem, trace: TraceLengths | None, plans: dict[str, Plan]
+) -> dict[str, Plan]:
     """Return each policy's best plan, the best of all first: the given one, or a better one that counts on reuse.
 
     A plan with reuse has one replica, or the same number as the best plan without reuse; each replica then gets the
@@ -50,20 +55,20 @@ def with_reuse(task: Task, trace: TraceLengths | None, plans: dict[str, Plan]) -
     """
     if trace is None:
         return plans
-    problem, best = task.problem, next(iter(plans.values()))
+    best = next(iter(plans.values()))
     counts = problem.constraint.sla == "length" and problem.constraint.maximise is None and best.shares_prompts
     if trace.prefixes is None or not counts:
         return plans
     divisions = _divisions(problem, trace, best)
     highest = None
     if problem.constraint.maximises_arrivals:
-        chosen = promising([division.problem() for division in divisions], partial(_rps, task))
-        planned = [_planned(task, division) for division in chosen]
+        chosen = promising([division.problem() for division in divisions], partial(_rps, plan_each))
+        planned = [_planned(plan_each, division) for division in chosen]
     else:
-        reached = [_planned(task, division.bound()) for division in divisions]
+        reached = [_planned(plan_each, division.bound()) for division in divisions]
         bounds = [_bound(plan) for plan in (best, *(plan for each in reached for plan in each.values()))]
         highest = None if None in bounds else max(bound for bound in bounds if bound is not None)
-        planned = [_consistent(task, division, best) for division in divisions]
+        planned = [_consistent(plan_each, division, best) for division in divisions]
     found = dict(plans)
     for kind, plan in (item for division in planned for item in division.items()):
         if kind not in found or maximised(plan) > maximised(found[kind]):
@@ -110,18 +115,18 @@ def _divisions(problem: Problem, trace: TraceLengths, best: Plan) -> list[_Divis
     return divisions
 
 
-def _consistent(task: Task, division: _Division, best: Plan) -> dict[str, Plan]:
+def _consistent(plan_each: PlanEach, division: _Division, best: Plan) -> dict[str, Plan]:
     """Return each policy's best plan; its reuse is the one that is possible with the plan's own number of running
     requests.
 
     If requests are always waiting, a conversation's next turn may enter before the previous answer has ended.
     """
     if not division.has_answers:
-        return _planned(task, division.problem())
-    planned = _planned(task, division.problem(best.estimate.decode_batch))
+        return _planned(plan_each, division.problem())
+    planned = _planned(plan_each, division.problem(best.estimate.decode_batch))
     for _ in range(ROUNDS):
         inside = max((plan.estimate.decode_batch for plan in planned.values()), default=0.0)
-        planned = _planned(task, division.problem(inside))
+        planned = _planned(plan_each, division.problem(inside))
     return planned
 
 
@@ -136,8 +141,8 @@ def promising(divisions: list[Problem], best_rps: Callable[[Problem], float]) ->
     return sorted(divisions, key=saturated, reverse=True)[:MOST_DIVISIONS]
 
 
-def _rps(task: Task, problem: Problem) -> float:
-    return max((plan.estimate.throughput_rps for plan in _planned(task, problem).values()), default=0.0)
+def _rps(plan_each: PlanEach, problem: Problem) -> float:
+    return max((plan.estimate.throughput_rps for plan in _planned(plan_each, problem).values()), default=0.0)
 
 
 def _sizes(curve: ReuseCurve, plan: Plan) -> list[float]:
@@ -147,10 +152,10 @@ def _sizes(curve: ReuseCurve, plan: Plan) -> list[float]:
     return sorted(size for size in steps if size <= memory)
 
 
-def _planned(task: Task, problem: Problem) -> dict[str, Plan]:
+def _planned(plan_each: PlanEach, problem: Problem) -> dict[str, Plan]:
     """Return each policy's best plan; empty if none fits in memory."""
     try:
-        return replace(task, problem=problem).settle()
+        return plan_each(problem)
     except InfeasibleError:
         return {}
 

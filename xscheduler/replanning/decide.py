@@ -1,15 +1,26 @@
-"""Decide whether to change a running plan: weigh the gain of another plan against the cost of the change."""
+"""Decide whether to change a running plan: judge it by its objective, find the plans that may replace it, and weigh
+their gain against the cost of the change.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.schema import Constraint, Outcome, Plan, Profile
+from xgpt.core.schema import Constraint, Observation, Outcome, Plan, Profile
+from xgpt.core.schema.policy import POLICY_GROUPS
+from xgpt.observation.windows import RATE_REQUESTS
+from xscheduler.objectives.best_plans import variables_of
+from xscheduler.objectives.ladder import request_latency, request_law, with_law
 from xscheduler.placement import Placement
-from xscheduler.replanning.judge import Judge, Terms
-from xscheduler.replanning.replacements import SWAPPABLE, find_candidates, within_pins
+from xscheduler.replanning.judge import ArrivalsJudge, Judge, SaturatedJudge, Terms, replaced
+from xscheduler.replanning.reestimate import reestimate
+from xscheduler.replanning.situation import Situation
+from xscheduler.space import runnable
+from xsimulator.capacity import PRECISION
+from xsimulator.forecast import CHOICES, FORECASTS, TUNED
 from xsimulator.memory import LaneMemory
 
 LOAD_BYTES_PER_S = {"cpu": 5e8, "gpu": 4e9}
@@ -23,6 +34,15 @@ rate."""
 
 SAME = 0.02
 """Two plans count as the same if their prompt tokens in a phase differ by at most this share."""
+
+
+MOST_ROUNDS = 4
+"""Largest number of searches, under ever tighter bounds, for one judgement."""
+UNUSED = 0.02
+"""If a plan breaks the bound in simulation, the next search's bound is tighter by a quarter of this share."""
+SWAPPABLE = tuple(kind for kind, forecast in FORECASTS.items() if forecast.swaps_between_steps)
+"""Policies that can be swapped in between two steps; a static batch must end first, and waa's lanes must drain."""
+ON_ONE_DEVICE = tuple(kind for kind, forecast in FORECASTS.items() if len(forecast.settings.lanes) == 1)
 
 
 @dataclass(frozen=True)
@@ -50,7 +70,82 @@ class Verdict:
     switch: bool = False
 
 
-def decide(judge: Judge, terms: Terms) -> Verdict:
+def judged(
+    plan: Plan, profile: Profile, observation: Observation, terms: Terms | None = None, slowdown: float | None = None
+) -> Verdict:
+    """Compare a running plan with the best one under the observed lengths, by the plan's objective.
+
+    Args:
+        slowdown: ratio of step times to those of the profile; None: the plan's slowdown.
+
+    Raises:
+        InputError: the profile is not that of the plan's devices.
+    """
+    terms, situation = terms or Terms(), Situation.of(plan, profile, observation, slowdown)
+    if plan.constraint.maximises_arrivals:
+        return with_known_rate(_judged_by_arrivals(situation, terms), observation.num_requests)
+    if plan.constraint.maximise is not None:
+        judge = SaturatedJudge(situation, terms)
+        reason = f"the plan maximises {plan.constraint.maximise}, by which plans are not compared here: plan again"
+        return Verdict(judge.running, judge.breaks, reason)
+    if plan.constraint.sla == "length":
+        return decide(SaturatedJudge(situation, terms))
+    return _judged_by_requests(situation, terms)
+
+
+def _judged_by_arrivals(situation: Situation, terms: Terms) -> Verdict:
+    """Compare plans by the rate that they keep; if requests break their bounds now, a small gain is worth a change."""
+    if not situation.misses:
+        return decide(ArrivalsJudge(situation, terms))
+    terms = replace(terms, least_gain=min(terms.least_gain, PRECISION))
+    verdict = decide(ArrivalsJudge(situation, terms))
+    kept = (
+        f"{situation.goodput:.1%} of recent requests kept their bounds, {situation.plan.constraint.quantile:g} should"
+    )
+    return replace(verdict, reason=f"{kept}: {verdict.reason}")
+
+
+def with_known_rate(verdict: Verdict, num_requests: int) -> Verdict:
+    """Return the verdict, or one that keeps the plan if the other serves less and the arrival rate is not yet known."""
+    best, running = verdict.best, verdict.running
+    if not verdict.switch or best is None or num_requests >= RATE_REQUESTS:
+        return verdict
+    if best.throughput_rps >= running.throughput_rps or not running.arrival_rate_per_s:
+        return verdict
+    less = f"the best plan serves {best.throughput_rps:.3g} requests/s at saturation, {running.throughput_rps:.3g} now"
+    reason = f"{verdict.reason}; {num_requests} requests are too few to know the arrival rate, and {less}"
+    return replace(verdict, switch=False, reason=reason)
+
+
+def _judged_by_requests(situation: Situation, terms: Terms) -> Verdict:
+    """For a bound on all requests, compare plans by simulating the running plan and the candidate.
+
+    If the candidate breaks the bound, another one is searched under a tighter bound.
+    """
+    plan, profile, lengths = situation.plan, situation.profile, situation.lengths
+    constraint, bound_s = plan.constraint, plan.constraint.latency_bound_s
+    closed_s = reestimate(plan, profile, lengths, constraint.quantile)["latency"]
+    ratio, others, reason = request_latency(plan, profile, lengths) / closed_s, 1.0, ""
+    for _ in range(MOST_ROUNDS):
+        verdict = decide(SaturatedJudge(situation, terms, ratio, others))
+        if verdict.plan is None or verdict.best is None:
+            return replace(verdict, reason=reason or verdict.reason)
+        if not verdict.switch:
+            return verdict
+        law = request_law(verdict.plan, profile)
+        seen_s = law.quantile(constraint.planned_quantile)
+        best = verdict.best.model_copy(update={"latency_s": law.quantile(constraint.quantile)})
+        verdict = replace(verdict, plan=with_law(verdict.plan, law), best=best)
+        if bound_s is None or (1 + constraint.headroom) * seen_s <= bound_s:
+            return verdict
+        reason = f"the best other plan takes {seen_s:.3g} s in simulation, and the bound is {bound_s:g} s"
+        if not best.keeps_bound:
+            break  # no plan keeps the bound, so none keeps a tighter one
+        others *= (1 + constraint.headroom) * seen_s / bound_s * (1 + UNUSED / 4)
+    return replace(verdict, switch=False, reason=reason)
+
+
+def decide(judge: Judge) -> Verdict:
     """Compare the running plan with the best one.
 
     A plan on the same stages takes over if it gains enough, or if the running plan breaks its bound. A plan on another
@@ -61,8 +156,8 @@ def decide(judge: Judge, terms: Terms) -> Verdict:
         InputError: the profile is not that of the plan's devices.
     """
     try:
-        verdict = _decide_feasible(judge, terms)
-        return _sustaining(judge, verdict, terms) or verdict
+        verdict = _decide_feasible(judge)
+        return _sustaining(judge, verdict) or verdict
     except InfeasibleError as error:
         reason, nearest_s = str(error), error.nearest_bound_s if error.binding == "latency_bound_s" else None
     if nearest_s is not None and judge.running.arrival_rate_per_s:
@@ -75,13 +170,13 @@ def decide(judge: Judge, terms: Terms) -> Verdict:
         if near is None:
             break
         with suppress(InfeasibleError):  # another bound binds, too
-            found = _although_broken(verdict := _decide_feasible(near, terms), judge.plan.constraint)
+            found = _although_broken(verdict := _decide_feasible(near), judge.plan.constraint)
             if verdict.best is None or verdict.best.keeps_bound is not False:
                 break
     return found or Verdict(judge.running, judge.breaks, reason)
 
 
-def _sustaining(judge: Judge, verdict: Verdict, terms: Terms) -> Verdict | None:
+def _sustaining(judge: Judge, verdict: Verdict) -> Verdict | None:
     """Return a verdict that serves the observed arrival rate, if the given one would not; None if that does.
 
     Beyond the rate at saturation, queues grow without limit, and no request keeps its bounds. A plan that keeps wider
@@ -99,12 +194,12 @@ def _sustaining(judge: Judge, verdict: Verdict, terms: Terms) -> Verdict | None:
         if near is None:
             break
         with suppress(InfeasibleError):  # another bound binds, too
-            wide = _decide_feasible(near, terms)
+            wide = _decide_feasible(near)
             assert wide.best is not None
             if (wide.best if wide.switch else judge.running).throughput_rps <= served_rps:
                 continue
             reason = f"{arriving:.3g} requests/s arrive, for which no plan keeps the bound of {given_s:g} s"
-            reason = f"{reason}; with {terms.near * bound_s:.3g} s, {wide.reason}"
+            reason = f"{reason}; with {judge.terms.near * bound_s:.3g} s, {wide.reason}"
             found = replace(_although_broken(wide, judge.plan.constraint), reason=reason)
             if wide.best.keeps_bound:
                 break
@@ -116,28 +211,55 @@ def _sustaining(judge: Judge, verdict: Verdict, terms: Terms) -> Verdict | None:
     return found
 
 
-def _decide_feasible(judge: Judge, terms: Terms) -> Verdict:
+def _decide_feasible(judge: Judge) -> Verdict:
     """Return the verdict if a plan keeps the bounds.
 
     Raises:
         InfeasibleError: no plan keeps the bounds.
     """
-    anywhere, swap = find_candidates(judge)
+    anywhere, swap = _candidates(judge)
     pause_s = judge.running.latency_s + loading_s(anywhere, judge.situation.profile, judge.plan)
     in_place_rps = max(judge.kept_rps, 0.0 if swap is None else judge.rate(swap))
-    if _repays(judge.rate(anywhere), in_place_rps, pause_s, terms):
-        verdict = _compare(judge, anywhere, terms, pause_s=pause_s, is_swap=False)
-    elif swap is None:
-        verdict = _compare(judge, anywhere, terms, pause_s=pause_s, is_swap=False)
-        reason = f"the pause of {pause_s:.1f} s is not repaid within {terms.horizon_s:g} s"
-        return replace(verdict, switch=False, reason=reason)
-    else:
-        verdict = _compare(judge, swap, terms, pause_s=0.0, is_swap=True)
-        if judge.plan.policy.kind in SWAPPABLE:
-            verdict = _with_caution(judge, verdict)
-    if verdict.switch and verdict.is_swap and verdict.plan is not None and _is_same(judge.plan, verdict.plan):
+    repays = _repays(judge.rate(anywhere), in_place_rps, pause_s, judge.terms)
+    if repays or swap is None:
+        verdict = _compare(judge, anywhere, pause_s=pause_s, is_swap=False)
+        reason = f"the pause of {pause_s:.1f} s is not repaid within {judge.terms.horizon_s:g} s"
+        return verdict if repays else replace(verdict, switch=False, reason=reason)
+    verdict = _compare(judge, swap, pause_s=0.0, is_swap=True)
+    if judge.plan.policy.kind in SWAPPABLE:
+        verdict = _with_caution(judge, verdict)
+    if verdict.switch and verdict.plan is not None and _is_same(judge.plan, verdict.plan):
         return replace(verdict, switch=False, reason="the best plan is the running one")
     return verdict
+
+
+def _candidates(judge: Judge) -> tuple[Plan, Plan | None]:
+    """Return the best plan on any placement of the server's devices, and the best one on the running plan's stages with
+    a policy that can be swapped in between two steps (None: no such plan keeps the bounds).
+
+    Raises:
+        InfeasibleError: no plan keeps the bounds.
+    """
+    plan = judge.plan
+    kinds = within_pins(plan, SWAPPABLE) if plan.policy.kind in SWAPPABLE else (plan.policy.kind,)
+    is_alone = plan.num_devices == 1
+    anywhere = judge.best(within_pins(plan, ON_ONE_DEVICE if is_alone else tuple(FORECASTS)), in_place=False)
+    if is_alone and anywhere.policy.kind in kinds:  # one device has no other placement
+        return anywhere, replaced(plan, anywhere, in_place=True)
+    try:
+        return anywhere, judge.best(kinds, in_place=True)
+    except InfeasibleError:
+        return anywhere, None
+
+
+def within_pins(plan: Plan, kinds: Collection[str]) -> tuple[str, ...]:
+    """Return the given policies that the user's requirements on a plan allow and under which its model can run."""
+    asked = plan.pinned.policy
+    if asked != "auto":
+        choices = POLICY_GROUPS.get(asked, (TUNED.get(asked, asked),))
+        kinds = [choice for choice in choices if CHOICES[choice].settings.model_fields["kind"].default in kinds]
+    left = [kind for kind in runnable(kinds, plan.model) if plan.pinned.fixed.keys() <= variables_of(kind)]
+    return tuple(left) or (plan.policy.kind,)
 
 
 def loading_s(plan: Plan, profile: Profile, running: Plan) -> float:
@@ -168,10 +290,10 @@ def _repays(rate: float, in_place_rps: float, pause_s: float, terms: Terms) -> b
     return repaid > rate * pause_s and rate > (1 + terms.least_gain) * in_place_rps
 
 
-def _compare(judge: Judge, best: Plan, terms: Terms, *, pause_s: float, is_swap: bool) -> Verdict:
+def _compare(judge: Judge, best: Plan, *, pause_s: float, is_swap: bool) -> Verdict:
     """Return the verdict on a plan: its gain, and whether the gain is large enough."""
     running, outcome, gain = judge.running, judge.outcome(best), _gain(judge, best)
-    switch = not judge.kept_rps or gain >= terms.least_gain
+    switch = not judge.kept_rps or gain >= judge.terms.least_gain
     if outcome.arrival_rate_per_s is not None:
         rates = f"{outcome.arrival_rate_per_s:.3g} requests/s, the running one up to {running.arrival_rate_per_s:.3g}"
         arriving = judge.situation.arrival_rate_per_s
@@ -182,7 +304,7 @@ def _compare(judge: Judge, best: Plan, terms: Terms, *, pause_s: float, is_swap:
         reason = f"the running plan takes {running.latency_s:.3g} s, the bound is {_bound(judge.plan.constraint)}"
     else:
         reason = f"the best plan gains {100 * gain:.1f}% of throughput"
-        reason += "" if switch else f", under {100 * terms.least_gain:g}%"
+        reason += "" if switch else f", under {100 * judge.terms.least_gain:g}%"
     return Verdict(running, judge.breaks, reason, outcome, best, is_swap, gain, pause_s, switch)
 
 

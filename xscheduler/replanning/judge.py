@@ -1,18 +1,25 @@
-"""Compare plans under the observed lengths by the running plan's objective."""
+"""Compare plans under the observed lengths by the running plan's objective: in closed form, or by simulation."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from xgpt.core.errors import InfeasibleError
-from xgpt.core.schema import Admission, Outcome, Plan
+from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.rates import rate_of
+from xgpt.core.schema import Admission, Outcome, Plan, Profile
+from xscheduler.objectives.arrivals import Arrivals
+from xscheduler.objectives.capacities import with_capacity
+from xscheduler.objectives.reusing import promising
 from xscheduler.problem import Problem
 from xscheduler.replanning.reestimate import reestimate
 from xscheduler.replanning.situation import Situation
 from xscheduler.schedule import Scheduler
+from xsimulator.costs.step_times import with_step_times
+from xsimulator.run import check_fits
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ class Judge(ABC):
     """Predicts plans under the observed lengths and finds the best one."""
 
     situation: Situation
+    terms: Terms
 
     @property
     def plan(self) -> Plan:
@@ -104,16 +112,16 @@ class Judge(ABC):
         return None
 
 
-def best_of(problems: Sequence[Problem], kinds: Sequence[str]) -> list[Plan]:
-    """Return the plan of the highest throughput for each problem that has a plan.
+def _plans_of(problems: Sequence[Problem], planned: Callable[[Problem], Iterable[Plan]]) -> list[Plan]:
+    """Return the plans of the problems that have any.
 
     Raises:
         InfeasibleError: no problem has a plan.
     """
-    found, error = [], None
+    found, error = list[Plan](), None
     for problem in problems:
         try:
-            found.append(Scheduler(problem).best(kinds))
+            found += planned(problem)
         except InfeasibleError as of_problem:
             error = error or of_problem
     if error is not None and not found:
@@ -189,9 +197,7 @@ class SaturatedJudge(Judge):
         bound_s = self.terms.near * self.ratio_of_others * nearest_bound_s
         if not self.breaks or self._bound_s is None or not self._bound_s < bound_s < self.running.latency_s:
             return None
-        constraint = self.plan.constraint.model_copy(update={"latency_bound_s": bound_s})
-        plan = self.plan.model_copy(update={"constraint": constraint})
-        return replace(self, situation=replace(self.situation, plan=plan))
+        return replace(self, situation=self.situation.under(bound_s))
 
     def _keeps(self, plan: Plan, quantile: float) -> bool:
         return self._bound_s is None or self._at(plan, quantile)["latency"] <= self._bound_s
@@ -202,13 +208,119 @@ class SaturatedJudge(Judge):
         bound_s = None if self._bound_s is None else self._bound_s / self.ratio_of_others
         update = {"quantile": quantile, "latency_bound_s": bound_s}
         constraint = self.plan.constraint.model_copy(update=update)
-        found = best_of([replace(problem, constraint=constraint) for problem in problems], kinds)
+        problems = [replace(problem, constraint=constraint) for problem in problems]
+        found = _plans_of(problems, lambda problem: [Scheduler(problem).best(kinds)])
         best = replaced(self.plan, max(found, key=self.rate), in_place=in_place)
         return best.with_estimate(latency_s=self.ratio_of_others * best.estimate.latency_s)
 
     def _at(self, plan: Plan, quantile: float) -> dict[str, float]:
         ratio = self.ratio if plan is self.plan else self.ratio_of_others
         return reestimate(plan, self.situation.profile, self.situation.lengths, quantile, ratio)
+
+
+@dataclass(frozen=True)
+class ArrivalsJudge(Judge):
+    """Compares plans by the highest arrival rate at which they keep the bounds, by simulation.
+
+    The running plan breaks its bounds if requests arrive faster than that. Few observed requests are not a reason for
+    caution here: times are those of all requests, waiting included, and depend on the mean length as much as on the
+    longest. So a higher quantile of lengths would not show how wrong few requests may be.
+    """
+
+    situation: Situation
+    terms: Terms
+
+    @cached_property
+    def running(self) -> Outcome:
+        found = self._predicted
+        return found.model_copy(update={"keeps_bound": False}) if self.situation.misses else found
+
+    @cached_property
+    def _predicted(self) -> Outcome:
+        found = self._reestimated
+        try:
+            check_fits(found, found.workload)
+        except InputError:  # the longest requests would never be admitted
+            return Outcome(
+                policy=found.policy,
+                throughput_rps=found.estimate.throughput_rps,
+                latency_s=0.0,
+                keeps_bound=False,
+                arrival_rate_per_s=0.0,
+            )
+        return self.outcome(with_capacity(found, self.situation.profile, edges=False))
+
+    @cached_property
+    def _reestimated(self) -> Plan:
+        """The running plan with the observed lengths as its own."""
+        plan, lengths = self.plan, self.situation.lengths
+        found = reestimate(plan, self.situation.profile, lengths, plan.constraint.quantile)
+        figures = {"throughput_rps": found["throughput"], "latency_s": found["latency"]}
+        return plan.model_copy(update={"workload": lengths, "estimate": plan.estimate.model_copy(update=figures)})
+
+    @property
+    def breaks(self) -> bool:
+        return self.running.keeps_bound is False
+
+    @property
+    def kept_rps(self) -> float:
+        return self.rate(self.running)
+
+    def rate(self, plan: Plan | Outcome) -> float:
+        return plan.arrival_rate_per_s or 0.0 if isinstance(plan, Outcome) else rate_of(plan)
+
+    def outcome(self, plan: Plan) -> Outcome:
+        found, rate = plan.estimate.capacity, self.situation.arrival_rate_per_s
+        assert found is not None
+        return Outcome(
+            policy=plan.policy,
+            throughput_rps=plan.estimate.throughput_rps,
+            latency_s=found.whole_s,
+            keeps_bound=found.rate_per_s > 0 and (rate is None or rate <= found.rate_per_s),
+            arrival_rate_per_s=found.rate_per_s,
+        )
+
+    def best(self, kinds: Sequence[str], *, in_place: bool) -> Plan:
+
+        def saturated(problem: Problem) -> float:
+            with suppress(InfeasibleError):
+                return Scheduler(problem).best(kinds).estimate.throughput_rps
+            return 0.0
+
+        problems = promising(self.situation.problems(in_place=in_place), saturated)
+        any_rate = self.plan.constraint.model_copy(update={"arrival_rate_per_s": None})
+
+        def admitting(found: Plan) -> Plan:
+            running = self.plan.admission.model_copy(update={"max_running": found.admission.max_running})
+            return _ruled_alike(found.model_copy(update={"admission": running}), self.plan, self.situation.profile)
+
+        def planned(problem: Problem) -> Iterable[Plan]:
+            search = Scheduler(replace(problem, constraint=any_rate))
+            return Arrivals(search, admitting, only_best=True).settle(kinds).values()
+
+        found = _plans_of(problems, planned)
+        return replaced(self.plan, max(found, key=rate_of), in_place=in_place)
+
+    def near(self, nearest_bound_s: float) -> Judge | None:
+        given_s, bound_s = self.plan.constraint.latency_bound_s, self.terms.near * nearest_bound_s
+        if given_s is None or bound_s <= given_s:
+            return None
+        return replace(self, situation=self.situation.under(bound_s))
+
+
+def _ruled_alike(found: Plan, running: Plan, profile: Profile) -> Plan:
+    """Return a candidate with the running plan's tuned settings and order of admission."""
+    policy, order = found.policy, running.admission.order
+    names = policy.tuned if policy.kind == running.policy.kind else ()
+    more = {name: value for name in names if (value := getattr(running.policy, name)) is not None}
+    if len(policy.lanes) > 1 and order == "in-time":
+        order = "fcfs"
+    changes = {
+        "policy": policy.model_copy(update=more),
+        "admission": found.admission.model_copy(update={"order": order}),
+    }
+    found = found.model_copy(update=changes)
+    return with_step_times(found, profile) if more or order == "in-time" else found
 
 
 def _admission(plan: Plan, best: Plan) -> Admission:

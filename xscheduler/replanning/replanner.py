@@ -26,13 +26,13 @@ import httpx
 from xgpt.connection import own_api_key
 from xgpt.core.errors import InputError, MachineError, XgptError
 from xgpt.core.io import parse, sha256
+from xgpt.core.rates import rate_of
 from xgpt.core.reuse_distances import ReuseCurve
 from xgpt.core.schema import Decision, Observation, Plan, Profile, Proposal
 from xgpt.core.traces import read_lengths
 from xgpt.observation.observer import slowdown_to_plan_with
 from xgpt.observation.reuse import most_kept, summary_of
 from xgpt.observation.windows import observe_lengths
-from xscheduler.replanning.causes import in_numbers
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_counts import StepCounts
 from xsimulator.stages import whole
@@ -71,7 +71,7 @@ def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms
     Raises:
         InputError: the profile is not that of the plan's devices.
     """
-    from xscheduler.replanning.verdicts import judged
+    from xscheduler.replanning.decide import judged
 
     started = time.perf_counter()
     slowdown = slowdown_to_plan_with(plan.profile, observation.slowdown)
@@ -99,6 +99,26 @@ def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms
         planning_s=time.perf_counter() - started,
     )
     return Proposal(decision, then)
+
+
+def in_numbers(plan: Plan, observation: Observation) -> str:
+    """Return the change that led to a judgement, in numbers: planned and observed ones."""
+    if observation.cause == "lengths":
+        planned, now = plan.workload, observation.workload
+        inputs = f"inputs {planned.input.mean:.0f} to {now.input.mean:.0f}"
+        return f"{inputs}, outputs {planned.output.mean:.0f} to {now.output.mean:.0f} tokens in the mean"
+    if observation.cause == "pace" and observation.slowdown is not None:
+        planned_for = "" if plan.profile.slowdown == 1 else f", {plan.profile.slowdown:.2f} times in the plan"
+        return f"steps take {observation.slowdown:.2f} times as long as in the profile{planned_for}"
+    if observation.cause == "goodput" and observation.goodput is not None:
+        return f"{observation.goodput:.1%} of recent requests kept their bounds, {plan.constraint.quantile:.1%} should"
+    if observation.cause == "arrivals" and observation.arrival_rate_per_s is not None:
+        arriving = f"{observation.arrival_rate_per_s:.3g} requests/s arrive"
+        return f"{arriving}, the plan keeps its bounds up to {rate_of(plan):.3g}"
+    if observation.cause == "reuse" and observation.reuse is not None:
+        planned_share = 0.0 if plan.estimate.reuse is None else plan.estimate.reuse.share
+        return f"{observation.reuse.share:.0%} of prompt tokens were cached, {planned_share:.0%} in the plan"
+    return f"asked for, after {observation.num_requests} requests"
 
 
 def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
@@ -240,7 +260,7 @@ def main() -> None:
     """Answer questions until the input ends: a profile first, then plans with observations, one JSON line each."""
     os.nice(NICENESS)
     profile = Profile.model_validate_json(sys.stdin.readline())
-    import_module("xscheduler.replanning.verdicts")  # load the modules that `propose` needs before the first question
+    import_module("xscheduler.replanning.decide")  # load the modules that `propose` needs before the first question
     for line in sys.stdin:
         question = json.loads(line)
         try:

@@ -58,6 +58,11 @@ class Situation:
         running = with_reuse(at_pace(plan, slowdown), reuse)
         return cls(running, profile, lengths, observation.weight, rate, reuse, observation.goodput)
 
+    def under(self, latency_bound_s: float) -> Situation:
+        """Return the same situation under another latency bound."""
+        constraint = self.plan.constraint.model_copy(update={"latency_bound_s": latency_bound_s})
+        return replace(self, plan=self.plan.model_copy(update={"constraint": constraint}))
+
     def problem(self, *, in_place: bool) -> Problem:
         """Return the problem whose best plan may take over, on the server's devices.
 

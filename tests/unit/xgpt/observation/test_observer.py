@@ -21,9 +21,9 @@ from xgpt.observation.observer import (
     slowdown_to_plan_with,
 )
 from xgpt.observation.windows import Seen
+from xscheduler.replanning.decide import judged
 from xscheduler.replanning.reestimate import reestimate
 from xscheduler.replanning.replanner import BackgroundPlanner, propose
-from xscheduler.replanning.verdicts import judged
 from xscheduler.schedule import Scheduler
 
 OF = problem("opt-13b", "h200x1", "summarization", 4.0)

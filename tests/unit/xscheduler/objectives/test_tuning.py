@@ -68,7 +68,7 @@ def test_a_tuned_plan_keeps_a_higher_rate_and_its_log_replays(fixed: Plan) -> No
 def test_plans_to_tune_from_leave_the_headroom_that_others_do() -> None:
     """Those made for tighter times per token lost it: tuning began with the fastest, and stated rates without it."""
     problem = planned(policy="chunked", headroom=None).problem
-    objective = best_plans.Task(problem, "slack")._objective(None)
+    objective = best_plans.objective_of(problem, "slack")
     assert isinstance(objective, tuning.TunedArrivals)
     plans = list(objective._under_tighter())
     assert problem.profile.headroom > 0

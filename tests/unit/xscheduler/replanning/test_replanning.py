@@ -29,14 +29,11 @@ from xgpt.core.workload import histogram, sample
 from xgpt.observation.windows import observe_lengths
 from xscheduler.objectives.ladder import request_latency
 from xscheduler.placement import Placement
-from xscheduler.replanning.causes import in_numbers
-from xscheduler.replanning.decide import Verdict, decide, loading_s
+from xscheduler.replanning.decide import Verdict, decide, judged, loading_s, within_pins
 from xscheduler.replanning.judge import SaturatedJudge, Terms
 from xscheduler.replanning.reestimate import reestimate
-from xscheduler.replanning.replacements import within_pins
-from xscheduler.replanning.replanner import propose
+from xscheduler.replanning.replanner import in_numbers, propose
 from xscheduler.replanning.situation import Situation, within_context
-from xscheduler.replanning.verdicts import judged
 from xscheduler.schedule import Scheduler
 from xsimulator.forecast import CHOICES, FORECASTS
 from xsimulator.run import simulate
@@ -79,7 +76,7 @@ def judge(
 ) -> Verdict:
     """Judge a plan by its saturated throughput."""
     terms = terms or Terms()
-    return decide(SaturatedJudge(Situation.of(plan, profile, observed(lengths, weight), slowdown), terms), terms)
+    return decide(SaturatedJudge(Situation.of(plan, profile, observed(lengths, weight), slowdown), terms))
 
 
 @pytest.mark.parametrize("kind", ["rra", "chunked", "orca"])

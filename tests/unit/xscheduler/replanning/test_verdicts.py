@@ -18,11 +18,10 @@ from xgpt.core.workload import sample
 from xgpt.observation.observer import Observer
 from xgpt.observation.windows import observe_lengths
 from xscheduler.objectives.best_plans import plan_each
-from xscheduler.replanning.decide import Verdict, decide
-from xscheduler.replanning.judge import Terms
+from xscheduler.replanning.decide import Verdict, decide, with_known_rate
+from xscheduler.replanning.judge import ArrivalsJudge, Terms
 from xscheduler.replanning.replanner import propose
 from xscheduler.replanning.situation import Situation
-from xscheduler.replanning.verdicts import ArrivalsJudge, with_known_rate
 from xsimulator.events import replay
 from xsimulator.run import simulate
 
@@ -138,7 +137,7 @@ def test_a_plan_that_keeps_its_bound_is_not_exchanged_for_one_that_breaks_it() -
     """A waa plan that kept 12 s up to 3.1 requests/s gave way to one that took 16.6 s at every rate."""
     more = 2 * rate_of(running())
     situation = Situation.of(running(), OF.profile, observed(1.0, 1.0, more))
-    verdict = decide(Missing(situation, Terms()), Terms())
+    verdict = decide(Missing(situation, Terms()))
     assert not verdict.switch and verdict.breaks_bound and verdict.plan is None
     assert verdict.running.arrival_rate_per_s == pytest.approx(rate_of(running()), rel=0.1)
     assert "no other plan keeps the bound of 8 s; the running one keeps it up to" in verdict.reason
@@ -170,7 +169,7 @@ def test_a_plan_for_few_arrivals_gives_way_when_more_arrive() -> None:
     keeps the bound only at a lower rate."""
 
     def judged_at(rate: float, plan: Plan) -> Verdict:
-        return decide(TwoPlans(Situation.of(plan, OF.profile, observed(1.0, 1.0, rate)), Terms()), Terms())
+        return decide(TwoPlans(Situation.of(plan, OF.profile, observed(1.0, 1.0, rate)), Terms()))
 
     large = running().model_copy(update={"policy": OrcaSettings(max_batch=128)})
     small = judged_at(2.0, large).plan
@@ -214,8 +213,8 @@ def test_a_drift_of_the_arrival_rate_cuts_capacity_only_while_few_arrive() -> No
         now = observer.snapshot()
         found = None if now is None else observer.look(now)
         if found is not None:
-            terms, situation = Terms(), Situation.of(observer.plan, OF.profile, found)
-            verdict = with_known_rate(decide(TwoPlans(situation, terms), terms), found.num_requests)
+            situation = Situation.of(observer.plan, OF.profile, found)
+            verdict = with_known_rate(decide(TwoPlans(situation, Terms())), found.num_requests)
             if verdict.switch and verdict.plan is not None:
                 observer.go_over_to(verdict.plan)
         assert isinstance(observer.plan.policy, OrcaSettings)
