@@ -107,9 +107,7 @@ class Waits:
 
     def __init__(self, constraint: Constraint, lengths: Lengths) -> None:
         self._constraint, self._lengths = constraint, lengths
-        bound_s, loose_s = constraint.latency_bound_s, loosened(constraint, lengths).latency_bound_s
-        self._bound_s = inf if bound_s is None else bound_s / (1 + constraint.headroom)
-        self._loose_s = inf if loose_s is None else loose_s / (1 + constraint.headroom)
+        self._bound_s, self._loose_s = constraint.allowed_latency_s, loosened(constraint, lengths).allowed_latency_s
         self._longest = float(lengths.decodes_at(constraint.quantile))
         rng = np.random.default_rng(0)
         shares = lengths.input_probabilities / lengths.input_probabilities.sum()

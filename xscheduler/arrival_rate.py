@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xgpt.core.schema import Constraint, PolicySettings
-from xscheduler.space import Ints, Space
+from xgpt.core.schema import PolicySettings
+from xscheduler.space import Ints, Space, columns_of
 from xsimulator.forecast import Forecast
-from xsimulator.queueing import NUM_LOADS, Array, max_rate
+from xsimulator.queueing import NUM_LOADS, Array
 
 STEP = 1.35
 """Factor between a setting and its neighbours."""
@@ -39,13 +39,11 @@ class Rated(NamedTuple):
     settings: PolicySettings
 
 
-def by_rate(
-    spaces: Sequence[Space], constraint: Constraint, known: dict[Space, Rated | None] | None = None
-) -> list[Rated]:
+def by_rate(spaces: Sequence[Space], known: dict[Space, Rated | None] | None = None) -> list[Rated]:
     """Return the best settings of each promising placement, the highest arrival rate first.
 
     Args:
-        spaces: the spaces of one policy; the `bound` of each space limits its throughput under the constraint.
+        spaces: the spaces of one policy; the `bound` of each limits its throughput under its constraint.
         known: a dictionary to which the result of each searched placement is added.
     """
     found: list[Rated] = []
@@ -54,7 +52,7 @@ def by_rate(
     for space in ordered[:MOST_PLACEMENTS]:
         if space.bound < at_least:
             break
-        best = _best_on_a_grid(space, constraint, at_least)
+        best = _best_on_a_grid(space, at_least)
         if known is not None:
             known[space] = best
         if best is not None:
@@ -63,38 +61,36 @@ def by_rate(
     top = max((rated.rate for rated in found), default=0.0)
     for i, rated in enumerate(found):
         if rated.rate >= NEARLY_BEST * top:
-            found[i] = _best_nearby(rated, constraint)
+            found[i] = _best_nearby(rated)
             if known is not None:
                 known[rated.space] = found[i]
     found.sort(key=lambda rated: -rated.rate)
     return found
 
 
-def best_of(space: Space, constraint: Constraint, at_least: float) -> Rated | None:
-    """Return the best settings of a placement; None if no settings reach the rate."""
-    best = _best_on_a_grid(space, constraint, at_least)
-    return None if best is None else _best_nearby(best, constraint)
+def best_of(space: Space) -> Rated | None:
+    """Return the best settings of a placement; None if no settings keep the bounds at any rate."""
+    best = _best_on_a_grid(space, 0.0)
+    return None if best is None else _best_nearby(best)
 
 
-def _best_on_a_grid(space: Space, constraint: Constraint, at_least: float) -> Rated | None:
+def _best_on_a_grid(space: Space, at_least: float) -> Rated | None:
     """Return the best settings along a few curves, at widely spaced values of the other variable."""
-    return _best_on(space, constraint, _outer_values(space, space.forecast.num_curves), at_least)
+    return _best_on(space, _outer_values(space, space.forecast.num_curves), at_least)
 
 
-def _best_nearby(best: Rated, constraint: Constraint) -> Rated:
+def _best_nearby(best: Rated) -> Rated:
     """Return the given settings, or better settings on neighbouring curves."""
     outer = _outer_values(best.space, best.space.forecast.num_curves)
     if len(outer) == 1:
         return best
-    other = _best_on(best.space, constraint, _finer(best.space, outer, best.settings), best.rate)
+    other = _best_on(best.space, _finer(best.space, outer, best.settings), best.rate)
     return best if other is None or other.rate <= best.rate else other
 
 
-def closed_rate(space: Space, settings: PolicySettings, constraint: Constraint) -> float:
+def closed_rate(space: Space, settings: PolicySettings) -> float:
     """Return the rate that the closed form gives one placement's settings, all replicas together."""
-    columns = {variable.name: np.asarray([getattr(settings, variable.name)]) for variable in settings.variables}
-    found = space.evaluate(_curves(columns, space.forecast)).performance
-    return float(space.placement.replicas * max_rate(space.forecast.stations, found, space.lengths, constraint)[0, -1])
+    return float(space.evaluate(_curves(columns_of(settings), space.forecast)).max_rates()[0, -1])
 
 
 def one_step_from(space: Space, settings: PolicySettings) -> list[PolicySettings]:
@@ -111,7 +107,7 @@ def one_step_from(space: Space, settings: PolicySettings) -> list[PolicySettings
     return found
 
 
-def best_under_tighter(space: Space, constraint: Constraint) -> list[PolicySettings]:
+def best_under_tighter(space: Space) -> list[PolicySettings]:
     """Return the best settings of a placement under ever tighter bounds, without repetitions.
 
     Settings under tighter bounds have smaller batches. Under the original bounds, the closed form may give all of them
@@ -119,8 +115,7 @@ def best_under_tighter(space: Space, constraint: Constraint) -> list[PolicySetti
     """
     found: list[PolicySettings] = []
     for n in range(1, MOST_TIGHTER + 1):
-        headroom = (1 + constraint.headroom) / TIGHTER**n - 1  # of all bounds
-        best = best_of(space, constraint.model_copy(update={"headroom": headroom}), 0.0)
+        best = best_of(space.tightened(TIGHTER**n))
         if best is None:
             break
         if best.settings not in found:
@@ -128,21 +123,18 @@ def best_under_tighter(space: Space, constraint: Constraint) -> list[PolicySetti
     return found
 
 
-def _best_on(space: Space, constraint: Constraint, outer: Ints, at_least: float) -> Rated | None:
+def _best_on(space: Space, outer: Ints, at_least: float) -> Rated | None:
     largest = {space.forecast.load: _largest(space, outer)}
     name = _outer_name(space)
     if name is not None:
         largest[name] = outer
     columns = _curves(largest, space.forecast)
     evaluation = space.evaluate(columns)
-    replicas = space.placement.replicas
-    performance = evaluation.performance
-    highest = max_rate(space.forecast.stations, performance, space.lengths, constraint, at_least / replicas)
-    rates = np.where(evaluation.fits.reshape(-1, NUM_LOADS), highest, 0.0)
+    rates = np.where(evaluation.fits.reshape(-1, NUM_LOADS), evaluation.max_rates(at_least), 0.0)
     if not space.fixed.keys().isdisjoint((space.forecast.load, *space.forecast.follows)):
         rates[:, :-1] = 0.0  # if the variable that grows along a curve is fixed, only the end of the curve counts
     index = int(rates.argmax())
-    rate = replicas * float(rates.ravel()[index])
+    rate = float(rates.ravel()[index])
     return Rated(rate, space, space.settings(columns, index)) if rate > 0 else None
 
 

@@ -18,17 +18,10 @@ box, a search that needs no bounds is used instead.
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
-from xgpt.core.schema import Constraint
-
-if TYPE_CHECKING:
-    from xscheduler.space import Evaluation, Ints, Space
-
-Array = npt.NDArray[np.float64]
+from xscheduler.space import Array, Evaluation, Ints, Space
 
 BOUND = "fast corners of boxes on monotone tables below the profile, least iteration times of placements"
 SLACK = 0.002
@@ -52,28 +45,11 @@ def ends_of(space: Space) -> tuple[int, int | None]:
 
 def least_excess(space: Space, floor: Evaluation, corners: int, slow: int) -> Array:
     """Return the least share by which the points of each box break the constraint."""
-    micro, at_slow = float(space.placement.microbatches), np.arange(slow, len(floor.left), corners)
-    if not space.constraint.bounds_latency:
-        return floor.excess_at(at_slow)
-    least = space.forecast.box_latencies(space.models.floor, lambda: floor.lesser, floor.performance, corners, micro)
-    if least is None:
-        return floor.excess_at(at_slow)
-    return excess_of(space.constraint, *least, floor.left[at_slow])
-
-
-def excess_of(constraint: Constraint, latency: Array, ttft: Array, tpot: Array, left: Array) -> Array:
-    """Return the share by which the worst of three times exceeds its bound, headroom included; at most 0 if all are
-    kept.
-
-    Args:
-        left: share of the latency bound that may be used; if the share is 0, the excess is infinite.
-    """
-    excess = np.where(left > 0, -1.0, np.inf)
-    latency = latency / np.maximum(left, 1e-9)
-    for bound, value in ((constraint.latency_bound_s, latency), (constraint.ttft_s, ttft), (constraint.tpot_s, tpot)):
-        if bound is not None:
-            excess = np.maximum(excess, value * (1 + constraint.headroom) / bound - 1)
-    return excess
+    micro, models, box_latencies = float(space.placement.microbatches), space.models, space.forecast.box_latencies
+    return floor.excess_at(
+        np.arange(slow, len(floor.left), corners),
+        lambda: box_latencies(models.floor, lambda: floor.lesser, floor.performance, corners, micro),
+    )
 
 
 def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners: int, fast: int | None) -> Array:
@@ -87,10 +63,11 @@ def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners:
     low, high = slice(0, None, corners), slice(corners - 1, None, corners)
     if fast is not None:
         return np.minimum(floor.throughput[fast::corners] * _saved(floor, corners, fast) * (1 + SLACK), space.bound)
-    bound_s, slack = space.constraint.latency_bound_s or np.inf, 1 + space.constraint.headroom
     least, most, on_floor = evaluation.lesser.take(low), evaluation.performance.take(high), floor.lesser.take(low)
     micro = np.full(len(most.throughput), float(space.placement.microbatches))
-    per_replica = space.forecast.box_throughput(space.models.floor, least, most, on_floor, micro, bound_s / slack)
+    per_replica = space.forecast.box_throughput(
+        space.models.floor, least, most, on_floor, micro, space.constraint.allowed_latency_s
+    )
     return np.minimum(space.placement.replicas * per_replica * (1 + SLACK), space.bound)
 
 

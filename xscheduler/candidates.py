@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,7 @@ from xgpt.core.schema import Constraint, EngineSpec, Precision, Profile
 from xscheduler.engine_limits import why_not_divided
 from xscheduler.lower_tables import lowered
 from xscheduler.placement import Placement, Placements
-from xscheduler.placement_bounds import Array, PlacementBounds, PolicyBounds
+from xscheduler.placement_bounds import PlacementBounds, PolicyBounds
 from xscheduler.problem import Problem
 from xscheduler.space import Models, Space, SpaceLimits
 from xsimulator.costs.group_tables import Degrees
@@ -29,6 +29,10 @@ BLOCK_SIZE = 16
 class Candidates:
     """The candidates of one problem. Placements, memory and predictors are computed once and shared under other bounds.
 
+    Attributes:
+        placements: the placements of the model on the devices that plans may use.
+        screen: bounds on the times of placements.
+
     Raises:
         InputError: the workload is longer than the model's context.
     """
@@ -39,7 +43,7 @@ class Candidates:
         _check_context(problem, self.lengths)
         self._models = _Predictors(problem, self.lengths)
         engine = problem.engine
-        self._placements = Placements(
+        self.placements = Placements(
             problem.model, problem.cluster, problem.step_profile, self.lengths, problem.max_devices, engine
         )
         self._block_size = BLOCK_SIZE if engine is None else engine.block_size
@@ -47,7 +51,7 @@ class Candidates:
         if engine is not None and engine.max_batch is not None and "max_batch" not in problem.fixed:
             self._max_batch = min(self._max_batch, engine.max_batch)
         quantile = problem.constraint.planned_quantile
-        self._screen = PlacementBounds(
+        self.screen = PlacementBounds(
             problem.model, self._models.floor, self.lengths, self.lengths.decodes_at(quantile), self._max_batch
         )
         self._spaces: dict[str, _Spaces] = {}
@@ -61,11 +65,6 @@ class Candidates:
         other = copy(self)
         other.problem = problem
         return other
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices that plans may use."""
-        return self._placements.num_devices
 
     def devices_needed(self) -> int | None:
         """Return the least number of the cluster's devices, as a pipeline, that hold the model and one longest request.
@@ -83,26 +82,9 @@ class Candidates:
                     return number
         return None
 
-    @property
-    def widest(self) -> Lane:
-        """The lane that spreads a replica over the most devices."""
-        return self._placements.widest
-
     def num_points(self, kind: str) -> int:
         """Return the number of settings of one policy, on all placements together."""
         return self._spaces_of(kind).num_points
-
-    def has_placement(self, kind: str) -> bool:
-        """Return whether the cluster has a placement for a policy, regardless of memory."""
-        return bool(self._placements.of(kind))
-
-    def least_latency(self, spaces: Sequence[Space]) -> Array:
-        """Return a lower bound, in seconds, on the latency of a request of the quantile's length in each space."""
-        return self._screen.least_latency([space.placement for space in spaces])
-
-    def least_prompt(self, space: Space) -> float:
-        """Return the least seconds that the slowest stage takes for a prompt of the mean length."""
-        return self._screen.least_prompt(space.placement)
 
     def spaces(self, kind: str, constraint: Constraint | None = None, *, between: bool = False) -> list[Space]:
         """Return the spaces of one policy: every placement that holds the model and may keep the constraint.
@@ -123,13 +105,13 @@ class Candidates:
         if kind not in self._spaces:
             found = list(self._standing(kind))
             placements, capacities = [space.placement for space in found], [space.capacity for space in found]
-            bounds = self._screen.of(kind, placements, capacities) if found else None
+            bounds = self.screen.of(kind, placements, capacities) if found else None
             self._spaces[kind] = _Spaces(found, sum(space.num_points for space in found), bounds)
         return self._spaces[kind]
 
     def _standing(self, kind: str) -> Iterator[Space]:
         problem = self.problem
-        for placement in self._placements.of(kind) if problem.placement is None else [problem.placement]:
+        for placement in self.placements.of(kind) if problem.placement is None else [problem.placement]:
             if problem.speculation is not None and len(placement.decode_lane) > 1:
                 continue
             if (problem.uniform and not placement.is_uniform) or (problem.even and not placement.is_even):
@@ -191,7 +173,7 @@ class Candidates:
         engine = self.problem.deployed or self.problem.engine
         if (reason := why_not_divided(self.problem.model, engine, tp_degree, ep_degree)) is not None:
             raise InputError("placement", f"tensor-parallel degree {tp_degree}", reason)
-        for placement in self._placements.one_lane(kind, size, replicas):
+        for placement in self.placements.one_lane(kind, size, replicas):
             layout = placement.layouts[0]
             if (
                 layout.is_uniform

@@ -310,9 +310,8 @@ class PolicyBounds:
     def under(self, constraint: Constraint) -> Array:
         """Return, for each placement, the requests a second that none of its settings exceed, all replicas together."""
         steps, terms, m = self.steps, self.terms, self.steps.iterations.batches
-        slack, size = 1 + constraint.headroom, len(self.replicas)
-        latency_s, tpot_s = (constraint.latency_bound_s or np.inf) / slack, (constraint.tpot_s or np.inf) / slack
-        left_s = (latency_s - terms.before_s) / steps.iterations.decodes * np.ones(size)
+        size, tpot_s = len(self.replicas), (constraint.tpot_s or np.inf) / (1 + constraint.headroom)
+        left_s = (constraint.allowed_latency_s - terms.before_s) / steps.iterations.decodes * np.ones(size)
         # The largest m that memory, the latency bound and the bound on gaps allow; -1: none.
         most = np.minimum(self.capacities / steps.microbatches, m[-1])
         most = np.minimum(most, self._crossing(self._met, left_s).min(axis=1))

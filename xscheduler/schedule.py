@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 
-import numpy as np
-
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import Constraint, Plan, PolicySettings, Profile, SearchCertificate, SearchMethod
 from xgpt.core.schema.profile import MOST_HEADROOM
@@ -20,7 +18,7 @@ from xscheduler.placement import Placement
 from xscheduler.plan_builder import plan_of
 from xscheduler.problem import Problem
 from xscheduler.search import SEARCHES
-from xscheduler.space import POLICIES, Space
+from xscheduler.space import POLICIES, Space, columns_of
 from xscheduler.why_not import infeasible
 
 
@@ -93,7 +91,7 @@ class Scheduler:
             InfeasibleError: the settings do not fit in memory.
         """
         space = self.candidates.space(settings.kind, placement)
-        evaluation = space.evaluate(_columns(settings))
+        evaluation = space.evaluate(columns_of(settings))
         if not evaluation.fits[0]:
             raise InfeasibleError(
                 f"memory: {evaluation.performance.peak_requests[0]:.0f} requests do not fit at the same time, "
@@ -108,7 +106,7 @@ class Scheduler:
 
     def plan_at(self, space: Space, settings: PolicySettings, certificate: SearchCertificate) -> Plan | None:
         """Return the plan of one point of a space; None if it does not fit in memory."""
-        evaluation = space.evaluate(_columns(settings))
+        evaluation = space.evaluate(columns_of(settings))
         return self._plan(space, settings, evaluation.at(0), certificate) if evaluation.fits[0] else None
 
     def space_of(self, plan: Plan) -> Space:
@@ -121,10 +119,6 @@ class Scheduler:
         plan = plan_of(self.problem, self.candidates.lengths, space, values, settings, certificate)
         self._found[_key(plan)] = space
         return plan
-
-
-def _columns(settings: PolicySettings) -> dict[str, np.ndarray]:
-    return {variable.name: np.asarray([getattr(settings, variable.name)]) for variable in settings.variables}
 
 
 def _key(plan: Plan) -> tuple[PolicySettings, int, int]:

@@ -24,13 +24,13 @@ from xgpt.core.schema import (
     PolicySettings,
     Variable,
 )
-from xscheduler.box_bounds import excess_of
 from xscheduler.expression import Values, value_of
 from xscheduler.placement import Placement
 from xsimulator.forecast import CHOICES, FORECASTS, Performance
 from xsimulator.forecast.base import Ints, PlacementLimits
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory, capacity
+from xsimulator.queueing import max_rate
 
 Array = npt.NDArray[np.float64]
 
@@ -145,6 +145,12 @@ class Space:
         other = copy(self)
         other.constraint, other.bound, other._looked_at = constraint, bound, []
         other.between, other.left = between, left
+        return other
+
+    def tightened(self, factor: float) -> Space:
+        """Return the space with all bounds multiplied by a factor below 1; its predictions count as this space's."""
+        other, headroom = copy(self), (1 + self.constraint.headroom) / factor - 1
+        other.constraint = self.constraint.model_copy(update={"headroom": headroom})
         return other
 
     @cached_property
@@ -314,15 +320,6 @@ class Space:
         grids = np.meshgrid(*picked, indexing="ij")
         return {axis.variable.name: grid.ravel() for axis, grid in zip(self.axes, grids, strict=True)}
 
-    def slowest_points(self) -> dict[str, Ints]:
-        """Return the point of the lowest latency for each branch: every searched variable at its slow end."""
-        branches = self.branches()
-        columns = {name: np.asarray([branch[name] for branch in branches]) for name in branches[0]}
-        for axis in self.searched:
-            slow = axis.values[0] if axis.variable.latency == "rises" else axis.values[-1]
-            columns[axis.variable.name] = np.full(len(branches), slow)
-        return columns
-
     def evaluate(self, columns: dict[str, Ints]) -> Evaluation:
         """Predict points, and evaluate whether they are allowed."""
         self._looked_at.append(self._numbers(columns))
@@ -333,11 +330,6 @@ class Space:
         if self.models.floor is self.models.model:
             return evaluation
         return self._evaluate(self.models.floor, columns)
-
-    def allows(self, settings: PolicySettings) -> bool:
-        """Return whether a point is allowed."""
-        columns = {axis.variable.name: np.asarray([getattr(settings, axis.variable.name)]) for axis in self.axes}
-        return bool(self.evaluate(columns).feasible[0])
 
     def _evaluate(self, model: Any, columns: dict[str, Ints]) -> Evaluation:
         return self._predicted(model, columns, dict.fromkeys(self._growing(), 1.0) if self.between else {})
@@ -377,17 +369,15 @@ class Space:
     def _least(self, name: str) -> int:
         return next(int(axis.values[0]) for axis in self.axes if axis.variable.name == name)
 
-    def smaller(self, settings: PolicySettings) -> dict[str, Ints]:
-        """Return settings, as columns, that differ from the given ones only by a smaller batch."""
-        values = next(axis.values for axis in self.axes if axis.variable.name == self.forecast.load)
-        values = values[values < getattr(settings, self.forecast.load)]
-        others = {axis.variable.name: getattr(settings, axis.variable.name) for axis in self.axes}
-        return {name: np.full(len(values), value) for name, value in others.items()} | {self.forecast.load: values}
-
     def settings(self, columns: dict[str, Ints], index: int) -> PolicySettings:
         values = {name: int(column[index]) for name, column in columns.items()}
         steadying = {name: self.fixed[name] for name in self.forecast.settings.steadying if name in self.fixed}
         return self.forecast.settings.model_validate(values | self.placement.fixed | steadying)
+
+
+def columns_of(settings: PolicySettings) -> dict[str, Ints]:
+    """Return one point as columns."""
+    return {variable.name: np.asarray([getattr(settings, variable.name)]) for variable in settings.variables}
 
 
 @lru_cache(maxsize=4096)
@@ -489,11 +479,38 @@ class Evaluation:
         """Share by which the worst latency exceeds its bound, headroom included; at most 0 if all bounds are kept."""
         return self.excess_at(np.arange(len(self.left)))
 
-    def excess_at(self, indices: Ints) -> Array:
-        """Return this share for some of the points, in the given order, without predicting the other points."""
-        lesser = None if "lesser" in vars(self) else self._lesser
-        times = self.lesser.take(indices) if lesser is None else lesser(indices)
-        return excess_of(self._constraint, times.latency, times.ttft, times.tpot, self.left[indices])
+    def excess_at(self, indices: Ints, times: Callable[[], tuple[Array, Array, Array] | None] = lambda: None) -> Array:
+        """Return this share for some of the points, in the given order, without predicting the other points.
+
+        Args:
+            times: returns the latency, the time to first token and the time per token of each of these points; None:
+                the predicted ones.
+        """
+        constraint, left = self._constraint, self.left[indices]
+        excess = np.where(left > 0, -1.0, np.inf)
+        if not constraint.bounds_latency:
+            return excess
+        if (given := times()) is None:
+            lesser = None if "lesser" in vars(self) else self._lesser
+            least = self.lesser.take(indices) if lesser is None else lesser(indices)
+            given = least.latency, least.ttft, least.tpot
+        latency, ttft, tpot = given
+        values = latency / np.maximum(left, 1e-9), ttft, tpot
+        bounds = constraint.latency_bound_s, constraint.ttft_s, constraint.tpot_s
+        for bound, value in zip(bounds, values, strict=True):
+            if bound is not None:
+                excess = np.maximum(excess, value * (1 + constraint.headroom) / bound - 1)
+        return excess
+
+    def max_rates(self, at_least: float = 0.0) -> Array:
+        """Return the highest arrival rate, all replicas together, at which each point of load curves keeps the bounds
+        with waiting counted, in closed form (`xsimulator.queueing`); 0: no rate, or none above `at_least`.
+
+        # [curves, loads]
+        """
+        space, replicas = self._space, self._space.placement.replicas
+        most = max_rate(space.forecast.stations, self.performance, space.lengths, self._constraint, at_least / replicas)
+        return replicas * most
 
     @cached_property
     def feasible(self) -> npt.NDArray[np.bool_]:

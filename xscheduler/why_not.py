@@ -11,6 +11,8 @@ from xgpt.core.errors import InfeasibleError
 from xgpt.core.workload import quantile
 from xscheduler.candidates import Candidates
 from xscheduler.engine_limits import why_not_divided
+from xscheduler.space import Space
+from xsimulator.forecast.base import Ints
 
 
 class Fastest(NamedTuple):
@@ -31,8 +33,8 @@ def infeasible(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
     constraint = candidates.problem.constraint
     nearest, quickest = _nearest(candidates, kinds)
     reason = _reason(candidates, quickest)
-    if not any(candidates.has_placement(kind) for kind in kinds):
-        num_devices = candidates.num_devices
+    if not any(candidates.placements.of(kind) for kind in kinds):
+        num_devices = candidates.placements.num_devices
         return InfeasibleError(
             f"devices: {', '.join(kinds)} needs at least 2 devices with links between them, "
             f"{candidates.problem.cluster.name} offers {num_devices}; take a larger cluster or another policy",
@@ -94,12 +96,12 @@ def _nearest(candidates: Candidates, kinds: Sequence[str]) -> tuple[dict[str, fl
     quickest: Fastest | None = None
     for kind in kinds:
         spaces = candidates.spaces(kind, relaxed)
-        least_s = headroom * candidates.least_latency(spaces)
+        least_s = headroom * candidates.screen.least_latency([space.placement for space in spaces])
         for i in np.argsort(least_s, kind="stable"):
             if only_latency and least_s[i] > nearest.get("latency_bound_s", np.inf):
                 break
             space = spaces[i]
-            evaluation = space.evaluate(space.slowest_points())
+            evaluation = space.evaluate(_slowest_points(space))
             if not evaluation.fits.any():
                 continue
             times = evaluation.performance
@@ -124,7 +126,7 @@ def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[s
     slack, least = 1 + free.headroom, np.inf
     figures = {"latency_bound_s": "latency", "ttft_s": "ttft", "tpot_s": "tpot"}
     for space in (space for kind in kinds for space in candidates.spaces(kind, free)):
-        evaluation = space.evaluate(space.slowest_points())
+        evaluation = space.evaluate(_slowest_points(space))
         over = [getattr(evaluation.performance, figures[name]) / bound for name, bound in given.items()]
         least = min(least, float(np.where(evaluation.fits, np.max(over, axis=0), np.inf).min()))
     kept = {name: float(round_up(slack * least * bound)) for name, bound in given.items()}
@@ -159,13 +161,23 @@ def _no_memory(candidates: Candidates) -> InfeasibleError:
     """Return an error that states why even the widest placement does not hold the model, and how many devices would be
     enough.
     """
-    memory, needed = candidates.memory(candidates.widest), candidates.devices_needed()
+    memory, needed = candidates.memory(candidates.placements.widest), candidates.devices_needed()
     device = candidates.problem.cluster.device.name
     enough = "" if needed is None else f"; {needed} devices of {device} would do"
     says = "memory: the K/V of a single request does not fit; take more memory or shorter requests"
     if isinstance(memory, InfeasibleError):
         says = str(memory)
     return InfeasibleError(says + enough, nearest_bound_s=None, binding="memory")
+
+
+def _slowest_points(space: Space) -> dict[str, Ints]:
+    """Return the point of the lowest latency for each branch: every searched variable at its slow end."""
+    branches = space.branches()
+    columns = {name: np.asarray([branch[name] for branch in branches]) for name in branches[0]}
+    for axis in space.searched:
+        slow = axis.values[0] if axis.variable.latency == "rises" else axis.values[-1]
+        columns[axis.variable.name] = np.full(len(branches), slow)
+    return columns
 
 
 def round_up(seconds: float) -> str:

@@ -154,7 +154,7 @@ def some_plans(subject: Problem, best: Plan, seed: int) -> list[Plan]:
                 settings = space.settings(points, int(index))
                 plan = by.plan_at(space, settings, best.search)
                 assert plan is not None
-                found.append((closed_rate(space, settings, by.problem.constraint), plan))
+                found.append((closed_rate(space, settings), plan))
     found.sort(key=lambda pair: -pair[0])
     drawn = rng.choice(len(found), min(2, len(found)), replace=False) if found else ()
     return [plan for _, plan in [*found[: OF_A_PROBLEM - 2], *(found[i] for i in drawn)]]

@@ -15,12 +15,9 @@ from xgpt.core.schema import Plan, Profile, Workload
 from xgpt.core.schema.workload import Histogram
 from xgpt.core.workload import TraceLengths, histogram_of
 from xgpt.resolve import load_engine
-from xscheduler.arrival_rate import closed_rate
-from xscheduler.candidates import Candidates
-from xscheduler.placement import Placement
+from xscheduler.objectives.capacities import closed_objective
 from xscheduler.problem import Problem
 from xsimulator.capacity import capacity
-from xsimulator.forecast import FORECASTS
 
 MIXING = (-0.2, 0.2)
 """Changes of an engine's cost of mixed steps, as a share of the time of a step's decodes."""
@@ -125,7 +122,4 @@ def _closed(plan: Plan, profile: Profile, under: Assumption) -> float:
     problem = replace(Problem.of(plan, profile.slowed(under.pace)), engine=engine)
     if under.workload is not None:
         problem = replace(problem, workload=under.workload)
-    space = Candidates(problem).space(plan.policy.kind, Placement.of(plan))
-    if plan.constraint.maximises_arrivals:
-        return closed_rate(space, plan.policy, plan.constraint.less(plan.request_path_s))
-    return plan.replicas * FORECASTS[plan.policy.kind].estimate(space.models.model, plan.policy)["throughput"]
+    return closed_objective(plan, problem)

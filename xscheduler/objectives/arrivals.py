@@ -27,7 +27,7 @@ from xscheduler.objectives.base import MOST_SECONDS, TOGETHER, Objective, Ranked
 from xscheduler.objectives.branches import BOUND, Branches
 from xscheduler.objectives.nearest_bound import never_kept
 from xscheduler.schedule import Scheduler
-from xscheduler.space import Space
+from xscheduler.space import Space, columns_of
 from xsimulator.capacity import PRECISION, CapacitySearch
 from xsimulator.forecast import choice_of
 
@@ -99,11 +99,11 @@ class Arrivals(Objective):
         Args:
             most: largest number of plans; each is on another placement.
         """
-        return self._ranked(self.scheduler.candidates.spaces(kind), kind, most)
+        return self._ranked([self._in_engine(space) for space in self.scheduler.candidates.spaces(kind)], kind, most)
 
     def _ranked(self, spaces: list[Space], kind: str, most: int) -> list[tuple[Plan, float]]:
         started = time.perf_counter()
-        rated = by_rate(spaces, self._in_loop, self._rated)
+        rated = by_rate(spaces, self._rated)
         certificate = SearchCertificate(
             method="grid",
             evaluations=sum(space.evaluations for space in spaces),
@@ -210,7 +210,11 @@ class Arrivals(Objective):
 
     def _predicted(self, plan: Plan) -> float:
         """Return the arrival rate, in closed form, of a plan that the scheduler made."""
-        return closed_rate(self.scheduler.space_of(plan), plan.policy, self._in_loop)
+        return closed_rate(self._in_engine(self.scheduler.space_of(plan)), plan.policy)
+
+    def _in_engine(self, space: Space) -> Space:
+        """Return a space under the bounds that requests must keep in the engine's loop."""
+        return space if space.constraint == self._in_loop else space.under(self._in_loop, space.bound)
 
     def _finish(self, plan: Plan) -> Plan:
         """Return the plan with its admission and simulated figures."""
@@ -251,11 +255,11 @@ class Arrivals(Objective):
         """Return plans on the same placement with their rates in closed form: those that differ slightly in one
         variable, and the best ones under tighter bounds.
         """
-        space, constraint = self.scheduler.space_of(plan), self._in_loop
+        space = self._in_engine(self.scheduler.space_of(plan))
         near = one_step_from(space, plan.policy)
-        near += [one for one in best_under_tighter(space, constraint) if one not in (plan.policy, *near)]
+        near += [one for one in best_under_tighter(space) if one not in (plan.policy, *near)]
         plans = [(settings, self.scheduler.plan_at(space, settings, plan.search)) for settings in near]
-        return [(other, closed_rate(space, settings, constraint)) for settings, other in plans if other is not None]
+        return [(other, closed_rate(space, settings)) for settings, other in plans if other is not None]
 
     def _best_rival(self, best: CapacitySearch, kinds: Sequence[str]) -> CapacitySearch:
         """Return the best plan, or a plan of the highest saturated throughput if its rate is higher."""
@@ -283,7 +287,7 @@ class Arrivals(Objective):
             if settled == MOST_SETTLED:
                 break
             if branch.space not in self._rated:
-                self._rated[branch.space] = best_of(branch.space, self._in_loop, 0.0)
+                self._rated[branch.space] = best_of(branch.space)
             one = self._rated[branch.space]
             plan = None if one is None else self.scheduler.plan_at(branch.space, one.settings, best.plan.search)
             if one is None or plan is None or one.rate < (1 - DOUBT) * min(best.rate, best.predicted or best.rate):
@@ -306,8 +310,12 @@ class Arrivals(Objective):
         """
         plan, rate = best.plan, best.rate
         space = self.scheduler.space_of(plan)
-        smaller = space.smaller(plan.policy)
-        sizes = [*smaller[space.forecast.load].tolist(), getattr(plan.policy, space.forecast.load)]
+        load = space.forecast.load
+        values = next(axis.values for axis in space.axes if axis.variable.name == load)
+        values = values[values < getattr(plan.policy, load)]
+        smaller = {name: np.repeat(column, len(values)) for name, column in columns_of(plan.policy).items()}
+        smaller[load] = values
+        sizes = [*values.tolist(), getattr(plan.policy, load)]
         high = len(sizes) - 1
         if self._in_loop.tpot_s is None or not high:
             return best
@@ -331,7 +339,7 @@ class Arrivals(Objective):
         """Return the best plan, or a better one among settings that Optuna proposes."""
         self._sampled = True
         ordered = sorted((branch.space for branch in self._branches.all), key=lambda space: -space.bound)
-        proposed = sampled(ordered[:MOST_PLACEMENTS], self._in_loop)
+        proposed = sampled(ordered[:MOST_PLACEMENTS])
         plans = [(self.scheduler.plan_at(one.space, one.settings, best.plan.search), one.rate) for one in proposed]
         found = self._best_of([(plan, rate) for plan, rate in plans if plan is not None], best, DOUBT_NEARBY) or best
         found.precision = SHARP
@@ -364,9 +372,9 @@ class Arrivals(Objective):
         return never_kept(self.scheduler, kinds, keeps, self.progress)
 
     def _rate_not_kept(self, kinds: tuple[str, ...], highest: float) -> InfeasibleError:
-        problem = self.scheduler.problem
+        problem, num_devices = self.scheduler.problem, self.scheduler.candidates.placements.num_devices
         return InfeasibleError(
-            f"arrival_rate_per_s: no schedule of {', '.join(kinds)} on {self.scheduler.candidates.num_devices} of the "
+            f"arrival_rate_per_s: no schedule of {', '.join(kinds)} on {num_devices} of the "
             f"{problem.cluster.num_devices} devices of {problem.cluster.name} keeps the bounds with waiting at "
             f"{problem.constraint.arrival_rate_per_s:g} requests/s; the best one keeps them up to {highest:.4g}: take "
             "more devices or a lower rate",

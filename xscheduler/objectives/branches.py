@@ -24,7 +24,7 @@ from xscheduler.arrival_bounds import PromptSteps, Waits, loosened, shortened
 from xscheduler.box_bounds import breach
 from xscheduler.candidates import Candidates
 from xscheduler.search.branch_and_bound import TARGET_GAP, UpperBound, upper_bound
-from xscheduler.space import Space
+from xscheduler.space import Space, columns_of
 from xsimulator.costs.curves import Array
 from xsimulator.forecast import CHOICES
 
@@ -169,7 +169,7 @@ class _Searched(NamedTuple):
             return True
         if best is None or best.settings is None or throughput > (1 + TARGET_GAP) * best.throughput:
             return False
-        return relaxed.allows(best.settings)
+        return bool(relaxed.evaluate(columns_of(best.settings)).feasible[0])
 
 
 class Branches:
@@ -194,7 +194,7 @@ class Branches:
         self._progress, self._num_bounded = progress, 0
         self._refined: dict[Hashable, float] = {}
         self.all = [
-            _branch(candidates, kind, space, other)
+            _branch(candidates, kind, space.under(constraint, space.bound), other)
             for kind in kinds
             for space, other in zip(candidates.spaces(kind), under.spaces(kind, between=True), strict=True)
         ]
@@ -284,5 +284,5 @@ class Branches:
 def _branch(candidates: Candidates, kind: str, space: Space, relaxed: Space) -> Branch:
     placement, in_steps = space.placement, space.forecast.stations.admits_each_step
     one_by_one = len(placement.layouts) == 2 or (placement.microbatches == 1 and space.least_requests == 1)
-    prompt_s = candidates.least_prompt(space) if one_by_one and not in_steps else None
+    prompt_s = candidates.screen.least_prompt(placement) if one_by_one and not in_steps else None
     return Branch(kind, space, relaxed, relaxed.bound, in_steps, prompt_s)

@@ -1,4 +1,4 @@
-"""Compute the arrival rates of plans: in closed form, and by simulation if they are missing."""
+"""Compute what plans reach: in closed form, and by simulation if a plan's arrival rate is missing."""
 
 from __future__ import annotations
 
@@ -27,8 +27,20 @@ def predicted_rate(plan: Plan, profile: Profile) -> float | None:
     """Return the highest arrival rate of a plan in closed form; None if it has no bounds."""
     if not plan.constraint.bounds_latency:
         return None
-    space = Candidates(Problem.of(plan, profile)).space(plan.policy.kind, Placement.of(plan))
-    return closed_rate(space, plan.policy, plan.constraint.less(plan.request_path_s))
+    return _closed_rate(plan, Problem.of(plan, profile))
+
+
+def closed_objective(plan: Plan, problem: Problem) -> float:
+    """Return the value of the objective that a plan's settings reach in another problem, by closed forms."""
+    if plan.constraint.maximises_arrivals:
+        return _closed_rate(plan, problem)
+    space = Candidates(problem).space(plan.policy.kind, Placement.of(plan))
+    return plan.replicas * space.forecast.estimate(space.models.model, plan.policy)["throughput"]
+
+
+def _closed_rate(plan: Plan, problem: Problem) -> float:
+    in_engine = problem.under(plan.constraint.less(plan.request_path_s))
+    return closed_rate(Candidates(in_engine).space(plan.policy.kind, Placement.of(plan)), plan.policy)
 
 
 def with_capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, edges: bool = True) -> Plan:

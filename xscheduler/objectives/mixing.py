@@ -7,10 +7,8 @@ from dataclasses import replace
 
 from xgpt.core.schema import MixingEdge, Plan, Profile
 from xgpt.resolve import load_engine
-from xscheduler.arrival_rate import closed_rate
-from xscheduler.candidates import Candidates
 from xscheduler.expression import maximised
-from xscheduler.placement import Placement
+from xscheduler.objectives.capacities import closed_objective
 from xscheduler.problem import Problem
 from xsimulator.forecast import FORECASTS
 
@@ -55,8 +53,4 @@ def _mixes(plan: Plan) -> bool:
 def _closed(plan: Plan, profile: Profile, mixing: float) -> float:
     """Return a plan's objective at another cost of mixed steps, in closed form."""
     engine = (plan.engine or load_engine("xgpt")).model_copy(update={"mixing": mixing})
-    candidates = Candidates(replace(Problem.of(plan, profile), engine=engine))
-    space = candidates.space(plan.policy.kind, Placement.of(plan))
-    if plan.constraint.maximises_arrivals:
-        return closed_rate(space, plan.policy, plan.constraint.less(plan.request_path_s))
-    return plan.replicas * FORECASTS[plan.policy.kind].estimate(space.models.model, plan.policy)["throughput"]
+    return closed_objective(plan, replace(Problem.of(plan, profile), engine=engine))

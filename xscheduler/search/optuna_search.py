@@ -23,7 +23,6 @@ def sample_points(
     score: Callable[[optuna.Trial, int, dict[str, Ints]], float],
     *,
     num_trials: int,
-    seed: int,
 ) -> None:
     """Call `score` for `num_trials` points, which Optuna's TPE sampler draws such that scores rise.
 
@@ -47,11 +46,11 @@ def sample_points(
             columns[axis.variable.name] = np.asarray([axis.values[index]])
         return score(trial, number, columns)
 
-    sampler = optuna.samplers.TPESampler(seed=seed)
+    sampler = optuna.samplers.TPESampler(seed=0)
     optuna.create_study(direction="maximize", sampler=sampler).optimize(objective, n_trials=num_trials)
 
 
-def search(spaces: Sequence[Space], *, num_trials: int = NUM_TRIALS, seed: int = 0) -> SearchResult:
+def search(spaces: Sequence[Space], *, num_trials: int = NUM_TRIALS) -> SearchResult:
     """Return the best of `num_trials` sampled points, without a proof. Bounds and memory are constraints of the
     sampler."""
     best: SearchResult | None = None
@@ -70,7 +69,7 @@ def search(spaces: Sequence[Space], *, num_trials: int = NUM_TRIALS, seed: int =
             best, highest = SearchResult(space, space.settings(columns, 0), evaluation.at(0), 0, None, ""), value
         return value
 
-    sample_points(spaces, score, num_trials=num_trials, seed=seed)
+    sample_points(spaces, score, num_trials=num_trials)
     found = best or SearchResult(None, None, {}, 0, None, "")
     evaluations = sum(space.evaluations for space in spaces)
     return replace(found, method="optuna", evaluations=evaluations, bound="none: sampled points prove no bound")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -101,6 +102,11 @@ class Constraint(Frozen):
     def bounds_latency(self) -> bool:
         """Whether latency, the time to first token or the time per token is bounded."""
         return not (self.latency_bound_s is None and self.ttft_s is None and self.tpot_s is None)
+
+    @property
+    def allowed_latency_s(self) -> float:
+        """The predicted latency up to which the bound is kept with its headroom; infinite: no bound."""
+        return math.inf if self.latency_bound_s is None else self.latency_bound_s / (1 + self.headroom)
 
     def less(self, path_s: float) -> Constraint:
         """Return the constraint with `path_s`, the seconds that a request spends outside the engine, subtracted from
