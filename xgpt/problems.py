@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from xgpt.acceptance import shares_of
 from xgpt.checkpoints import hub
 from xgpt.checkpoints.files import read_config
 from xgpt.core.errors import InputError
 from xgpt.core.progress import Progress
-from xgpt.core.schema import ClusterSpec, Constraint, EngineSpec, ModelSpec, Profile, Workload
+from xgpt.core.schema import ClusterSpec, Constraint, EngineSpec, ModelSpec, Profile, Speculation, Workload
 from xgpt.core.schema.plan import HUB
 from xgpt.requests import PlanRequest
 from xgpt.resolve import engine_of, load_classes, load_cluster, load_engine, load_model, load_trace, workload_of
 from xgpt.served_profile import as_served
-from xgpt.speculation import speculation_of
 from xprofiler.store import check_belongs, dtype_of, given_profile, keep, kv_dtype_of, obtain_profile
 from xscheduler.problem import Problem
 from xsimulator.lengths import Reused
@@ -34,6 +34,7 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
     if most is not None and most > cluster.num_devices:
         raise InputError("devices", most, f"give auto, or a number from 1 to {cluster.num_devices}")
     workload, constraint = workload_of(request.workload, spec), _with_classes(request)
+    speculation = _speculation(request, spec)
     engine = _named_engine(request, cluster)
     profile = _profile(request, spec, checkpoint, cluster, engine, progress)
     keep(profile)
@@ -53,7 +54,7 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
         fixed=request.fix,
         even=_runs_in_vllm(request, spec, cluster, engine, profile),
         max_devices=most,
-        speculation=speculation_of(request, spec),
+        speculation=speculation,
         reused=_shared_prefix(request, spec, workload, 16 if engine is None else engine.block_size),
     )
 
@@ -71,6 +72,33 @@ def _runs_in_vllm(
     if named == "vllm" and spec.is_encoder_decoder:
         raise InputError("engine", named, f"it cannot run {spec.name}, an encoder-decoder: use `engine=xgpt`")
     return named == "vllm" or (is_default and not spec.is_encoder_decoder)
+
+
+def _speculation(request: PlanRequest, model: ModelSpec) -> Speculation | None:
+    """Return the draft of a request; its number of draft tokens is the number of positions of its acceptance. None if
+    the request has no draft.
+
+    Raises:
+        InputError: the model cannot have such a draft, or the acceptance is malformed.
+    """
+    method = request.speculative
+    if method is None or request.acceptance is None:
+        return None
+    if method == "mtp" and not model.mtp_layers:
+        raise InputError("speculative", method, f"{model.name} has no layer for multi-token prediction")
+    if model.is_encoder_decoder:
+        raise InputError("speculative", method, f"{model.name} has an encoder; only decoders are planned with a draft")
+    if any(kind.recurrent is not None for kind in model.kinds) and method == "ngram":
+        raise InputError("speculative", method, f"{model.name} has recurrent layers: use mtp")
+    shares = shares_of(request.acceptance, request.speculative_tokens)
+    tokens = request.speculative_tokens or len(shares)
+    if tokens > len(shares):
+        accepted = f"acceptance has {len(shares)} positions: give more, or fewer draft tokens"
+        raise InputError("speculative_tokens", tokens, accepted)
+    try:
+        return Speculation(method=method, tokens=tokens, acceptance=shares, draft=request.draft_model)
+    except ValueError:
+        raise InputError("acceptance", list(shares), "give shares from 0 to 1 that do not rise") from None
 
 
 def _shared_prefix(request: PlanRequest, model: ModelSpec, workload: Workload, block_size: int) -> Reused | None:

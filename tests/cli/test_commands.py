@@ -519,6 +519,8 @@ def test_a_file_that_is_not_there_is_said_to_be_none(xgpt: Xgpt) -> None:
         (2, ("--cluster", "local:2", "--devices", "3")),
         (2, ("--fix", "max_bach=8")),
         (2, ("--workload", "./none.csv")),
+        (2, ("--speculative", "eagle3")),
+        (2, ("--speculative", "mtp", "--acceptance", "0.5")),
         (3, ("-o", ".")),
     ],
 )

@@ -11,12 +11,12 @@ import pytest
 
 from tests.unit.xgpt.checkpoints.test_planned import official, spec_like
 from xgpt import api
+from xgpt.acceptance import from_metrics
 from xgpt.core.errors import InputError
 from xgpt.core.schema import ModelSpec, Plan, Speculation
 from xgpt.exporting.export import export
 from xgpt.resolve import load_cluster, load_engine, load_model
 from xgpt.serving.checking import check_runs
-from xgpt.speculation import from_metrics
 from xprofiler.analytic import profile
 from xsimulator.costs.speculating import speculating
 from xsimulator.costs.step_cost import LaneCost

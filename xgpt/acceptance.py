@@ -1,4 +1,4 @@
-"""Read a request's settings of speculative decoding, and the acceptance in a server's metrics."""
+"""Read how often drafts are accepted: from shares, or from a server's metrics page."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from xgpt.core.errors import InputError
-from xgpt.core.schema import ModelSpec, Speculation
-from xgpt.requests import PlanRequest
 
 FEW_AHEAD = 8
 """Number of positions for an acceptance that is given as one share."""
@@ -18,47 +16,16 @@ VLLM = "vllm:spec_decode_num_"
 SGLANG = "sglang:spec_accept_length"
 
 
-def speculation_of(request: PlanRequest, model: ModelSpec) -> Speculation | None:
-    """Return the draft of a request; its number of draft tokens is the number of positions of its acceptance. None if
-    the request has no draft.
+def shares_of(given: float | tuple[float, ...] | str, tokens: int | None) -> tuple[float, ...]:
+    """Return the shares of steps in which at least one draft token is accepted, at least two, and so on.
+
+    Args:
+        given: the shares, the probability that a draft token is accepted after those before it, or a metrics page.
+        tokens: number of draft tokens; None: not known.
 
     Raises:
-        InputError: fields are missing or cannot be combined, or the model has no layer for multi-token prediction.
+        InputError: the acceptance is malformed.
     """
-    method = request.speculative
-    if method is None:
-        for name in ("speculative_tokens", "acceptance", "draft_model"):
-            if getattr(request, name) is not None:
-                raise InputError(name, getattr(request, name), "it needs `speculative`")
-        return None
-    if request.acceptance is None:
-        raise InputError("acceptance", None, "`speculative` needs it: shares, or a server's metrics page")
-    if method in ("mtp", "ngram") and request.draft_model is not None:
-        raise InputError("draft_model", request.draft_model, f"{method} has no draft model: leave it out")
-    if method == "mtp" and not model.mtp_layers:
-        raise InputError("speculative", method, f"{model.name} has no layer for multi-token prediction")
-    if model.is_encoder_decoder:
-        raise InputError("speculative", method, f"{model.name} has an encoder; only decoders are planned with a draft")
-    if any(kind.recurrent is not None for kind in model.kinds) and method == "ngram":
-        raise InputError("speculative", method, f"{model.name} has recurrent layers: use mtp")
-    for name in ("among", "maximise"):
-        if getattr(request, name) is not None:
-            raise InputError(name, getattr(request, name), "it cannot be combined with `speculative`")
-    if request.devices == "auto":
-        raise InputError("devices", "auto", "with `speculative` give a number")
-    shares = _shares(request.acceptance, request.speculative_tokens)
-    tokens = request.speculative_tokens or len(shares)
-    if tokens > len(shares):
-        accepted = f"acceptance has {len(shares)} positions: give more, or fewer draft tokens"
-        raise InputError("speculative_tokens", tokens, accepted)
-    try:
-        return Speculation(method=method, tokens=tokens, acceptance=shares, draft=request.draft_model)
-    except ValueError:
-        raise InputError("acceptance", list(shares), "give shares from 0 to 1 that do not rise") from None
-
-
-def _shares(given: float | tuple[float, ...] | str, tokens: int | None) -> tuple[float, ...]:
-    """Return the shares of steps in which each position is accepted."""
     if isinstance(given, tuple):
         return given
     if isinstance(given, str):
