@@ -10,21 +10,20 @@ from xgpt.core.schema import (
     Estimate,
     Plan,
     PolicySettings,
+    Profile,
     ProfileRef,
     ReuseEstimate,
     SearchCertificate,
     Stage,
     StageLane,
 )
-from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xscheduler.space import Space
-from xsimulator.lengths import Lengths, Reused
+from xsimulator.lengths import Reused
 
 
 def plan_of(
     problem: Problem,
-    lengths: Lengths,
     space: Space,
     values: dict[str, float],
     settings: PolicySettings,
@@ -55,7 +54,7 @@ def plan_of(
         replicas=space.placement.replicas,
         block_size=limits.block_size,
         stages=stages,
-        estimate=_estimate(problem, lengths, space.placement, values, memory_bytes, limits.block_size),
+        estimate=_estimate(problem, space, values, memory_bytes),
         search=certificate,
         profile=ProfileRef(
             source=profile.source,
@@ -110,16 +109,9 @@ def _stages(
     return tuple(stages), tuple(memory_bytes)
 
 
-def _estimate(
-    problem: Problem,
-    lengths: Lengths,
-    placement: Placement,
-    values: dict[str, float],
-    memory_bytes: tuple[int, ...],
-    block_size: int,
-) -> Estimate:
-    rps = values["throughput"]
-    output_tokens_per_s = rps * lengths.mean_output
+def _estimate(problem: Problem, space: Space, values: dict[str, float], memory_bytes: tuple[int, ...]) -> Estimate:
+    rps, placement = values["throughput"], space.placement
+    output_tokens_per_s = rps * space.lengths.mean_output
     price = problem.cluster.price_per_device_hour
     hourly = None if price is None else price * placement.num_devices * placement.replicas
     return Estimate(
@@ -136,9 +128,9 @@ def _estimate(
         bubble_fraction=values["bubble"],
         memory_bytes=memory_bytes,
         cost_per_million_tokens=None if hourly is None else hourly / 3600 / output_tokens_per_s * 1e6,
-        reuse=None if problem.reused is None else _reuse(problem.reused, block_size),
+        reuse=None if problem.reused is None else _reuse(problem.reused, space.limits.block_size),
         warnings=(
-            *_beyond_profile(problem, lengths, placement, values),
+            *_beyond_profile(problem.profile, space, values),
             *_taken_from_another(problem),
             *_set_aside(problem),
         ),
@@ -176,11 +168,9 @@ def _set_aside(problem: Problem) -> tuple[str, ...]:
     )
 
 
-def _beyond_profile(
-    problem: Problem, lengths: Lengths, placement: Placement, values: dict[str, float]
-) -> tuple[str, ...]:
+def _beyond_profile(profile: Profile, space: Space, values: dict[str, float]) -> tuple[str, ...]:
     """Return warnings about steps larger than any measured one."""
-    profile = problem.profile
+    lengths, placement = space.lengths, space.placement
     layer, encoder = profile.layers[0], profile.encoder_layers[0] if profile.encoder_layers else None
     decode_batch = values["decode_batch"] / placement.microbatches
     encode_tokens = values["encode_tokens"] / placement.microbatches

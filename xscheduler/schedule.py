@@ -13,7 +13,6 @@ from xgpt.core.schema.profile import MOST_HEADROOM
 from xgpt.observation.paces import usual
 from xscheduler.candidates import Candidates
 from xscheduler.expression import objective_value
-from xscheduler.frontier import TradeOff, frontier
 from xscheduler.placement import Placement
 from xscheduler.plan_builder import plan_of
 from xscheduler.problem import Problem
@@ -46,11 +45,6 @@ class Scheduler:
         other = copy(self)
         other.candidates, other._found = self.candidates.under(constraint), {}
         return other
-
-    def frontier(self, kind: str) -> list[TradeOff]:
-        """Return a policy's trade-off between latency and throughput, for any latency bound."""
-        constraint = self.problem.constraint.model_copy(update={"latency_bound_s": None})
-        return frontier(self.candidates.spaces(kind, constraint))
 
     def best_of_each(self, kinds: Sequence[str]) -> dict[str, Plan]:
         """Return the plan of the highest saturated throughput for each policy that has a plan.
@@ -116,7 +110,7 @@ class Scheduler:
     def _plan(
         self, space: Space, settings: PolicySettings, values: dict[str, float], certificate: SearchCertificate
     ) -> Plan:
-        plan = plan_of(self.problem, self.candidates.lengths, space, values, settings, certificate)
+        plan = plan_of(self.problem, space, values, settings, certificate)
         self._found[_key(plan)] = space
         return plan
 

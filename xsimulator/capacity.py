@@ -161,13 +161,18 @@ class Trial:
         count = self.num_warm_up + self.num_requests
         run.run(KeptBounds((), 0, count))
         ends = np.asarray(run.end_ns)
-        ends = np.sort(ends[ends >= 0])
-        first, last = ends[self.num_warm_up], ends[count - 1]
-        if last == first:  # if all measured requests end in one step, there is no rate
+        ended, span_ns = endings(np.sort(ends[ends >= 0]), self.num_warm_up, count - 1)
+        if not span_ns:  # if all measured requests end in one step, there is no rate
             return self.plan.estimate.throughput_rps
-        # Many requests may end in one step.
-        ended = np.searchsorted(ends, last, "right") - np.searchsorted(ends, first, "right")
-        return float(self.plan.replicas * ended / (last - first) * 1e9)
+        return float(self.plan.replicas * ended / span_ns * 1e9)
+
+
+def endings(ends: Array, first: int, last: int) -> tuple[int, float]:
+    """Return how many of the sorted times `ends` lie after that at index `first`, up to that at `last`, and the time
+    between the two. Many requests may end in one step.
+    """
+    begin, end = ends[first], ends[last]
+    return int(np.searchsorted(ends, end, "right") - np.searchsorted(ends, begin, "right")), float(end - begin)
 
 
 def in_order_of_arrival(plan: Plan) -> Plan:

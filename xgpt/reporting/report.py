@@ -22,10 +22,11 @@ from xgpt.reporting.plan_text import (
     schedule_in_words,
     settings_text,
 )
+from xscheduler.candidates import Candidates
 from xscheduler.expression import maximised
+from xscheduler.frontier import frontier
 from xscheduler.objectives.capacities import predicted_rate, with_capacity
 from xscheduler.problem import Problem
-from xscheduler.schedule import scheduler
 from xscheduler.space import POLICIES
 from xsimulator.capacity import Trial
 from xsimulator.clock import Span as StageSpan
@@ -225,10 +226,10 @@ def _timeline(plan: Plan, spans: list[StageSpan]) -> Chart:
 
 def _frontier(plan: Plan, profile: Profile) -> Chart:
     relaxed = plan.constraint.model_copy(update={"latency_bound_s": None})
-    search = scheduler(Problem.of(plan, profile).under(relaxed))
+    candidates = Candidates(Problem.of(plan, profile).under(relaxed))
     lines = []
     for kind in POLICIES:
-        points = search.frontier(kind)
+        points = frontier(candidates.spaces(kind))
         if points:
             x, y = [p.latency_s for p in points], [p.throughput_rps for p in points]
             lines.append(charts.Series(kind, x, y))

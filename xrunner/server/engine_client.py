@@ -147,7 +147,7 @@ class EngineClient:
     def start(self) -> None:
         """Begin to deliver tokens, on the running event loop."""
         if self.watch is not None:
-            self.watch.start(self._lasting.go_over_to)
+            self.watch.start(self._lasting.go_over_to, lambda: self.is_draining)
             self.remote.on_refused = self.watch.go_back
         self._lasting.start()
 
@@ -160,8 +160,6 @@ class EngineClient:
     def drain(self) -> None:
         """Refuse new requests and stop re-planning, while running requests finish."""
         self.is_draining = True
-        if self.watch is not None:
-            self.watch.is_draining = True
 
     @property
     def num_requests(self) -> int:

@@ -26,7 +26,7 @@ from xscheduler.expression import objective_value
 from xscheduler.objectives.base import BOUNDS, TOGETHER, Objective, Ranked, simulating
 from xscheduler.objectives.ladder import Ladder, request_law, with_law
 from xscheduler.why_not import round_up
-from xsimulator.capacity import in_order_of_arrival
+from xsimulator.capacity import endings, in_order_of_arrival
 from xsimulator.run import check_fits, encode_emits, outstanding_requests, seen_at_once, warm_up_requests
 
 AGREES = 0.1
@@ -116,15 +116,13 @@ def saturated_figures(plan: Plan, profile: Profile) -> SaturatedFigures:
     longest = np.full(total, plan.workload.output.lengths[-1])
     seen = seen_at_once(plan, profile, inputs, outputs, longest)
     ends = np.sort(seen.end_s[seen.last_token[seen.last_token >= 0]])
-    first, last = ends[skipped], ends[min(skipped + count, len(ends) - 1)]
-    # Many requests may end in one step.
-    ended = np.searchsorted(ends, last, "right") - np.searchsorted(ends, first, "right")
+    ended, span_s = endings(ends, skipped, min(skipped + count, len(ends) - 1))
     chosen = np.flatnonzero(seen.first_token >= 0)[skipped : skipped + count]
     first_s = seen.first_output_s(chosen, encode_emits=encode_emits(plan))
     ttft_s = float((first_s - seen.start_s[seen.admitted[chosen]]).mean())
     about = _about(outputs[chosen], length)
     gaps = (seen.end_s[seen.last_token[chosen]] - first_s)[about] / (outputs[chosen][about] - 1)
-    rps = float(plan.replicas * ended / (last - first))
+    rps = plan.replicas * ended / span_s
     if length == 1:
         return SaturatedFigures(rps, ttft_s, ttft_s, None)
     tpot_s = float(gaps.mean()) if len(gaps) >= LEAST_ALIKE else None

@@ -54,13 +54,17 @@ class Watch:
         self._asking = asyncio.Lock()
         """Held while the planner answers a question: it answers one at a time."""
         self._would: asyncio.Task[Decision | None] | None = None
-        self.is_draining = False
-        """Whether the server is draining: the plan then stays."""
+        self._is_draining: Callable[[], bool] = lambda: False
         self.on_decision: Callable[[Decision], None] = lambda decision: None
 
-    def start(self, apply: Callable[[Plan], None]) -> None:
-        """Begin to watch; `apply` makes the engine change to another plan."""
-        self._apply = apply
+    def start(self, apply: Callable[[Plan], None], is_draining: Callable[[], bool] = lambda: False) -> None:
+        """Begin to watch.
+
+        Args:
+            apply: makes the engine change to another plan.
+            is_draining: returns whether the server is draining; the plan then stays.
+        """
+        self._apply, self._is_draining = apply, is_draining
 
     async def stop(self) -> None:
         await self._record_pace()
@@ -187,7 +191,7 @@ class Watch:
         if (
             self._planner is None
             or self._apply is None
-            or self.is_draining
+            or self._is_draining()
             or (self._judging is not None and not self._judging.done())
         ):
             return
@@ -207,7 +211,7 @@ class Watch:
                 return
             async with self._asking:
                 decision, plan = await planner.propose(self.plan, observation)
-            if self.is_draining:
+            if self._is_draining():
                 return
             if plan is not None and (plan.policy, plan.stages) in self._refused:
                 logger.warning("a plan that could not be deployed before is not tried again")
