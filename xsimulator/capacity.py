@@ -135,13 +135,10 @@ class Trial:
         if not run.run(KeptBounds(goals, self.num_warm_up, last)):
             return None
         counted = slice(self.num_warm_up, last)
-        arrived, first, end, outputs = (
-            np.asarray(values[counted], float)
-            for values in (stream.arrivals_ns, run.first_ns, run.end_ns, self._drawn.outputs)
+        arrived, first, end = (
+            np.asarray(values[counted], float) for values in (stream.arrivals_ns, run.first_ns, run.end_ns)
         )
-        gaps = (end - first) / np.maximum(outputs - 1, 1)
-        times = RequestTimes((first - arrived) / 1e9, gaps / 1e9, (end - arrived) / 1e9)
-        return times.later(plan.request_path_s)
+        return RequestTimes.of_ns(arrived, first, end, self._drawn.outputs[counted]).later(path_s)
 
     def stream(self, rate: float) -> Stream:
         """Return the requests of one replica, if requests arrive at this rate at all replicas together."""

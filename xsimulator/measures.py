@@ -61,6 +61,11 @@ class Measured:
     decode_batch: float
     latencies_s: Array
 
+    def of_replicas(self, number: int) -> Measured:
+        """Return the figures of this number of replicas that each run as this one."""
+        rps, tokens_per_s = number * self.throughput_rps, number * self.output_tokens_per_s
+        return replace(self, throughput_rps=rps, output_tokens_per_s=tokens_per_s)
+
     def share_within(self, bound_s: float) -> float:
         """Return the share of the finished requests whose time from admission to the last token keeps the bound."""
         return float(np.mean(self.latencies_s <= bound_s))
@@ -181,6 +186,16 @@ class RequestTimes:
     whole_s: Array
     num_lost: int = 0
 
+    @classmethod
+    def of_ns(cls, arrived: Array, first: Array, last: Array, tokens: npt.ArrayLike, num_lost: int = 0) -> RequestTimes:
+        """Return the times of requests that arrived, and got their first and their last token, at these nanoseconds.
+
+        Args:
+            tokens: their output tokens.
+        """
+        gaps = np.maximum(np.asarray(tokens, float) - 1, 1)
+        return cls((first - arrived) / 1e9, (last - first) / gaps / 1e9, (last - arrived) / 1e9, num_lost)
+
     def later(self, path_s: float) -> RequestTimes:
         """Return the times with `path_s` added before each request's first token."""
         return replace(self, ttft_s=self.ttft_s + path_s, whole_s=self.whole_s + path_s) if path_s else self
@@ -250,9 +265,7 @@ def request_times(
     first = steps.end[[steps.first_token[id_] for id_ in ended]]
     last = steps.end[[steps.last_token[id_] for id_ in ended]]
     counts = [steps.num_tokens[id_] for id_ in ended] if tokens is None else tokens[ended]
-    gaps = np.maximum(np.asarray(counts, float) - 1, 1)
-    ttft, tpot, whole = (first - arrival) / 1e9, (last - first) / gaps / 1e9, (last - arrival) / 1e9
-    return RequestTimes(ttft, tpot, whole, len(counted) - len(ended))
+    return RequestTimes.of_ns(arrival, first, last, counts, len(counted) - len(ended))
 
 
 class _Steps:

@@ -217,25 +217,12 @@ def _closed_loop(
     inputs, outputs = sample(workload, num_requests + 3 * own_clients + 1, rng)
     requests, longest = TraceLengths(inputs, outputs, None), workload.output.lengths[-1]
     log = run_requests(plan, profile, requests, longest, spans.append, clients=own_clients)
-    measured = measure(
-        log,
-        quantile=plan.constraint.quantile,
-        quantile_output=quantile(workload.output, plan.constraint.quantile),
-        skip_requests=own_clients,
-        num_requests=num_requests,
-        encode_emits=encode_emits(plan),
-        has_encoder=plan.model.is_encoder_decoder,
-    )
-    measured = replace(
-        measured,
-        throughput_rps=plan.replicas * measured.throughput_rps,
-        output_tokens_per_s=plan.replicas * measured.output_tokens_per_s,
-    )
+    measured = read_log(plan, workload, log, num_requests, saturated=True, skipped=own_clients)
     times = times_of(plan, log, num_requests + own_clients, outputs).later(plan.request_path_s)
     times = replace(
         times, ttft_s=times.ttft_s[own_clients:], tpot_s=times.tpot_s[own_clients:], whole_s=times.whole_s[own_clients:]
     )
-    return Simulated(plan, measured, tuple(log), tuple(spans), times)
+    return Simulated(plan, measured.of_replicas(plan.replicas), tuple(log), tuple(spans), times)
 
 
 def simulate(
@@ -301,12 +288,7 @@ def run_replica(
     check_fits(plan, workload)
     log = run_requests(plan, profile, requests, workload.output.lengths[-1], on_span)
     measured = read_log(plan, workload, log, num_requests, saturated=requests.timestamp_s is None)
-    measured = replace(
-        measured,
-        throughput_rps=plan.replicas * measured.throughput_rps,
-        output_tokens_per_s=plan.replicas * measured.output_tokens_per_s,
-    )
-    return measured, log
+    return measured.of_replicas(plan.replicas), log
 
 
 def request_latencies(
@@ -438,9 +420,8 @@ def replay_by_counts(
     count = min(num_requests, len(trace.input))
     run.run(KeptBounds((), 0, count))
     first, end = (np.asarray(values[:count], float) for values in (run.first_ns, run.end_ns))
-    arrived, outputs = arrivals_ns[:count].astype(float), trace.output[:count]
-    gaps = (end - first) / np.maximum(outputs - 1, 1)
-    times = RequestTimes((first - arrived) / 1e9, gaps / 1e9, (end - arrived) / 1e9).later(plan.request_path_s)
+    outputs = trace.output[:count]
+    times = RequestTimes.of_ns(arrivals_ns[:count].astype(float), first, end, outputs).later(plan.request_path_s)
     log, unknown = run.log, float("nan")
     window_s = float(end.max() - log["start_ns"].min()) / 1e9
     encodes, decodes = log["encodes"][log["encodes"] > 0], log["decodes"][log["decodes"] > 0]
@@ -584,17 +565,30 @@ def check_fits(plan: Plan, workload: Workload) -> None:
         raise InputError("workload", workload.name, accepted)
 
 
-def read_log(plan: Plan, workload: Workload, log: list[StepRecord], num_requests: int, *, saturated: bool) -> Measured:
+def read_log(
+    plan: Plan,
+    workload: Workload,
+    log: list[StepRecord],
+    num_requests: int,
+    *,
+    saturated: bool,
+    skipped: int | None = None,
+) -> Measured:
     """Return the figures of a log of this plan's replicas, without the warm-up of a saturated run.
 
     A log of requests that arrived at their own times may end with the last of them. A saturated log must continue after
     the measured requests, because a batch that empties is not in the steady state.
+
+    Args:
+        skipped: number of requests of the warm-up; None: as many as a saturated run needs.
     """
+    if skipped is None:
+        skipped = warm_up_of(plan, log) if saturated else 0
     return measure(
         log,
         quantile=plan.constraint.quantile,
         quantile_output=quantile(workload.output, plan.constraint.quantile),
-        skip_requests=warm_up_of(plan, log) if saturated else 0,
+        skip_requests=skipped,
         num_requests=num_requests,
         encode_emits=encode_emits(plan),
         has_encoder=plan.model.is_encoder_decoder,
