@@ -4,7 +4,7 @@ their gain against the cost of the change.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -34,7 +34,6 @@ rate."""
 
 SAME = 0.02
 """Two plans count as the same if their prompt tokens in a phase differ by at most this share."""
-
 
 MOST_ROUNDS = 4
 """Largest number of searches, under ever tighter bounds, for one judgement."""
@@ -165,10 +164,7 @@ def decide(judge: Judge) -> Verdict:
         reason = f"no other plan keeps the bound of {_bound(judge.plan.constraint)}; {kept}"
         return Verdict(judge.running, judge.breaks, reason)
     found = None
-    for bound_s in () if nearest_s is None else [factor * nearest_s for factor in WIDER]:
-        near = judge.near(bound_s)
-        if near is None:
-            break
+    for near in () if nearest_s is None else _wider(judge, nearest_s, WIDER):
         with suppress(InfeasibleError):  # another bound binds, too
             found = _although_broken(verdict := _decide_feasible(near), judge.plan.constraint)
             if verdict.best is None or verdict.best.keeps_bound is not False:
@@ -189,17 +185,14 @@ def _sustaining(judge: Judge, verdict: Verdict) -> Verdict | None:
     if served_rps >= arriving:
         return None
     given_s, found = judge.plan.constraint.latency_bound_s, None
-    for bound_s in () if given_s is None else [factor * given_s for factor in WIDER[1:]]:
-        near = judge.near(bound_s)
-        if near is None:
-            break
+    for near in () if given_s is None else _wider(judge, given_s, WIDER[1:]):
         with suppress(InfeasibleError):  # another bound binds, too
             wide = _decide_feasible(near)
             assert wide.best is not None
             if (wide.best if wide.switch else judge.running).throughput_rps <= served_rps:
                 continue
             reason = f"{arriving:.3g} requests/s arrive, for which no plan keeps the bound of {given_s:g} s"
-            reason = f"{reason}; with {judge.terms.near * bound_s:.3g} s, {wide.reason}"
+            reason = f"{reason}; with {near.plan.constraint.latency_bound_s:.3g} s, {wide.reason}"
             found = replace(_although_broken(wide, judge.plan.constraint), reason=reason)
             if wide.best.keeps_bound:
                 break
@@ -209,6 +202,15 @@ def _sustaining(judge: Judge, verdict: Verdict) -> Verdict | None:
         )
         return replace(verdict, switch=False, reason=reason)
     return found
+
+
+def _wider(judge: Judge, bound_s: float, factors: Sequence[float]) -> Iterator[Judge]:
+    """Yield the judge for each of these multiples of a bound, as long as the running plan breaks it."""
+    for factor in factors:
+        near = judge.near(factor * bound_s)
+        if near is None:
+            return
+        yield near
 
 
 def _decide_feasible(judge: Judge) -> Verdict:
