@@ -86,14 +86,13 @@ class Candidates:
         """Return the number of settings of one policy, on all placements together."""
         return self._spaces_of(kind).num_points
 
-    def spaces(self, kind: str, constraint: Constraint | None = None, *, between: bool = False) -> list[Space]:
+    def spaces(self, kind: str, *, between: bool = False) -> list[Space]:
         """Return the spaces of one policy: every placement that holds the model and may keep the constraint.
 
         Args:
             between: see `Space.under`.
         """
-        constraint = constraint or self.problem.constraint
-        all_spaces = self._spaces_of(kind)
+        constraint, all_spaces = self.problem.constraint, self._spaces_of(kind)
         bounds = [] if all_spaces.bounds is None else all_spaces.bounds.under(constraint).tolist()
         return [
             space.under(constraint, bound, between=between)
@@ -120,13 +119,13 @@ class Candidates:
                 continue
             limits = self._limits(kind, placement)
             if limits is not None:
-                space = self._space(kind, placement, problem.constraint, limits)
+                space = self._space(kind, placement, limits)
                 if space.capacity >= space.least_requests:
                     yield space
 
-    def _space(self, kind: str, placement: Placement, constraint: Constraint, limits: SpaceLimits) -> Space:
+    def _space(self, kind: str, placement: Placement, limits: SpaceLimits) -> Space:
         models = partial(self._models, kind, *(layout.lane for layout in placement.layouts))
-        return Space(kind, placement, self.lengths, models, constraint, limits)
+        return Space(kind, placement, self.lengths, models, self.problem.constraint, limits)
 
     def _limits(self, kind: str, placement: Placement) -> SpaceLimits | None:
         """Return the limits of a placement; None if the weights do not fit in memory."""
@@ -159,7 +158,7 @@ class Candidates:
                 raise memory
         limits = self._limits(kind, placement)
         assert limits is not None
-        return self._space(kind, placement, self.problem.constraint, limits)
+        return self._space(kind, placement, limits)
 
     def uniform_placement(
         self, kind: str, tp_degree: int, num_stages: int, replicas: int, ep_degree: int = 1

@@ -94,8 +94,9 @@ def _nearest(candidates: Candidates, kinds: Sequence[str]) -> tuple[dict[str, fl
     only_latency = constraint.ttft_s is None and constraint.tpot_s is None
     nearest: dict[str, float] = {}
     quickest: Fastest | None = None
+    candidates = candidates.under(relaxed)
     for kind in kinds:
-        spaces = candidates.spaces(kind, relaxed)
+        spaces = candidates.spaces(kind)
         least_s = headroom * candidates.screen.least_latency([space.placement for space in spaces])
         for i in np.argsort(least_s, kind="stable"):
             if only_latency and least_s[i] > nearest.get("latency_bound_s", np.inf):
@@ -125,7 +126,7 @@ def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[s
     free = candidates.problem.constraint.model_copy(update=dict.fromkeys(given))
     slack, least = 1 + free.headroom, np.inf
     figures = {"latency_bound_s": "latency", "ttft_s": "ttft", "tpot_s": "tpot"}
-    for space in (space for kind in kinds for space in candidates.spaces(kind, free)):
+    for space in (space for kind in kinds for space in candidates.under(free).spaces(kind)):
         evaluation = space.evaluate(_slowest_points(space))
         over = [getattr(evaluation.performance, figures[name]) / bound for name, bound in given.items()]
         least = min(least, float(np.where(evaluation.fits, np.max(over, axis=0), np.inf).min()))
