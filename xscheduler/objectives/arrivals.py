@@ -80,7 +80,7 @@ class Arrivals(Objective):
         """Seconds of the search for each policy's plan."""
         self._rated: dict[Space, Rated | None] = {}
         """The best settings in closed form of each placement that was searched."""
-        self._finished: dict[str, Plan] = {}
+        self._finished: dict[tuple[object, ...], Plan] = {}
         """The finished plan of each placement and settings, since neighbours are tried again from another best plan."""
         self._simulations, self._sampled, self._ended_early = 0, False, False
 
@@ -218,7 +218,7 @@ class Arrivals(Objective):
 
     def _finish(self, plan: Plan) -> Plan:
         """Return the plan with its admission and simulated figures."""
-        key = f"{plan.policy!r} {plan.stages!r} {plan.replicas}"
+        key = plan.policy, plan.stages, plan.replicas
         if key not in self._finished:
             self._finished[key] = self.finish(plan)
         return self._finished[key].model_copy(update={"search": plan.search})
@@ -241,10 +241,10 @@ class Arrivals(Objective):
         """Starting from the best plan, move repeatedly to better settings on its placement, and return the plan that is
         reached.
         """
-        tried = {repr(best.plan.policy)}
+        tried = {best.plan.policy}
         while time.perf_counter() < self._until:
-            near = [(other, rate) for other, rate in self._nearby(best.plan) if repr(other.policy) not in tried]
-            tried.update(repr(other.policy) for other, _ in near)
+            near = [(other, rate) for other, rate in self._nearby(best.plan) if other.policy not in tried]
+            tried.update(other.policy for other, _ in near)
             found = self._best_of(sorted(near, key=lambda item: -item[1]), best, DOUBT_NEARBY)
             if found is None:
                 break

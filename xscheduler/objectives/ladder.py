@@ -113,7 +113,7 @@ class Ladder:
     def __init__(self, search: Scheduler, kind: str, progress: Progress | None = None) -> None:
         self._of, self._kind, self._progress = search, kind, progress
         self._slack = 1 + search.problem.constraint.headroom
-        self._simulated: dict[str, _Simulated] = {}
+        self._simulated: dict[tuple[object, object], _Simulated] = {}
         self.plan = cache(self._plan)
 
     def top(self, bound_s: float) -> Plan | None:
@@ -169,7 +169,7 @@ class Ladder:
 
     def simulated(self, plan: Plan) -> _Simulated:
         """Return the simulated latencies of a rung's plan; neighbouring rungs often share a plan."""
-        key = f"{plan.policy!r} {plan.stages!r}"
+        key = plan.policy, plan.stages
         if key not in self._simulated:
             if self._progress is not None:
                 self._progress(len(self._simulated), len(self._simulated) + 1, simulating(self._kind))

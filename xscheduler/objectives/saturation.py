@@ -225,9 +225,10 @@ class Saturated(Objective):
                 and more * other.estimate.throughput_rps <= best.estimate.throughput_rps
             ):
                 break
-            if _key(other) in simulated:
+            key = other.policy, other.stages
+            if key in simulated:
                 continue
-            found = simulated[_key(other)] = seen if other is plan else saturated_figures(other, profile)
+            found = simulated[key] = seen if other is plan else saturated_figures(other, profile)
             excess = found.excess(other, plan.constraint)
             if other is not plan and other.constraint.sla == "request":
                 law = request_law(other, profile)
@@ -287,10 +288,6 @@ class Saturated(Objective):
 
 def _valued(plan: Plan) -> tuple[Plan, float]:
     return plan, objective_value(plan)
-
-
-def _key(plan: Plan) -> str:
-    return f"{plan.policy!r} {plan.stages!r}"
 
 
 def _with(plan: Plan, seen: SaturatedFigures) -> Plan:
