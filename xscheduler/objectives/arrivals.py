@@ -11,7 +11,7 @@ import numpy as np
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
 from xgpt.core.rates import rate_of
-from xgpt.core.schema import Constraint, Plan, SearchCertificate
+from xgpt.core.schema import Constraint, Plan, Profile, SearchCertificate
 from xscheduler.arrival_rate import (
     MOST_PLACEMENTS,
     Rated,
@@ -25,7 +25,7 @@ from xscheduler.objectives.arrivals_by_optuna import BOUND as SAMPLED
 from xscheduler.objectives.arrivals_by_optuna import sampled
 from xscheduler.objectives.base import MOST_SECONDS, TOGETHER, Objective, Ranked, simulating
 from xscheduler.objectives.branches import BOUND, Branches
-from xscheduler.objectives.nearest_bound import never_kept
+from xscheduler.objectives.nearest_bound import never_kept, rate_not_kept
 from xscheduler.schedule import Scheduler
 from xscheduler.space import Space, columns_of
 from xsimulator.capacity import PRECISION, CapacitySearch
@@ -145,11 +145,13 @@ class Arrivals(Objective):
         found[kind] = best
         capacities = {name: search.found(edges=search is best) for name, search in found.items()}
         rate = capacities[kind].rate_per_s  # simulations under other bounds do not change this plan
-        capacities[kind] = capacities[kind].model_copy(update={"error": self._error(best.plan, rate)})
+        if not self._only_best:
+            error = _error_of(best.plan, self.scheduler.problem.profile, rate)
+            capacities[kind] = capacities[kind].model_copy(update={"error": error})
         self._seconds[kind] = self._seconds.get(kind, 0.0) + time.perf_counter() - started
         asked = self.scheduler.problem.constraint.arrival_rate_per_s
         if asked is not None and rate < asked:
-            raise self._rate_not_kept(tuple(ranked), rate)
+            raise rate_not_kept(self.scheduler, tuple(ranked), rate)
         kept = {name: found[name].plan.with_estimate(capacity=capacity) for name, capacity in capacities.items()}
         return {kind: kept[kind]} if self._only_best else kept
 
@@ -208,10 +210,6 @@ class Arrivals(Objective):
             else constraint.less(engine.request_path_s(prompt, self.scheduler.problem.model.num_layers))
         )
 
-    def _predicted(self, plan: Plan) -> float:
-        """Return the arrival rate, in closed form, of a plan that the scheduler made."""
-        return closed_rate(self._in_engine(self.scheduler.space_of(plan)), plan.policy)
-
     def _in_engine(self, space: Space) -> Space:
         """Return a space under the bounds that requests must keep in the engine's loop."""
         return space if space.constraint == self._in_loop else space.under(self._in_loop, space.bound)
@@ -268,9 +266,10 @@ class Arrivals(Objective):
             rivals = self.scheduler.best_of_each(kinds)
         except InfeasibleError:
             return best
-        ranked = [
-            (plan.model_copy(update={"search": best.plan.search}), self._predicted(plan)) for plan in rivals.values()
-        ]
+        ranked = []
+        for plan in rivals.values():
+            rate = closed_rate(self._in_engine(self.scheduler.space_of(plan)), plan.policy)
+            ranked.append((plan.model_copy(update={"search": best.plan.search}), rate))
         found = self._best_of(sorted(ranked, key=lambda item: -item[1]), best) or best
         found.precision = SHARP
         return found
@@ -345,18 +344,6 @@ class Arrivals(Objective):
         found.precision = SHARP
         return found
 
-    def _error(self, plan: Plan, rate: float) -> float | None:
-        """Return the relative standard deviation of the best rate over further draws; None if only the best plan is
-        wanted."""
-        if self._only_best:
-            return None
-        rates = [rate]
-        for seed in DRAWS:
-            other = CapacitySearch(plan, self.scheduler.problem.profile, rate, seed=seed)
-            other.precision = PRECISION / 2
-            rates.append(other.rate)
-        return round(float(np.std(rates, ddof=1) / rate), 4)
-
     def _never_kept(self, kinds: tuple[str, ...]) -> InfeasibleError:
         """Return the error that no plan keeps the bounds at any rate; it names the nearest bounds that a plan keeps."""
 
@@ -371,16 +358,15 @@ class Arrivals(Objective):
 
         return never_kept(self.scheduler, kinds, keeps, self.progress)
 
-    def _rate_not_kept(self, kinds: tuple[str, ...], highest: float) -> InfeasibleError:
-        problem, num_devices = self.scheduler.problem, self.scheduler.candidates.placements.num_devices
-        return InfeasibleError(
-            f"arrival_rate_per_s: no schedule of {', '.join(kinds)} on {num_devices} of the "
-            f"{problem.cluster.num_devices} devices of {problem.cluster.name} keeps the bounds with waiting at "
-            f"{problem.constraint.arrival_rate_per_s:g} requests/s; the best one keeps them up to {highest:.4g}: take "
-            "more devices or a lower rate",
-            nearest_bound_s=None,
-            binding="arrival_rate_per_s",
-        )
+
+def _error_of(plan: Plan, profile: Profile, rate: float) -> float:
+    """Return the relative standard deviation of a plan's rate over further draws."""
+    rates = [rate]
+    for seed in DRAWS:
+        other = CapacitySearch(plan, profile, rate, seed=seed)
+        other.precision = PRECISION / 2
+        rates.append(other.rate)
+    return round(float(np.std(rates, ddof=1) / rate), 4)
 
 
 def _with_rival(ordered: dict[str, Plan]) -> Plan:

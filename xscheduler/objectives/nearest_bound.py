@@ -60,6 +60,18 @@ def never_kept(
     )
 
 
+def rate_not_kept(scheduler: Scheduler, kinds: tuple[str, ...], highest: float) -> InfeasibleError:
+    """Return the error that no plan sustains the requested arrival rate; the best one sustains `highest`."""
+    problem, num_devices = scheduler.problem, scheduler.candidates.placements.num_devices
+    return InfeasibleError(
+        f"arrival_rate_per_s: no schedule of {', '.join(kinds)} on {num_devices} of the {problem.cluster.num_devices} "
+        f"devices of {problem.cluster.name} keeps the bounds with waiting at {problem.constraint.arrival_rate_per_s:g} "
+        f"requests/s; the best one keeps them up to {highest:.4g}: take more devices or a lower rate",
+        nearest_bound_s=None,
+        binding="arrival_rate_per_s",
+    )
+
+
 class _Nearest(NamedTuple):
     """Bounds that a plan keeps, and the ratio to the next tighter ones tried, which no plan keeps."""
 
