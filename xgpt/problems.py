@@ -79,17 +79,29 @@ def _speculation(request: PlanRequest, model: ModelSpec) -> Speculation | None:
     the request has no draft.
 
     Raises:
-        InputError: the model cannot have such a draft, or the acceptance is malformed.
+        InputError: fields are missing or cannot be combined, or the model cannot have such a draft.
     """
     method = request.speculative
-    if method is None or request.acceptance is None:
+    if method is None:
+        for name in ("speculative_tokens", "acceptance", "draft_model"):
+            if getattr(request, name) is not None:
+                raise InputError(name, getattr(request, name), "it needs `speculative`")
         return None
+    if request.acceptance is None:
+        raise InputError("acceptance", None, "`speculative` needs it: shares, or a server's metrics page")
+    if method in ("mtp", "ngram") and request.draft_model is not None:
+        raise InputError("draft_model", request.draft_model, f"{method} has no draft model: leave it out")
     if method == "mtp" and not model.mtp_layers:
         raise InputError("speculative", method, f"{model.name} has no layer for multi-token prediction")
     if model.is_encoder_decoder:
         raise InputError("speculative", method, f"{model.name} has an encoder; only decoders are planned with a draft")
     if any(kind.recurrent is not None for kind in model.kinds) and method == "ngram":
         raise InputError("speculative", method, f"{model.name} has recurrent layers: use mtp")
+    for name in ("among", "maximise"):
+        if getattr(request, name) is not None:
+            raise InputError(name, getattr(request, name), "it cannot be combined with `speculative`")
+    if request.devices == "auto":
+        raise InputError("devices", "auto", "with `speculative` give a number")
     shares = shares_of(request.acceptance, request.speculative_tokens)
     tokens = request.speculative_tokens or len(shares)
     if tokens > len(shares):

@@ -615,8 +615,6 @@ def request_of(type_: type[R], asked: dict[str, Any]) -> R:
         given.setdefault("objective", _objective(given))
         _check_objective(given)
         _check_clusters(given)
-    if issubclass(type_, Speculated):
-        _check_draft(given)
     if issubclass(type_, AutoscaleRequest) and bool(given.get("scrape")) == ("arrival_rate_per_s" in given):
         accepted = "give the URLs of the replicas, or the load as `arrival_rate_per_s`, not both"
         raise InputError("scrape", ", ".join(given.get("scrape", ())) or None, accepted)
@@ -677,22 +675,3 @@ def _check_clusters(given: dict[str, Any]) -> None:
         for name in ("cluster", "devices", "price", "profile"):
             if name in given:
                 raise InputError(name, given[name], "`among` contains the clusters: leave it out")
-
-
-def _check_draft(given: dict[str, Any]) -> None:
-    """Check that the fields of speculative decoding are given together, and with no other choice of plans."""
-    method = given.get("speculative")
-    if method is None:
-        for name in ("speculative_tokens", "acceptance", "draft_model"):
-            if name in given:
-                raise InputError(name, given[name], "it needs `speculative`")
-        return
-    if "acceptance" not in given:
-        raise InputError("acceptance", None, "`speculative` needs it: shares, or a server's metrics page")
-    if method in ("mtp", "ngram") and "draft_model" in given:
-        raise InputError("draft_model", given["draft_model"], f"{method} has no draft model: leave it out")
-    for name in ("among", "maximise"):
-        if name in given:
-            raise InputError(name, given[name], "it cannot be combined with `speculative`")
-    if given.get("devices") == "auto":
-        raise InputError("devices", "auto", "with `speculative` give a number")
