@@ -150,6 +150,19 @@ TOO_MUCH: dict[str, Callable[[], list[bytes]]] = {
     "a long path in a schema": lambda: (
         [request(message(response_format={"type": "json_schema", "json_schema": LONG_PATH}), path=CHAT)] * 4
     ),
+    "a stored prompt": lambda: (
+        [
+            request(
+                b'{"model":"fake","input":"x","prompt":{"a":["'
+                + b"x" * 12_000_000
+                + b'"'
+                + b",[]" * 1_200_000
+                + b"]}}",
+                path=RESPONSES,
+            )
+        ]
+        * 4
+    ),
     # A number that may stand for an integer once had the whole body decoded again, as objects of Python.
     "a fraction before a million lists": lambda: (
         [

@@ -44,7 +44,7 @@ FREE_FIELDS = (
     *("chat_template_kwargs", "tools", "tool_choice", "response_format", "logit_bias", "stop", "model", "user"),
     *("metadata", "prediction", "audio", "web_search_options", "functions", "function_call", "text", "output_config"),
     *("context_management", "diagnostics", "fallbacks", "moderation", "prompt_cache_options", "access_programs"),
-    *("background_options", "image", "client_metadata"),
+    *("background_options", "image", "client_metadata", "conversation", "cache_control", "mcp_servers", "container"),
 )
 """Fields in which clients may put anything, or whose text the server does not read."""
 _Looked = msgspec.defstruct("_Looked", [(name, msgspec.Raw, msgspec.Raw()) for name in (*FREE_FIELDS, *LONG_FIELDS)])
@@ -173,5 +173,7 @@ def _check_sizes(looked: Any, size: int) -> None:
     if prompt.startswith(b"["):
         # In a list of texts, brackets may belong to the texts.
         most = MAX_ITEMS if b'"' in prompt else MAX_PROMPTS
-        if prompt.count(b"[") > most:
+        if max(prompt.count(b"["), prompt.count(b"{")) > most:
             refuse("prompt", f"more than {most} lists; send fewer prompts at once")
+    elif not prompt.startswith(b'"') and len(prompt) > MAX_FREE_BYTES:
+        refuse("prompt", f"{len(prompt)} bytes are more than {MAX_FREE_BYTES}")
