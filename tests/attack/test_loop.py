@@ -163,6 +163,16 @@ TOO_MUCH: dict[str, Callable[[], list[bytes]]] = {
         ]
         * 4
     ),
+    "the input of a call": lambda: (
+        [
+            request(
+                b'{"model":"fake","max_tokens":2,"messages":[{"role":"assistant","content":[{"type":"tool_use","id":"a",'
+                b'"name":"f","input":{"a":["' + b"x" * 12_000_000 + b'"' + b",[]" * 1_200_000 + b"]}}]}]}",
+                path=MESSAGES,
+            )
+        ]
+        * 4
+    ),
     # A number that may stand for an integer once had the whole body decoded again, as objects of Python.
     "a fraction before a million lists": lambda: (
         [
