@@ -450,13 +450,17 @@ def bench(target: Plan | PathLike, *, progress: Progress | None = None, **asked:
     profile = request.profile
     is_url = isinstance(target, str) and target.startswith(("http://", "https://"))
     if profile is not None and is_url:
-        raise InputError("profile", str(profile), "it needs a plan; the steps of a URL are not known")
+        raise InputError(
+            "profile", str(profile), "it needs a plan file: the step times of a server at a URL are not known"
+        )
     if is_url and request.calibrate:
-        raise InputError("calibrate", request.calibrate, "it needs a plan; the steps of a URL are not known")
+        raise InputError(
+            "calibrate", request.calibrate, "it needs a plan file: the step times of a server at a URL are not known"
+        )
     if request.ca_file is not None and not is_url:
         raise InputError("ca_file", str(request.ca_file), "it needs an https URL")
     if request.batching != "flat" and is_url:
-        raise InputError("batching", request.batching, "it needs a plan; the server at a URL has a plan already")
+        raise InputError("batching", request.batching, "it needs a plan file: a server at a URL already runs a plan")
     if request.saturated and request.arrival_rate_per_s is not None:
         raise InputError("arrival_rate_per_s", request.arrival_rate_per_s, "it cannot be combined with `saturated`")
     if isinstance(target, str) and not is_url and ":" in target and not Path(target).exists():
@@ -625,7 +629,10 @@ def _arrivals(load: LoadFields, default: int, burstiness: float = 1.0) -> tuple[
     arrivals = None if rates is None else ArrivalProcess.at(rates, burstiness)
     of_stages = None if arrivals is None else arrivals.num_requests
     if of_stages is not None and load.num_requests is not None:
-        accepted = f"the stages contain {of_stages} requests: leave it out, or leave out the last stage's seconds"
+        accepted = (
+            f"the stages of `arrival_rate_per_s` contain {of_stages} requests: leave this out, or leave out the last "
+            "stage's seconds"
+        )
         raise InputError("num_requests", load.num_requests, accepted)
     return arrivals, of_stages or load.num_requests or default
 

@@ -66,7 +66,7 @@ def _devices() -> Finding:
     except MachineError as error:
         return Finding(name="devices", value=str(error), advice="describe the machine in a cluster file")
     device = cluster.device
-    memory = f"{device.memory_bytes / 2**30:.1f} GiB, of which plans fill {device.usable_memory:.0%}"
+    memory = f"{device.memory_bytes / 2**30:.1f} GiB, of which plans use {device.usable_memory:.0%}"
     return Finding(name="devices", value=f"{cluster.devices_per_node} x {device.name} ({memory})")
 
 
@@ -97,7 +97,7 @@ def _clock() -> Finding:
     spread = slow_s / median_s - 1
     advice = None if spread < STEADY else "not steady: profile and measure when the machine is idle"
     return Finding(
-        name="clock", value=f"one product in ten takes over {1 + spread:.2f} times the median", advice=advice
+        name="clock", value=f"one matrix product in ten takes over {1 + spread:.2f} times the median", advice=advice
     )
 
 

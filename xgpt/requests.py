@@ -270,10 +270,10 @@ class PlanRequest(ProblemRequest, Policy, ArrivalFields, Speculated):
     soonest); edf, the earliest deadline; das, by prompt length and deadline (TCB)."""
     fix: Annotated[dict[str, NonNegativeInt], Option(metavar="NAME=N", kind="held")] = Field(default_factory=dict)
     """Fix a control variable, such as token_budget=8192 or max_batch=128. Variables of the placement are tp, ep, pp,
-    replicas, and tp_devices, the number of devices of a replica in tensor-parallel groups: tp=2 and tp_devices=2 fix
-    [2 1] on three devices. With `order=das` there are also eta_percent and, for a plan that runs in rows, row_tokens (L
-    in TCB) and row_batches; row_batches=2 lets a batch enter the slots that the previous batch has freed. Policies
-    without the variable are left out. Repeatable.
+    replicas and tp_devices. The last is the number of a replica's devices that form tensor-parallel groups: on three
+    devices, tp=2 with tp_devices=2 gives a stage of two devices and a stage of one. With `order=das`, eta_percent can
+    also be fixed, and so can row_tokens (L in TCB) and row_batches for a plan that runs in rows; row_batches=2 lets a
+    batch enter the slots that the previous batch has freed. Policies without the variable are left out. Repeatable.
     """
 
 
@@ -314,8 +314,9 @@ class FleetRequest(ProblemFields, BoundFields, Policy):
     least_stay_s: Annotated[NonNegativeFloat, Option("--least-stay", "S")] = 0.0
     """Least time for which a started replica runs."""
     startup_s: Annotated[NonNegativeFloat, Option("--startup", "S")] = 60.0
-    """Time from ordering a replica until it begins to load weights, in which the machine, the image and the engine
-    start."""
+    """Time from ordering a replica until it begins to load weights: the time in which the machine, the image and the
+    engine start.
+    """
     least_replicas: Annotated[NonNegativeInt, Option(metavar="N")] = 1
     """Least number of replicas at any time."""
     seed: NonNegativeInt = 0

@@ -94,7 +94,7 @@ def _modules(
             kinds = sorted(set(zip(rows["gemm_type"].tolist(), rows["kv_cache_dtype"].tolist(), strict=True)))
             known = ", ".join(f"{weights} with K/V in {kv}" for weights, kv in kinds)
             raise InputError(
-                "dtype", f"{dtype} with K/V in {tables.kv_dtype}", f"the tables have latent attention in {known}"
+                "dtype", f"{dtype} with K/V in {tables.kv_dtype}", f"the tables have latent attention only in {known}"
             )
         tables.note(operator, path)
         found.append(_fastest(rows, of_type, (slower if phase == "context" else 1.0) / 1e3))
@@ -108,7 +108,7 @@ def _kernel(tables: Tables, phase: str, heads: int, slower: float) -> Surface:
     chosen = (rows["num_heads"] == heads) & (rows["kv_cache_dtype"] == tables.kv_dtype)
     if not chosen.any():
         raise InputError(
-            "dtype", tables.kv_dtype, f"the tables have no latent attention of {heads} heads with such K/V"
+            "dtype", tables.kv_dtype, f"the tables have no latent attention of {heads} heads with K/V in this type"
         )
     tables.note(f"{phase}_mla", path)
     return _fastest(rows, chosen, (slower if phase == "context" else 1.0) / 1e3)

@@ -311,7 +311,7 @@ class Bench:
         else:
             call(in_passes(jobs, _prompt_tokens), "profiling")
             if self._meet is None and spread(steps[1:]) > RESTLESS:
-                call(least_certain(times) * MORE_PASSES, "restless minutes, repeating the worst points")
+                call(least_certain(times) * MORE_PASSES, "times vary, repeating the least certain points")
         means = {key: middle_mean(values[1:] or values) for key, values in times.items() if values}
         means = filled(means, jobs)
         return means | {("spread", 0): spread(steps[1:])} | jitter_of(short_steps[SHORT_STEPS:])

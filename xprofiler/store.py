@@ -153,7 +153,7 @@ def obtain_profile(
         if (missing := not_installed(error)) is None:
             raise
         others = "or give the `cluster` to plan for, such as `cluster=h100x8`"
-        raise MachineError(f"a plan for this machine measures it: {missing}; {others}") from None
+        raise MachineError(f"to plan for this machine, xgpt must measure it, but {missing}; {others}") from None
 
 
 def measured_profile(
@@ -277,7 +277,7 @@ def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
         profile = given if isinstance(given, Profile) else load_json(Path(given), Profile, "profile")
         found = sha256(profile)
         if wanted not in (found, None if isinstance(given, Profile) else file_sha256(Path(given))):
-            accepted = f"the plan was made from {wanted[:12]}: give that profile, or plan again with this one"
+            accepted = f"the plan was made from profile {wanted[:12]}: give that one, or plan again with this one"
             where = found[:12] if isinstance(given, Profile) else f"{given} ({found[:12]})"
             raise InputError("profile", where, accepted)
         return profile

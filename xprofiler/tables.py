@@ -118,7 +118,9 @@ class Tables:
             known = sorted(set(rows["gemm_dtype"].tolist()))
             chosen = rows["gemm_dtype"] == dtype
             if not chosen.any():
-                raise InputError("dtype", dtype, f"{self.root.name}'s matrix products are in {', '.join(known)}")
+                raise InputError(
+                    "dtype", dtype, f"the tables of {self.root.name} have matrix products only in {', '.join(known)}"
+                )
             ms, ns, ks, latency = (rows[name][chosen].astype(float) for name in ("m", "n", "k", "latency"))
             latency = self._lifted(f"gemm in {dtype}", latency, dtype, 2 * ms * ns * ks, ns * ks)
             self._products[dtype] = Grid3(ms, ns, ks, latency)
@@ -136,14 +138,18 @@ class Tables:
         sized = rows["head_dim"] == head_dim
         if not sized.any():
             known = sorted(set(rows["head_dim"].tolist()))
-            raise InputError("model.head_dim", head_dim, f"the tables hold {', '.join(map(str, known))}")
+            raise InputError("model.head_dim", head_dim, f"the tables have only {', '.join(map(str, known))}")
         dims = sized & (rows["kv_cache_dtype"] == self.kv_dtype)
         if not dims.any():
             dims = sized & (rows["kv_cache_dtype"] == "bfloat16")
             self.provenance[f"{phase} attention's K/V"] = f"as in bfloat16: no table has it in {self.kv_dtype}"
         if not dims.any():
             known = sorted(set(rows["kv_cache_dtype"][sized].tolist()))
-            raise InputError("dtype", self.kv_dtype, f"{self.root.name}'s attention has K/V in {', '.join(known)}")
+            raise InputError(
+                "dtype",
+                self.kv_dtype,
+                f"the tables of {self.root.name} have attention only with K/V in {', '.join(known)}",
+            )
         pairs = sorted(set(zip(rows["num_heads"][dims].tolist(), rows["kv_heads"][dims].tolist(), strict=True)))
         nearest = min(pairs, key=lambda pair: _distance(pair, (heads, kv_heads)))
         # Prompts are limited by products (one for each head), decode by reading K/V. Kernels divide work over requests
@@ -200,7 +206,9 @@ class Tables:
         chosen = rows["num_gpus"] == devices
         if not chosen.any():
             known = sorted(set(rows["num_gpus"].tolist()))
-            raise InputError("tp_degree", devices, f"the all-reduces are over {', '.join(map(str, known))} devices")
+            raise InputError(
+                "tp_degree", devices, f"the tables have all-reduces only over {', '.join(map(str, known))} devices"
+            )
         sizes, first = np.unique(rows["message_size"][chosen], return_index=True)
         seconds = rows["latency"][chosen][first] / 1e3
         x = np.maximum(np.asarray(elements, float), 1)
@@ -251,7 +259,9 @@ class Tables:
         if not found and framework is None:
             versions = sorted({path.parts[-3] for path in self.root.glob(f"{family}/*/*/{operator}_perf.parquet")})
             raise InputError(
-                "framework", self.framework, f"the tables have {operator} for {', '.join(versions) or 'none'}"
+                "framework",
+                self.framework,
+                f"the tables have {operator} only for {', '.join(versions) or 'no version'}",
             )
         found.sort(key=lambda path: _version_key(path.parts[-2]))
         if self._version is None or framework is not None:

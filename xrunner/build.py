@@ -76,7 +76,9 @@ def build_worker(
         raise InputError("backend", name, f"known backends: {', '.join(sorted(BACKENDS))}")
     if not BACKENDS[name].supports(place, kind):
         raise InputError(
-            "backend", name, f"on {settings.device} in {settings.dtype}: {', '.join(usable_backends(place, kind))}"
+            "backend",
+            name,
+            f"on {settings.device} in {settings.dtype} give one of {', '.join(usable_backends(place, kind))}",
         )
     kept = kept_dtype(settings.dtype, settings.device, settings.kv_dtype)
     try:

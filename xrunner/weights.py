@@ -163,7 +163,10 @@ class Checkpoint:
                 raise InputError("model", f"{path}: {stored.get_shape()}", accepted)
             if stored.get_dtype() not in STORED_DTYPES and not self._has_scales(found, stored):
                 accepted = f"{weight.name} must be stored as one of {', '.join(STORED_DTYPES)}, or in "
-                accepted += f"{' or '.join(EIGHT_BITS)} with a scale for all of it, each row or each {BLOCK} x {BLOCK}"
+                accepted += (
+                    f"{' or '.join(EIGHT_BITS)} with one scale for the whole matrix, each row or each block of {BLOCK} "
+                    f"x {BLOCK}"
+                )
                 raise InputError("model", f"{path}: {stored.get_dtype()}", accepted)
 
         for name, others in copies.items():

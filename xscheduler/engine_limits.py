@@ -29,7 +29,10 @@ def why_not_divided(model: ModelSpec, engine: EngineSpec | None, tp: int, ep: in
         if reason is not None:
             return reason
     if ep > tp and (engine is None or engine.framework not in SHARING):
-        return f"experts over {ep} devices of several replicas of {tp}: only {' and '.join(SHARING)} share them"
+        return (
+            f"only {' and '.join(SHARING)} can share experts among replicas: {ep} devices are more than the {tp} of a "
+            "replica"
+        )
     return None
 
 
@@ -75,6 +78,6 @@ def _cut_part(stored: Quantization | None, name: str, size: int, devices: int) -
         return None
     what = "blocks" if stored.kind == "fp8_block" else "groups"
     return (
-        f"{size} columns of {name} over {devices} devices are {size // devices:,} each, no multiple of the "
-        f"{what} of {stored.group_size} that its weights are scaled by"
+        f"{size} columns of {name} over {devices} devices are {size // devices:,} each, which is not a multiple of the "
+        f"{what} of {stored.group_size} that have a scale each"
     )

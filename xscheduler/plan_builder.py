@@ -161,10 +161,11 @@ def _set_aside(problem: Problem) -> tuple[str, ...]:
     if not problem.model.tower_params or problem.engine is None or problem.engine.framework == "native":
         return ()
     says = (
-        "the memory that the engine reserves for the largest image or sound is not counted: with vLLM serve text only"
+        "the memory that the engine reserves for the largest image or sound is not counted: serve only text with vLLM"
     )
     return (
-        f"{problem.model.name} also reads images or sound; {says} (--language-model-only), or take a smaller share",
+        f"{problem.model.name} also reads images or sound; {says} (--language-model-only), or let the plan use a "
+        "smaller share of the memory",
     )
 
 

@@ -36,8 +36,8 @@ def infeasible(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
     if not any(candidates.placements.of(kind) for kind in kinds):
         num_devices = candidates.placements.num_devices
         return InfeasibleError(
-            f"devices: {', '.join(kinds)} needs at least 2 devices with links between them, "
-            f"{candidates.problem.cluster.name} offers {num_devices}; take a larger cluster or another policy",
+            f"devices: {', '.join(kinds)} needs at least 2 devices with links between them, but "
+            f"{candidates.problem.cluster.name} has {num_devices}; take a larger cluster or another policy",
             nearest_bound_s=None,
             binding="devices",
         )

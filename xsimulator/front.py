@@ -40,9 +40,9 @@ def with_api_servers(plan: Plan, num_servers: int | None) -> Plan:
     plan = plan.model_copy(update={"api_servers": num_servers or needed})
     if num_servers is None or num_servers >= needed:
         return plan
-    servers = "one API server passes" if num_servers == 1 else f"{num_servers} API servers pass"
+    servers = "one API server handles" if num_servers == 1 else f"{num_servers} API servers handle"
     text = (
-        f"{servers} about {most_rate(plan, num_servers):.0f} requests/s of these lengths, and the devices of one "
+        f"{servers} about {most_rate(plan, num_servers):.0f} requests/s of these lengths, but the devices of one "
         f"command serve {rate:.0f}: use `api_servers={needed}`"
     )
     return plan.with_estimate(warnings=(*plan.estimate.warnings, text))

@@ -341,7 +341,11 @@ class _Steps:
             if may_end:
                 return first, len(self.log)
         num_ended = int(ended[-1]) if len(ended) else 0
-        raise InputError("requests", num_ended, f"the log needs over {skip + count} finished before its last prompt")
+        raise InputError(
+            "requests",
+            num_ended,
+            f"the log needs more than {skip + count} requests that finished before its last prompt",
+        )
 
     def virtual_latencies(self, ids: Sequence[int], output_length: int) -> Array:
         """Return the seconds from each admission to the last token that a request of this length would have had.

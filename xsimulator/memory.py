@@ -244,7 +244,7 @@ class LaneMemory:
             weights = f"in {precision.weights}" if spec.quantization is None else "with weights as they are stored"
             raise InfeasibleError(
                 f"memory: {spec.name} needs {needed:.1f} GiB {weights} on a device of stage {worst} before any K/V, "
-                f"{cluster.name} offers {offered:.1f} GiB; take more devices, larger ones or a smaller model",
+                f"but {cluster.name} offers {offered:.1f} GiB; take more devices, larger ones or a smaller model",
                 nearest_bound_s=None,
                 binding="memory",
             )

@@ -72,7 +72,7 @@ def test_what_another_machine_lacks_is_said(xgpt: Xgpt, local_plan: Path, tmp_pa
     config = json.loads((there / "config.json").read_text())
     (there / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     line = xgpt.fails(2, "serve", str(local_plan), "--dry-run", "--checkpoint", str(there))
-    assert "plan.checkpoint" in line and "num_layers 1, and the plan 2" in line
+    assert "plan.checkpoint" in line and "its num_layers is 1, but the plan's is 2" in line
 
 
 def test_seeded_weights_are_said(xgpt: Xgpt) -> None:

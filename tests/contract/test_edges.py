@@ -140,7 +140,7 @@ def test_what_independent_lengths_cost_is_told(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(SystemExit) as end:
         main([*arguments, "--workload", str(path), "-o", str(plan)])
     assert end.value.code == 0
-    assert "inputs and outputs correlate by +1.00" in capsys.readouterr().out
+    assert "input and output lengths have a correlation of +1.00" in capsys.readouterr().out
     joint = json.loads(plan.read_text())["estimate"]["joint_lengths"]
     assert joint["correlation"] == pytest.approx(1.0, abs=0.01)
     assert -0.2 < joint["throughput"] < -0.005

@@ -119,7 +119,7 @@ def test_a_stage_divides_its_experts_evenly() -> None:
     plan = Scheduler(small("mixtral-8x7b", None)).best(("orca",))
     first, *others = plan.stages
     for ep in (3, 4):
-        with pytest.raises(ValueError, match=r"must divide the tp of its stage|replicas of one stage, in groups of"):
+        with pytest.raises(ValueError, match=r"must divide the tp of its stage|one stage and form groups of"):
             Plan.model_validate(plan.model_dump() | {"stages": [first.model_copy(update={"ep": ep}), *others]})
 
 

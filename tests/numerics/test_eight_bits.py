@@ -103,7 +103,7 @@ NAME = "model.layers.0.self_attn.q_proj.weight"
 def test_other_ways_to_store_eight_bits_are_refused(checkpoint, tmp_path, name, edit):
     eight, _ = quantised(checkpoint("llama-grouped")[0], "row", tmp_path)
     change(eight, name, edit)
-    with pytest.raises(InputError, match=r"I8.*a scale for all of it, each row or each 128 x 128"):
+    with pytest.raises(InputError, match=r"I8.*one scale for the whole matrix, each row or each block of 128 x 128"):
         load_checkpoint(eight, "float32")
 
 

@@ -66,7 +66,7 @@ def plan() -> Plan:
 
 def test_eight_replicas_hold_the_experts_together(plan: Plan) -> None:
     assert (plan.replicas, plan.sharing_replicas, plan.stages[0].tp) == (8, 8, 1)
-    with pytest.raises(ValueError, match="in groups of 8; there are 4"):
+    with pytest.raises(ValueError, match="form groups of 8; there are 4"):
         Plan.model_validate(plan.model_dump() | {"replicas": 4})
 
 

@@ -109,7 +109,7 @@ class _Live:
         self.ready = None if traffic is None else traffic.ready
         if traffic is None or not seconds:
             self.last = self.recommender.as_planned(now_s)
-            why = "no replica answers" if traffic is None else "the first reading only counts"
+            why = "no replica answers" if traffic is None else "a rate needs two readings"
             return self.last, f"{why}: replicas as planned for this time of day; {self._in_words(self.last)}"
         lengths = self._lengths(now_s, traffic)
         sample = LoadSample(now_s, seconds, traffic.num_requests, traffic.waiting, traffic.ready, *lengths)

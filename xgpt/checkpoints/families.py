@@ -49,10 +49,10 @@ ALIASES: Mapping[str, str] = {
 }
 """Families that are read as another family with the same fields."""
 _TWO_KINDS = "experts for text and experts for images differ in size"
-_STATES_ONLY = "it has only state-space layers, so that no K/V memory limits a batch"
-_SLIDING_LATENT = "some of its layers slide over latent keys and values, which is not read"
+_STATES_ONLY = "it has only state-space layers, so no K/V memory limits a batch"
+_SLIDING_LATENT = "some of its layers have sliding windows over latent keys and values, which xgpt does not read"
 NOT_READ: Mapping[str, str] = {
-    "dbrx": "it nests sizes in objects that are not read",
+    "dbrx": "its config.json nests sizes in objects that xgpt does not read",
     "diffusion_gemma": "it generates blocks of tokens by diffusion",
     "diffusion_gemma_text": "it generates blocks of tokens by diffusion",
     "ernie4_5_vl_moe": _TWO_KINDS,
@@ -60,11 +60,11 @@ NOT_READ: Mapping[str, str] = {
     "dots3_note": _SLIDING_LATENT,
     "dots3_note_text": _SLIDING_LATENT,
     "falcon_mamba": _STATES_ONLY,
-    "gemma3n_text": "its layers run several streams at once, and some share keys and values, which is not read",
+    "gemma3n_text": "its layers run several streams at once, and some share keys and values, which xgpt does not read",
     "mamba": _STATES_ONLY,
     "mamba2": _STATES_ONLY,
-    "mpt": "its positions are biases on scores, which are not read",
-    "plamo2": "its state-space layers are described by fields that are not read",
+    "mpt": "its positions are biases on attention scores, which xgpt does not read",
+    "plamo2": "its state-space layers are described by fields that xgpt does not read",
     "nemotron_3": "only vLLM calls it so; the checkpoint's own config.json says nemotron_h",
     "timm_wrapper": "it generates no tokens",
     "whisper": "its encoder reads sound",

@@ -238,7 +238,9 @@ def check_fields(family: str, config: Mapping[str, Any]) -> None:
                 raise InputError(f"config.json: {name}", value, f"it must equal {known.aliases[name]}")
         elif name not in passed and not _is_off(name, value):
             raise InputError(
-                f"config.json: {name}", value, f"this field of {family} is not known; remove it if it has no effect"
+                f"config.json: {name}",
+                value,
+                f"xgpt does not know this field of {family}; remove it if it has no effect",
             )
 
 

@@ -17,10 +17,13 @@ from xgpt.core.schema import UrlReport
 def run(target: str, calibrate: str | None, force: bool, as_json: bool, **_: Any) -> None:
     """Run the command; see `xgpt.cli.commands`."""
     if target.startswith(("http://", "https://")):
-        refuse_idle(["engine"], "it needs a plan; the server at a URL has its own")
-        refuse_idle(["saturated"], "it needs a plan; use --arrival-rate or --concurrency for a URL")
+        refuse_idle(["engine"], "it needs a plan file: a server at a URL already runs an engine")
+        refuse_idle(["saturated"], "it needs a plan file: for a URL use --arrival-rate or --concurrency")
     else:
-        refuse_idle(["concurrency"], "it needs a URL; a plan is measured with at least as many requests as it runs")
+        refuse_idle(
+            ["concurrency"],
+            "it needs a URL: a plan is measured with at least as many outstanding requests as it runs at once",
+        )
     file = None if calibrate is None else output_file(calibrate, "calibrate")
     with render.progress_bar() as progress:
         found = api.bench(target, progress=progress, calibrate=calibrate is not None, **options.given())

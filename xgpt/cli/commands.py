@@ -119,7 +119,7 @@ def serve() -> None:
     "--simulate",
     "simulated_trace",
     metavar="FILE",
-    help="Do not publish: follow the recommendations over a day's trace on the simulated clock, and print the cost "
+    help="Publish nothing; follow the recommendations over a day's trace on the simulated clock, and print the cost "
     "and the share of requests that keep the bounds.",
 )
 @json_option
@@ -165,7 +165,9 @@ def bench() -> None:
 @click.argument("measured", metavar="RESULT.JSON...", nargs=-1, required=True)
 @output_option("Where to write the fitted profile.")
 @click.option(
-    "--engine-output", metavar="FILE", help="Where to write the plan's engine with the fitted time of a request."
+    "--engine-output",
+    metavar="FILE",
+    help="Where to write the description of the plan's engine, with the fitted time of a request.",
 )
 @json_option
 def calibrate() -> None:

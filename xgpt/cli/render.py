@@ -294,13 +294,15 @@ def bench_notes(report: BenchReport) -> list[str]:
             notes.append(f"bounds: {kept}: {share} within all bounds, counted from arrival")
         else:
             bound = f"latency bound {report.latency_bound_s:g} s"
-            notes.append(f"{bound}: {kept}, by the plan's latency from admission; {share} within it")
+            notes.append(f"{bound}: {kept}, judged by the plan's latency from admission; {share} within it")
     if report.arrival_rate_per_s is None:
         throughput = report.figure("throughput_rps")
         if report.pace is not None and throughput.at_pace is not None:
             drawn = report.pace * throughput.at_pace / throughput.predicted - 1
-            notes.append(f"these requests alone change throughput by {100 * drawn:+.1f}% from the plan's long run")
-        notes.append(f"from sending to the last token, waiting included, p99: {report.end_to_end_p99_s:.2f} s")
+            notes.append(
+                f"this draw of requests changes throughput by {100 * drawn:+.1f}% from the plan's long-run figure"
+            )
+        notes.append(f"p99 from sending a request to its last token, waiting included: {report.end_to_end_p99_s:.2f} s")
     if report.pace is not None and (report.is_disturbed or report.is_outside):
         notes.append(_diagnosis(report))
     notes.append(f"plan {report.plan_sha256[:12]}; failed requests: {report.num_failed}")
@@ -314,10 +316,13 @@ def _diagnosis(report: BenchReport) -> str:
     line = f"diagnosis: steps took {longer}"
     if (waits := report.core_waits) is not None and waits.share_of_steps > 0:
         share = f"{waits.share_of_steps:.1%} of them, {waits.seconds:.1f} s in all"
-        line += f"; other threads used the engine's cores in {share}, without these it is {100 * (waits.pace - 1):.0f}%"
+        line += (
+            f"; other threads used the engine's cores in {share}; without these steps it is "
+            f"{100 * (waits.pace - 1):.0f}%"
+        )
     rates = report.calibration_gflops
     if len(rates) == 2:
-        line += f"; the machine did {rates[0]:.0f} GFLOP/s before and {rates[1]:.0f} after"
+        line += f"; the machine computed {rates[0]:.0f} GFLOP/s before the run and {rates[1]:.0f} after it"
     left = report.figure("throughput_rps").error_at_pace
     return line if left is None else f"{line}; at that pace the prediction of throughput is off by {left:+.1%}"
 
@@ -325,7 +330,7 @@ def _diagnosis(report: BenchReport) -> str:
 def url_table(report: UrlReport) -> Table:
     figures = report.model_dump(exclude={"url", "workload"})
     rows = [[name, f"{value:.4g}"] for name, value in figures.items()]
-    return table(f"{report.url}, {report.workload}, as its client sees it", ["figure", "value"], rows)
+    return table(f"{report.url}, {report.workload}, as measured by the client", ["figure", "value"], rows)
 
 
 def measured_table(plans: dict[str, Plan], reports: dict[str, BenchReport]) -> Fitting:
@@ -397,7 +402,7 @@ def decision_notes(decision: Decision, observation: Observation) -> list[str]:
     means = f"inputs {decision.input_mean:.0f}, outputs {decision.output_mean:.0f} tokens on average"
     distances = f"{observation.input_distance:.1f} and {observation.output_distance:.1f} tokens"
     notes = [
-        f"{decision.lengths} lengths: {means}; distance to the plan's (Wasserstein) {distances}",
+        f"{decision.lengths} lengths: {means}; Wasserstein distances from the plan's: {distances}",
         f"decision: {decision.action}; {decision.reason}",
     ]
     if decision.slowdown != 1:
@@ -414,7 +419,7 @@ def calibration_notes(calibration: Calibration) -> list[str]:
     factors = ", ".join(f"{part} x{factor:.3f}" for part, factor in calibration.factors.items())
     return [
         f"calibrated on {calibration.num_steps_used} steps: {factors}",
-        f"error of a step's time, on {calibration.num_steps_unused} steps of requests that were not used: "
-        f"{100 * calibration.error_before:.1f}% before, {100 * calibration.error_after:.1f}% after; of their sum: "
-        f"{100 * calibration.bias_before:+.1f}% before, {100 * calibration.bias_after:+.1f}% after",
+        f"error of a step's time, on {calibration.num_steps_unused} steps of requests kept for checking: "
+        f"{100 * calibration.error_before:.1f}% before, {100 * calibration.error_after:.1f}% after; error of the sum "
+        f"of these times: {100 * calibration.bias_before:+.1f}% before, {100 * calibration.bias_after:+.1f}% after",
     ]

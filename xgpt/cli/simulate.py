@@ -29,8 +29,8 @@ def run(plan_path: str, timeline: str | None, force: bool, as_json: bool, **aske
         render.show(*render.simulated_tables(run))
         if not run.steps:
             click.echo(
-                "note: this many requests are simulated by counts, without steps, gaps and idle shares; --timeline "
-                "simulates them",
+                "note: so many requests are simulated by counts, which give no steps, token gaps or idle shares; "
+                "--timeline simulates every step",
                 err=True,
             )
 
@@ -43,4 +43,4 @@ def _tell_share(asked: dict[str, Any]) -> None:
     count = len(trace.since(asked["since_s"]).input)
     if count > num_requests:
         share = f"the first {num_requests} of {count} requests"
-        click.echo(f"note: {share} were measured; --requests all replays them all", err=True)
+        click.echo(f"note: {share} were measured; --requests all replays the whole trace", err=True)

@@ -195,12 +195,13 @@ def _what_holds(plans: dict[str, Plan], gains: dict[str, Range], kind: str) -> l
     first, lines = next(iter(plans)), []
     if kind != first:
         lines.append(
-            f"{first} gains more as planned, and {gains[first].least:.2f} to {gains[first].most:.2f} times whatever is "
-            f"assumed ({gains[first].worst}): {kind} holds up better"
+            f"{first} gains more as planned, but {gains[first].least:.2f} to {gains[first].most:.2f} times under the "
+            f"varied assumptions (worst: {gains[first].worst}): {kind} holds up better"
         )
     if keeps_current(gains):
         lines.append(
-            f"no plan gains under all assumptions: keep the current deployment unless you measure ({gains[kind].worst})"
+            f"no plan gains under all assumptions (worst: {gains[kind].worst}): keep the current deployment unless you "
+            "measure a gain"
         )
     return lines
 
@@ -273,7 +274,7 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
     if current.drafts is None:
         problem = replace(problem, speculation=None)
     elif current.num_stages > 1:
-        raise InputError("current", f"{current.num_stages} stages", "drafts are scored without pipeline stages")
+        raise InputError("current", f"{current.num_stages} stages", "xgpt scores drafts only without pipeline stages")
     if current.text_only:
         problem = replace(problem, model=problem.model.model_copy(update={"tower_params": 0}))
     device = problem.cluster.device
@@ -324,12 +325,16 @@ def gain_in_words(best: Plan, current: Plan, range_: Range | None = None) -> str
     """
     gain = gain_of(best, current)
     if gain is None:
-        return "what runs now keeps the bounds at practically no arrival rate"
+        return "the current deployment keeps the bounds at practically no arrival rate"
     return (
-        f"{best.policy.kind} keeps the bounds up to {rate_of(best):.4g} requests/s on {gain.num_devices} devices, what "
-        f"runs now up to {rate_of(current):.4g} on {gain.current_devices}: {gain.per_device:.2f} times as many for "
-        f"each device, {gain.arrivals:.2f} times in all"
-        + ("" if range_ is None else f"; {range_.least:.2f} to {range_.most:.2f} whatever is assumed ({range_.worst})")
+        f"{best.policy.kind} keeps the bounds up to {rate_of(best):.4g} requests/s on {gain.num_devices} devices, the "
+        f"current deployment up to {rate_of(current):.4g} on {gain.current_devices}: {gain.per_device:.2f} times as "
+        f"many for each device, {gain.arrivals:.2f} times in all"
+        + (
+            ""
+            if range_ is None
+            else f"; {range_.least:.2f} to {range_.most:.2f} under varied assumptions (worst: {range_.worst})"
+        )
     )
 
 
@@ -350,8 +355,8 @@ def _check_room(current: CurrentEngine, problem: Problem, holds: float, longest:
         where = "--max-model-len" if current.max_model_len else f"the context of {model.name}"
     if holds < needs:
         message = (
-            f"what runs now would {will}: its K/V memory holds {holds:.0f} tokens, fewer than the {needs} of {where}; "
-            "give it a shorter one, more devices, or more of their memory"
+            f"the current deployment would {will}: its K/V memory holds {holds:.0f} tokens, fewer than the {needs} of "
+            f"{where}; give it a shorter one, more devices, or more of their memory"
         )
         raise InfeasibleError(message, nearest_bound_s=None, binding="memory")
 
@@ -372,7 +377,9 @@ def check_current(problem: Problem, current: CurrentEngine, longest: int | None 
         raise InputError("current", f"{current.num_devices} devices", f"{cluster.name} has {cluster.num_devices}")
     cuts_experts = current.framework == "vllm" and current.replicas > 1 and current.ep_degree <= current.tp_degree
     if cuts_experts and problem.model.experts is not None:
-        accepted = "vLLM then divides each expert among all replicas, which is not scored: add --enable-expert-parallel"
+        accepted = (
+            "vLLM then divides each expert among all replicas, which xgpt cannot score: add --enable-expert-parallel"
+        )
         raise InputError("current: --data-parallel-size", current.replicas, accepted)
     # On a CPU vLLM uses the config's dtype, but only the step times of the plans are known, which are in float32.
     is_known = current.dtype in (None, problem.profile.dtype)

@@ -1,4 +1,4 @@
-"""Say whether a deployment's settings are to blame, by replaying a log on it at the log's own times."""
+"""State whether a deployment's settings cause late requests, by replaying a log on it at the log's own times."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def answer(
     share, quantile = now.share_kept(constraint.all_bounds), constraint.quantile
     span = duration(float(trace.timestamp_s[count - 1]))
     lines = [
-        f"your log at its own times ({count:,} requests in {span}): what runs now keeps {bounds_in_words(constraint)} "
-        f"for {100 * share:.4g}% of them (p{100 * quantile:g} of the whole time: "
-        f"{float(np.quantile(now.whole_s, quantile)):.3g} s): at this load "
-        f"the settings {'keep' if share >= quantile else 'break'} the bound"
+        f"your log at its own times ({count:,} requests in {span}): the current deployment keeps "
+        f"{bounds_in_words(constraint)} for {100 * share:.4g}% of them (p{100 * quantile:g} from arrival to the last "
+        f"token: {float(np.quantile(now.whole_s, quantile)):.3g} s); at this load its settings "
+        f"{'keep' if share >= quantile else 'break'} the bound"
     ]
     late = now.excess(constraint.all_bounds) > 1
     if late.any():
@@ -70,12 +70,14 @@ def _others(
                 "" if problem.speculation else "a draft",
             ]
             parts.append(
-                f"{int(too_long.sum())} have outputs over {most:,} tokens, at {1e3 * found.each_s:.3g} ms each even in "
-                f"an empty engine: no setting of the scheduler helps, only {', '.join(filter(None, ways))}"
-                f"{', ' if any(ways) else ''}more or faster devices, or a limit of tokens"
+                f"{int(too_long.sum())} have outputs over {most:,} tokens, each of which takes "
+                f"{1e3 * found.each_s:.3g} ms even in an empty engine: no setting of the scheduler helps, only "
+                f"{', '.join(filter(None, ways))}{', ' if any(ways) else ''}more or faster devices, or a limit on output "
+                "tokens"
             )
     if rest := number - int(too_long.sum()):
-        better = "" if planned is None else f"; under the best plan {_late_in(planned, problem, too_long)} of them are"
+        better = "" if planned is None else (f"; under the best plan {_late_in(planned, problem, too_long)} of them "
+                                             f"are late late")
         parts.append(f"{rest} are late because requests wait or share steps{better}")
     return [f"the other {number:,}: {'; '.join(parts)}"]
 

@@ -267,7 +267,7 @@ class StepLogWriter:
 
     def _end(self, error: OSError) -> None:
         self.num_lost = 1
-        logger.warning("the step log %s ends: %s", self._path, reason_of(error))
+        logger.warning("the step log %s is no longer written: %s", self._path, reason_of(error))
 
 
 def read_step_log(path: Path) -> list[StepRecord]:

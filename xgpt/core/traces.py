@@ -138,8 +138,10 @@ def _read(path: Path, field: str, changed_ns: int, size: int) -> TraceLengths:
             span_s = float(seconds.max() - seconds.min())
             rate = f", {(len(times) - 1) / span_s:.3g} a second" if span_s > 0 else ""
             if unit == "s" and len(times) >= FEW_TIMES and span_s > LONG_GAP_S * len(times):
-                in_ms = f"as milliseconds {duration(span_s / 1e3)}"
-                accepted = f"its unit is not known: as seconds they last {duration(span_s)}, {in_ms}; {NAME_IT}"
+                in_ms = f"read as milliseconds {duration(span_s / 1e3)}"
+                accepted = (
+                    f"its unit is not known: read as seconds, the times span {duration(span_s)}, {in_ms}; {NAME_IT}"
+                )
                 raise InputError(field, f"{path.name}: {trace.time_name}", accepted)
             says = f"`{trace.time_name}` is read as {WORDS[unit]}: {len(times)} requests in {duration(span_s)}{rate}"
             notes.append(f"{says}; a name like timestamp_ms states the unit")

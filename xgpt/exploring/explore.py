@@ -206,7 +206,11 @@ def scored(search: Scheduler, command: str, best: Plan) -> Part:
     except XgptError as error:
         return {"error": str(error)}
     rate = None if plan.estimate.capacity is None else rate_of(plan)
-    return {**table({"what runs now": (plan, rate)}), "notes": list(running.notes), "gain": gain_in_words(best, plan)}
+    return {
+        **table({"the current deployment": (plan, rate)}),
+        "notes": list(running.notes),
+        "gain": gain_in_words(best, plan),
+    }
 
 
 def settled(planned: Planned) -> Part:

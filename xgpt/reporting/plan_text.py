@@ -92,7 +92,11 @@ def engine_in_words(plan: Plan) -> list[str]:
     if engine is None or engine.framework == "native":
         return []
     parts = ["it schedules a step ahead"] if engine.schedules_ahead else []
-    parts += ["xgpt's scheduler in it schedules each step after the one before"] if engine.scheduler == "xgpt" else []
+    parts += (
+        ["xgpt's scheduler in it schedules a step after the previous one has ended"]
+        if engine.scheduler == "xgpt"
+        else []
+    )
     if plan.request_path_s:
         parts.append(f"a request takes {1e3 * plan.request_path_s:.3g} ms outside its loop")
     if engine.mixing:
@@ -103,7 +107,7 @@ def engine_in_words(plan: Plan) -> list[str]:
     lines = [": ".join([f"engine: {engine.name}", *([", ".join(parts)] if parts else [])])]
     if timed := engine.borrowed:
         named = ", ".join(TIMED_WORDS[name] for name in timed)
-        lines.append(f"not measured of {engine.name}, but of another engine or version: {named}")
+        lines.append(f"measured on another engine or version than {engine.name}: {named}")
     return lines
 
 
@@ -173,7 +177,7 @@ def arrivals_in_words(plan: Plan) -> list[str]:
         tighter, looser = found.rate_under_tighter_per_s, found.rate_under_looser_per_s
         if tighter is not None and looser is not None:
             texts.append(
-                f"at the edge: {tighter:.4g} requests/s under bounds 5% tighter, {looser:.4g} under bounds 5% looser"
+                f"sensitivity: {tighter:.4g} requests/s under bounds 5% tighter, {looser:.4g} under bounds 5% looser"
             )
     kept = "the quantile of all requests" if constraint.sla == "request" else "a request of the quantile's length"
     texts.append(
@@ -261,7 +265,7 @@ def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
         lines.append(f"no plan keeps the bounds: {', '.join(missing)}")
     closed = [kind for kind, plan in plans.items() if plan.constraint.sla == "request" and not plan.search.simulations]
     if closed:
-        lines.append(f"latency not simulated, since they serve less: {', '.join(closed)}")
+        lines.append(f"latency not simulated for policies that serve less: {', '.join(closed)}")
     return lines
 
 
@@ -291,8 +295,8 @@ def reuse_in_words(plan: Plan) -> list[str]:
         return []
     blocks = min(stage.kv_blocks for stage in plan.stages if stage.lane != "decode")
     line = (
-        f"reuse: requests find {reuse.share:.0%} of their prompt tokens ({reuse.most_share:.0%} with unlimited memory) "
-        f"in the {reuse.kept_blocks} of {blocks} K/V blocks that outputs leave free"
+        f"reuse: {reuse.share:.0%} of prompt tokens are cached ({reuse.most_share:.0%} with unlimited memory), in the "
+        f"{reuse.kept_blocks} of {blocks} K/V blocks that outputs leave free"
     )
     if reuse.alone:
         gain = maximised(plan) / reuse.alone - 1
@@ -306,8 +310,9 @@ def joint_in_words(plan: Plan) -> list[str]:
     if joint is None:
         return []
     return [
-        f"pairs: inputs and outputs correlate by {joint.correlation:+.2f}; simulated with the trace's pairs, "
-        f"throughput is {100 * joint.throughput:+.1f}%, latency {100 * joint.latency:+.1f}% against independent lengths"
+        f"pairs: the trace's input and output lengths have a correlation of {joint.correlation:+.2f}; compared with "
+        f"independent lengths, simulating its pairs changes throughput by {100 * joint.throughput:+.1f}% and latency "
+        f"by {100 * joint.latency:+.1f}%"
     ]
 
 
@@ -331,9 +336,12 @@ def uneven_in_words(best: Plan, uneven: Plan) -> str:
     gain = maximised(uneven) / maximised(best) - 1
     left_out = "on several machines plans are for vLLM, whose stages have equal tensor-parallel degrees"
     if gain <= 0:
-        return f"{left_out}; others would gain nothing"
+        return f"{left_out}; unequal degrees would gain nothing"
     what = f"{uneven.policy.kind}, {settings_text(uneven)}"
-    return f"{left_out}; others ({what}) would serve {100 * gain:.1f}% more, under xgpt's own engine (--engine xgpt)"
+    return (
+        f"{left_out}; unequal degrees ({what}) would serve {100 * gain:.1f}% more, under xgpt's own engine (--engine "
+        "xgpt)"
+    )
 
 
 def _shape(plan: Plan) -> str:

@@ -234,7 +234,9 @@ def _frontier(plan: Plan, profile: Profile) -> Chart:
             x, y = [p.latency_s for p in points], [p.throughput_rps for p in points]
             lines.append(charts.Series(kind, x, y))
     if not lines:
-        raise InputError("model", plan.model.name, "it does not fit the plan's devices: the plan was edited")
+        raise InputError(
+            "model", plan.model.name, "it does not fit the plan's devices; the plan was edited after planning"
+        )
     end = max(line.x[-1] for line in lines)
     lines = [charts.Series(line.name, [*line.x, end], [*line.y, line.y[-1]]) for line in lines]
     e = plan.estimate

@@ -125,7 +125,9 @@ def check_plan(plan: Plan, ray: str | None = None) -> None:
             raise InputError("plan.checkpoint", error.value, error.accepted) from None
         if found != plan.model:
             differs = next(name for name, value in found if value != getattr(plan.model, name))
-            accepted = f"it has {differs} {getattr(found, differs)!r}, and the plan {getattr(plan.model, differs)!r}"
+            accepted = (
+                f"its {differs} is {getattr(found, differs)!r}, but the plan's is {getattr(plan.model, differs)!r}"
+            )
             raise InputError("plan.checkpoint", plan.checkpoint, f"{accepted}: plan again for this one")
         check_weights(plan.model, plan.dtype, Checkpoint(Path(plan.checkpoint)))
 

@@ -70,7 +70,9 @@ def check_gateway(plan: Plan, request: ServeRequest) -> None:
     if plan.checkpoint is None or not (Path(plan.checkpoint) / "tokenizer.json").is_file():
         raise InputError("checkpoint", plan.checkpoint, "the gateway needs a tokenizer.json: use `front=endpoint`")
     if request.nnodes > 1:
-        raise InputError("nnodes", request.nnodes, "the gateway runs before one machine's engine: use `front=endpoint`")
+        raise InputError(
+            "nnodes", request.nnodes, "the gateway serves the engine of only one machine: use `front=endpoint`"
+        )
 
 
 def serve_behind_gateway(plan: Plan, request: ServeRequest, limits: Limits) -> None:

@@ -106,8 +106,8 @@ def _allowance(given: ProtoSampling, num_tokens: int, spec: ModelSpec, capacity:
         raise Invalid("max_tokens: an output has at least one token; prompts are scored by prompt_logprobs")
     if named > room:
         raise Invalid(
-            f"max_tokens: {num_tokens} prompt tokens and max_tokens {named} are more than this model's maximum "
-            f"context length of {spec.max_context}, or than the K/V memory of {capacity} tokens"
+            f"max_tokens: {num_tokens} prompt tokens and max_tokens {named} together exceed this model's maximum "
+            f"context length of {spec.max_context} or the K/V memory of {capacity} tokens"
         )
     if rule.most is not None and named > rule.most:
         raise Invalid(f"max_tokens: {named} is more than the {rule.most} that this server gives; ask for fewer")

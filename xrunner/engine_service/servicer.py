@@ -131,7 +131,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
         engine.check_open()
         if not engine.backlog.has_room(key.account, len(call.choices), self._limits.max_waiting):
             most = self._limits.max_waiting
-            raise ApiError(429, f"{len(engine.backlog)} requests are waiting already, of at most {most}")
+            raise ApiError(429, f"{len(engine.backlog)} requests are already waiting; at most {most} may")
         submission = Submission(
             inbox=inbox,
             account=key.account,

@@ -107,7 +107,10 @@ class EncoderDecoderModel(Model):
         """Run one step; return the logits of all sequences, since each sequence decodes or reaches the end of its
         prompt. # [sequences, vocab]
         """
-        assert received is None, "a stage is run by `encode` and `decode`: what is read goes through all of them first"
+        assert received is None, (
+            "`run` needs the whole model: run a stage by `encode` and `decode`, since prompts pass all encoder stages "
+            "first"
+        )
         return self.decode(batch, self.encode(batch, backend), cache, backend)
 
     def encode(self, batch: Batch, backend: AttentionBackend, received: Tensor | None = None) -> Tensor | None:

@@ -198,7 +198,7 @@ class EngineClient:
             raise ApiError(
                 400,
                 f"prompt: {num_tokens} tokens and max_tokens {allowance.max_output} are more than the plan's stages "
-                f"hold for one request, {most} in the encode lane; send fewer",
+                f"hold for one request ({most} in the encode lane); send fewer",
                 param="prompt",
                 code="context_length_exceeded",
             )

@@ -155,7 +155,7 @@ def launch_lane(
         InputError: the plan is not WAA's, or vLLM cannot run it.
     """
     if not isinstance(plan.policy, WaaSettings):
-        raise InputError("plan.policy", plan.policy.kind, "only waa has lanes of their own")
+        raise InputError("plan.policy", plan.policy.kind, "only waa has separate lanes for encoding and decoding")
     stages = tuple(stage for stage in plan.stages if stage.lane == lane)
     role = {"encode": "kv_producer", "decode": "kv_consumer"}[lane]
     started = _launch(plan, lane, stages, "xrunner.vllm.logged.LoggedScheduler", config or {})

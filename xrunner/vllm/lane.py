@@ -28,7 +28,7 @@ def settings_of(plan: Plan) -> LaneSettings:
     policy = plan.policy
     if isinstance(policy, WaaSettings):
         raise InputError(
-            "plan.policy", policy.kind, "each of its lanes runs in a vLLM of its own, with vLLM's own scheduler"
+            "plan.policy", policy.kind, "each of its lanes runs in a separate vLLM, with vLLM's own scheduler"
         )
     if policy.holds_finished:
         raise InputError(
@@ -65,7 +65,7 @@ def build_lane(plan: Plan, room: VllmRoom, blocks: int | None = None) -> OneLane
         blocks = min(blocks, max(room.num_blocks, int(LEAST_KV * blocks)))
     if room.num_blocks < blocks:
         raise InputError(
-            "plan.stages.kv_blocks", blocks, f"vLLM has {room.num_blocks} K/V blocks of {room.block_size} tokens"
+            "plan.stages.kv_blocks", blocks, f"vLLM has only {room.num_blocks} K/V blocks of {room.block_size} tokens"
         )
     most = min(room.max_running, plan.admission.max_running or room.max_running)
     return OneLane(settings_of(plan), pool_of(plan, blocks, room.block_size, most))

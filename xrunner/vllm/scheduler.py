@@ -74,7 +74,9 @@ class XgptScheduler(LoggedScheduler):
         self._planned = PlannedLane(plan, room, self._tell_front)
         capacity = self._lane.pool.kv_blocks * self.block_size
         if self.max_model_len > capacity:
-            raise InputError("--max-model-len", self.max_model_len, f"the plan's K/V memory holds {capacity} tokens")
+            raise InputError(
+                "--max-model-len", self.max_model_len, f"the plan's K/V memory holds only {capacity} tokens"
+            )
         caches = self.cache_config.enable_prefix_caching
         self._mirror = Mirror(self.kv_cache_manager, self._table_of) if caches else None
         self._most_tokens: int = self.max_num_scheduled_tokens

@@ -212,7 +212,7 @@ def _settled(
     if best is None:
         raise InfeasibleError(
             f"attain: {share:.4f} of the requests keep the bounds even with {factor:.2g} times the replicas that the "
-            f"load takes; ask for less than {quantile:g}, or give shorter intervals",
+            f"load needs; ask for less than {quantile:g}, or give shorter intervals",
             nearest_bound_s=None,
             binding="quantile",
         )

@@ -239,8 +239,8 @@ def _check(problem: FleetProblem) -> None:
     unheld = (problem.needs > 0) & (problem.rates.max(axis=1) <= 0)
     if unheld.any():
         raise InfeasibleError(
-            f"trace: no kind of replica keeps the bounds under the lengths of interval {int(np.argmax(unheld))}, at "
-            "any rate; loosen the bounds or give other devices",
+            f"trace: with the lengths of interval {int(np.argmax(unheld))}, no kind of replica keeps the bounds at any "
+            "rate; loosen the bounds or give other devices",
             nearest_bound_s=None,
             binding="latency_bound_s",
         )

@@ -128,8 +128,8 @@ def _kind(plan: Plan, profile: Profile, lengths: Sequence[Workload], startup_s: 
 def _never_kept(problem: Problem) -> InfeasibleError:
     bound = problem.constraint.latency_bound_s
     return InfeasibleError(
-        f"latency_bound_s: no replica on one node of {problem.cluster.name} keeps {bound:g} s with waiting counted, at "
-        "however low an arrival rate; loosen the bounds, or see `xgpt plan` for the nearest that can be kept",
+        f"latency_bound_s: no replica on one node of {problem.cluster.name} keeps {bound:g} s at any arrival rate, "
+        "waiting included; loosen the bounds, or ask `xgpt plan` for the nearest bound that can be kept",
         nearest_bound_s=None,
         binding="latency_bound_s",
     )

@@ -292,7 +292,7 @@ class Arrivals(Objective):
             if one is None or plan is None or one.rate < (1 - DOUBT) * min(best.rate, best.predicted or best.rate):
                 continue
             settled += 1
-            self._say(settled, MOST_SETTLED, f"placement {settled} of those that may keep more")
+            self._say(settled, MOST_SETTLED, f"placement {settled} that may keep a higher rate")
             better = self._best_of([(plan, one.rate)], best)
             if better is not None:
                 better.precision = SHARP

@@ -79,5 +79,5 @@ def simulating(what: str) -> str:
     """Return a progress bar's text for a simulation."""
     from xsimulator.counts.counted_run import is_compiled
 
-    once = "" if is_compiled() else " (the first simulations on a machine are compiled: some 15 s)"
+    once = "" if is_compiled() else " (compiled once on each machine, in about 15 s)"
     return f"simulating {what}{once}"

@@ -114,7 +114,7 @@ def _check_maximised(problem: Problem) -> None:
     """
     text = problem.constraint.maximise
     if text is not None and "cost" in names_in(text) and problem.cluster.price_per_device_hour is None:
-        raise InputError("price", None, f"`maximise` names cost, and {problem.cluster.name} states no price: give one")
+        raise InputError("price", None, f"`maximise` names cost, but {problem.cluster.name} states no price: give one")
 
 
 def _distinct(plans: dict[str, Plan]) -> dict[str, Plan]:
@@ -144,7 +144,7 @@ def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
     found = _with_variables(runnable(kinds, problem.model), policy, problem.fixed)
     if not found:
         others = ", ".join(runnable(POLICY_GROUPS["auto"], problem.model))
-        raise InputError("policy", policy, f"{problem.model.name}: {UNCUT}; take one of {others}, auto")
+        raise InputError("policy", policy, f"{problem.model.name}: {UNCUT}; take one of {others} or auto")
     return found
 
 
@@ -256,7 +256,9 @@ def _admitting(plan: Plan, order: AdmissionOrder, problem: Problem) -> Plan:
         if plan.constraint.ttft_s is None:
             raise InputError("order", order, "it needs a bound on the time to first token (ttft)")
         if len(plan.policy.lanes) > 1 or plan.model.is_encoder_decoder:
-            raise InputError("order", order, f"{plan.policy.kind} of {plan.model.name}: take another order or policy")
+            raise InputError(
+                "order", order, f"{plan.policy.kind} cannot use it with {plan.model.name}: take another order or policy"
+            )
         plan = with_step_times(plan, problem.profile)
     at_once = max(1, round(plan.estimate.decode_batch * plan.workload.input.mean))
     changes: dict[str, object] = {"order": order, "row_tokens": None}

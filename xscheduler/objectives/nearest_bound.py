@@ -44,7 +44,7 @@ def never_kept(
     loosened = {one: given[one]} if one else given
     found = _nearest(constraint, loosened, base if one in (None, binding) else 1.0, keeps, progress)
     asked = " and ".join(_named(given))
-    where = f"no schedule of {', '.join(kinds)} keeps {asked} with waiting counted on {scheduler.problem.cluster.name}"
+    where = f"no schedule of {', '.join(kinds)} keeps {asked} on {scheduler.problem.cluster.name}, waiting included"
     if found is None:
         return InfeasibleError(f"{binding}: {where}", nearest_bound_s=None, binding=binding)
     nearest = found.bounds
@@ -54,7 +54,7 @@ def never_kept(
     kept += f" (to within {100 * (found.ratio - 1):.1g}%)"
     reason = (reason or why_slow(scheduler.candidates, kinds)) if "latency_bound_s" in nearest else ""
     return InfeasibleError(
-        f"{binding}: {where}, at however low an arrival rate; the nearest {bound} that {one_keeps} {kept}{reason}",
+        f"{binding}: {where}, at any arrival rate; the nearest {bound} that {one_keeps} {kept}{reason}",
         nearest_bound_s=nearest[binding] if len(nearest) == 1 else None,
         binding=binding,
     )

@@ -303,7 +303,7 @@ def _compare(judge: Judge, best: Plan, *, pause_s: float, is_swap: bool) -> Verd
             "" if arriving is None else f"; {arriving:.3g} arrive"
         )
     elif judge.breaks:
-        reason = f"the running plan takes {running.latency_s:.3g} s, the bound is {_bound(judge.plan.constraint)}"
+        reason = f"the running plan takes {running.latency_s:.3g} s, but the bound is {_bound(judge.plan.constraint)}"
     else:
         reason = f"the best plan gains {100 * gain:.1f}% of throughput"
         reason += "" if switch else f", under {100 * judge.terms.least_gain:g}%"
@@ -338,7 +338,7 @@ def _although_broken(near: Verdict, constraint: Constraint) -> Verdict:
         best=near.best.model_copy(update={"keeps_bound": False}),
         plan=near.plan.model_copy(update={"constraint": constraint}),
         breaks_bound=True,
-        reason=f"nothing keeps the bound of {_bound(constraint)}; {seconds} are close to the best possible",
+        reason=f"no plan keeps the bound of {_bound(constraint)}; {seconds} are close to the best possible",
     )
 
 

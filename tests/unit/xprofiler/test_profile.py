@@ -56,7 +56,7 @@ def changed(document: Any, path: tuple[Any, ...], value: object) -> Any:
         (("layers", 0, "encode_attention", "batches", 0), -1, "batches: -1 is negative"),
         (("layers", 0, "tp_degree"), 2, "a pair of tp_degree and ep_degree is repeated"),
         (("encoder_layers",), (), "cross is needed at every degree"),
-        (("encoder_layers", 0, "tp_degree"), 16, "are not those of layers"),
+        (("encoder_layers", 0, "tp_degree"), 16, "must equal those of layers"),
         (("layers", 0, "cross"), None, "cross is needed at every degree"),
     ],
 )

@@ -30,7 +30,7 @@ def _qwen3_moe(config: dict[str, Any]) -> dict[str, Any]:
     every, num_layers = count(config, "decoder_sparse_step"), count(config, "num_hidden_layers")
     without = config.get("mlp_only_layers") or []
     if not isinstance(without, list) or not all(type(layer) is int for layer in without):
-        raise InputError("config.json: mlp_only_layers", without, "it must be a list of layers' numbers")
+        raise InputError("config.json: mlp_only_layers", without, "it must be a list of layer numbers")
     dense = tuple(i for i in range(num_layers) if i in without or (i + 1) % every)
     experts = {
         "number": count({"num_experts": 128} | config, name),
@@ -128,7 +128,9 @@ def _deepseek_v3(config: dict[str, Any]) -> dict[str, Any]:
     if head_dim is not None and (
         type(head_dim) is not int or head_dim != turned
     ):  # transformers rotates head_dim dimensions
-        raise InputError("config.json: head_dim", head_dim, f"only {turned}, that of qk_rope_head_dim, is supported")
+        raise InputError(
+            "config.json: head_dim", head_dim, f"only {turned}, the value of qk_rope_head_dim, is supported"
+        )
     fields = _grouped(_deepseek(config), config)
     return fields | {"experts": fields["experts"] | {"scoring": "sigmoid"}}
 

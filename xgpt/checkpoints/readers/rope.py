@@ -57,7 +57,7 @@ def rope(
             raise InputError(
                 "config.json: partial_rotary_factor",
                 share,
-                f"it must be an even number of a head's {head_dim} dimensions",
+                f"it must select an even number of a head's {head_dim} dimensions, but not all",
             )
         fields["rotary_dim"] = turned
     if kind != "default":

@@ -199,13 +199,13 @@ class Plan(Frozen):
             raise ValueError(f"stages: ep {self.stages[0].ep} is not a multiple of tp {self.stages[0].tp}")
         if self.replicas % self.sharing_replicas or (self.sharing_replicas > 1 and len(self.stages) > 1):
             raise ValueError(
-                f"stages: ep {self.stages[0].ep} beyond tp needs replicas of one stage, in groups of "
-                f"{self.sharing_replicas}; there are {self.replicas} of {len(self.stages)}"
+                f"stages: ep {self.stages[0].ep} exceeds tp, so replicas must have one stage and form groups of "
+                f"{self.sharing_replicas}; there are {self.replicas} replicas of {len(self.stages)} stages"
             )
         if self.replicas * len(devices) > self.cluster.num_devices:
             raise ValueError(
-                f"replicas: {self.replicas} of {len(devices)} devices do not fit in the cluster's "
-                f"{self.cluster.num_devices}"
+                f"replicas: {self.replicas} replicas of {len(devices)} devices do not fit on the cluster's "
+                f"{self.cluster.num_devices} devices"
             )
         return self
 

@@ -264,7 +264,7 @@ class Profile(Frozen):
             raise ValueError(f"layers: an ep_degree neither divides its tp_degree nor is a multiple of it in {groups}")
         encoder_degrees = tuple(layer.tp_degree for layer in self.encoder_layers)
         if encoder_degrees and encoder_degrees != degrees:
-            raise ValueError(f"encoder_layers: tp_degrees {encoder_degrees} are not those of layers, {degrees}")
+            raise ValueError(f"encoder_layers: tp_degrees {encoder_degrees} must equal those of layers, {degrees}")
         if any((layer.cross is None) != (not encoder_degrees) for layer in self.layers):
             raise ValueError(
                 "layers: cross is needed at every degree if there are encoder_layers, and not allowed otherwise"

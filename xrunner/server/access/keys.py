@@ -177,7 +177,7 @@ def _key(name: str, settings: list[str], where: str, classes: Collection[str], *
         match = SETTING.fullmatch(setting)
         if match is None:
             known = ", ".join(f"{name}=NUMBER" for name in NUMBERS)
-            raise InputError(FIELD, where, f"a setting is not known; there are {known}, class=NAME and admin")
+            raise InputError(FIELD, where, f"it has an unknown setting; the settings are {known}, class=NAME and admin")
         if (known := match[1] or match[0]) in given:
             raise InputError(FIELD, where, f"{known} is given twice: leave one out")
         given[known] = match[2]

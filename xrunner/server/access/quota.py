@@ -91,7 +91,7 @@ class _Bucket:
             wait_s = math.ceil(60 * missing / self.per_minute)
             raise ApiError(
                 429,
-                f"more than the {self.per_minute:g} {self._what}; try again in {wait_s} s",
+                f"this exceeds the {self.per_minute:g} {self._what}; try again in {wait_s} s",
                 code="rate_limit_exceeded",
                 retry_after_s=wait_s,
             )

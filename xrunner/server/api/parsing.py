@@ -165,10 +165,10 @@ def _check_sizes(looked: Any, size: int) -> None:
     beside = size - sum(len(getattr(looked, name)) for name in LONG_FIELDS)
     if beside > MAX_BESIDE_BYTES:
         longest = ", ".join(LONG_FIELDS)
-        raise ApiError(413, f"the body has {beside} bytes beside {longest}; {MAX_BESIDE_BYTES} are accepted")
+        raise ApiError(413, f"the body has {beside} bytes besides {longest}; at most {MAX_BESIDE_BYTES} are accepted")
     for name in FREE_FIELDS:
         if (size := len(getattr(looked, name))) > MAX_FREE_BYTES:
-            refuse(name, f"{size} bytes are more than {MAX_FREE_BYTES}")
+            refuse(name, f"it has {size} bytes; at most {MAX_FREE_BYTES} are accepted")
     prompt = bytes(looked.prompt)
     if prompt.startswith(b"["):
         # In a list of texts, brackets may belong to the texts.

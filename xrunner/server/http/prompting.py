@@ -81,12 +81,15 @@ class Prompts:
                 400, f"{self._model.name} has no chat template; use /v1/completions", code="no_chat_template"
             )
         if len(messages) > self._spec.max_context:
-            refuse("messages", f"{len(messages)} are more than the model's context of {self._spec.max_context}")
+            refuse(
+                "messages",
+                f"{len(messages)} messages are more than the model's context of {self._spec.max_context} tokens",
+            )
         characters = sum(len(text) for message in messages for text in message.texts)
         self.check_length(characters, "messages")
         variables = (given or {}) | ({"tools": told(tools)} if tools else {})
         if variables and len(msgspec.json.encode(variables)) > MAX_VARIABLES_BYTES:
-            refuse("chat_template_kwargs", f"with tools they are longer than {MAX_VARIABLES_BYTES} bytes")
+            refuse("chat_template_kwargs", f"together with tools they exceed {MAX_VARIABLES_BYTES} bytes")
         template = self._codec.chat_template
 
         def render() -> str:

@@ -150,7 +150,11 @@ class Service:
         limit = min(MAX_OUTPUTS, self._limits.max_waiting)
         prompts = request.prompts(max(limit, self._spec.max_context))
         if len(prompts) * request.num_choices > limit:
-            refuse("prompt", f"{len(prompts)} prompts, {request.num_choices} choices each: {limit} are accepted")
+            refuse(
+                "prompt",
+                f"{len(prompts)} prompts with {request.num_choices} choices each are too many; at most {limit} choices "
+                "are accepted",
+            )
         for prompt in prompts:
             if isinstance(prompt, str):
                 self._prompts.check_length(len(prompt), "prompt")
@@ -260,7 +264,7 @@ class Service:
             refuse("seed", "vLLM does not support seeds on CPUs; leave seed out")
         for token, _ in request.biases:
             if token >= self._spec.vocab_size:
-                refuse("logit_bias", f"token {token} is outside of the vocabulary of {self._spec.vocab_size}")
+                refuse("logit_bias", f"token {token} is outside the vocabulary of {self._spec.vocab_size}")
         if request.num_prompt_logprobs is not None and not self._engine.remote.scores_prompts:
             refuse(
                 "echo", "vLLM, batches in rows and encoders give no log probabilities of prompts; leave this field out"
@@ -342,9 +346,9 @@ class Service:
         if (num_values := num_tokens * (1 + times * (request.num_logprobs or 0))) > MAX_VALUES:
             refuse(
                 "max_tokens",
-                f"all choices together may have {num_tokens} tokens ({num_values} values with log probabilities), and "
-                f"one answer may have {MAX_VALUES}; lower max_tokens, n or logprobs, leave echo out, or send several "
-                "requests",
+                f"all choices together could have {num_tokens} tokens ({num_values} values with log probabilities), "
+                f"but an answer may have only {MAX_VALUES}; lower max_tokens, n or logprobs, leave echo out, or send "
+                "several requests",
             )
         request.forget_text()
         memory.keep(

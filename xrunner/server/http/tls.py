@@ -42,7 +42,7 @@ def server_context(certificate: Path, key: Path | None = None) -> ssl.SSLContext
         what = (
             "the key belongs to another certificate"
             if error.reason == "KEY_VALUES_MISMATCH"
-            else "no certificate and key"
+            else "it must contain a certificate and its key in PEM"
         )
-        raise InputError(CERTIFICATE, shown, f"{what} in PEM ({error.reason or error})") from None
+        raise InputError(CERTIFICATE, shown, f"{what} ({error.reason or error})") from None
     return context

@@ -61,7 +61,7 @@ class Metrics:
         self.deadlines = counter("xgpt_deadlines", "Requests with a deadline that ended, by outcome.", "outcome")
         self.utility = counter(
             "xgpt_deadline_utility",
-            "Sum, over requests that met their deadlines, of one divided by the number of prompt tokens.",
+            "Sum of 1 / (number of prompt tokens) over the requests that met their deadlines.",
         )
         self.step_s = buckets("xgpt_step_seconds", "Seconds that an engine step took.", STEP_BUCKETS_S)
         text = "Seconds from accepting a request to its first token."
@@ -135,7 +135,8 @@ class Metrics:
         names = ("observed_input_tokens", "observed_output_tokens", "input_distance_tokens", "output_distance_tokens")
         texts = (
             "Mean prompt tokens of recent requests.",
-            "Mean output tokens of recent requests; a running output counts as at least as long as it is.",
+            "Mean output tokens of recent requests; a running output counts with its present length as its least "
+            "length.",
             "Wasserstein distance of recent prompt lengths from the planned ones, in tokens.",
             "Wasserstein distance of recent output lengths from the planned ones, in tokens.",
         )

@@ -266,7 +266,7 @@ def test_sizes_are_those_that_vllm_states_of_its_fixtures(name: str) -> None:
         ("mamba2", "only state-space layers"),
         ("falcon_mamba", "only state-space layers"),
         ("zamba2", "share one block"),
-        ("mpt", "biases on scores"),
+        ("mpt", "biases on attention scores"),
         ("dbrx", "nests sizes"),
         ("timm_wrapper", "generates no tokens"),
         ("diffusion_gemma", "by diffusion"),

@@ -182,8 +182,8 @@ def test_certificates_that_cannot_be_shown(certificate: tuple[Path, Path], tmp_p
     for first, second, says in (
         (tmp_path / "none", None, "No such file"),
         (cert, tmp_path / "none", "No such file"),
-        (cert, None, "no certificate and key"),
-        (key, key, "no certificate and key"),
+        (cert, None, "it must contain a certificate and its key"),
+        (key, key, "it must contain a certificate and its key"),
         (cert, other, "the key belongs to another certificate"),
         (cert, locked, "encrypted"),
     ):

@@ -112,7 +112,7 @@ def test_uneven_stages_become_a_partition_and_uneven_degrees_an_error() -> None:
     ("plan", "says"),
     [
         (fitting(plan_with(StaticSettings(batch=8))), "frees a slot"),
-        (waa(), "a vLLM of its own"),
+        (waa(), "a separate vLLM"),
         (RRA, "plan with --model DIRECTORY"),
         (fitting(RRA).model_copy(update={"model": load_model("t5-11b")[0]}), "no encoder-decoders for vLLM"),
     ],

@@ -131,7 +131,7 @@ def test_where_nothing_keeps_the_bound_the_plan_comes_near_to_what_can_be_kept()
     plan = plan_of("rra", 6.0)
     verdict = judge(plan, PROFILE, plan.workload, 1000, slowdown=30.0)
     assert verdict.breaks_bound and verdict.switch and verdict.plan is not None and verdict.best is not None
-    assert not verdict.best.keeps_bound and "nothing keeps" in verdict.reason
+    assert not verdict.best.keeps_bound and "no plan keeps" in verdict.reason
     assert verdict.best.latency_s < 0.8 * verdict.running.latency_s
     assert verdict.plan.constraint == plan.constraint  # which is aimed at again as soon as it can be kept
     again = judge(verdict.plan, PROFILE, plan.workload, 1000)
@@ -309,12 +309,12 @@ def test_the_cause_of_a_judgement_is_stated_in_numbers() -> None:
         cause: in_numbers(plan, seen.model_copy(update={"cause": cause}))
         for cause in ("lengths", "pace", "goodput", "asked")
     }
-    inputs_to = f"inputs {plan.workload.input.mean:.0f} to 261"
+    inputs_to = f"mean lengths: inputs {plan.workload.input.mean:.0f} to 261"
     assert texts == {
-        "lengths": f"{inputs_to}, outputs {plan.workload.output.mean:.0f} to 106 tokens in the mean",
+        "lengths": f"{inputs_to}, outputs {plan.workload.output.mean:.0f} to 106 tokens",
         "pace": "steps take 1.96 times as long as in the profile",
-        "goodput": "95.8% of recent requests kept their bounds, 99.0% should",
-        "asked": "asked for, after 100 requests",
+        "goodput": "95.8% of recent requests kept their bounds, but 99.0% should",
+        "asked": "requested, after 100 requests",
     }
 
 
