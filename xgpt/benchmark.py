@@ -62,7 +62,7 @@ Server = Callable[["Plan", Path, Path], AbstractContextManager[str]]
 FIGURES = ("throughput_rps", "latency_s", "ttft_s", "itl_p99_s")
 """Figures that are computed from a log; latencies count from admission."""
 NOTABLE_WAIT = 0.1
-"""Share of a step's time from which its wait for a core counts."""
+"""A step's wait for a core counts if it takes at least this share of the step's time."""
 MARGIN = 0.01
 """Share by which the figures of two equal runs may differ, because their windows end and their requests are sent at
 slightly different times.
@@ -127,7 +127,7 @@ def bench(
     or the profile is not on this machine.
 
     Args:
-        seed: of the requests.
+        seed: seed of the requests.
         batching: layout of a whole batch.
         profile: the plan's profile; None: the copy on this machine.
         calibrate: fit the profile to the measured steps.
@@ -193,7 +193,9 @@ def bench_plan(
 
 
 def _tell(progress: Progress, load: Load, ended: int) -> None:
-    """Report how many of a load's requests have ended, and about how long all of them take if they arrive."""
+    """Report how many of a load's requests have ended and, if they arrive at a rate, about how long all of them
+    take.
+    """
     arrivals, what = load.arrivals, f"serving {load.num_requests} requests"
     if arrivals is not None:
         rate = arrivals.mean_rate(load.num_requests)

@@ -30,9 +30,9 @@ ROUNDS = 6
 """Largest number of steps of the fit."""
 SHIFT = 4.0
 NEARNESS = 0.003
-"""Weight of the distance from the profile's own values, against the errors."""
+"""Weight of the distance from the profile's own values, relative to that of the errors."""
 VLLM_ONLY = {"mean_ttft_ms", "mean_tpot_ms", "total_input_tokens"}
-"""Fields by any of which a result of `vllm bench serve` is known."""
+"""Fields any one of which identifies a result of `vllm bench serve`."""
 Figures = tuple[float, float, float]
 
 

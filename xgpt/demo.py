@@ -16,7 +16,9 @@ from xgpt.core.schema import BenchReport, Plan
 DIRECTORY = Path("demo")
 LATENCY_BOUND_S = 9.8
 NUM_REQUESTS, LEAST_REQUESTS, MOST_S = 120, 24, 120.0
-"""Number of measured requests, and the least number of them if more would take longer than so many seconds."""
+"""`NUM_REQUESTS` requests are measured; if these would take longer than `MOST_S` seconds, fewer, but at least
+`LEAST_REQUESTS`.
+"""
 MOST_RUNS = 2
 """Largest number of measurements on a busy machine."""
 

@@ -20,7 +20,7 @@ from xgpt.core.schema import Frozen, Profile
 from xgpt.core.version import __version__
 
 STEADY = 0.10
-"""Largest share by which slow repeats of one product may exceed the median if a profile is to be reliable."""
+"""A profile is reliable if slow repeats of one product exceed the median by at most this share."""
 CLOCK_S = 1.0
 """Seconds for which the clock is observed."""
 FEW_FILES = 1024

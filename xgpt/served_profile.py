@@ -46,7 +46,7 @@ QUANTILES = 100
 STALL = 4.0
 """Multiple of its prediction from which a step is ignored as a stall."""
 PRIOR = 0.01
-"""Weight of the prior with which the factors are close to one pace."""
+"""Weight of the prior that keeps the factors close to a common pace."""
 
 
 def as_served(
@@ -113,8 +113,8 @@ def _plan(profile: Profile, spec: ModelSpec, checkpoint: Path | None, cluster: C
 def _fitted(profile: Profile, steps: Steps) -> Profile:
     """Return the profile with a factor on each of its tables, and with the jitter of the load's steps.
 
-    A prior keeps the factors close to one pace, since a few seconds of load do not determine each table separately.
-    Stalled steps do not affect the ratios between the factors, but they count in the mean of the factors.
+    A prior keeps the factors close to a common pace, since a few seconds of load do not determine each table
+    separately. Stalled steps do not affect the ratios between the factors, but they count in the mean of the factors.
     """
     counted = steps.where(steps.seconds < STALL * steps.parts.sum(axis=1))
     pace = float(counted.seconds.sum() / counted.parts.sum())

@@ -42,7 +42,7 @@ class Planned:
         choices: the clusters that were compared, the cheapest first.
         planning_s: seconds that planning took on the chosen cluster.
         ahead: value of the objective for each planned number of draft tokens; 0: without a draft.
-        why_not_fewer: why fewer devices than the chosen number do not do; "": the number was given.
+        why_not_fewer: why fewer devices than the chosen number are not enough; "": the number was given.
     """
 
     request: PlanRequest
@@ -237,7 +237,9 @@ def _with_busy_machine_warning(plan: Plan, problem: Problem) -> Plan:
 
 
 def _resolve(request: PlanRequest, progress: Progress | None) -> tuple[Problem, tuple[ClusterChoice, ...], str]:
-    """Return the problem on the chosen cluster and devices, all compared clusters, and why fewer devices do not do."""
+    """Return the problem on the chosen cluster and devices, all compared clusters, and why fewer devices are not
+    enough.
+    """
     check_held(request.policy, request.fix)
     if request.among is None:
         problem = resolve(request, progress)

@@ -125,9 +125,8 @@ def groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]
 
 
 def shared_groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
-    """Return tensor-parallel degrees with larger numbers of devices over which several groups may spread the experts.
-
-    These numbers are those of the devices in a node and in all nodes.
+    """Return pairs of a tensor-parallel degree and a larger number of devices, over which several groups may spread the
+    experts. This number is that of the devices in a node, or in all nodes.
     """
     found = [kind.experts for kind in spec.kinds if kind.experts is not None]
     linked = cluster.num_devices if cluster.inter_node is not None else cluster.devices_per_node

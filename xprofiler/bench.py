@@ -71,7 +71,8 @@ times.
 """
 BRIEF_PASSES, BRIEF_TOKENS = 2, 512
 """On a busy machine: number of passes, and tokens of the largest measured step. Steps of more than 128 tokens have no
-logits, so two of them must be measured before larger ones lie on their line."""
+logits, so two of them must be measured: larger ones are extrapolated along the line through them.
+"""
 LEAST_TRIMMED = 3
 """With up to this number of calls, all of a point's calls count."""
 WARM_STEPS, LOOP_STEPS = 4, 12
@@ -80,7 +81,7 @@ THREADS_ROUNDS = 3
 """Number of times that each number of threads is tried."""
 SUSTAINED_S, SUSTAINED_TOKENS = 0.15, 512
 """Before a step is timed, a GPU computes a step of this many tokens for this many seconds, so that its clock has fallen
-to the rate at which its power limit keeps it in service.
+to the rate that its power limit allows in service.
 """
 MIXED_DECODES, MIXED_CONTEXT, MIXED_PROMPTS, MIXED_LENGTH = 32, 56, 4, 120
 """A step with prompts that is measured in the engine's loop on a GPU: its decodes and their context, its prompts and

@@ -39,9 +39,9 @@ class GrammarQueue:
 
     A grammar stays compiled until its last request has ended, even if that request is preempted in between. If requests
     wait long before they begin, only `AHEAD_BYTES` of grammars are compiled for them; further requests wait in this
-    queue. So that no account's requests hold up another's, the next grammar is one of the account with the highest
-    priority, then of the account with the least ahead for its share, in turns; and an account with nothing ahead does
-    not wait for others.
+    queue. No account's requests hold up another's: the next grammar comes from the account with the highest priority
+    and, among equals, from the account that has the least compiled ahead relative to its share, in turns. An account
+    that has nothing compiled ahead does not wait for others.
 
     Any thread may call the methods.
 

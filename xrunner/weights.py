@@ -207,8 +207,8 @@ class Checkpoint:
         return tensor
 
     def _find(self, name: str) -> tuple[Path, Any, str]:
-        """Return a tensor's file, and its name in that file; in checkpoints of a base model, names lack the first part,
-        and in some others they have a further part.
+        """Return a tensor's file, and its name in that file; names lack the first part in checkpoints of a base model,
+        and have a further part in some others.
         """
         bare = [name.removeprefix(prefix) for prefix in BASE_PREFIXES]
         for found in (name, *bare, *(prefix + inner for prefix in CONTAINERS for inner in (name, *bare))):

@@ -9,16 +9,16 @@ remains to bound the length of an iteration:
 - A request of d decode iterations and i prompt tokens takes at least `first(i) + d t` after its arrival, where t is the
   mean iteration that it meets; waiting only adds to that. The quantile of all requests must keep the bound. If all
   prompts were alike and every request met the same iterations, `first(mean i) + S_q t` would have to keep it, with S_q
-  the quantile of d. In reality prompts and iterations vary. That matters if there are only few distinct lengths: if
-  slightly more requests are long than may break the bound, some of the long ones, with short prompts or at quiet times,
-  may still keep it. Therefore `loosened` takes the lowest quantile of `first(i) / t + d` times a normal factor, over
-  all ratios of prompt time to iteration time and all deviations up to `SPREAD`, and loosens the bound by the
-  difference. A distribution with a smooth tail needs no loosening.
-- If prompts pass one after the other in order of arrival, a request also waits for the prompts before it (Lindley's
-  recursion; Kiefer and Wolfowitz's for several micro-batches; on drawn prompts and arrivals). A prompt takes at least
-  its share of the least time of the slowest stage or, if steps take prompts at any time (orca, chunked), of full steps
-  through all stages (`PromptSteps`). `Waits` computes how far these waits shift the quantile of all requests, and so
-  which share of the bound remains.
+  the quantile of d. In reality prompts and iterations vary. This matters if there are only a few distinct lengths: even
+  if slightly more requests are long than may break the bound, some of the long ones may keep it, because their prompts
+  are short or they arrive at quiet times. Therefore `loosened` multiplies `first(i) / t + d` by a normal factor, takes
+  the lowest quantile of the product over all ratios of prompt time to iteration time and all deviations up to `SPREAD`,
+  and loosens the bound by the difference. A distribution with a smooth tail needs no loosening.
+- If prompts pass one after the other in order of arrival, a request also waits for the prompts before it. This wait is
+  computed for drawn prompts and arrivals, by Lindley's recursion or, with several micro-batches, by Kiefer and
+  Wolfowitz's. A prompt takes at least its share of the slowest stage's least time. If steps take prompts at any time
+  (orca, chunked), it takes at least its share of full steps through all stages (`PromptSteps`). `Waits` computes how
+  far these waits shift the quantile of all requests, and so which share of the bound remains.
 - Full steps are counted too. A prompt of i tokens fills at least floor(i / budget) steps, whatever follows it, so each
   second has at least `rate E[floor(i / budget)]` full steps. Every other step takes at least as long as a step that
   decodes one request. This gives a lower bound on the mean iteration without closed forms. Together with the waits and
@@ -72,7 +72,7 @@ SHIFT_BISECTIONS = 14
 
 
 def loosened(constraint: Constraint, lengths: Lengths) -> Constraint:
-    """Return loosened bounds: if arriving requests keep the constraint at some rate, a saturated engine keeps these.
+    """Return loosened bounds that a saturated engine keeps if arriving requests keep the constraint at some rate.
 
     A bound that would have to be loosened without limit is removed.
     """

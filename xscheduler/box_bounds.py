@@ -3,13 +3,13 @@
 On these tables (xscheduler.lower_tables) rra, orca and chunked are monotone: a larger batch never costs more per
 request, and more decode iterations a phase never cost less. So no point of a box exceeds the box's fast corner, even if
 that corner does not fit in memory. There is one exception: in rra on several stages, the last decode steps before an
-encode phase pass all stages while some stages idle, and more iterations make these steps smaller. A point may therefore
-have a higher throughput than the corner: its cycle may be shorter by the time that this saves within the box, at most
-the idle time. Batches of static and of waa's encode lane are not monotone: the largest settings bound the requests
-served in a period, and the smallest settings bound the period. If a cap of waa holds only a few encode batches,
-throughput exceeds the closed form, and Little's law is the bound. As boxes shrink, the bounds approach the predictions.
-A box is dropped once its slow corner breaks a latency bound, so the remaining boxes are those that the constraint
-allows. xscheduler.placement_bounds bounds whole placements.
+encode phase pass all stages while some stages idle, and more iterations make these steps smaller. So a point may have a
+higher throughput than the corner: smaller steps may shorten its cycle, at most by the idle time. Batches of static and
+of waa's encode lane are not monotone: the largest settings bound the requests served in a period, and the smallest
+settings bound the period. If waa's cap on running requests holds only a few encode batches, throughput exceeds the
+closed form, and Little's law is the bound. As boxes shrink, the bounds approach the predictions. A box is dropped once
+its slow corner breaks a latency bound, so the remaining boxes are those that the constraint allows.
+xscheduler.placement_bounds bounds whole placements.
 
 These bounds are tested: `breach` draws random boxes and points inside them, and if a point exceeds the bound of its
 box, a search that needs no bounds is used instead.
@@ -25,7 +25,9 @@ from xscheduler.space import Array, Evaluation, Ints, Space
 
 BOUND = "fast corners of boxes on monotone tables below the profile, least iteration times of placements"
 SLACK = 0.002
-"""Share by which predictions may deviate from the directions of their tables: closed forms merge iterations."""
+"""Share by which predictions may deviate from the monotone directions of their tables, because closed forms merge
+iterations.
+"""
 
 LATENCY_TOLERANCE = 0.01
 """A box is dropped if its slow corner breaks a bound by more than this share."""

@@ -27,7 +27,8 @@ BLOCK_SIZE = 16
 
 
 class Candidates:
-    """The candidates of one problem. Placements, memory and predictors are computed once and shared under other bounds.
+    """The candidates of one problem. Placements, memory and predictors are computed once; candidates under other bounds
+    share them.
 
     Attributes:
         placements: the placements of the model on the devices that plans may use.

@@ -159,7 +159,7 @@ class Placements:
     def of(self, kind: str) -> list[Placement]:
         """Return all placements for a policy; devices may be left idle.
 
-        There are floor(N/n) replicas of n devices; for up to 8 devices, no placement is lost by this.
+        There are floor(N/n) replicas of n devices, which misses no placement on up to 8 devices.
         """
         found, num_lanes = [], len(CHOICES[kind].settings.lanes)
         for size in _sizes(self.num_devices):

@@ -122,7 +122,8 @@ def _key(plan: Plan) -> tuple[PolicySettings, int, int]:
 def headroom_of(constraint: Constraint, profile: Profile) -> float:
     """Return the headroom with which to plan: that of the constraint if it states one, else that of the profile.
 
-    On a machine whose steps were slower in earlier loads, it covers their usual slowest pace, up to `MOST_HEADROOM`.
+    On a machine whose steps were slower than predicted in earlier loads, the headroom covers their usual slowest pace,
+    up to `MOST_HEADROOM`.
     """
     if "headroom" in constraint.model_fields_set:
         return constraint.headroom
@@ -132,7 +133,7 @@ def headroom_of(constraint: Constraint, profile: Profile) -> float:
 
 
 def scheduler(problem: Problem, search: SearchMethod = "branch-and-bound") -> Scheduler:
-    """Return the scheduler of a problem, with the profile's headroom if the constraint names none."""
+    """Return a scheduler for the problem, with the profile's headroom if the constraint names none."""
     headroom = headroom_of(problem.constraint, problem.profile)
     constraint = problem.constraint.model_copy(update={"headroom": headroom})
     return Scheduler(replace(problem, constraint=constraint), search)

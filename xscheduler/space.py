@@ -136,9 +136,9 @@ class Space:
 
         Args:
             bound: throughput, all replicas together, that no point exceeds.
-            between: whether a point stands for all real batch sizes from one less than its own up to its own. The
-                throughput is then that of its own batch size, and the times that must keep the constraint are those of
-                the smallest (`Evaluation.lesser`).
+            between: whether a point represents all batch sizes, fractional ones included, from one less than its own up
+                to its own. Its throughput is then that of the largest of these, and the times that must keep the
+                constraint are those of the smallest (`Evaluation.lesser`).
             left: share of the latency bound that settings may use, by token budget; 0: such settings are not allowed;
                 None: the whole bound.
         """
@@ -210,8 +210,9 @@ class Space:
         return np.minimum(in_memory, limits.max_batch * self.placement.microbatches)
 
     def prompts_fit(self, encode_tokens: Array, step_tokens: Array) -> npt.NDArray[np.bool_]:
-        """Return whether WAA's encode lane holds a batch in each of its stages and one in transfer, and the longest
-        prompt, which would wait forever otherwise."""
+        """Return whether WAA's encode lane has memory for a batch in each of its stages and one in transfer, and for
+        the longest prompt, which would otherwise wait forever.
+        """
         memory = self.limits.encode_memory
         if memory is None:
             return np.ones(len(encode_tokens), bool)
@@ -335,8 +336,7 @@ class Space:
         return self._predicted(model, columns, dict.fromkeys(self._growing(), 1.0) if self.between else {})
 
     def _predicted(self, model: Any, columns: Mapping[str, Array | Ints], step: Mapping[str, float]) -> Evaluation:
-        """Predict points, each together with the smallest batch for which it stands: the one that is smaller by the
-        step.
+        """Predict points, each together with the smallest batch for which it stands, which is one step smaller.
         """
         less = {name: np.maximum(columns[name] - by, self._least(name)) for name, by in step.items()}
 
@@ -352,8 +352,8 @@ class Space:
         return self.forecast.evaluate(model, **columns, **fixed)
 
     def evaluate_parts(self, columns: dict[str, Ints], count: int) -> Evaluation:
-        """Predict the real batches for which points stand: a number of steps from one batch to the next, in one
-        call.
+        """Predict the fractional batch sizes that points represent, in one call: a number of steps from one whole batch
+        size to the next.
         """
         names = self._growing()
         points: dict[str, Array] = {name: np.repeat(values.astype(float), count) for name, values in columns.items()}
@@ -382,14 +382,15 @@ def columns_of(settings: PolicySettings) -> dict[str, Ints]:
 
 @lru_cache(maxsize=4096)
 def _at_rest(memory: LaneMemory, lengths: Lengths, block_size: int, kv: KvPromise) -> float:
-    """Return the number of requests that a lane holds without activations; it is the same for all placements with that
-    lane."""
+    """Return the number of requests whose K/V a lane holds if activations take no memory; it is the same for all
+    placements with that lane.
+    """
     blocks = memory.blocks_beside(np.zeros(1))
     return float(capacity(lengths, blocks, block_size, kv, memory.kept_blocks, memory.request_blocks)[0])
 
 
 class Evaluation:
-    """Predictions of some points, and which of them are allowed.
+    """The predictions of some points, and which of these points are allowed.
 
     Args:
         left: share of the latency bound that each point may use; None: all of it.
@@ -480,7 +481,7 @@ class Evaluation:
         return self.excess_at(np.arange(len(self.left)))
 
     def excess_at(self, indices: Ints, times: Callable[[], tuple[Array, Array, Array] | None] = lambda: None) -> Array:
-        """Return this share for some of the points, in the given order, without predicting the other points.
+        """Return `excess` for some of the points, in the given order, without predicting the other points.
 
         Args:
             times: returns the latency, the time to first token and the time per token of each of these points; None:

@@ -16,7 +16,7 @@ from xsimulator.forecast.base import Ints
 
 
 class Fastest(NamedTuple):
-    """The schedule in which the quantile's output takes least.
+    """The schedule in which an output of the quantile's length takes the least time.
 
     Attributes:
         kind: its policy.

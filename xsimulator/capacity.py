@@ -30,8 +30,8 @@ LEAST_REQUESTS = 2000
 """Least number of requests that are measured."""
 LEAST_WARM_UP = 128
 LIFETIMES = 4
-"""The measured requests are at least those that arrive at saturation in this number of spans; the warm-up is one span.
-A span is the bound or, if that is shorter, the time of a request that waits as long as usual just below saturation.
+"""At least the requests that arrive in this number of spans at saturation are measured; the warm-up lasts one span. A
+span is the bound, or the time of a request that waits as long as is usual just below saturation, if that is shorter.
 (With a longer bound, the rate equals saturated throughput to within `PRECISION` in any case.)
 """
 PRECISION = 0.02
@@ -242,9 +242,8 @@ class CapacitySearch:
         """Return the result as a `Capacity`.
 
         Args:
-            edges: whether to also return the rates under slightly tighter and looser bounds. For budgets by slack this
-                is never done: they use the plan's bounds up to a share, so that nearly all requests would be late under
-                tighter bounds.
+            edges: whether to also return the rates under slightly tighter and looser bounds. Never done for budgets by
+                slack: they use up most of the plan's bounds, so under tighter bounds nearly all requests would be late.
         """
         rate, edges = self.rate, edges and not _follows_bounds(self.plan)
         whole_s, share_kept = self._seen[rate]

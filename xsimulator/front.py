@@ -23,14 +23,14 @@ def served_rate(plan: Plan) -> float:
 
 
 def most_rate(plan: Plan, num_servers: int) -> float:
-    """Return the requests a second that a number of API servers pass; infinite if their work is not known."""
+    """Return the requests a second that a number of API servers can handle; infinite if their work is not known."""
     each_s = 0.0 if plan.engine is None or not plan.engine.stream_s else request_s(plan.engine, plan.workload)
     return MOST_BUSY * num_servers / each_s if each_s else inf
 
 
 def with_api_servers(plan: Plan, num_servers: int | None) -> Plan:
-    """Return the plan with its number of API servers, and with a warning if these pass fewer requests than the plan
-    promises.
+    """Return the plan with its number of API servers, and with a warning if these can handle fewer requests than the
+    plan promises.
 
     Args:
         num_servers: number of servers for each command of the engine; None: the number that the plan's rate needs.

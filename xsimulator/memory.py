@@ -253,7 +253,7 @@ class LaneMemory:
         """Return the blocks for which every stage has room beside the activations of a step of `step_tokens`. # [n] ->
         [n]
 
-        They include the memory that each request needs whatever its length: see `request_blocks`.
+        They include the memory that each request needs regardless of its length: see `request_blocks`.
         """
         free, block = self.free_bytes(step_tokens), self._block_bytes[self._distinct, None]
         if self.request_bytes.any():
@@ -264,7 +264,9 @@ class LaneMemory:
 
     @property
     def request_blocks(self) -> float:
-        """Blocks that are worth the memory that each request needs whatever its length, on the stage with the most."""
+        """Number of blocks that take as much memory as each request needs regardless of its length, on the stage where
+        it needs most.
+        """
         if not self.request_bytes.any():
             return 0.0
         return float((self.request_bytes / np.maximum(self._block_bytes, 1.0)).max())
@@ -397,7 +399,7 @@ def capacity(
     Args:
         kept_blocks: blocks for cached prompts; the outputs so far must fit into the others. Blocks that are reserved
             but not used yet also hold cached prompts.
-        request_blocks: further blocks that each request takes whatever its length.
+        request_blocks: further blocks that each request takes regardless of its length.
     """
     if kept_blocks:
         mean, mean_square = lengths.output_blocks(block_size)

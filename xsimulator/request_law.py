@@ -36,8 +36,9 @@ NUM_GROUPS = 10
 """Number of groups of consecutive admissions, which resemble each other."""
 NUM_DRAWS = 40
 LEAST_ERROR = 0.003
-"""Least error stated: if lengths hardly differ, a schedule repeats itself for ever, in a way that depends on its
-start."""
+"""Least error that is stated, because with nearly equal lengths a schedule repeats itself for ever, in a way that
+depends on its start.
+"""
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,7 @@ def drawn_law(run: Run, skip_requests: int, num_requests: int) -> RequestLaw:
 
 
 def logged_law(seen: SeenSteps, skip_requests: int, num_requests: int) -> RequestLaw:
-    """Return the distribution of the latencies that `num_requests` requests themselves have, after the first
-    `skip_requests`.
+    """Return the distribution of the own latencies of `num_requests` requests after the first `skip_requests`.
 
     Raises:
         InputError: the log is too short.

@@ -75,7 +75,7 @@ class Compared:
         notes: assumptions about the current deployment.
         ranges: the range of each policy's gain per device over the current deployment, over all assumptions.
         measured: figures of each plan measured on this machine, by policy.
-        answer: lines on whether the current deployment's settings are to blame, at a log's own times.
+        answer: lines on whether the current deployment's settings cause late requests, at a log's own times.
         kept_words: options of its command that the command of a plan keeps.
     """
 
@@ -189,8 +189,8 @@ def compare(
 
 
 def _what_holds(plans: dict[str, Plan], gains: dict[str, Range], kind: str) -> list[str]:
-    """Return notes: one if the plan with the largest gain does not have the largest gain in its worst case, and one if
-    no plan gains in its worst case.
+    """Return up to two notes: one if another plan than the one with the largest gain has the largest gain in its worst
+    case, and one if no plan gains in its worst case.
     """
     first, lines = next(iter(plans)), []
     if kind != first:

@@ -93,7 +93,7 @@ _REFUSED: dict[str, dict[str, list[str]]] = {
 }
 
 REFUSED = {name: (why, tuple(neutral)) for why, flags in _REFUSED.items() for name, neutral in flags.items()}
-"""The reason for which each flag is refused, and its values without effect, "yes" or "no" for a switch."""
+"""For each refused flag: the reason, and the values without effect ("yes" or "no" for a switch)."""
 
 NEUTRAL_PARTS: dict[str, dict[str, tuple[object, ...]]] = {
     "compilation-config": {"mode": (3, "3"), "level": (3, "3"), "cudagraph_mode": ("FULL_AND_PIECEWISE",)},

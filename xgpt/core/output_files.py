@@ -2,7 +2,7 @@
 
 A command may replace a file only if xgpt wrote it and nothing has changed it since. The cache directory has a record of
 each written file: its path and the SHA-256 of its bytes. A file without a record or with other bytes counts as the
-user's. If the cache is lost, every existing file does, and commands refuse to replace it.
+user's. If the cache is lost, every existing file counts as the user's, and commands refuse to replace it.
 """
 
 from __future__ import annotations
@@ -151,7 +151,9 @@ def check_writable(path: Path) -> None:
 
 
 def _why_not_writable(directory: Path) -> str:
-    """Return why no file can be made in a directory; "" if one can. It is tried: access rights alone do not tell."""
+    """Return why no file can be made in a directory; "" if one can. The function makes one, because access rights do
+    not show this reliably.
+    """
     try:
         with tempfile.TemporaryFile(dir=directory):
             return ""

@@ -48,7 +48,8 @@ class TracePrefixes:
         """Return the keys of the K/V blocks after the prompt's blocks. The last token does not count, since it is never
         fed to the model.
 
-        If no request continues them, their keys are unique: an engine caches them anyway, since it does not know that.
+        If no request continues them, they get unique keys: an engine caches these blocks too, since it cannot know that
+        no request will find them.
         """
         ids, first = self.outputs[request], input_length // self.block_size
         begin, end = input_length // block_size, (input_length + output_length - 1) // block_size

@@ -29,11 +29,13 @@ LARGEST_LENGTH = 2**31 - 1
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 WORDS = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
 EPOCHS = {"s": 1e9, "ms": 1e12, "us": 1e15, "ns": 1e18}
-"""Times in each unit since 1970, for the year 2001: larger numbers must be in that unit."""
+"""The year 2001 as a time since 1970, in each unit; larger numbers must be in that unit."""
 SECONDS_BY_FORMAT = ("arrived_at", "start_times", "created")
-"""Names of times that are in seconds: of Vidur, vLLM and OpenAI."""
+"""Names under which Vidur, vLLM and OpenAI give times in seconds."""
 FEW_TIMES, LONG_GAP_S = 20, 100.0
-"""From so many requests on, numbers with a longer mean gap than that are not taken for seconds."""
+"""If there are at least `FEW_TIMES` requests, numbers with a longer mean gap than `LONG_GAP_S` are not taken for
+seconds.
+"""
 NAME_IT = "name the column timestamp_ms or timestamp_s"
 POINTS = 8
 """Number of lengths that represent a bucket of a page of metrics."""
@@ -233,7 +235,7 @@ def _date_s(text: str) -> float:
 
 
 def _read_metrics(path: Path, text: str, field: str) -> Workload:
-    """Return the lengths of a page of metrics' histograms, spread evenly over each bucket."""
+    """Return the lengths in the histograms of a metrics page, spread evenly over each bucket."""
     histograms = {role: _buckets(text, names) for role, names in METRICS.items()}
     for role, (buckets, _) in histograms.items():
         if not buckets or not max(buckets.values()):

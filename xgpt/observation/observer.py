@@ -43,13 +43,14 @@ COMPARED_SHARE = 1 / 8
 COMPARED_EVERY_S = 0.05
 """Least time between two comparisons; one takes a tenth of a millisecond."""
 RISE = 1.25
-"""Factor by which the arrival rate must exceed that of the last judgement, and that which the plan keeps, to count as
-a change: two standard errors of the rate of `RATE_REQUESTS` Poisson arrivals."""
+"""The arrival rate counts as a change if it exceeds by this factor both the rate at the last judgement and the rate up
+to which the plan keeps its bounds: two standard errors of the rate of `RATE_REQUESTS` Poisson arrivals.
+"""
 _GOLDEN = (5**0.5 - 1) / 2
 
 
 def is_slower(slowdown: float, other: float, spread: float) -> bool:
-    """Return whether the first slowdown is larger than a plan made for the second one allows for with its headroom."""
+    """Return whether the first slowdown exceeds what a plan made for the second one allows with its headroom."""
     return slowdown > other * (1 + max(spread, LEAST_HEADROOM))
 
 
@@ -288,7 +289,9 @@ class Observer:
         return found
 
     def _is_risen(self, plan: Plan, rate_per_s: float | None) -> bool:
-        """Return whether more requests arrive than the plan keeps its bounds for, and than when it was last judged."""
+        """Return whether more requests arrive than the plan can serve within its bounds, and more than when it was last
+        judged.
+        """
         if rate_per_s is None or not plan.constraint.maximises_arrivals:
             return False
         return rate_per_s > RISE * max(self._judged_rate_per_s, rate_of(plan))

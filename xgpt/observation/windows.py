@@ -49,8 +49,8 @@ MOST_NATS = 500.0
 0.
 """
 CERTAIN = 1e5
-"""The number of requests that planned lengths count for if they are certain: so many that two requests of an unplanned
-length already count as a change.
+"""Number of requests for which planned lengths count if they are certain. It is so high that two requests of an
+unplanned length already count as a change.
 """
 
 

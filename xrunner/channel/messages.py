@@ -18,8 +18,8 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
 
     Attributes:
         transfer: only if each lane is a vLLM: the place of the prompt's K/V, as reported by the other lane's connector.
-        same_prompt, same_rules: on the way, its prompt, or its biases and grammar, are left out, since they are those
-            of the request before.
+        same_prompt, same_rules: whether its prompt, or its biases and grammar, are left out of the message, because
+            they equal those of the previous request.
     """
 
     generation: Generation
@@ -138,7 +138,7 @@ def _enc_hook(value: Any) -> str:
 
 
 class _Before:
-    """What a request may share with the one before: its prompt, its biases and its grammar."""
+    """The parts of a request that the next one may share: its prompt, its biases and its grammar."""
 
     def __init__(self) -> None:
         self.prompt: tuple[int, ...] = ()
@@ -152,8 +152,10 @@ class _Before:
 
 
 class Shortening:
-    """Leaves out of requests what they share with the one before: a request's choices, up to a thousand, have one
-    prompt, which otherwise each would hold in the engine's memory. One for each connection."""
+    """Leaves out of each request what it shares with the previous one. Up to a thousand choices of a request share one
+    prompt, and otherwise each of them would have its own copy in the engine's memory. Each connection has one such
+    object.
+    """
 
     def __init__(self) -> None:
         self._before = _Before()
@@ -176,7 +178,7 @@ class Shortening:
 
 
 class DecodeDown:
-    """Decodes the front's messages, and gives requests what was left out of them. One for each connection."""
+    """Decodes the front's messages, and restores what was left out of requests. Each connection has one such object."""
 
     def __init__(self) -> None:
         self._before = _Before()

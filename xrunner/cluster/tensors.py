@@ -13,7 +13,9 @@ from torch import Tensor
 from xrunner.cluster.deployment import Deployment, Role
 
 MAX_UNDER_WAY = 8
-"""Tensors under way before a send waits for the oldest: more than a pipeline has micro-batches."""
+"""Number of tensors under way above which a send waits for the oldest. It exceeds the number of a pipeline's
+micro-batches.
+"""
 MAX_MEMORIES = 64
 """Largest number of encoder outputs under way; they are received only in a step's second pass, one for each slice of
 the step.

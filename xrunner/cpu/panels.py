@@ -56,9 +56,9 @@ CHUNK = 132
 STEPS = 4
 """Number of inputs that one turn of the inner loop multiplies."""
 FEW = 6
-"""Number of rows that are multiplied by a slice as one group, without prefetching: in a single pass the processor
-itself reads ahead, at 26 GB/s instead of 20. More rows form two groups: the second group finds the slice in the
-first-level cache, and multiplies while memory delivers the prefetched lines.
+"""Number of rows that are multiplied by a slice as one group, without prefetching: in a single pass, the processor's
+own reading ahead is faster, at 26 GB/s instead of 20. More rows form two groups: the second group finds the slice in
+the first-level cache, and multiplies while memory delivers the prefetched lines.
 """
 SPREAD = (8, 4, 2)
 """Numbers of cache lines that are prefetched between a turn's multiplications, not before them."""

@@ -73,8 +73,8 @@ def variables(cluster: ClusterSpec, devices: Sequence[int]) -> dict[str, str]:
     """Return vLLM's environment variables for these devices of the cluster.
 
     On this machine's CPUs they set which cores compute. By default vLLM leaves one core free for its engine's loop, and
-    another one if there is a K/V connector, unless no core would remain. A profile is measured with a connector, so it
-    would then be measured on other cores than those that serve.
+    another one if there is a K/V connector, unless no core would remain. Since a profile is measured with a connector,
+    its measurement would then use other cores than the server.
     """
     if cluster.device.type == "gpu" or not cluster.is_local:
         return {}
@@ -145,8 +145,8 @@ def launch_lane(
     *,
     config: dict[str, Any] | None = None,
 ) -> Launch:
-    """Return the start of the vLLM of one lane of a WAA plan. It runs vLLM's own scheduler; the other lane does not
-    disturb it.
+    """Return how to start the vLLM of one lane of a WAA plan. It runs vLLM's own scheduler, which the other lane does
+    not disturb.
 
     Args:
         connector: settings of vLLM's K/V connector, without the lane's role.

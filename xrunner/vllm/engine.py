@@ -64,7 +64,7 @@ class VllmEngine(RemoteEngine):
     def resumes(self, generation: Generation) -> bool:
         """Return whether vLLM continues a request unchanged if its output so far is encoded with the prompt.
 
-        It does not if the request has penalties, which would not count that output, or samples at random, since the
+        It does not if the request has penalties, since they would ignore that output, or samples at random, since the
         generator would restart from the seed.
         """
         sampling = generation.sampling

@@ -33,7 +33,8 @@ class LoggedScheduler(Scheduler):
 
     With `front`, the directory of an `xgpt serve` run, and `lane`, each step and its tokens are reported there. A
     request has the number that `xgpt serve` has given it; otherwise requests are counted from 0 in the order of
-    arrival. If the K/V of a prompt's first tokens came from elsewhere, the prompt begins in the log after them.
+    arrival. If the K/V of a prompt's first tokens was computed elsewhere, the log shows the prompt from the first token
+    after these.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -23,7 +23,7 @@ UNLIKE = 3.0
 LEAST_REQUESTS = 0.5
 """Added to counts of requests, which may be zero, before they are divided."""
 SEASON_ERROR, TREND_ERROR = 0.02, 0.1
-"""Smallest relative errors that are assumed for the season, and for the trend, which cannot foresee steps."""
+"""Smallest relative errors assumed for forecasts from the season and from the trend; the trend cannot foresee steps."""
 FIRST_ERROR = 0.1
 """Relative error assumed before any forecast has been compared with reality."""
 MEMORY_OF_ERRORS = 0.05

@@ -177,8 +177,7 @@ def _candidates(
 def _settled(
     model: FleetModel, problem: FleetProblem, solution: FleetSolution, quantile: float, interval_s: float
 ) -> tuple[float, FleetSolution, RequestTimes]:
-    """Return the smallest of the load factors tried with which the fleet keeps the bounds for enough simulated
-    requests, and that fleet.
+    """Return the smallest tried load factor whose fleet keeps the bounds for enough simulated requests, and that fleet.
 
     If several factors give the same fleet, the highest of them is returned. Replicas that share a load serve more
     requests in time than separate replicas would, but a load that changes within an interval is served less well; the

@@ -35,8 +35,8 @@ class Candidate:
 
 
 def devices_here(cluster: ClusterSpec, num_threads: int | None) -> int:
-    """Return the number of devices that this machine offers to replicas. A CPU counts as often as its cores hold the
-    threads of one replica.
+    """Return the number of devices that this machine offers to replicas. A CPU counts once for each replica whose
+    threads fit on its cores.
     """
     count = cluster.num_devices
     if cluster.device.type == "gpu" or num_threads is None:
@@ -108,9 +108,8 @@ def _rate(plan: Plan) -> float:
 
 def _kind(plan: Plan, profile: Profile, lengths: Sequence[Workload], startup_s: float) -> ReplicaKind:
     """Return the kind of replica of a plan. Its rate under other lengths is the simulated rate, scaled by the work of a
-    request. (The rate of the closed form would be zero for lengths with which too many requests break the bound even
-    without other requests. No replica can serve such requests in time, and the bounds are for all requests of the
-    day.)
+    request. (With some lengths, too many requests break the bound even in an empty engine, and the closed form's rate
+    would be zero. No replica can serve such requests in time, but the bounds are for all requests of the day together.)
     """
     devices, quantile = plan.devices_per_replica, plan.constraint.quantile
     whole = reestimate(plan, profile, plan.workload, quantile)["throughput"]

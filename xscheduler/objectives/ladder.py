@@ -3,9 +3,9 @@
 The latency of a quantile of all requests depends on whole distributions of times. Closed forms predict it with an error
 that differs from plan to plan, so plans are simulated until one keeps the bound. A policy's plans form a ladder that
 does not depend on the bound: each rung has the best plan that keeps the rung's latency in closed form. The search finds
-the highest rung whose plan keeps the bound in simulation, always by the same bisection of the same ladder. With a
-looser bound, every test passes that passes with a tighter one, so the search ends at least as high. Therefore no bound
-that can be kept is called infeasible, and throughput never falls when a bound is loosened.
+the highest rung whose plan keeps the bound in simulation, always by the same bisection of the same ladder. Every test
+that passes with a tighter bound also passes with a looser one, so the search then ends at least as high. Therefore no
+bound that can be kept is called infeasible, and throughput never falls when a bound is loosened.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find the cost of steps that mix prompts and decodes at which another policy would win."""
+"""Find how much steps that mix prompts and decodes must cost for another policy to win."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Explain which bound no plan keeps with waiting counted, and find the nearest one that a plan keeps."""
+"""Explain which bound no plan keeps, waiting included, and find the nearest one that a plan keeps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from xscheduler.schedule import Scheduler
 from xscheduler.why_not import why_slow
 
 STEP = 1.01
-"""Ratio of neighbouring bounds that are tried: powers of it, whatever was asked, so that the answer is the same."""
+"""Ratio of neighbouring bounds that are tried. They are powers of this ratio, so the answer does not depend on the
+bound that was requested.
+"""
 STRIDES = (4, 12, *range(41, 1000, 41))
 """Numbers of such steps by which a bound is loosened, in order, until a plan keeps it."""
 Keeps = Callable[[Constraint], bool]

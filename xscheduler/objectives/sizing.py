@@ -31,7 +31,9 @@ class ClusterChoice:
 
 
 class Fewest(NamedTuple):
-    """The smallest number of devices that sustains a rate, and why one device less does not ("": it is one)."""
+    """The smallest number of devices that sustains a rate, and why one device less does not ("": one device is
+    enough).
+    """
 
     number: int
     why_not_fewer: str

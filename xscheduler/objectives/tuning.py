@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
 NUM_TRIALS = 44
 ROUND = 4
-"""Settings proposed together: independent of the number of processes, so that plans do not depend on it."""
+"""Number of settings proposed together. It is the same for any number of processes, so plans do not depend on that
+number.
+"""
 NUM_PROCESSES = 2
 PRECISION = 0.01
 """Share by which settings must exceed the best rate so far."""

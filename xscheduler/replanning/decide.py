@@ -173,7 +173,7 @@ def decide(judge: Judge) -> Verdict:
 
 
 def _sustaining(judge: Judge, verdict: Verdict) -> Verdict | None:
-    """Return a verdict that serves the observed arrival rate, if the given one would not; None if that does.
+    """Return a verdict whose plan serves the observed arrival rate; None if the given verdict's plan does.
 
     Beyond the rate at saturation, queues grow without limit, and no request keeps its bounds. A plan that keeps wider
     bounds at the rate, or else serves more requests, is then better than one that keeps the bounds at a lower rate.

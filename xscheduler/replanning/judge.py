@@ -333,8 +333,8 @@ def replaced(plan: Plan, best: Plan, *, in_place: bool) -> Plan:
     """Return another plan in a form that can replace the running one.
 
     On the same stages, the allocation of K/V memory does not change. It leaves room for the activations of the old
-    plan's largest step, which is at most a slice. The new plan's steps may be larger by at most a slice, and the
-    workspace has room for that.
+    plan's largest step, which the engine runs in slices of bounded size. The new plan's largest step may need up to one
+    slice more, for which the workspace has room.
     """
     return plan.model_copy(
         update={

@@ -147,8 +147,9 @@ def within_context(workload: Workload, max_context: int) -> Workload:
 
 
 def _without_idle_tail(workload: Workload, max_context: int) -> Histogram:
-    """Return the outputs with an allowed length that no request reached cut to the room that the longest input
-    leaves."""
+    """Return the outputs; an allowed length that no request reached is cut to the room that the longest input
+    leaves.
+    """
     output = workload.output
     room = max_context - workload.input.lengths[-1]
     if output.probabilities[-1] or output.lengths[-1] <= room or len(output.lengths) == 1:

@@ -2,10 +2,10 @@
 
 Source: ExeGPT Algorithm 1, extended to any number of searched variables, with one incumbent for all values of the
 enumerated variables and all placements, and with a certificate. A block is a box of indices on the searched axes. If
-throughput and latency are monotone, a block's best throughput is at the corner with every variable at its fast end, and
-its lowest latency at the opposite corner; tolerances absorb points that violate this. The gap is proven by valid bounds
-(xscheduler.box_bounds), not by monotonicity: a block is dropped only if neither its predicted throughput nor its bound
-beats the incumbent.
+throughput and latency are monotone, a block has its best throughput at the corner where every variable is at its fast
+end, and its lowest latency at the opposite corner. Tolerances absorb points that violate this. The gap is proven by
+valid bounds (xscheduler.box_bounds), not by monotonicity: a block is dropped only if neither its predicted throughput
+nor its bound beats the incumbent.
 """
 
 from __future__ import annotations
@@ -188,8 +188,9 @@ class _Search:
             self._sweep_between(space, columns, evaluation)
 
     def _sweep_between(self, space: Space, columns: dict[str, Ints], evaluation: Evaluation) -> None:
-        """Predict the real batches that points stand for, except of points that cannot beat the best or whose least
-        batch breaks the constraint."""
+        """Predict the real batches that points stand for, leaving out points that cannot beat the best or whose
+        smallest batch breaks the constraint.
+        """
         tolerated = np.where(evaluation.fits, evaluation.throughput * (1 + THROUGHPUT_TOLERANCE), np.inf)
         chosen = np.flatnonzero(evaluation.in_memory & (tolerated > self.best_throughput))
         if len(chosen):
@@ -201,7 +202,7 @@ class _Search:
             chosen = chosen[tolerated[chosen] > self.best_throughput]
 
     def _try_parts(self, space: Space, columns: dict[str, Ints]) -> None:
-        """Predict the real batches that points stand for, which may serve more than the whole ones at both ends."""
+        """Predict the real batches that points stand for; they may serve more than the whole batches at both ends."""
         parts = space.evaluate_parts(columns, PARTS_OF_A_BATCH)
         self.predictions += 2 * len(parts.throughput)
         self.best_throughput = max(self.best_throughput, float((parts.feasible * parts.throughput).max()))

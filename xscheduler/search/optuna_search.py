@@ -24,7 +24,7 @@ def sample_points(
     *,
     num_trials: int,
 ) -> None:
-    """Call `score` for `num_trials` points, which Optuna's TPE sampler draws such that scores rise.
+    """Call `score` for `num_trials` points; Optuna's TPE sampler draws them so that scores rise.
 
     A policy's variables are sampled by the index of their value on a logarithmic scale, since small batches differ more
     from each other.

@@ -55,14 +55,15 @@ BATCH = np.dtype(
 )
 """A micro-batch: its counts and its settings.
 
-decoding: number of requests in decode; held: of those that have ended but keep their place (static); ending: of those
-whose last token is known to be in the step that runs now, in schedules that run ahead.
-context, inputs: tokens of prompts and outputs, and of prompts only, of requests in decode and held.
-iteration: number of decode steps so far; num_decode_steps: of those that have ended; steps: of all steps that run now.
+decoding: number of requests in decode; held: number of requests that have ended but keep their place (static); ending:
+in schedules that run ahead, number of requests whose last token is known to be in the step that runs now.
+context: tokens of the prompts and outputs of requests in decode and held; inputs: tokens of their prompts only.
+iteration: number of decode steps begun so far; num_decode_steps: number of decode steps that have ended; steps: number
+of steps of any kind that run now.
 phase, since_encode, credit: as in the policy's rule.
 num_encoding, first, last: requests whose prompt is not encoded yet, in order of admission.
 waited: number of steps for which prompts have waited for others.
-num_issued, unissued: number of those in a step that runs now (static's parts), and the first that is not in one.
+num_issued: how many of these requests are in a step that runs now (static's parts); unissued: the first that is not.
 """
 
 STEP = np.dtype(

@@ -53,8 +53,8 @@ def admit(s, lane):
 
 @helper
 def leave(s, lane, id_, more=0):
-    """Free a request's blocks; under by_use, the blocks of all tokens except its last one, and of `more` further
-    tokens.
+    """Free a request's blocks. Under by_use, these are the blocks of all its tokens except the last, and of `more`
+    further tokens.
     """
     request = s.requests[id_]
     lane.reserved -= blocks_of(lane, request.input + (request.output - 1 + more if lane.by_use else request.most))

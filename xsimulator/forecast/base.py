@@ -63,8 +63,8 @@ class Forecast(ABC, Generic[M]):
         settings: the type of its settings, which declares its control variables.
         model: creates the model that predictions read from the lanes' costs (`LaneCost`), the lengths, the quantile and
             `all_requests`.
-        line: the variable along which settings are numbered; the other variable, if there is one, selects the line: a
-            policy has at most two. The values of this one are consecutive integers, and its latency rises or falls.
+        line: the variable along which settings are numbered. Its values are consecutive integers, and latency rises or
+            falls with it. A policy has at most two variables; the other one selects the line.
         load: the variable that grows along a load curve, starting at one request.
         follows: variables that grow in proportion to the load variable.
         num_curves: number of values of another variable at which load curves begin.
@@ -144,8 +144,8 @@ class Forecast(ABC, Generic[M]):
         return self.estimate(model, plan.policy.model_copy(update={self.load: most}))
 
     def promises_too_little(self, found: Performance) -> npt.NDArray[np.bool_]:
-        """Return which predicted settings may have a throughput that exceeds its prediction by more than chance; for
-        these, bounds count.
+        """Return which settings may have a throughput that exceeds its prediction by more than chance; for these, the
+        search uses bounds instead of predictions.
         """
         return np.zeros(len(found.throughput), bool)
 

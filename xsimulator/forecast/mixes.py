@@ -186,8 +186,8 @@ class Mixes:
         several.
 
         For any room, the means of these values, in tokens and in prompts, are those of a busy step. So a cost that is
-        linear in both is exact, and only the curvature of tables causes errors. To achieve this, tokens that a limited
-        room moves from one value to another take their prompts with them; with the other value's ratio of prompts to
+        linear in both is exact, and only the curvature of tables causes errors. To achieve this, tokens that limited
+        room moves from one value to another take their prompts with them. With the other value's ratio of prompts to
         tokens, prompts would be counted several times and throughput would be underestimated.
 
         Args:

@@ -93,8 +93,7 @@ class Queue:
         account.add(request, self._number)
 
     def plan(self, begun: Sequence[Job], pace: Pace) -> set[int]:
-        """Under order in-time, decide which requests give way to others; of these, return the requests whose prompts
-        are begun.
+        """Under order in-time, decide which requests give way to others; return those of them whose prompts are begun.
 
         Each account is planned separately, together with the begun requests.
 

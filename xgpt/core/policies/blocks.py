@@ -2,8 +2,9 @@
 
 A full block of a prompt (or of a prompt and its output) has a key, a hash of its tokens and of all tokens before them.
 A request whose chain of keys begins with the keys of such blocks shares them instead of computing them again. A block
-that no request uses any more stays cached until memory is needed. Then the least recently used block is evicted first;
-of blocks released together, the one at the end of the sequence, which is useless without the blocks before it.
+that no request uses any more stays cached until memory is needed. Then the least recently used block is evicted first.
+Of blocks released together, the last one in the sequence goes first, because it is useless without the blocks before
+it.
 
 Source: vLLM (hash chains, a queue in order of last use).
 """

@@ -47,8 +47,8 @@ class LaneSettings:
         receive_steps: number of decode steps between two checks for new requests (only with `mix`).
         slack: the rule by which prompts fill a step as far as running requests have time, instead of `token_budget`
             (only with `mix`).
-        first_tokens: times at which first tokens are due, by which prompts that cannot be in time give way; None: no
-            prompt gives way.
+        first_tokens: times at which first tokens are due; prompts that cannot be in time give way. None: no prompt
+            gives way.
     """
 
     mix: bool

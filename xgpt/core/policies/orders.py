@@ -124,10 +124,10 @@ class DasOrder(Order):
     """Deadline-aware scheduling: TCB Algorithm 1, extended to requests that keep arriving.
 
     A row holds `row_tokens` prompt tokens. Let s be the number of the shortest requests that would fill it. First, the
-    ceil(eta s) shortest requests enter. Then those with the earliest deadlines, among the requests whose utility is at
-    least q = 1 - eta times the mean utility of the former; then again the shortest. A request that does not fit in the
-    rest of the row is skipped; if none fits, the next row begins. For a fixed set of requests this reaches eta q / (eta
-    q + 1) of the best schedule's utility (Theorem 5.1).
+    ceil(eta s) shortest requests enter. Then those with the earliest deadlines enter, among the requests whose utility
+    is at least q times the mean utility of the first ones (q = 1 - eta); then again the shortest. A request that does
+    not fit in the rest of the row is skipped; if none fits, the next row begins. For a fixed set of requests this
+    reaches eta q / (eta q + 1) of the best schedule's utility (Theorem 5.1).
 
     A request that is longer than a row fits in no row; it enters once no other request waits.
     """

@@ -141,7 +141,7 @@ class MicroBatch:
         iterations: decode steps so far.
         context: prompt and output tokens of all requests that get a token in the next decode step.
         input_tokens: prompt tokens of these requests.
-        joining_tokens: prompt tokens of those of these requests that have no output token yet.
+        joining_tokens: prompt tokens of the requests among these that have no output token yet.
         joined: requests that have begun to decode since the last decode step.
     """
 

@@ -16,9 +16,10 @@ BLOCKS_A_KEY = 4
 """Number of K/V blocks for each compared key: comparing prefixes in such large pieces costs a quarter."""
 MOST_KEYS = 131_072
 SLACK = 0.5
-"""A replica that holds a request's whole prompt gets the request, unless it has more requests than another replica by
-this share of a replica's running requests. If it holds only a part of the prompt, the share is multiplied by the square
-of that part: less work is saved, and the requests that wait there have as much to encode (benchmarks.many_replicas).
+"""A replica that holds a request's whole prompt gets the request, unless its number of requests exceeds that of another
+replica by this share of the requests that a replica runs at once. If it holds only a part of the prompt, the share is
+multiplied by the square of that part: less work is saved, and the requests that wait there have as much to encode
+(benchmarks.many_replicas).
 """
 
 
@@ -28,7 +29,7 @@ class ReplicaRouter:
 
     Args:
         count: number of replicas.
-        slack: number of requests that a replica may have more than another one and still get a prompt that it holds.
+        slack: number of requests by which a replica may exceed another one and still get a prompt that it holds.
     """
 
     def __init__(self, count: int, slack: float) -> None:

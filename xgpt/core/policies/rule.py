@@ -147,7 +147,9 @@ class OneLaneRule:
         return waits
 
     def _give_way(self, first_tokens: FirstTokens, pool: Pool, batch: MicroBatch) -> Collection[int]:
-        """Decide which prompts give way to prompts that can be in time; of the former, return those that are begun."""
+        """Decide which prompts give way to prompts that can be in time, and return those that give way although they
+        are begun.
+        """
         settings = self.settings
         # Preempted requests already have their first token.
         begun = [first_tokens.job(r) for each in pool.batches for r in each.encoding.values() if not r.generated]

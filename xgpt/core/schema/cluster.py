@@ -44,8 +44,9 @@ class Efficiency(Frozen):
     step_s: float = Field(ge=0)
     """Seconds of the serving loop for each step."""
     like: str | None = None
-    """Name of the similar device for which they were fitted, of which plans warn, and state wider ranges. None: this
-    device."""
+    """Name of the similar device on which the shares were fitted; plans then warn of this and state wider ranges. None:
+    this device.
+    """
     source: str
     """Source of these figures."""
 

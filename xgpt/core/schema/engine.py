@@ -51,7 +51,7 @@ class EngineSpec(Frozen):
     """Steps for which prompts wait for further prompts while requests decode, unless the step has
     `batch_wait_tokens`."""
     batch_wait_tokens: NonNegativeInt = 0
-    """Number of tokens of a step, of decodes and waiting prompts, from which prompts wait no longer."""
+    """Prompts wait no longer once the tokens of decodes and waiting prompts reach this number."""
     receive_steps: PositiveInt = 1
     """Number of decode steps between two checks for new requests. The step after a step that encodes also checks."""
     layer_s: NonNegativeFloat | None = None

@@ -132,9 +132,9 @@ class Estimate(Frozen):
     step_times: StepTimes | None = None
     """Step times that the scheduling rule uses; None: it uses none."""
     ranges: dict[str, tuple[float, float]] = Field(default_factory=dict, exclude_if=lambda ranges: not ranges)
-    """Lowest and highest value of these figures, and of the capacity's `rate_per_s`, in nine of ten cases. The cases
-    are loads on this machine when idle, if its profile is fitted to a served engine, or the published measurements in
-    `ranges_from`.
+    """By figure, including the capacity's `rate_per_s`: the lowest and highest value in nine of ten cases. If the
+    profile is fitted to a served engine, the cases are loads on this machine while it is otherwise idle; if not, they
+    are the published measurements in `ranges_from`.
     """
     ranges_from: dict[str, str] = Field(default_factory=dict, exclude_if=lambda rows: not rows)
     """By figure, the published measurements whose prediction errors give its range; empty: ranges are those of this
@@ -162,8 +162,8 @@ class SearchCertificate(Frozen):
 
     Under objective "arrivals" there are two separate uncertainties: the plan's rate is simulated, with the error
     `estimate.capacity.error`, and the gap is the distance from that rate to an upper bound in closed form. Method
-    "given": the settings were given, and only their figures were computed. Method "grid": closed forms were ranked
-    along curves, which proves nothing.
+    "given": the settings were given, and only their figures were computed. Method "grid": settings along load curves
+    were ranked by closed forms, which proves nothing.
     """
 
     method: Literal["branch-and-bound", "exhaustive", "optuna", "grid", "given"]

@@ -27,7 +27,7 @@ class Indexer(Frozen):
     pool: PositiveInt = 1
     """Number of tokens for each key of the index."""
     is_shared: bool = False
-    """Whether the layer uses the choice of an earlier layer's index and has no index."""
+    """Whether the layer has no index, and uses the choice of an earlier layer's index."""
 
 
 class Attention(Frozen):

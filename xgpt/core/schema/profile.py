@@ -147,7 +147,9 @@ class LayerTimes(Frozen):
     cross: CrossTimes | None = None
     """Cross-attention; only in encoder-decoders."""
     head: Curve | None = None
-    """Times of the head divided by the group, as the profile's `head`; None: those of one device."""
+    """Times of the head if the group's devices divide it, in the form of the profile's `head`; None: the times on one
+    device.
+    """
 
 
 class EncoderLayerTimes(Frozen):

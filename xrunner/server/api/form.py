@@ -56,7 +56,7 @@ class OutputForm:
     Attributes:
         calls: the format of calls.
         marks: marks around reasoning; None: the model shows no reasoning, or its format of calls covers it.
-        thought: how the output after one prompt may begin; None: without reasoning.
+        thought: how the output after a given prompt may begin; None: without reasoning.
         tokens: ids of the tokens with which the marks are written.
     """
 

@@ -188,7 +188,9 @@ def describe(names: Sequence[str], spec: ModelSpec, *, has_keys: bool) -> Json:
 
 
 def _say_what_types_do_not(components: Json, names: Sequence[str], spec: ModelSpec) -> None:
-    """Add to the schemas the values that this model's requests accept, and which tags may be omitted."""
+    """Add to the schemas what types do not express: the values that this model's requests accept, and the tags that may
+    be omitted.
+    """
     token: Json = {"type": "integer", "minimum": 0, "maximum": spec.vocab_size - 1}
     tokens: Json = {"type": "array", "items": token, "minItems": 1, "maxItems": spec.max_context}
     text: Json = {"type": "string", "minLength": 1}

@@ -211,7 +211,9 @@ class ResponsesWriter(BlockWriter):
     """Writes a chat's answer in the format of OpenAI's responses."""
 
     times_scored = 5
-    """A stream repeats a text with its log probabilities when it ends: alone, as a part, an item and an answer."""
+    """At its end, a stream repeats a text with its log probabilities four times: by itself, in its part, in its item
+    and in the answer.
+    """
 
     def __init__(self, request: ResponsesRequest, tools: list[ResponseTool], calls: CallItems) -> None:
         super().__init__()

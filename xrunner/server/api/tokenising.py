@@ -22,8 +22,8 @@ NUM_THREADS, PER_ACCOUNT = 3, 2
 NICENESS = 10
 """Niceness of these threads, so that the engine's threads go first if cores are few."""
 SECONDS_A_CHARACTER = 5e-6
-"""Several times the tokenising time of a character. A text is treated as if it had arrived later by this time for each
-character, so that short texts overtake long ones, but not for ever.
+"""Several times the tokenising time of a character. For each of its characters, a text counts as having arrived later
+by this time. So short texts overtake long ones, but not for ever.
 """
 FIRST_LOOK = 8
 """Number of characters, for each token of the limit, that are encoded first; texts with more characters for each token
@@ -54,7 +54,7 @@ class Tokenising:
     """Encodes texts, renders chats and compiles grammars in separate threads. All methods belong to the event loop's
     thread.
 
-    Accounts take turns: the next text is of the account for which the fewest characters were processed while texts
+    Accounts take turns: the next text comes from the account for which the fewest characters were processed while texts
     waited. One account never has all threads. Within an account, short texts go first.
     """
 

@@ -82,8 +82,8 @@ class RequestMemory:
 
 
 class Turns:
-    """Lets one long body proceed in each turn of the event loop, so that other requests wait for one long body, not for
-    all of them.
+    """Lets only one long body proceed in each turn of the event loop, so that other requests wait for one of them at a
+    time, not for all.
     """
 
     def __init__(self) -> None:

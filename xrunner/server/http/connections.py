@@ -379,8 +379,8 @@ class Protocol(H11Protocol):
             self._listener.enter(self._accepted, phase)
 
     def _probe(self, delay_s: float) -> None:
-        """Check whether a client that has stopped sending still reads, or has disconnected. Only a write shows the
-        difference, and before the answer, the server can write only an interim response.
+        """Check whether a client that has stopped sending still reads, or has disconnected. Only a write shows this,
+        and before the answer begins the server may write only an interim response.
         """
         if self.transport.is_closing() or self._is_at_rest:
             return

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from xgpt.core.schema import ANYONE, Account, Plan
 
 ENOUGH = 0.25
-"""Share of `memory_s` that observations must cover before a rate is returned."""
+"""Share of the time `memory_s` that observations must cover before a rate is returned."""
 LATE = 0.005
 """Target for the share of answers that are later than promised."""
 PER_ANSWER = 0.1
@@ -22,7 +22,7 @@ observations.
 
 
 class Backlog:
-    """The waiting requests, and the rate at which they start as long as more wait than the engine can admit.
+    """The waiting requests, and the rate at which they start while more of them wait than the engine can admit.
 
     The rate is measured between two steps that each admitted some requests and left others waiting that had arrived
     before the step. A step that admitted all waiting requests does not show how many more it could have admitted. A

@@ -62,7 +62,10 @@ def test_what_holds_up_in_the_worst_case_is_chosen(
     request = plan_request(**ASKED, objective="saturated")
     found = compare(request, "vllm serve m --max-num-seqs 64")
     assert list(found.plans) == ["rra", "chunked"] and found.ranges == given
-    assert "0.95 to 1.40 times under the varied assumptions" in found.notes[-1] and "rra holds up better" in found.notes[-1]
+    assert (
+        "0.95 to 1.40 times under the varied assumptions" in found.notes[-1]
+        and "rra holds up better" in found.notes[-1]
+    )
     assert found.current is not None
     said = gain_in_words(found.best, found.current, found.ranges["rra"])
     assert said.endswith("1.10 to 1.20 under varied assumptions (worst: bursts)")

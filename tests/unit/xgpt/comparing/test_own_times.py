@@ -34,9 +34,15 @@ def compared(workload: str, bound_s: float) -> Compared:
 
 def test_outputs_that_no_setting_makes_fast_enough_are_counted(tmp_path: Path) -> None:
     share, others = compared(log(tmp_path / "log.csv", 2), 9).answer
-    assert "your log at its own times (300 requests in 9.97 min): the current deployment keeps 9 s from arrival" in share
-    assert "for 99.33% of them (p99 from arrival to the last token: " in share and share.endswith("its settings keep the bound")
-    found = re.fullmatch(r"the other 2: 2 have outputs over ([\d,]+) tokens, each of which takes ([\d.]+) ms .*", others)
+    assert (
+        "your log at its own times (300 requests in 9.97 min): the current deployment keeps 9 s from arrival" in share
+    )
+    assert "for 99.33% of them (p99 from arrival to the last token: " in share and share.endswith(
+        "its settings keep the bound"
+    )
+    found = re.fullmatch(
+        r"the other 2: 2 have outputs over ([\d,]+) tokens, each of which takes ([\d.]+) ms .*", others
+    )
     assert found is not None
     most, each_ms = int(found[1].replace(",", "")), float(found[2])
     assert most * each_ms / 1e3 == pytest.approx(9, rel=0.02)
