@@ -201,7 +201,7 @@ def markdown(rows: Sequence[Row]) -> str:
         none = sum(r.is_right and r.outcome != EQUAL for r in members_list)
         failed = sum(not r.is_right for r in members_list)
         lines.append(f"| {family} | {len({r.number for r in members_list})} | {one} | {two} | {none} | {failed} |")
-    lines += ["", "Where there is no plan:", "", "| reason | combinations |", "|---|---|"]
+    lines += ["", "Combinations without a plan, by reason:", "", "| reason | combinations |", "|---|---|"]
     reasons = Counter(r.outcome.removeprefix(f"{REFUSED}: ") for r in rows if r.is_right and r.outcome != EQUAL)
     lines += [f"| {reason} | {count} |" for reason, count in reasons.most_common()]
     failures = [r for r in rows if not r.is_right]

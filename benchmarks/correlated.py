@@ -312,8 +312,9 @@ def main(path: str, num_requests: int, is_measured: bool, seconds: float) -> Non
     command = f"python -m benchmarks.correlated --trace {Path(path).name} --requests {num_requests}"
     command += " --measured" * is_measured
     lines = [
-        f"`{command}`, {datetime.date.today()}. As recorded, inputs and outputs correlate by {correlation:+.2f}, the "
-        f"inputs of neighbours by {neighbours:+.2f}; where paired, inputs and outputs by {CORRELATION:+.2f}.",
+        f"`{command}`, {datetime.date.today()}. As recorded, inputs and outputs have a correlation of "
+        f"{correlation:+.2f}, and the inputs of neighbours one of {neighbours:+.2f}. In the order `paired`, inputs and "
+        f"outputs are made to correlate, by {CORRELATION:+.2f}.",
         "",
         *(measured(trace, min(num_requests, 400), seconds) if is_measured else predicted(trace, num_requests)),
     ]

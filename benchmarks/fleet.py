@@ -50,23 +50,23 @@ MOST_TOKENS = 40_000
 WINDOW = 0.02
 """Share of a trace that tells the rate and the lengths of a moment of the day."""
 TEXT = f"""`python -m benchmarks.fleet`: Qwen3-32B on H100s (a datasheet profile). A replica starts in 60 s and then
-loads its weights at the profile's rate; the recommender looks every {LOOK_S:g} s; {ATTAIN:.0%} of the day's requests
-are to keep the bounds. Of each load two days are drawn apart: the first is planned (`xgpt fleet`), the second comes to
-pass, simulated request by request.
+loads its weights at the profile's rate; the recommender reads the load every {LOOK_S:g} s; {ATTAIN:.0%} of the day's
+requests should keep the bounds. Two days of each load are drawn independently: the first is planned (`xgpt fleet`), and
+the second is simulated request by request.
 
-- *clairvoyant*: the fleet planned for the second day itself, all changes paid, at the least load factor tried that
-  keeps the share;
+- *clairvoyant*: the fleet planned for the second day itself, with the cost of all changes, at the lowest load factor
+  tried that keeps the share;
 - *constant*: the cheapest fleet for that day that never changes;
 - *recommended*: `xgpt autoscale` with the first day's plan, followed at once;
-- *utilisation*: Kubernetes' rule (replicas times utilisation over its target, a tolerance of a tenth, five minutes of
-  stabilisation before scaling down) at the cheapest target of {", ".join(f"{goal:g}" for goal in TARGETS)} that keeps
-  the share, or else at that which keeps the most.
+- *utilisation*: Kubernetes' rule (the number of replicas times utilisation over its target, a tolerance of a tenth,
+  five minutes of stabilisation before scaling down). Of the targets {", ".join(f"{goal:g}" for goal in TARGETS[:-1])}
+  and {TARGETS[-1]:g}, the cheapest one that keeps the share is used, or, if none does, the one that keeps the most.
 
-Sinusoid: from 1 to 24 requests a second and back in half an hour, for six hours. Flash crowd: a calm day of which
-nothing tells that three times as many requests come at 14:00, for 20 minutes. Azure and Mooncake: the traces stretched
-over a day, half of their requests for each of the two days. Bounds on the whole request and on the first token: 25 and
-3 s; azure-code 12 and 3, Mooncake 40 and 10. Goal: {ATTAIN:.0%} within the bounds at no more than {GOAL:g} times the
-clairvoyant device-hours."""
+Sinusoid: from 1 to 24 requests a second and back in half an hour, for six hours. Flash crowd: a calm day until 14:00,
+when three times as many requests come for 20 minutes without warning. Azure and Mooncake: the traces are stretched over
+a day, and each of the two days gets half of their requests. The bounds are 25 s on the whole request and 3 s on the
+first token (12 and 3 s for azure-code, 40 and 10 s for Mooncake). The goal is that {ATTAIN:.0%} of requests keep the
+bounds with at most {GOAL:g} times the clairvoyant device-hours."""
 
 
 @dataclass(frozen=True)

@@ -53,10 +53,11 @@ SERVED = """## Planned and measured, latency within {bound:g} s
 
 `python -m benchmarks.reuse served --requests {count} --latency-bound {bound:g}`: OPT-125M (random weights), chunked,
 on {device}, with memory limited to {memory} GiB so that it must be divided. Requests of an agent's tools are always
-waiting: one of {prompts} common prompts ({prompt_tokens} tokens in the mean, the n-th with a probability in proportion
-to n^-0.8), a question of {mean_input:.0f} tokens, and an answer of {mean_output:.0f}. The simulated engine runs the
-same requests as the machine; {count} are measured. TTFT and latency, at the quantile's length, count from admission.
-"At the pace": in the simulation every step takes longer than predicted by the same factor as the steps of the run did.
+waiting. Each has one of {prompts} common prompts ({prompt_tokens} tokens on average; the n-th prompt has a probability
+in proportion to n^-0.8), a question of {mean_input:.0f} tokens, and an answer of {mean_output:.0f}. The simulated
+engine runs the same requests as the machine; {count} are measured. TTFT, and latency at the quantile's length, count
+from admission. "At the pace" is the error against a simulation in which each step's time is multiplied by the pace: the
+measured over the predicted time of the run's steps.
 
 | plan | reuse | budget | batch | closed form, req/s | simulated | measured | error | at the pace | pace |
 |---|---|---|---|---|---|---|---|---|---|
@@ -121,7 +122,7 @@ def overhead(work: Path, requests: int) -> None:
     with _part(work, "overhead") as lines:
         lines += ["## Overhead", ""]
         lines.append(
-            f"`python -m benchmarks.reuse overhead`: CPU time of one pinned thread, the least of {REPEATS} rounds of "
+            f"`python -m benchmarks.reuse overhead`: CPU time of one pinned thread, the lowest of {REPEATS} rounds of "
             f"{requests} requests. A line fitted to the figures gives {request:.1f} us for each request and "
             f"{each:.2f} us for each block of {BLOCK} tokens."
         )
@@ -216,7 +217,7 @@ class _Echo(OneAtATime):
 def curve(work: Path, traces: tuple[Path, ...]) -> None:
     """The share of prompt tokens that caches of eight sizes find, predicted in one pass and replayed block by block."""
     with _part(work, "curve") as lines:
-        lines += ["## Found by size of cache", "", CURVE]
+        lines += ["## Reused share by cache size", "", CURVE]
         for path in traces:
             trace = read_lengths(path)
             assert trace.prefixes is not None, f"{path} does not say what requests have in common"
@@ -293,7 +294,7 @@ def served(work: Path, requests: int, latency_bound: float) -> None:
     gained = (
         f"The plan that weighs the batch against the cache serves {measured[0].rate / measured[1].rate:.2f} times as "
         f"much as the plan that ignores reuse, and {measured[0].rate / measured[2].rate:.2f} times as much as that "
-        f"plan with reuse off; if all three runs had the same pace, {even[0] / even[1]:.2f} and "
+        f"plan with reuse off. If all three runs had the same pace, it would be {even[0] / even[1]:.2f} and "
         f"{even[0] / even[2]:.2f} times."
     )
     with _part(work, f"served-{latency_bound:g}") as lines:
@@ -315,8 +316,9 @@ def gain(work: Path, requests: int) -> None:
     with _part(work, "gain") as lines:
         lines += ["## Gain by memory and bound", ""]
         lines.append(
-            f"`python -m benchmarks.reuse gain`: the same plans, simulated on {requests} requests. Weighs: counts on "
-            "reuse. Ignores: planned from lengths alone, served with reuse. Off: the same plan without reuse."
+            f'`python -m benchmarks.reuse gain`: the same plans, simulated on {requests} requests. "Weighs" is a plan '
+            'that counts on reuse. "Ignores" is planned from lengths only, and served with reuse. "Off" is the latter plan, '
+            "served without reuse."
         )
         lines += ["", "| memory, GiB | bound, s | batches | weighs, req/s | ignores | off | over ignores | over off |"]
         lines.append("|---|---|---|---|---|---|---|---|")
