@@ -317,8 +317,8 @@ def gain(work: Path, requests: int) -> None:
         lines += ["## Gain by memory and bound", ""]
         lines.append(
             f'`python -m benchmarks.reuse gain`: the same plans, simulated on {requests} requests. "Weighs" is a plan '
-            'that counts on reuse. "Ignores" is planned from lengths only, and served with reuse. "Off" is the latter plan, '
-            "served without reuse."
+            'that counts on reuse. "Ignores" is planned from lengths only, and served with reuse. "Off" is the latter '
+            "plan, served without reuse."
         )
         lines += ["", "| memory, GiB | bound, s | batches | weighs, req/s | ignores | off | over ignores | over off |"]
         lines.append("|---|---|---|---|---|---|---|---|")
