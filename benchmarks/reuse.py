@@ -123,8 +123,8 @@ def overhead(work: Path, requests: int) -> None:
         lines += ["## Overhead", ""]
         lines.append(
             f"`python -m benchmarks.reuse overhead`: CPU time of one pinned thread, the lowest of {REPEATS} rounds of "
-            f"{requests} requests. A line fitted to the figures gives {request:.1f} us for each request and "
-            f"{each:.2f} us for each block of {BLOCK} tokens."
+            f"{requests} requests. A line fitted to the figures gives {request:.1f} us for each request and {each:.2f} "
+            f"us for each block of {BLOCK} tokens."
         )
         lines += ["", "| blocks of a prompt | hashed, us | rule, us | together | the line |", "|---|---|---|---|---|"]
         for count, (hashed, ruled) in zip(counts, found, strict=True):

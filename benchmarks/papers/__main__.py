@@ -66,20 +66,22 @@ PARTS = {
 
 PAGE = """# The papers' figures
 
-Figures that ExeGPT (ASPLOS '24), ORCA (OSDI '22), PeriFlow's article and TCB (ICPP '22) state, and ours. Unless a row
-says measured, ours is a prediction: profiles computed from datasheets with one set of efficiencies a device kind
-(`configs/devices`), the closed forms and the simulated engine of `xsimulator`, and, if a schedule is searched for,
-`xscheduler` (`--objective saturated`). No parameter was set for a row. "Holds if" is the goal of a row. If a row does
-not hold, the last column names the assumption that decides, and the value at which the row would hold.
+This page compares figures that ExeGPT (ASPLOS '24), ORCA (OSDI '22), PeriFlow's article and TCB (ICPP '22) state with
+ours. Unless a row says "measured", our figure is a prediction. It uses profiles computed from datasheets with one set
+of efficiencies for each kind of device (`configs/devices`), the closed forms and the simulated engine of `xsimulator`
+and, if a schedule is searched for, `xscheduler` (`--objective saturated`). No parameter was set for a single row.
+"Holds if" is the goal of a row. If a row does not hold, the last column names the assumption that decides, and the
+value at which the row would hold.
 
 Statements without a figure are left out, and so is ExeGPT's Table 4 (seconds to load weights over PCIe), whose slowest
 rate the planner uses for GPUs; [several devices](devices.md) measures loading on CPUs. [Formulas](formulas.md) corrects
 two of ExeGPT's.
 
-SLA (a) bounds the quantile of all requests, (b) a request whose output has the quantile's length (ExeGPT 7.6). TNB pads
-requests to the longest of a batch, TTB batches them by length as TurboTransformer does, TCB concatenates them; das is
-TCB's order, fcfs that of arrival; variance is that of the lengths; if nothing else is said, four times what TNB serves
-arrives. `python -m benchmarks.papers PART` computes a part's rows.
+SLA (a) bounds the quantile of all requests; SLA (b) bounds a request whose output has the quantile's length (ExeGPT
+7.6). TNB pads requests to the longest of a batch, TTB batches requests of similar lengths as TurboTransformers does,
+and TCB concatenates requests. das is TCB's order of admission, and fcfs the order of arrival. Variance is that of the
+lengths. Unless a row says otherwise, four times as many requests arrive as TNB can serve. `python -m benchmarks.papers
+PART` computes a part's rows.
 
 """
 

@@ -49,13 +49,14 @@ def figure_11() -> Iterator[Claim]:
         for sla, paper, margin, capped in zip("ab", papers, grown, kept, strict=True):
             yield judged(
                 "ExeGPT Fig. 11",
-                f"tighter bound that {name} needs, {TASK}, WAA, SLA ({sla})",
+                f"by how much the bound must be tightened for {name}, {TASK}, WAA, SLA ({sla})",
                 f"{paper}%",
                 f"{margin:.0f}%",
                 f"within {WITHIN} points",
                 abs(margin - paper) <= WITHIN,
-                "how many requests decode: as many more as the mean output is longer, as in the paper's B_D = B_E S_D. "
-                f"A plan served here caps them, which costs throughput instead, and needs {capped:.0f}%",
+                "the number of requests in decode: here it grows with the mean output, as in the paper's B_D = B_E "
+                "S_D. A plan that is served here caps this number, which costs throughput instead, and needs "
+                f"{capped:.0f}%",
             )
 
 
@@ -93,13 +94,13 @@ def drift_of_rra() -> Iterator[Claim]:
         )
         yield judged(
             "ExeGPT 7.6",
-            f"RRA, {TASK}, {name}: schedule kept against adjusted, throughput and latency, at most",
+            f"RRA, {TASK}, {name}: kept schedule against the adjusted one, throughput and latency, at most",
             f"under {most_throughput:g}%, {most_latency:g}%",
             f"{throughput:.0f}%, {latency:.0f}%",
             "within 5 points of both",
             throughput <= most_throughput + 5 and latency <= most_latency + 5,
-            "how steep throughput is against latency where the bound lies. By the share of FT's latencies that is the "
-            f"bound: {shown}",
+            "how steeply throughput rises with latency near the bound. With the bound at a share of FT's latencies: "
+            f"{shown}",
         )
 
 

@@ -85,8 +85,8 @@ def tables_6_and_7() -> Iterator[Claim]:
         waa[10]["ttft"],
         0.2,
         "s",
-        "which B_E it is of, which Table 7 does not say. At the 23.76 req/s of Table 6 one encode stage takes at most "
-        f"0.42 s for a batch of 10, and a batch that takes 0.85 s has 20 requests (here {waa[20]['ttft']:.2f} s)",
+        "the B_E of this row, which Table 7 does not state. At the 23.76 req/s of Table 6, one encode stage takes at "
+        f"most 0.42 s for a batch of 10; a batch that takes 0.85 s has 20 requests (here {waa[20]['ttft']:.2f} s)",
     )
     stage = {batch: _decode_stage_s(two, batch) for batch in range(10, 400, 5)}
     here = round(waa[10]["decode_batch"] / 2)
@@ -98,7 +98,8 @@ def tables_6_and_7() -> Iterator[Claim]:
         _decode_stage_s(two, here),
         0.2,
         "s",
-        f"how many requests a stage decodes at a time, which it does not say: here {here}; it holds at {needed}",
+        f"the number of requests that a stage decodes at a time, which the paper does not state: here {here}; it holds "
+        f"at {needed}",
     )
     yield from ranges_of_table_7()
 
@@ -125,7 +126,7 @@ def ranges_of_table_7() -> Iterator[Claim]:
     decodes = [span for span in of_waa if span.step.decode]
     running = [len(span.step.decode) for span in decodes]
     varies, smaller = np.std(running) / np.mean(running), _range([span for span in of_smaller if span.step.decode])
-    tokens = "how many tokens a batch may have: here prompts enter up to a mean number of tokens"
+    tokens = "the limit on the tokens of a batch: here prompts enter up to a mean number of tokens"
     for policy, phase, paper, spans, why in (
         ("RRA", "encode", 7.1, of_rra, tokens),
         (
@@ -133,8 +134,9 @@ def ranges_of_table_7() -> Iterator[Claim]:
             "decode",
             2.4,
             of_rra,
-            "which iterations are compared: here all, of which each has fewer requests than the one before until the "
-            f"next encoding; among those equally long after an encoding it is ±{np.mean(alike):.1f}%",
+            "the iterations that are compared: here all of them, although each has fewer requests than the previous "
+            "one until the next encoding. Among iterations at the same distance from an encoding, it is "
+            f"±{np.mean(alike):.1f}%",
         ),
         ("WAA", "encode", 11.8, of_waa, tokens),
         (
@@ -142,7 +144,7 @@ def ranges_of_table_7() -> Iterator[Claim]:
             "decode",
             5.5,
             of_waa,
-            f"how much the number of requests in decode varies, from step to step: here by {varies:.0%} (standard "
+            f"the variation of the number of requests in decode from step to step: here {varies:.0%} (standard "
             f"deviation); it holds up to {varies * 5.5 / _range(decodes):.0%}. With B_E 4 it is ±{smaller:.1f}%",
         ),
     ):
@@ -259,8 +261,9 @@ def figures_6_and_8() -> Iterator[Found]:
         alike = _known([_over(row, at_quantile=True, only=only) for row in group])
         static = _mean(_known([row.over_static for row in group]))
         why = (
-            "which output length FT has to keep a bound for, the longest as in the paper's 7.1; at the 99th "
-            f"percentile's, as all others, it is {_mean(alike):.2f}x, and over static batches at their best placement "
+            "the output length for which FT must keep the bound: the longest one, as in the paper's 7.1. With the "
+            f"99th percentile, as for all others, it is {_mean(alike):.2f}x, and over static batches at their best "
+            "placement "
             f"{static:.2f}x"
         )
         yield within(source, what, paper, _mean(over), 0.35, "x", why)
@@ -273,8 +276,8 @@ def figures_6_and_8() -> Iterator[Found]:
         alike = max(_known([_over(row, at_quantile=True, only=only) for row in group]))
         where = f"{top.model} on {top.cluster}, {top.workload}, {_bound(top)}"
         why = (
-            f"{where}: the largest ratio is where FT's smallest batches just keep the bound up to their longest "
-            f"output; at the 99th percentile's length it is {alike:.2f}x"
+            f"{where}: the largest ratio occurs where FT's smallest batches just keep the bound for their longest "
+            f"output; with the 99th percentile's length it is {alike:.2f}x"
         )
         yield within(source, what, paper, _over(top, only=only) or 0.0, 0.4, "x", why)
     all_over = [*(_over(row) for row in small), *(_over(row, only="rra") for row in large)]
@@ -312,16 +315,19 @@ def _at_the_highest_gain() -> Iterator[Claim]:
     size = batches[ft.longest <= STATED_BOUND_S][-1]
     fewer = batches[ft.throughput <= row.throughput_rps / (0.6 * most)][-1]
     bounded = (
-        f"how many requests FT's batches have under the bound: here {size}, kept up to their longest output; it holds "
-        f"with {fewer} or fewer"
+        f"the size of FT's batches under the bound: here {size}, which keep it for their longest output; it holds with "
+        f"{fewer} or fewer"
     )
     largest = int(batches[ft.throughput.argmax()])
     as_slow = int(batches[np.abs(ft.latency - 47).argmin()])
     unbounded = (
-        f"how large FT's largest batch is: here {largest} requests, which fit beside the weights in nine tenths of "
+        f"the size of FT's largest batch: here {largest} requests, which fit beside the weights in nine tenths of "
         f"memory, each with K/V for its longest output; with {as_slow} it takes 47 s"
     )
-    at_bound = "which of the settings that keep the bound is the fastest: the steeper throughput, the nearer to it"
+    at_bound = (
+        "which setting that keeps the bound is the fastest: the more steeply throughput rises with latency, the nearer "
+        "its latency is to the bound"
+    )
     yield within("ExeGPT 7.3", f"{where}: latency", 7.8, row.latency_s, 0.15, "s", at_bound)
     yield within("ExeGPT 7.3", f"{where}: over FT", most, over, 0.4, "x", bounded)
     yield within("ExeGPT 7.3", "gpt3-39b, summarization, no bound: FT's latency", 47, slowest, 0.15, "s", unbounded)
@@ -343,9 +349,9 @@ def _memory_of_two_copies() -> Iterator[Claim]:
             "fails for memory" if plan is None else f"runs, {plan.estimate.throughput_rps:.2f} req/s at most",
             "it fails",
             plan is None,
-            "what else lies in memory: two copies of the weights, divided evenly, are "
-            f"{weights / 1e9:.0f} of {device / 1e9:.0f} GB on each device; it fails where buffers and the K/V of the "
-            f"smallest batch take more than {1 - weights / device:.0%} of it",
+            f"the other contents of memory: two copies of the weights, divided evenly, take {weights / 1e9:.0f} of "
+            f"{device / 1e9:.0f} GB on each device; it fails if buffers and the K/V of the smallest batch take more "
+            f"than {1 - weights / device:.0%} of it",
         )
 
 
@@ -361,7 +367,7 @@ def _cost_of_scheduling(rows: Sequence[Row]) -> Iterator[Claim]:
         f"{times:.0f}x as many settings",
         "at least 60x",
         times >= 60,
-        "what an exhaustive search looks at: here only settings that fit in memory, of placements that differ",
+        "the settings that an exhaustive search examines: here only those that fit in memory, on different placements",
     )
 
 
@@ -410,11 +416,11 @@ def figure_7() -> Iterator[Claim]:
         "ExeGPT Fig. 7",
         "FT above DSI, vLLM and ORCA, OPT-13B",
         "everywhere",
-        f"above ORCA in {sum(r < 1 for r in even)} of {len(ratios[0.0])}; ORCA {np.mean(even):.2f}x FT in the mean",
+        f"above ORCA in {sum(r < 1 for r in even)} of {len(ratios[0.0])}; ORCA {np.mean(even):.2f}x FT on average",
         "everywhere",
         all(ratio < 1 for ratio in ratios[0.0]),
-        "what a step costs beyond its kernels, here 0.2 ms in every system; with steps of ORCA's slower (the paper's "
-        f"executor in Python was not hidden by kernels) FT is above at {shown}",
+        "the cost of a step beyond its kernels: here 0.2 ms in every system. With slower steps of ORCA (the paper's "
+        f"executor in Python was not hidden behind kernels), FT is above at {shown}",
     )
 
 
@@ -430,13 +436,14 @@ def figure_9() -> Iterator[Claim]:
         share = 100 * weights / memory
         yield judged(
             "ExeGPT Fig. 9",
-            f"memory for the model that WAA uses more than FT, {model}, no bound, of all memory",
+            f"memory for the model that WAA uses beyond FT's, {model}, no bound, of all memory",
             f"{paper}%",
             f"{share:.1f}%",
             "within 5 points",
             abs(share - paper) <= 5,
-            "what the share is of: a second copy is 100% of the first, so it is read as a share of all memory, here of "
-            f"the {memory / 1e9:.0f} GB that may be used; it is {paper}% of {weights / 1e7 / paper:.0f} GB",
+            "the base of the share: a second copy is 100% of the first, so the figure is read as a share of all "
+            f"memory, here of the {memory / 1e9:.0f} GB that may be used; it is {paper}% of "
+            f"{weights / 1e7 / paper:.0f} GB",
         )
         kv = sum(stage.kv_blocks * (stage.decode_layers[1] - stage.decode_layers[0]) for stage in waa.stages)
         scheduler = Scheduler(subject)
@@ -457,15 +464,16 @@ def figure_10() -> Iterator[Claim]:
     found = {longest: _on_real_lengths(longest) for longest in LONGEST_OUTPUTS}
     here = found[LONGEST_OUTPUTS[0]]
     others = "; ".join(
-        f"with {longest} it is {np.mean(figures.over):.1f}x in the mean and {max(figures.over):.1f}x at most"
+        f"with {longest} it is {np.mean(figures.over):.1f}x on average and {max(figures.over):.1f}x at most"
         for longest, figures in found.items()
         if figures is not here
     )
     why = (
-        "how long the longest output is that FT's batches wait for and have to keep the bound for (the paper puts its "
-        f"gain down to that long tail), here {LONGEST_OUTPUTS[0]} tokens of Azure's traces, in a context of "
-        f"{CONTEXT}, and not those of WMT, Alpaca, CNN; {others}. Where FT keeps a bound at the 99th percentile's "
-        f"length only, {np.mean(here.over_at_quantile):.1f}x in the mean and {max(here.over_at_quantile):.1f}x at most"
+        "the longest output, for which FT's batches wait and must keep the bound (the paper attributes its gain to "
+        f"this long tail): here {LONGEST_OUTPUTS[0]} tokens of Azure's traces, in a context of "
+        f"{CONTEXT}, not the outputs of WMT, Alpaca and CNN; {others}. If FT must keep the bound only for the 99th "
+        f"percentile's length, it is {np.mean(here.over_at_quantile):.1f}x on average and "
+        f"{max(here.over_at_quantile):.1f}x at most"
     )
     yield within("ExeGPT Fig. 10", "over FT on real lengths, mean", 4.4, float(np.mean(here.over)), 0.35, "x", why)
     yield within("ExeGPT Fig. 10", "over FT on real lengths, at most", 8.7, max(here.over), 0.4, "x", why)
@@ -476,8 +484,8 @@ def figure_10() -> Iterator[Claim]:
         f"{sum(share <= 1 for share in here.of_bound)} of {len(here.of_bound)}",
         "all",
         max(here.of_bound) <= 1,
-        "which lengths were seen, as plans here keep no headroom: the slowest request of the quantile's length takes "
-        f"{max(here.of_bound):.3f} of its bound; it holds where plans keep that much more headroom",
+        "the lengths that were seen, since plans here have no headroom: the slowest request of the quantile's length "
+        f"takes {max(here.of_bound):.3f} times its bound; it holds if plans have that much more headroom",
     )
 
 

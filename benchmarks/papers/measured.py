@@ -24,12 +24,14 @@ LAYOUTS: tuple[Batching, ...] = ("padded", "rows", "slots", "flat")
 MODELS_OF_7_8 = ("t5-11b", "gpt3-39b", "gpt3-101b")
 """Models whose points ExeGPT counts (sec. 7.8)."""
 WHY_TABLE_5 = {
-    "waa.tp_devices": "how many micro-batches decode, which the paper does not say: with fewer than stages, some "
-    "stages idle, and then fewer and faster stages serve more; with no fewer than stages it is {}",
-    "waa.decode_microbatches": "whether stages idle. Up to one micro-batch a stage, more of them serve more, as in "
-    "the paper's own Figure 4 (two tokens in 3 2/3 stages' times, not 7), though its sec. 4.2 says less; from there "
-    "on they serve less and, as no stage idles, take longer ({}). Both fall only where something else fills the idle "
-    "stages, which it does not name",
+    "waa.tp_devices": "the number of micro-batches that decode, which the paper does not state. With fewer of them "
+    "than stages, some stages idle, and then fewer and faster stages serve more. With at least as "
+    "many as stages it is {}",
+    "waa.decode_microbatches": "whether stages idle. Up to one micro-batch for each stage, more micro-batches serve "
+    "more, as in the paper's own Figure 4 (two tokens in 3 2/3 stages' times, not 7), "
+    "although its sec. 4.2 says less. Beyond that number they serve less and, since no "
+    "stage idles, take longer ({}). Both fall only if something else fills the idle "
+    "stages, which the paper does not name",
 }
 TABLE_5: dict[str, dict[str, tuple[float, float]]] = {
     f"{policy}.{variable}": {"summarization": summarization, "translation": translation}
@@ -50,7 +52,10 @@ def table_5() -> Iterator[Found]:
     everything = monotonicity.count_all(MODELS_OF_7_8, how={"rra": monotonicity.count_swept, "waa": waa})
     busy = monotonicity.count_all(("gpt3-39b",), how={"waa": partial(waa, busy=True)})
     throughput, latency = everything.share(1)
-    why = "how many micro-batches WAA is swept with, which the paper does not say: here 1 to 16, as in its rows below"
+    why = (
+        "the numbers of micro-batches with which WAA is swept, which the paper does not state: here 1 to 16, as in its "
+        "rows below"
+    )
     yield at_least("ExeGPT Table 5", "points monotone in throughput at 5%", 97.0, float(throughput), "%", why)
     yield at_least("ExeGPT Table 5", "points monotone in latency at 5%", 96.0, float(latency), "%", why)
     for variable, tasks in TABLE_5.items():
@@ -137,8 +142,8 @@ def of_layouts(seen: Mapping[Case, Sequence[float]]) -> Iterator[Found]:
         over,
         0.15,
         "x",
-        f"how much faster a larger batch is on the machine: here batches of {BATCH} against {TNB_BATCH}, in proportion "
-        f"to the paper's 64 rows of 400 tokens against 64 requests; with {BATCH} in both it is "
+        f"the speed of a larger batch on the machine: here batches of {BATCH} against {TNB_BATCH}, in proportion to "
+        f"the paper's 64 rows of 400 tokens against 64 requests; with {BATCH} in both it is "
         f"{rps['rows'] / rps['padded']:.2f}x",
     )
     for order, slots in (("das", "slots of Algorithm 2"), ("fcfs", "slots as long as the longest prompt")):
@@ -150,7 +155,7 @@ def of_layouts(seen: Mapping[Case, Sequence[float]]) -> Iterator[Found]:
             f"{ratio:.2f}x",
             "above 1",
             ratio > 1,
-            "how much leaving early saves, which rests on the spread of answers",
+            "the gain from leaving early, which depends on the spread of the lengths of answers",
         )
     cells = [
         (layout, str(batch), order, *(f"{value:.1f}" for value in values), f"{middle[layout, batch, order]:.1f}")

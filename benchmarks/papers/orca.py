@@ -172,7 +172,7 @@ def max_rate(ends: Ends, workload: Workload, bound_s: float, high: float = 40.0)
 
 
 class AtTwice(NamedTuple):
-    """Requests a second at twice one request's time a token, which is in seconds: orca(128) and FT at its best."""
+    """Requests a second at twice one request's time per token, which is in seconds: orca(128) and FT at its best."""
 
     token_s: float
     orca: float
@@ -239,7 +239,7 @@ def figure_9() -> Iterator[Found]:
             fused,
             0.2,
             "x",
-            "how much fusing saves: ORCA puts the thread blocks of all requests' attention into one kernel (sec. 5); "
+            "the gain from fusing: ORCA puts the thread blocks of all requests' attention into one kernel (sec. 5); "
             f"with a kernel for each request it is {apart:.2f}x",
         )
         memory = LaneMemory(
@@ -253,7 +253,7 @@ def figure_9() -> Iterator[Found]:
             str(largest + 1),
             f"from {first_missing // 2 + 1} to {first_missing}",
             first_missing // 2 < largest + 1 <= first_missing,
-            f"what of memory FT may use, here {subject.cluster.device.usable_memory:.0%} of it",
+            f"the share of memory that FT may use: here {subject.cluster.device.usable_memory:.0%} of it",
         )
     subject = problem_of(MODEL, workload)
     rows = []
@@ -280,8 +280,8 @@ def figure_9() -> Iterator[Found]:
         float(rows[0][3]),
         tolerance,
         "x",
-        "what FT's control messages cost an iteration, which nothing is predicted of: 1 is without any. It holds at "
-        f"{here} ms where an iteration takes {iteration_ms:.0f} ms as here, and at {there} ms at the paper's "
+        "the cost of FT's control messages in an iteration, which is not predicted: the figure of 1x is without them. "
+        f"It holds at {here} ms if an iteration takes {iteration_ms:.0f} ms as here, and at {there} ms at the paper's "
         f"{PAPER_TOKEN_MS:.0f} ms",
     )
 
@@ -291,7 +291,7 @@ def figure_10a() -> Iterator[Found]:
     yield from _figure_10("10a", "gpt3-101b")
     workload = workload_of("orca", "gpt3-101b")
     peak = FasterTransformer(problem_of("gpt3-101b", workload)).peak_rps(workload, 8)
-    why = f"how long FT's iterations are: it is 0.49 where they take {peak / 0.49:.1f} times as long"
+    why = f"the length of FT's iterations: it is 0.49 if they take {peak / 0.49:.1f} times as long"
     yield within("ORCA Fig. 10a", "peak of FT, 101B", 0.49, peak, 0.3, "req/s", why)
 
 
@@ -299,12 +299,12 @@ def figure_10b() -> Iterator[Found]:
     """175B, and the two rates that the text states: 0.185 and 6.81 req/s at twice one request's time a token."""
     yield from _figure_10("10b", MODEL)
     at = at_twice_one_request()
-    what = f"175B, at twice one request's time a token, {2e3 * at.token_s:.0f} ms here and 190 ms there"
+    what = f"175B, at twice one request's time per token, {2e3 * at.token_s:.0f} ms here and 190 ms there"
     yield at_least("ORCA Fig. 10b", f"{what}: orca(128) over FT", 36.9, at.orca / at.ft, "x")
     for name, paper, ours in (("orca(128)", 6.81, at.orca), ("FT", 0.185, at.ft)):
         slower = PAPER_TOKEN_MS / 1e3 / at.token_s
         why = (
-            f"how long an iteration takes: {1e3 * at.token_s:.0f} ms here, {PAPER_TOKEN_MS:.0f} ms there. Were all "
+            f"the length of an iteration: {1e3 * at.token_s:.0f} ms here, {PAPER_TOKEN_MS:.0f} ms there. If all were "
             f"{slower:.1f} times as long, as there, it would be {ours / slower:.3g} req/s"
         )
         yield within("ORCA Fig. 10b", f"{what}: {name}", paper, ours, 0.3, "req/s", why)
@@ -316,7 +316,7 @@ def figure_10c() -> Iterator[Found]:
     at = at_twice_one_request("gpt3-341b")
     yield at_least(
         "ORCA Fig. 10c",
-        f"341B, at twice one request's time a token, {2e3 * at.token_s:.0f} ms here: orca(128) over FT",
+        f"341B, at twice one request's time per token, {2e3 * at.token_s:.0f} ms here: orca(128) over FT",
         10,
         at.orca / at.ft,
         "x",
@@ -396,8 +396,9 @@ def figure_11() -> Iterator[Found]:
         ", ".join(f"{size}: {ratio:.1f}x" for size, ratio in over.items()),
         "above 1 for all but 1",
         all((ratio > 1) == (size > 1) for size, ratio in over.items()),
-        f"how much longer an iteration of eight takes than one of one, {8 / gain:.2f} times here: batches from {least} "
-        "on are above; with two micro-batches under way, batches of 2 are where that is 2 or more",
+        f"the length of an iteration of eight requests, relative to one of a single request: {8 / gain:.2f} times "
+        f"here, so batches from {least} on are above. With two micro-batches under way, batches of 2 would be above if "
+        "it were 2 or more",
     )
     medians = [curve(system(kind, alike, size), alike, normalised=False) for kind, size in SYSTEMS.values()]
     yield Table(

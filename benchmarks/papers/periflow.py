@@ -40,7 +40,7 @@ def claims() -> Iterator[Found]:
         "PeriFlow",
         "a request that ends early waits for its batch, over its own length",
         "cannot return promptly; returns at once by iteration",
-        f"{late:.1f} times its own tokens in the mean; 0",
+        f"{late:.1f} times its own tokens on average; 0",
         "above 0, and 0 by iteration",
         late > 0,
     )
@@ -54,7 +54,7 @@ def claims() -> Iterator[Found]:
         "PeriFlow",
         f"a new request's wait at {RATE:g} req/s: for the batch under way, or for the next iteration",
         "for the whole batch; for an iteration",
-        f"{wait_ft:.1f} s in the mean; {wait_orca:.3f} s",
+        f"{wait_ft:.1f} s on average; {wait_orca:.3f} s",
         "the first above the second",
         wait_ft > wait_orca,
     )

@@ -86,16 +86,15 @@ def figures_9_to_12() -> Iterator[Found]:
         if baseline == "TTB":
             capped = {float(cap): over(baseline, order, variance, cap=cap, which=which) for cap in CAPS if cap}
             why = (
-                "how many requests a batch of TTB may have: here as many as TCB's, some 1,240; it holds "
-                f"{band(paper, capped)} of them (the paper gives TNB and TCB 64 rows: at 64, "
-                f"{capped[64.0]:.2f}x)"
+                "the number of requests in a batch of TTB: here as many as in TCB's, about 1,240; it holds "
+                f"{band(paper, capped)} of them (the paper gives TNB and TCB 64 rows; with 64, {capped[64.0]:.2f}x)"
             )
         else:
             slower = {step_ms: over(baseline, order, variance, step_ms, which=which) for step_ms in STEPS_MS}
             why = (
-                "what a step costs whatever its size, which the larger batch pays less often: here a V100's 0.2 ms in "
-                f"compiled code; it holds {band(paper, slower)} ms more, as where Python launches "
-                f"each kernel (the most, {max(slower.values()):.2f}x, at {max(slower, key=lambda s: slower[s]):g} ms)"
+                "the fixed cost of a step, which larger batches pay less often: here 0.2 ms, as on a V100 with "
+                f"compiled code; it holds {band(paper, slower)} ms more, as if Python launches each kernel (the highest "
+                f"ratio is {max(slower.values()):.2f}x, at {max(slower, key=lambda s: slower[s]):g} ms)"
             )
         yield within(source, what, paper, ours, 1 - LEAST, "x", why)
     cases: tuple[tuple[AdmissionOrder, float], ...] = (("das", 20.0), ("fcfs", 20.0), ("fcfs", 100.0))
@@ -140,7 +139,7 @@ def crossover() -> Iterator[Found]:
         f"{min(ratios):.3f}x",
         "at least 0.99 (below saturation all serve everything)",
         min(ratios) >= 0.99,
-        "how many requests a batch of TTB may have, as above",
+        "the number of requests in a batch of TTB, as above",
     )
 
 
@@ -153,10 +152,11 @@ def slots() -> Iterator[Found]:
             _ratio(row["slots freed early"]) for row in anywhere if (row["rows"], row["slots a row"]) == (rows, 7)
         )
         why = (
-            "how long answers are, which the paper does not say: slots gain by leaving early, as masked attention is "
-            f"{kept - 1:+.0%} of a batch at this width. Here answers are as long as prompts, independently; where they "
-            f"end after every token with the same probability (mean 20, 100 at most), 7 slots, the paper's best "
-            f"count, gain {seven:.2f}x, and 10 slots {_most(anywhere, rows, 'slots freed early'):.2f}x"
+            "the length of answers, which the paper does not state. Slots gain by leaving early, since masked "
+            f"attention changes the time of a batch by only {kept - 1:+.0%} at this width. Here answers have the "
+            "lengths of prompts, drawn independently. If they end after every token with the same probability (mean "
+            f"20, at most 100), 7 slots, the paper's best number, gain {seven:.2f}x, and 10 slots "
+            f"{_most(anywhere, rows, 'slots freed early'):.2f}x"
         )
         yield within(source, f"slots over pure rows, {rows} rows", paper, best, 0.15, "x", why)
     columns = tuple(alike[0])
@@ -193,9 +193,9 @@ def orders_and_overhead() -> Iterator[Found]:
         float(np.mean(over_sjf)),
         0.15,
         "x",
-        f"how far SJF is from the best schedule: it reaches {100 * np.mean([one.mean for one in sjf]):.0f}% of the "
-        f"offline optimum in the mean, {100 * min(one.least for one in sjf):.0f}% at least (tcb-competitive), so no "
-        "order is 1.4 times it; it holds where it reaches under 71%",
+        f"the distance of SJF from the best schedule: it reaches {100 * np.mean([one.mean for one in sjf]):.0f}% of "
+        f"the offline optimum on average, {100 * min(one.least for one in sjf):.0f}% at least (tcb-competitive), so no "
+        "order reaches 1.4 times its utility; the row holds if SJF reaches less than 71%",
     )
     least = min(over_others)
     yield judged(
