@@ -266,7 +266,8 @@ def figure_9() -> Iterator[Found]:
         "ORCA Figure 9c: FT's time over ORCA's, by what FT's control messages cost",
         ("batch", "prompt", "ms an iteration", *(f"{ms:g} ms more" for ms in CONTROL_MS)),
         tuple(rows),
-        "175B, two stages of eight devices, not pipelined, 32 tokens. The paper: up to 1.47. FT exchanges control "
+        "175B on two stages of eight devices, not pipelined, 32 tokens. The paper's ratio is up to 1.47. FT exchanges "
+        "control "
         "messages between GPUs (NCCL) in every iteration, with a synchronisation of CPU and GPU in each process.",
     )
     iteration_ms = 1e3 * engine_times(subject, lane_cost(subject), 8, 1, 32).batched / NUM_TOKENS
@@ -333,9 +334,9 @@ def _figure_10(name: str, model: str) -> Iterator[Found]:
         f"ORCA Figure {name}: latency against request rate, {model}",
         ("req/s", *SYSTEMS),
         tuple((f"{rate:g}", *(_shown(values[i]) for values in medians.values())) for i, rate in enumerate(RATES)),
-        "Median latency over generated tokens in ms, simulated, Poisson arrivals; -: the rate is not sustained. "
-        "orca(max_bs) and ft(max_bs, microbatch) as in the paper, whose text states two points: for 175B FT takes "
-        "190 ms at 0.185 req/s, and orca(128) at 6.81.",
+        "Simulated median latency divided by the number of generated tokens, in ms, under Poisson arrivals; -: the "
+        "rate is not sustained. The names orca(max_bs) and ft(max_bs, microbatch) are the paper's. Its text states "
+        "two points for 175B: a latency of 190 ms for FT at 0.185 req/s, and for orca(128) at 6.81 req/s.",
     )
     yield from _at_every_load(f"ORCA Fig. {name}", model, orca, ft)
 
@@ -405,5 +406,6 @@ def figure_11() -> Iterator[Found]:
         "ORCA Figure 11: latency against request rate, all requests alike",
         ("req/s", *SYSTEMS),
         tuple((f"{rate:g}", *(_shown(values[i]) for values in medians)) for i, rate in enumerate(RATES)),
-        "175B, 272 tokens in and 64 out. Median latency in s, simulated, Poisson arrivals; -: not sustained.",
+        "175B, 272 tokens in and 64 out. Simulated median latency in s, under Poisson arrivals; -: the rate is not "
+        "sustained.",
     )

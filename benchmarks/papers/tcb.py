@@ -93,13 +93,13 @@ def figures_9_to_12() -> Iterator[Found]:
             slower = {step_ms: over(baseline, order, variance, step_ms, which=which) for step_ms in STEPS_MS}
             why = (
                 "the fixed cost of a step, which larger batches pay less often: here 0.2 ms, as on a V100 with "
-                f"compiled code; it holds {band(paper, slower)} ms more, as if Python launches each kernel (the highest "
-                f"ratio is {max(slower.values()):.2f}x, at {max(slower, key=lambda s: slower[s]):g} ms)"
+                f"compiled code; it holds {band(paper, slower)} ms more, as if Python launches each kernel (the "
+                f"highest ratio is {max(slower.values()):.2f}x, at {max(slower, key=lambda s: slower[s]):g} ms)"
             )
         yield within(source, what, paper, ours, 1 - LEAST, "x", why)
     cases: tuple[tuple[AdmissionOrder, float], ...] = (("das", 20.0), ("fcfs", 20.0), ("fcfs", 100.0))
     yield Table(
-        "What each system serves of four times TNB's saturation, requests a second",
+        "Requests a second that each system serves, of arrivals at four times TNB's saturation",
         ("order, variance", *SYSTEMS),
         tuple(
             (
@@ -111,7 +111,8 @@ def figures_9_to_12() -> Iterator[Found]:
             )
             for order, variance in cases
         ),
-        "The simulated V100 in float16. Flattened: one batch without rows; iteration: as `xgpt serve` runs it.",
+        "On the simulated V100, in float16. 'Flattened' is one batch without rows; 'iteration' is the engine as `xgpt "
+        "serve` runs it.",
     )
 
 
@@ -123,7 +124,8 @@ def crossover() -> Iterator[Found]:
         rows.append((f"{step_ms:g}", f"{over('TNB', step_ms=step_ms):.2f}", *(f"{ratio:.2f}" for ratio in ratios)))
     names = tuple(f"TTB, {cap} a batch" if cap else "TTB, any batch" for cap in CAPS)
     note = (
-        "Served a second over the baseline, das, variance 20, four times what TNB serves. Left of the crossover (a "
+        "Requests that TCB serves, relative to the baseline (das, variance 20, four times as many arrivals as TNB can "
+        "serve). Left of the crossover (a "
         "ratio of 1), concatenation wins because its batch is larger, not because its rows are fuller."
     )
     yield Table("TCB over its baselines: the crossover", ("ms a step more", "TNB", *names), tuple(rows), note)
@@ -243,5 +245,8 @@ def competitive_ratio() -> Iterator[Found]:
         for one in _drawn()
     )
     columns = ("instances", "order", "constant", "least", "mean", "drawn", "optima proven")
-    note = "DAS online against the offline optimum (all schedules tried, or scipy's integer programme)."
+    note = (
+        "The utility of DAS, which works online, relative to the offline optimum (from all "
+        "schedules, or by scipy's integer programming)."
+    )
     yield Table("DAS against the optimum", columns, rows, note)
