@@ -85,9 +85,9 @@ ENTRIES = (
         rate,
         "arrivals/s",
         lambda found: (
-            f"Four A100 take {rate(found['4 x A100']):.0f} requests a second, one H200 {rate(found['1 x H200']):.0f}. "
-            f"At 1.40 an hour for an A100 and 2.90 for an H200, a million requests cost "
-            f"{price(found['4 x A100'], 1.4):.1f} and {price(found['1 x H200'], 2.9):.1f}."
+            f"Four A100 serve {rate(found['4 x A100']):.0f} requests a second, and one H200 serves "
+            f"{rate(found['1 x H200']):.0f}. At 1.40 an hour for an A100 and 2.90 for an H200, a million requests cost "
+            f"{price(found['4 x A100'], 1.4):.1f} on the A100 and {price(found['1 x H200'], 2.9):.1f} on the H200."
         ),
     ),
     Entry(
@@ -97,10 +97,11 @@ ENTRIES = (
         rate,
         "arrivals/s",
         lambda found: (
-            f"Two take {rate(found['2 devices']):.2f} requests a second, three {rate(found['3 devices']):.2f}, four "
-            f"{rate(found['4 devices']):.2f}. On three, {policy(found['3 devices'])} runs in stages of "
+            f"Two H200 serve {rate(found['2 devices']):.2f} requests a second, three serve "
+            f"{rate(found['3 devices']):.2f}, and four serve {rate(found['4 devices']):.2f}. On three, "
+            f"{policy(found['3 devices'])} runs in stages of "
             f"{' and '.join(str(stage.tp) for stage in found['3 devices'].stages)} devices: partial tensor "
-            "parallelism uses what uniform stages would leave idle."
+            "parallelism uses a device that uniform stages would leave idle."
         ),
     ),
     Entry(
@@ -115,8 +116,8 @@ ENTRIES = (
         "req/s, saturated",
         lambda found: (
             f"Under a bound of 8 s chunked prefill serves {ratio(found, 'chunked, 8', 'rra, 8', throughput):.2f} times "
-            f"as much, under 64 s {ratio(found, 'chunked, 64', 'rra, 64', throughput):.2f} times. With separate phases "
-            "a request waits for the next one, which a loose bound allows."
+            f"as much, and under 64 s {ratio(found, 'chunked, 64', 'rra, 64', throughput):.2f} times as much. RRA has "
+            "separate phases, so a request waits until the next encode phase; a loose bound leaves time for that."
         ),
         series="latency bound, s",
     ),
@@ -127,9 +128,10 @@ ENTRIES = (
         rate,
         "arrivals/s",
         lambda found: (
-            f"From 10 to 15 s the rate rises {ratio(found, 'llama-3.1-70b, 15', 'llama-3.1-70b, 10'):.2f} times, from "
-            f"30 to 60 s {ratio(found, 'llama-3.1-70b, 60', 'llama-3.1-70b, 30'):.2f} times. Near the shortest latency "
-            "that can be kept, each second counts."
+            f"From 10 to 15 s the rate grows by a factor of "
+            f"{ratio(found, 'llama-3.1-70b, 15', 'llama-3.1-70b, 10'):.2f}, from 30 to 60 s by a factor of "
+            f"{ratio(found, 'llama-3.1-70b, 60', 'llama-3.1-70b, 30'):.2f}. Near the shortest latency that can be "
+            "kept, each second counts."
         ),
         series="latency bound, s",
     ),
@@ -144,9 +146,9 @@ ENTRIES = (
         "arrivals/s",
         lambda found: (
             f"The plan for arrivals ({policy(found['arrivals'])}) keeps the bound up to {rate(found['arrivals']):.1f} "
-            f"requests a second, the one for saturation ({policy(found['saturated'])}) up to "
-            f"{rate(found['saturated']):.1f}. While requests are always waiting, the second serves "
-            f"{throughput(found['saturated']) / throughput(found['arrivals']):.2f} times as much, but requests that "
+            f"requests a second, and the one for saturation ({policy(found['saturated'])}) up to "
+            f"{rate(found['saturated']):.1f}. While requests are always waiting, the second plan serves "
+            f"{throughput(found['saturated']) / throughput(found['arrivals']):.2f} times as much. But requests that "
             f"arrive one by one also wait."
         ),
     ),
@@ -168,9 +170,9 @@ ENTRIES = (
         lambda plan: float(plan.num_devices),
         "devices",
         lambda found: (
-            "They take "
+            "The model takes "
             + ", ".join(f"{plan.num_devices} for {label}" for label, plan in found.items())
-            + ". A single replica must hold the weights, so the first request a second costs most."
+            + ". Even one replica must hold all weights, so the first request a second costs most."
         ),
     ),
     Entry(
@@ -182,8 +184,7 @@ ENTRIES = (
         lambda found: (
             f"ORCA's schedule serves {ratio(found, 'orca', 'static'):.1f} times as many requests as static batches, "
             f"and chunked prefill also {ratio(found, 'chunked', 'static'):.1f} times. A static batch keeps the slots "
-            f"of short "
-            "outputs until its longest has ended."
+            "of short outputs until its longest has ended."
         ),
     ),
     Entry(
@@ -196,8 +197,8 @@ ENTRIES = (
         rate,
         "arrivals/s",
         lambda found: (
-            f"Qwen3-32B takes {ratio(found, 'float8', 'bfloat16'):.2f} times as many requests. Weights take half the "
-            "memory and half the time to read, and the freed memory holds keys and values."
+            f"With eight bits, Qwen3-32B serves {ratio(found, 'float8', 'bfloat16'):.2f} times as many requests. "
+            "Weights take half the memory and half the time to read, and the freed memory holds keys and values."
         ),
     ),
     Entry(
@@ -211,7 +212,8 @@ ENTRIES = (
         "arrivals/s",
         lambda found: (
             f"With 3 of 30 billion parameters active, {ratio(found, 'Qwen3-30B-A3B', 'Qwen3-32B'):.1f} times as many "
-            f"requests keep 30 s: {rate(found['Qwen3-30B-A3B']):.1f} instead of {rate(found['Qwen3-32B']):.1f}. "
+            f"requests keep the bound of 30 s: {rate(found['Qwen3-30B-A3B']):.1f} a second instead of "
+            f"{rate(found['Qwen3-32B']):.1f}. "
             "A large batch still reads all experts, so the gain is below the ratio of the parameters."
         ),
     ),
@@ -225,9 +227,9 @@ ENTRIES = (
         rate,
         "arrivals/s",
         lambda found: (
-            f"One H200 takes {rate(found['azure-code']):.0f} requests of the code trace a second and "
-            f"{rate(found['azure-conv']):.0f} of the conversation trace. Code has longer prompts and outputs of a few "
-            "tokens: the one is bound by products, the other by reading keys and values."
+            f"One H200 serves {rate(found['azure-code']):.0f} requests of the code trace a second, and "
+            f"{rate(found['azure-conv']):.0f} of the conversation trace. Code has longer prompts, and outputs of a few "
+            "tokens. So code is limited by matrix products, and conversations by reading keys and values."
         ),
     ),
     Entry(
@@ -238,9 +240,8 @@ ENTRIES = (
         "arrivals/s",
         lambda found: (
             f"With the loop, the captured batches and the scheduling of vLLM 0.32, the same device serves "
-            f"{ratio(found, 'vllm-0.32', 'vllm-0.10'):.2f} times as many requests as with those of 0.10. What each "
-            f"engine "
-            "does besides its steps stands in configs/engines, with its source."
+            f"{ratio(found, 'vllm-0.32', 'vllm-0.10'):.2f} times as many requests as with those of 0.10. "
+            "The folder configs/engines has the figures of each engine, with their sources."
         ),
     ),
 )
