@@ -73,7 +73,7 @@ class PlanKeywords(TypedDict, total=False):
     order: Literal["fcfs", "in-time", "sjf", "lpt", "edf", "das"] | None
     """The waiting request that enters next: fcfs, the earliest arrival; in-time, so that most requests keep `ttft_s`, with the longest prompts last; sjf, the shortest prompt; lpt, the longest output (finishes a given set of requests soonest); edf, the earliest deadline; das, by prompt length and deadline (TCB)."""
     fix: Mapping[str | PathLike[str], int] | None
-    """Fix a control variable, such as token_budget=8192 or max_batch=128. Variables of the placement are tp, ep, pp, replicas, and tp_devices, the number of devices of a replica in tensor-parallel groups: tp=2 and tp_devices=2 fix [2 1] on three devices. With `order=das` there are also eta_percent and, for a plan that runs in rows, row_tokens (L in TCB) and row_batches; row_batches=2 lets a batch enter the slots that the previous batch has freed. Policies without the variable are left out. Repeatable."""
+    """Fix a control variable, such as token_budget=8192 or max_batch=128. Variables of the placement are tp, ep, pp, replicas and tp_devices. The last is the number of a replica's devices that form tensor-parallel groups: on three devices, tp=2 with tp_devices=2 gives a stage of two devices and a stage of one. With `order=das`, eta_percent can also be fixed, and so can row_tokens (L in TCB) and row_batches for a plan that runs in rows; row_batches=2 lets a batch enter the slots that the previous batch has freed. Policies without the variable are left out. Repeatable."""
 
 class FleetKeywords(TypedDict, total=False):
     policy: Literal["auto", "exegpt", "rra", "waa", "waa-c", "waa-m", "chunked", "orca", "static", "slack"] | None
@@ -111,7 +111,7 @@ class FleetKeywords(TypedDict, total=False):
     least_stay_s: float | None
     """Least time for which a started replica runs."""
     startup_s: float | None
-    """Time from ordering a replica until it begins to load weights, in which the machine, the image and the engine start."""
+    """Time from ordering a replica until it begins to load weights: the time in which the machine, the image and the engine start."""
     least_replicas: int | None
     """Least number of replicas at any time."""
     seed: int | None
