@@ -367,8 +367,8 @@ def simulate(plan: Plan | PathLike, *, keep_steps: bool = False, **asked: Unpack
 def calibrate(
     plan: Plan | PathLike, measured: Sequence[PathLike], **asked: Unpack[CalibrateKeywords]
 ) -> CalibratedLoads:
-    """Fit a plan's profile and engine to benchmarks of a server that ran the plan; return them and the errors before
-    and after.
+    """Fit a plan's profile and engine to benchmarks of a server that ran the plan; return both, and the errors before
+    and after the fit.
 
         xgpt.calibrate("plan.json", ["vllm-bench.json"]).profile
 

@@ -30,9 +30,9 @@ ROUNDS = 6
 """Largest number of steps of the fit."""
 SHIFT = 4.0
 NEARNESS = 0.003
-"""Weight of the distance from the profile's own values, relative to that of the errors."""
+"""Weight of the distance from the profile's own values, relative to the weight of the errors."""
 VLLM_ONLY = {"mean_ttft_ms", "mean_tpot_ms", "total_input_tokens"}
-"""Fields any one of which identifies a result of `vllm bench serve`."""
+"""Fields that identify a result of `vllm bench serve`; one of them is enough."""
 Figures = tuple[float, float, float]
 
 

@@ -24,7 +24,7 @@ FRAMEWORKS = {"trtllm": "tensorrt-llm"}
 
 
 class DetectedCluster(Frozen):
-    """The name of the cluster that stands for the machine on which it is read."""
+    """A cluster's name that stands for whichever machine reads it."""
 
     name: Literal["local"]
     detect: Literal[True]

@@ -2,8 +2,8 @@
 cross-attention.
 
 The rest of a decoder layer is the time of a decode step minus self- and cross-attention, embedding and head. A step
-that encodes also passes the decoder with its start token; its time, minus that of this decoder pass and minus that of
-computing the prompts' keys and values, gives the rest of an encoder layer. So the parts of a step, added as in
+that encodes also passes the decoder with its start token; subtracting the time of this decoder pass, and the time to
+compute the prompts' keys and values, gives the rest of an encoder layer. So the parts of a step, added as in
 `xsimulator.costs.step_cost`, give the measured time of the whole step.
 """
 

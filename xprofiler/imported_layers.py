@@ -116,7 +116,7 @@ class ImportedLayers:
 
     def _mixer(self, kind: Block, t: int, slower: float) -> tuple[Surface, Surface, Array]:
         """Return the seconds of mixing tokens in prompts and in decode, and the seconds of the projections around it
-        unless the former include them. # [tokens]
+        unless the seconds of mixing include them. # [tokens]
         """
         dtype, finds_scales = self.format_of("attention")
         found: list[tuple[Surface, Surface, Array]] = []

@@ -1,8 +1,8 @@
 """Give each thread that computes steps a core of its own.
 
-Linux moves a thread away from a core on which another thread wakes up. If every core computes, the thread gets to a
-core whose own thread waits for it. The two then alternate in slices of some milliseconds, and the waiting thread spins
-during its slices.
+Linux moves a thread away from a core on which another thread wakes up. If every core computes, the moved thread gets to
+a core whose own thread must then wait. The two then alternate in slices of some milliseconds, and the waiting thread
+spins during its slices.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ def encoder_output_pieces(senders: dict[int, Part], receivers: dict[int, Part]) 
 class EncoderOutputs:
     """A worker's encoder outputs, to be sent or received, by request. # each [prompt tokens, hidden]
 
-    Received outputs are set aside until the worker has released a preempted request and adopted it again; the
-    transfer's order does both, after all earlier steps in the queue.
+    Received outputs are set aside first: if a request was preempted, the worker must release it and adopt it again
+    before it stores them. The transfer's order does both, after all earlier steps in the queue.
     """
 
     def __init__(self, encoder_outputs: dict[int, Tensor], hidden_size: int, dtype: torch.dtype) -> None:

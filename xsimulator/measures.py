@@ -36,10 +36,11 @@ class Measured:
         output_tokens_per_s: output tokens a second in the window.
         latency_s: mean time from admission to the last token of a request with `quantile_output` tokens. Every running
             request decodes in every step that decodes, so each admission in the window shows this time, whatever its
-            own length. The exception is an admission after which decode became empty before that time, since a longer
-            request would have kept later requests out. If such admissions are common (static batches, phases longer
-            than most outputs), or if steps mix encode and decode (a longer request would have kept its slot), this is
-            the mean time to the first token plus the mean gap before each further token.
+            own length. The exception is an admission after which decode became empty before that time: a request with
+            `quantile_output` tokens would still have been running, and would have kept later requests out. If such
+            admissions are common (static batches, phases longer than most outputs), or if steps mix encode and decode
+            (a longer request would have kept its slot), this is the mean time to the first token plus the mean gap
+            before each further token.
         request_latency_s: quantile over requests of the time from admission to the last token.
         ttft_s: mean time from admission to the first token.
         itl_p99_s: 99th percentile of the gaps between tokens of a request.

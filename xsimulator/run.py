@@ -482,7 +482,7 @@ def run_requests(
     Args:
         clients: number of clients that send the requests in a closed loop; None: requests arrive at their own times.
         trace: the requests; without times, all of them arrive at the start. If it has no prefixes although the plan
-            counts on reuse, all prompts share one prefix of the planned share.
+            counts on reuse, all prompts begin with the same prefix, which has the planned share of their tokens.
     """
     schedule = policies.build(plan)
     size = plan.block_size

@@ -29,7 +29,7 @@ from xscheduler.fleet.simulated_day import LENGTHS_S, RecommendedDay, simulate_d
 
 DAY_S = 86400
 RATE_SPAN_S = 600.0
-"""Time for which a given rate counts as having lasted before the first reading."""
+"""Time for which a rate given by the user is assumed to have lasted before the first reading."""
 WANTED, READY, NEED, AT = (
     "xgpt_replicas_wanted",
     "xgpt_replicas_ready",

@@ -100,7 +100,9 @@ class Compared:
 
     @property
     def gain(self) -> Gain | None:
-        """The best plan's gain over the current deployment; None: none was given, or it keeps the bounds at no rate."""
+        """The best plan's gain over the current deployment; None: no deployment was given, or it keeps the bounds at no
+        rate.
+        """
         return None if self.current is None else gain_of(self.best, self.current)
 
 

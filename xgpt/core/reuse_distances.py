@@ -1,8 +1,9 @@
 """Compute which share of a trace's prompts a cache of any size holds, in one pass over the reuse distances of blocks.
 
 In an LRU cache, a request finds a block of an earlier request if the number of other blocks used in between is smaller
-than the cache. These distances are counted for all blocks together: each other block counts once, at its first use in
-between, so the count is one of inversions. Source: Mattson et al., Evaluation techniques for storage hierarchies, 1970.
+than the cache. The distances of all blocks are counted in one pass. Between two uses of a block, each other block
+counts once, at its first use there, so the distances are numbers of inversions. Source: Mattson et al., Evaluation
+techniques for storage hierarchies, 1970.
 """
 
 from __future__ import annotations

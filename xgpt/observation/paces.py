@@ -21,7 +21,7 @@ from xgpt.core.schema import PACES_AT_REST, SERVED, Plan
 KEPT = 200
 """Number of loads that are remembered for each kind of device."""
 ENOUGH = 8
-"""Number of loads from which they are representative."""
+"""Number of recorded loads from which their paces are representative."""
 KEPT_S = 30 * 86400.0
 """Loads are forgotten after this time."""
 INSIDE = (0.05, 0.95)

@@ -49,7 +49,7 @@ MOST_NATS = 500.0
 0.
 """
 CERTAIN = 1e5
-"""Number of requests for which planned lengths count if they are certain. It is so high that two requests of an
+"""Number of requests whose weight planned lengths have if they are certain. It is so high that two requests of an
 unplanned length already count as a change.
 """
 

@@ -37,7 +37,7 @@ HEAD_S, IDLE_S = 10, 120
 """Timeouts in seconds: for the head of a request, and between two requests of one connection."""
 START_S, STOP_S = 30.0, 40.0
 LOOK_S, HANG_S = 2.0, 15.0
-"""Seconds between two health checks of the gateway, and without an answer after which it counts as hanging."""
+"""Seconds between two health checks of the gateway; seconds without an answer after which it counts as hanging."""
 DRAIN_S = 30.0
 ENDPOINT_FIELDS = (
     "api_key_file",

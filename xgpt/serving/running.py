@@ -119,7 +119,7 @@ def start_engine(plan: Plan, request: ServeRequest, machines: Machines | None = 
 
 
 def _planner(plan: Plan, request: ServeRequest) -> BackgroundPlanner | None:
-    """Return the planner for re-planning; None if it is off; the log says why."""
+    """Return the planner for re-planning; None if re-planning is off, and the log then says why."""
     replan = request.replan
     if request.engine == "vllm" and replan and plan.num_devices > 1:
         logger.warning("re-planning is off: vLLM cannot change a plan for several devices")

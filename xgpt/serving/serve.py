@@ -98,7 +98,7 @@ class ServeRequest(ServeFields):
         policies.build_rows(plan, self.batching)
 
     def check_reuse(self, plan: Plan) -> None:
-        """Check that a plan that counts on prefix reuse runs with it, since its figures would be wrong without.
+        """Check that a plan that counts on prefix reuse runs with it, since its figures would be wrong without it.
 
         Raises:
             InputError: reuse is off; the message states the option that turns it off.

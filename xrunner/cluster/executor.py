@@ -87,7 +87,7 @@ class RemoteExecutor:
         self._moved: dict[int, int] = {}
         """Number of workers that have received their part, by transfer."""
         self._after_encoder: dict[int, m.Work] = {}
-        """The second pass of steps that are on their first, through the encoder."""
+        """For steps in their first pass, through the encoder: their second pass."""
         self._in_order: dict[str, deque[int]] = {lane: deque() for lane in self._lanes}
         """Steps under way, in the order in which they began."""
         self._done: dict[int, m.Done] = {}

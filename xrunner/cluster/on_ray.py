@@ -36,8 +36,9 @@ from xrunner.cluster.launching import (
 )
 
 MEET_S = 600.0
-"""Time after the loss of a machine within which Ray must have as many machines as the replica needs, and Ray's head
-must answer."""
+"""After the loss of a machine: time within which Ray must again have as many machines as the replica needs, and within
+which Ray's head must answer.
+"""
 AGAIN_S = 1.0
 """Time between two attempts to reach the head, or to start a launcher."""
 _connecting = threading.Lock()

@@ -65,8 +65,8 @@ def limit(scores, count, cap):
 def decode(q, keys, num_kv_heads, scored, acc, floats):
     """Compute the attention of one token's queries that read some K/V heads: acc = softmax(q K^T) V.
 
-    Within a block the heads lie one after the other, so reading block by block, and in each head by head, reads memory
-    in order.
+    Within a block the heads lie one after the other, so memory is read in order: block by block, and head by head
+    within a block.
 
     Args:
         q, acc: whole vectors, each as long as a cache line. # [num_kv_heads * group, head_dim]

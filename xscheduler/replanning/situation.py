@@ -69,7 +69,8 @@ class Situation:
         The number of replicas does not change if they are on several machines or share experts.
 
         Args:
-            in_place: whether to keep the running plan's stages and micro-batches. A single device has no others.
+            in_place: whether to keep the running plan's stages and micro-batches; with a single device, they are kept
+                in any case.
         """
         plan = self.plan
         stays = in_place or plan.cluster.num_nodes > 1 or plan.sharing_replicas > 1

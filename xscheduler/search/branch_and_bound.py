@@ -39,7 +39,7 @@ PARTS = {1: 8, 2: 2}
 PARTS_OF_A_BATCH = 16
 """Real batches that are predicted from one whole batch to the next."""
 POINTS_AT_ONCE = 64
-"""Points whose real batches are predicted in one call."""
+"""Number of points whose fractional batch sizes are predicted in one call."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
 """(lowest indices, highest indices, branch)"""
@@ -188,8 +188,8 @@ class _Search:
             self._sweep_between(space, columns, evaluation)
 
     def _sweep_between(self, space: Space, columns: dict[str, Ints], evaluation: Evaluation) -> None:
-        """Predict the real batches that points stand for, leaving out points that cannot beat the best or whose
-        smallest batch breaks the constraint.
+        """Predict the fractional batch sizes that points represent, leaving out points that cannot beat the best or
+        whose smallest batch breaks the constraint.
         """
         tolerated = np.where(evaluation.fits, evaluation.throughput * (1 + THROUGHPUT_TOLERANCE), np.inf)
         chosen = np.flatnonzero(evaluation.in_memory & (tolerated > self.best_throughput))
@@ -202,7 +202,9 @@ class _Search:
             chosen = chosen[tolerated[chosen] > self.best_throughput]
 
     def _try_parts(self, space: Space, columns: dict[str, Ints]) -> None:
-        """Predict the real batches that points stand for; they may serve more than the whole batches at both ends."""
+        """Predict the fractional batch sizes that points represent; they may serve more than the whole numbers at both
+        ends.
+        """
         parts = space.evaluate_parts(columns, PARTS_OF_A_BATCH)
         self.predictions += 2 * len(parts.throughput)
         self.best_throughput = max(self.best_throughput, float((parts.feasible * parts.throughput).max()))

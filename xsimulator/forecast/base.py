@@ -174,13 +174,13 @@ class Forecast(ABC, Generic[M]):
     ) -> tuple[Array, Array, Array] | None:
         """Return lower bounds on latency, time to first token and time per output token of each box.
 
-        None: the bounds are the predictions of the corner with each variable at its slow end.
+        Return None if the bounds are simply the predictions for the corner with each variable at its slow end.
 
         Args:
             model: the model on the lower tables.
             lesser, floor: the model's predictions for the corners of all boxes, box by box, with `corners` entries for
-                each box. `lesser` is for the smallest batches for which a corner stands (a function, since few policies
-                need it), `floor` for the corner's own batch.
+                each box. `floor` is for the corner's own batch; `lesser` (a function, since few policies need it) is
+                for the smallest batch that the corner represents.
         """
         return None
 

@@ -276,10 +276,11 @@ class Mixes:
 def most_displaced(lengths: Lengths) -> float:
     """Return an upper bound on (1 - busy) (b0 - b), for b mean decoding requests and b0 in a step that only decodes.
 
-    A micro-batch has x (E[D] + W) slots (one more for each prompt if steps are scheduled ahead), and W <= y + 1. As 1 -
-    busy <= e^-x, the slots that prompts hold for whole steps contribute 2 x e^-x <= 2 / e. As also 1 - busy <= 1 - rho,
-    with rho = x E[I] / (budget - b), the slots that they hold by their tokens contribute rho (1 - rho) + rho^2 E[I^2] /
-    (2 E[I]^2), which rises with rho. So a busy step decodes at least b - bound / busy requests.
+    A micro-batch has x (E[D] + W) slots (one more for each prompt if steps are scheduled ahead), and W <= y + 1. Two
+    contributions are bounded. Prompts hold slots for whole steps: since 1 - busy <= e^-x, this contributes 2 x e^-x <=
+    2 / e. Prompts also hold slots by their tokens: since 1 - busy <= 1 - rho, with rho = x E[I] / (budget - b), this
+    contributes rho (1 - rho) + rho^2 E[I^2] / (2 E[I]^2), which rises with rho. So a busy step decodes at least b -
+    bound / busy requests.
     """
     of_tokens = lengths.mean_square_input / (2 * lengths.mean_input**2)
     return ROUNDING * (2 / np.e + of_tokens)

@@ -29,8 +29,8 @@ class OneLaneModel:
         lane: step costs on the lane's stages.
         quantile: quantile of the output length for which latency is reported.
         all_requests: whether to report the quantile of all requests' latencies. If every request meets the same steps
-            (rra, static), longer requests take longer, so this quantile equals the latency of a request of the
-            quantile's length.
+            (rra, static), a longer output takes longer, so that the quantile of latencies is the latency of a request
+            of the quantile's length.
     """
 
     def __init__(self, lane: LaneCost, lengths: Lengths, quantile: float = 0.99, *, all_requests: bool = False) -> None:

@@ -18,8 +18,10 @@ from xsimulator.costs.curves import Array
 from xsimulator.costs.step_cost import LaneCost
 
 SHARE = (0.656, -0.076, (-0.53, 0.133), -0.237)
-"""Coefficients of `RandomSteps.share`: if there are as many stages as micro-batches; by the logarithm of their number;
-if there are more micro-batches (and by the logarithm of how many of them are long); if there are fewer."""
+"""Coefficients of `RandomSteps.share`: the share if there are as many micro-batches as stages; its change with the
+logarithm of their number; its change if there are more micro-batches than stages (a constant, and a factor on the
+logarithm of the number of long ones); its change if there are fewer.
+"""
 SQRT_2_PI = np.sqrt(2 * np.pi)
 
 
@@ -88,8 +90,8 @@ class RandomSteps:
     """Rounds of steps whose times differ randomly and independently, because steps that encode take longer.
 
     Steps keep their order, so all other steps wait for a long one. A step leaves the last stage at the end of the
-    longest path through the recursion. Such a path consists of laps: on one stage from a step a to a later step b, with
-    b through all stages, and on with the step that follows b in its micro-batch, M steps later:
+    longest path through the recursion. Such a path consists of laps. A lap stays on one stage from a step a to a later
+    step b, then passes all stages with b, and goes on with the next step of b's micro-batch, M steps later:
 
         gain = c[a] + .. + c[b - 1] + through[b],    advance = b - a + M
 
@@ -98,8 +100,8 @@ class RandomSteps:
         (E[c; shorter] + E[through; as long]) / (1 - p + M p),   p = P(as long).
 
     The length with the highest gain gives a lower bound on a step's time. It is only a lower bound, because such a path
-    does not look ahead. An upper estimate is that every M steps take as long as the longest of them; if M is large,
-    this is too long. The truth lies between, nearer to the latter for few micro-batches.
+    does not look ahead. As an upper estimate, every M steps take as long as the longest of them, which is too long if M
+    is large. The true time lies between the two; for few micro-batches it is nearer to the upper estimate.
 
     Args:
         through, slowest: seconds of each kind of step on all stages, and on the slowest. # [steps, n]

@@ -144,7 +144,7 @@ class InTimeOrder(Order):
 
     def plan(self, begun: Sequence[Job], pace: Pace) -> set[int]:
         """Decide which requests give way. Return the requests with begun prompts that must pause: those that give way,
-        and those that are due later than a waiting request that does not.
+        and those that are due later than a waiting request that does not give way.
         """
         jobs = sorted([*begun, *self._jobs]) if begun else self._jobs
         self._giving_way = that_give_way(jobs, self._now_ns, pace)

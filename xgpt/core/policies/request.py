@@ -33,8 +33,9 @@ class Request:
     cached: int = 0
     """Number of tokens that were cached when it last entered."""
     first_ns: int | None = None
-    """Time at which its first decode step was scheduled, when it had its first token; only if the rule decides by
-    times."""
+    """Time at which its first decode step was scheduled, and so at which it had its first token; set only if the rule
+    decides by times.
+    """
     blocks: int = 0
     """Number of K/V blocks reserved for it now, including blocks that it shares."""
     table: BlockTable | None = field(default=None, repr=False, compare=False)

@@ -95,8 +95,8 @@ class Slack(NamedTuple):
     def step_s(self, own_ns: float, others_ns: Sequence[float]) -> float:
         """Return the seconds that a step may take through all stages.
 
-        Micro-batches take turns with steps of equal length. Another micro-batch's next step begins once the step of
-        this one has left the first stage, and leaves the last stage after it.
+        Micro-batches take turns with steps of equal length. The next step, of another micro-batch, begins once this
+        step has left the first stage, and it leaves the last stage after this step.
 
         Args:
             own_ns: time from the moment when the first stage is free until the first of the micro-batch's requests is
@@ -139,9 +139,10 @@ class LaneForecast:
         self._begun: deque[tuple[int, int]] = deque()
         """Pairs (time at which a step was scheduled, its nanoseconds on a stage)."""
         self._due: defaultdict[MicroBatch, dict[int, list[tuple[int, int, Request]]]] = defaultdict(dict)
-        """By micro-batch and bound on the time per token: a heap of the times at which requests are due their next
-        token, less the part that grows with the micro-batch's iterations. Requests that have left are removed when they
-        reach the top."""
+        """For each micro-batch and each bound on the time per token: a heap of the times at which requests are due
+        their next token. The part that grows with the micro-batch's iterations is subtracted. Requests that have left
+        are removed when they reach the top.
+        """
 
     def first_due_ns(self, batch: MicroBatch, now_ns: int, slack: Slack) -> float:
         """Return when the first request of a micro-batch is due its next token, after those in the running step;
@@ -163,8 +164,8 @@ class LaneForecast:
         return first_ns
 
     def begin_decode(self, batch: MicroBatch, now_ns: int, slack: Slack) -> None:
-        """Note that a micro-batch's decode step is scheduled now; requests that have joined since its last one count as
-        having had their first token now.
+        """Note that a micro-batch's decode step is scheduled now; requests that have joined since the last one count as
+        if they had their first token now.
         """
         for request in batch.joined:
             if request.first_ns is None:

@@ -38,7 +38,7 @@ class Efficiency(Frozen):
     attention_s: float = Field(default=0.0, ge=0)
     """Least seconds of an attention call."""
     all_reduce_s: float | None = Field(default=None, ge=0)
-    """Least seconds of an all-reduce, over any number of devices; None: the hops of a ring."""
+    """Least seconds of an all-reduce, over any number of devices; None: they are computed from the hops of a ring."""
     layer_s: float = Field(ge=0)
     """Seconds of a layer's small kernels, and of launches not counted above."""
     step_s: float = Field(ge=0)

@@ -43,7 +43,7 @@ class CompareOutput(Frozen):
     current_notes: list[str]
     """Assumptions about the current deployment."""
     gain: GainOutput | None
-    """Gain over the current deployment; null: none was given, or it keeps the bounds at no arrival rate."""
+    """Gain over the current deployment; null: no deployment was given, or it keeps the bounds at no arrival rate."""
     gain_ranges: dict[str, RangeOutput]
     """The range of each policy's gain over assumptions on the cost of mixed steps, pace, lengths and bursts."""
     keeps_current: bool = False

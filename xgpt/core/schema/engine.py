@@ -97,8 +97,9 @@ class EngineSpec(Frozen):
     expert_multiple: PositiveInt = 1
     """On each device the width of an expert in MXFP4 is padded to a multiple of this number."""
     marlin_multiples: tuple[PositiveInt, PositiveInt] | None = None
-    """Marlin's kernels, on devices older than Hopper and on GeForce, pad the hidden size to a multiple of the first
-    number and the width of an expert to a multiple of the second; None: as on other devices."""
+    """On devices older than Hopper and on GeForce, Marlin's kernels pad the hidden size to a multiple of the first
+    number and the width of an expert to a multiple of the second; None: as on other devices.
+    """
     drops_windows: bool = False
     """Whether keys and values outside the attention window of a layer are freed."""
     block_size: PositiveInt = 16

@@ -19,8 +19,8 @@ StageLane = Literal["both", "encode", "decode"]
 class Variable(NamedTuple):
     """A control variable, and how throughput and latency change as it grows.
 
-    A policy has at most two. Every value of a variable whose latency is "none" is searched by itself, so it should have
-    few (see `Forecast.values`); the other variables are searched by branch and bound.
+    A policy has at most two. A variable whose latency is "none" should have few values (see `Forecast.values`), since
+    each of them is searched separately; the other variables are searched by branch and bound.
     """
 
     name: str

@@ -46,7 +46,7 @@ class Observation(Frozen):
         slowdown: measured step times over the profile's; None: too few steps have been compared.
         reuse: their prefix reuse; None: not observed.
         goodput: share of the latest requests that kept their bounds; None: there are no bounds, or too few requests.
-        cause: the change because of which the plan is judged; "asked": none, a user asked for the judgement.
+        cause: the change that led to the judgement; "asked": nothing changed, but a user asked for it.
         lengths: whether `workload` was observed or is the plan's own. It is the plan's own if nothing shows that
             lengths changed.
         recent_input_mean, recent_output_mean: mean lengths of the recent requests, whatever `workload` is; None: as in
@@ -94,7 +94,7 @@ class Decision(Frozen):
 
     Attributes:
         at: date and time, ISO 8601, UTC.
-        cause: the change because of which the plan was judged; "asked": none, a user asked for the judgement.
+        cause: the change that led to the judgement; "asked": nothing changed, but a user asked for it.
         cause_detail: the change in numbers, as text.
         reason: the reason for the decision, as text.
         lengths: whether `input_mean` and `output_mean` are the running plan's lengths or observed ones.

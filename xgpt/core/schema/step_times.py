@@ -10,10 +10,11 @@ from xgpt.core.schema.base import Frozen
 class StepTimes(Frozen):
     """A model of the seconds of a step through all stages of its lane.
 
-    The time is the sum of the times of its tokens (a table, linear between points), of its prompts' attention (another
-    table; for a chunk [start, end) the difference between the values at the two ends), and of its decodes, by the
-    number of decodes and of the tokens that they attend to. The model is fitted to the profile, with the error `error`.
-    Scheduling rules use it, but no figure of a plan depends on it.
+    The time is a sum of three parts. The first is for the step's tokens: a table, linear between points. The second is
+    for its prompts' attention: another table; for a chunk [start, end), the difference between the values at the two
+    ends. The third is for its decodes, and depends on their number and on the number of tokens that they attend to. The
+    model is fitted to the profile, with the error `error`. Scheduling rules use it, but no figure of a plan depends on
+    it.
     """
 
     tokens: tuple[int, ...] = Field(min_length=2)

@@ -247,7 +247,7 @@ class Outputs:
         return max(stream.last_token_s for stream in self._streams.values())
 
     def take_unwritten(self) -> float:
-        """Return, and reset, the time at which the step ended that sampled the oldest token not yet written."""
+        """Return and reset the end time of the step that sampled the oldest token not yet written."""
         oldest_s = float("inf")
         for stream in self._unwritten.values():
             if stream.unwritten_s:

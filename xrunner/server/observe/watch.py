@@ -149,8 +149,8 @@ class Watch:
         return None if now is None else await asyncio.to_thread(now.observation)
 
     async def would_decide(self) -> Decision | None:
-        """Return the decision that re-planning would make now, without carrying it out; None if it is off, or nothing
-        was observed.
+        """Return the decision that re-planning would make now, without carrying it out; None if re-planning is off, or
+        nothing was observed.
 
         Simultaneous calls share one answer.
 
