@@ -72,12 +72,15 @@ def _others(
             parts.append(
                 f"{int(too_long.sum())} have outputs over {most:,} tokens, each of which takes "
                 f"{1e3 * found.each_s:.3g} ms even in an empty engine: no setting of the scheduler helps, only "
-                f"{', '.join(filter(None, ways))}{', ' if any(ways) else ''}more or faster devices, or a limit on output "
-                "tokens"
+                f"{', '.join(filter(None, ways))}{', ' if any(ways) else ''}more or faster devices, or a limit on "
+                "output tokens"
             )
     if rest := number - int(too_long.sum()):
-        better = "" if planned is None else (f"; under the best plan {_late_in(planned, problem, too_long)} of them "
-                                             f"are late late")
+        better = (
+            ""
+            if planned is None
+            else (f"; under the best plan {_late_in(planned, problem, too_long)} of them are late late")
+        )
         parts.append(f"{rest} are late because requests wait or share steps{better}")
     return [f"the other {number:,}: {'; '.join(parts)}"]
 
