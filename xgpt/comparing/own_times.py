@@ -76,11 +76,8 @@ def _others(
                 "output tokens"
             )
     if rest := number - int(too_long.sum()):
-        better = (
-            ""
-            if planned is None
-            else (f"; under the best plan {_late_in(planned, problem, too_long)} of them are late late")
-        )
+        still = 0 if planned is None else _late_in(planned, problem, too_long)
+        better = "" if planned is None else f"; under the best plan {still} of them are late"
         parts.append(f"{rest} are late because requests wait or share steps{better}")
     return [f"the other {number:,}: {'; '.join(parts)}"]
 
