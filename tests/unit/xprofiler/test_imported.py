@@ -232,11 +232,17 @@ def test_no_point_is_faster_than_the_device(tables: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"spec": SPEC.model_copy(update={"head_dim": 80})}, "model.head_dim: 80 is not accepted; the tables hold 64"),
+        (
+            {"spec": SPEC.model_copy(update={"head_dim": 80})},
+            "model.head_dim: 80 is not accepted; the tables have only 64",
+        ),
         ({"cluster": load_cluster("a100x16")}, "cluster.device: 'a100-sxm4-80gb' is not accepted; "),
         ({"dtype": "float32"}, "dtype: 'float32' is not accepted; tables can be imported for float16"),
-        ({"engine": load_engine("sglang")}, "framework: 'sglang' is not accepted; the tables have gemm for vllm"),
-        ({"cluster": load_cluster("h100x8")}, "tp_degree: 8 is not accepted; the all-reduces are over 2, 4 devices"),
+        ({"engine": load_engine("sglang")}, "framework: 'sglang' is not accepted; the tables have gemm only for vllm"),
+        (
+            {"cluster": load_cluster("h100x8")},
+            "tp_degree: 8 is not accepted; the tables have all-reduces only over 2, 4 devices",
+        ),
     ],
 )
 def test_what_tables_do_not_hold_is_said(tables: Path, change: dict[str, Any], says: str) -> None:
@@ -252,7 +258,10 @@ def test_what_tables_do_not_hold_is_said(tables: Path, change: dict[str, Any], s
         ([], "it must be a table with columns gemm_dtype"),
         ([{"m": 1}], "it must be a table with columns gemm_dtype"),
         ([row | {"latency": float("nan")} for row in gemm_rows()], "every latency must be above zero"),
-        ([row | {"gemm_dtype": "int8"} for row in gemm_rows()], "h100_sxm's matrix products are in int8"),
+        (
+            [row | {"gemm_dtype": "int8"} for row in gemm_rows()],
+            "the tables of h100_sxm have matrix products only in int8",
+        ),
     ],
 )
 def test_broken_tables(tables: Path, tmp_path: Path, rows: Rows, says: str) -> None:

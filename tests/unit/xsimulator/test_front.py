@@ -39,5 +39,5 @@ def test_a_plan_has_as_many_api_servers_as_its_rate_needs() -> None:
 def test_fewer_api_servers_are_kept_and_said_to_limit_the_rate() -> None:
     plan = planned(api_servers=1)
     assert "--api-server-count" not in str(engine_command(plan))
-    assert any("one API server passes about" in text and "`api_servers=2`" in text for text in plan.estimate.warnings)
+    assert any("one API server handles about" in text and "`api_servers=2`" in text for text in plan.estimate.warnings)
     assert Plan.model_validate_json(plan.model_dump_json()).api_servers == 1
