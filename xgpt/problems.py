@@ -88,7 +88,7 @@ def _speculation(request: PlanRequest, model: ModelSpec) -> Speculation | None:
                 raise InputError(name, getattr(request, name), "it needs `speculative`")
         return None
     if request.acceptance is None:
-        raise InputError("acceptance", None, "`speculative` needs it: shares, or a server's metrics page")
+        raise InputError("acceptance", None, "`speculative` needs it: give shares, or a server's metrics page")
     if method in ("mtp", "ngram") and request.draft_model is not None:
         raise InputError("draft_model", request.draft_model, f"{method} has no draft model: leave it out")
     if method == "mtp" and not model.mtp_layers:
@@ -105,7 +105,7 @@ def _speculation(request: PlanRequest, model: ModelSpec) -> Speculation | None:
     shares = shares_of(request.acceptance, request.speculative_tokens)
     tokens = request.speculative_tokens or len(shares)
     if tokens > len(shares):
-        accepted = f"acceptance has {len(shares)} positions: give more, or fewer draft tokens"
+        accepted = f"`acceptance` covers {len(shares)} draft tokens: give more shares, or fewer draft tokens"
         raise InputError("speculative_tokens", tokens, accepted)
     try:
         return Speculation(method=method, tokens=tokens, acceptance=shares, draft=request.draft_model)

@@ -336,8 +336,7 @@ class Space:
         return self._predicted(model, columns, dict.fromkeys(self._growing(), 1.0) if self.between else {})
 
     def _predicted(self, model: Any, columns: Mapping[str, Array | Ints], step: Mapping[str, float]) -> Evaluation:
-        """Predict points, each together with the smallest batch for which it stands, which is one step smaller.
-        """
+        """Predict points, each together with the smallest batch for which it stands, which is one step smaller."""
         less = {name: np.maximum(columns[name] - by, self._least(name)) for name, by in step.items()}
 
         def lesser(chosen: Ints) -> Performance:

@@ -67,8 +67,8 @@ def rate_not_kept(scheduler: Scheduler, kinds: tuple[str, ...], highest: float) 
     problem, num_devices = scheduler.problem, scheduler.candidates.placements.num_devices
     return InfeasibleError(
         f"arrival_rate_per_s: no schedule of {', '.join(kinds)} on {num_devices} of the {problem.cluster.num_devices} "
-        f"devices of {problem.cluster.name} keeps the bounds with waiting at {problem.constraint.arrival_rate_per_s:g} "
-        f"requests/s; the best one keeps them up to {highest:.4g}: take more devices or a lower rate",
+        f"devices of {problem.cluster.name} keeps the bounds at {problem.constraint.arrival_rate_per_s:g} requests/s, "
+        f"waiting included; the best one keeps them up to {highest:.4g}: take more devices or a lower rate",
         nearest_bound_s=None,
         binding="arrival_rate_per_s",
     )

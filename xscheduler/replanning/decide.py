@@ -85,7 +85,9 @@ def judged(
         return with_known_rate(_judged_by_arrivals(situation, terms), observation.num_requests)
     if plan.constraint.maximise is not None:
         judge = SaturatedJudge(situation, terms)
-        reason = f"the plan maximises {plan.constraint.maximise}, by which plans are not compared here: plan again"
+        reason = (
+            f"the plan maximises {plan.constraint.maximise}, and re-planning cannot compare plans by that: plan again"
+        )
         return Verdict(judge.running, judge.breaks, reason)
     if plan.constraint.sla == "length":
         return decide(SaturatedJudge(situation, terms))
@@ -93,25 +95,33 @@ def judged(
 
 
 def _judged_by_arrivals(situation: Situation, terms: Terms) -> Verdict:
-    """Compare plans by the rate that they keep; if requests break their bounds now, a small gain is worth a change."""
+    """Compare plans by the arrival rate that they keep; if requests now break their bounds, even a small gain is worth
+    a change.
+    """
     if not situation.misses:
         return decide(ArrivalsJudge(situation, terms))
     terms = replace(terms, least_gain=min(terms.least_gain, PRECISION))
     verdict = decide(ArrivalsJudge(situation, terms))
     kept = (
-        f"{situation.goodput:.1%} of recent requests kept their bounds, {situation.plan.constraint.quantile:g} should"
+        f"{situation.goodput:.1%} of recent requests kept their bounds, but {situation.plan.constraint.quantile:g} "
+        "should"
     )
     return replace(verdict, reason=f"{kept}: {verdict.reason}")
 
 
 def with_known_rate(verdict: Verdict, num_requests: int) -> Verdict:
-    """Return the verdict, or one that keeps the plan if the other serves less and the arrival rate is not yet known."""
+    """Return the verdict; if the other plan serves less and the arrival rate is not yet known, return one that keeps
+    the running plan.
+    """
     best, running = verdict.best, verdict.running
     if not verdict.switch or best is None or num_requests >= RATE_REQUESTS:
         return verdict
     if best.throughput_rps >= running.throughput_rps or not running.arrival_rate_per_s:
         return verdict
-    less = f"the best plan serves {best.throughput_rps:.3g} requests/s at saturation, {running.throughput_rps:.3g} now"
+    less = (
+        f"at saturation the best plan serves {best.throughput_rps:.3g} requests/s, the running one "
+        f"{running.throughput_rps:.3g}"
+    )
     reason = f"{verdict.reason}; {num_requests} requests are too few to know the arrival rate, and {less}"
     return replace(verdict, switch=False, reason=reason)
 

@@ -222,9 +222,9 @@ class SaturatedJudge(Judge):
 class ArrivalsJudge(Judge):
     """Compares plans by the highest arrival rate at which they keep the bounds, by simulation.
 
-    The running plan breaks its bounds if requests arrive faster than that. Few observed requests are not a reason for
+    The running plan breaks its bounds if requests arrive faster than that. A small number of observed requests needs no
     caution here: times are those of all requests, waiting included, and depend on the mean length as much as on the
-    longest. So a higher quantile of lengths would not show how wrong few requests may be.
+    longest, so a higher quantile of lengths would not show their error.
     """
 
     situation: Situation
