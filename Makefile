@@ -54,6 +54,7 @@ test-clients: $(VENV)/.installed-test
 	for client in $(CLIENTS); do \
 	  place=build/clients/$${client%%[*}; [ -x $$place/bin/python ] || { $(PYTHON) -m venv $$place && $$place/bin/pip install -q $$(echo "$$client" | tr , " "); } || exit; \
 	done
+	if command -v npm > /dev/null; then npm install --silent --no-save --prefix build/clients/codex @openai/codex; fi
 	XGPT_CLIENTS=build/clients $(BIN)/python -m pytest tests/clients
 
 # The site, into site/: strict, so that a broken link fails.

@@ -124,10 +124,13 @@ class SayingExecutor(FakeExecutor):
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         super().start(generation, table, moves_to)
-        text = self._tokenizer.decode(list(generation.prompt), skip_special_tokens=False)
-        said = SAY.findall(text)[-1] if SAY.search(text) else ""
-        ids = self._tokenizer.encode(said, add_special_tokens=False).ids
+        prompt = self._tokenizer.decode(list(generation.prompt), skip_special_tokens=False)
+        ids = self._tokenizer.encode(self.says(prompt), add_special_tokens=False).ids
         self._script[generation.id] = [*ids, self._end][generation.num_resumed :]
+
+    def says(self, prompt: str) -> str:
+        """Return what it answers to a prompt."""
+        return SAY.findall(prompt)[-1] if SAY.search(prompt) else ""
 
     def execute(self, step: Step) -> dict[int, int]:
         tokens = super().execute(step)

@@ -118,12 +118,12 @@ class Toolbox:
         if tools and not self.declared:
             says = f"tools of type {quoted(tools[0].type)} are not supported: this server runs no tools; send functions"
             refuse("tools", says)
-        tools_ = list(_all_of(self.declared))
-        if len(tools_) > MAX_TOOLS:
-            refuse("tools", f"{len(tools_)} functions are more than {MAX_TOOLS}")
-        self.functions = [_function(each) for each in tools_]
+        used = list(_all_of(self.declared))
+        if len(used) > MAX_TOOLS:
+            refuse("tools", f"{len(used)} functions are more than {MAX_TOOLS}")
+        self.functions = [_function(each) for each in used]
         self.choice = _choice(choice)
-        self.calls = CallItems(tools_)
+        self.calls = CallItems(used)
 
 
 class CallItems:
