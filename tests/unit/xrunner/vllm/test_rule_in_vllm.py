@@ -155,7 +155,7 @@ def test_vllm_is_told_the_memory_that_the_plan_counts_on(splits: tuple[int, ...]
 
 
 def test_a_lane_needs_the_memory_that_the_plan_counts_on() -> None:
-    with pytest.raises(InputError, match="vLLM has 379 K/V blocks of 32 tokens"):
+    with pytest.raises(InputError, match="vLLM has only 379 K/V blocks of 32 tokens"):
         build_lane(RRA, VllmRoom(num_blocks=379, block_size=32, max_running=64))
     assert build_lane(RRA, VllmRoom(num_blocks=381, block_size=32, max_running=64)).pool.kv_blocks == 381
     assert build_lane(RRA, ROOM).pool.kv_blocks == 400
@@ -190,7 +190,7 @@ def test_a_plan_with_another_promise_waits_until_no_request_is_inside() -> None:
     planned.go_on_if_empty()
     assert planned.lane.pool.kv == "quantile" and not planned.is_emptying and told == [Followed()]
     planned.go_over_to(plan_with(OrcaSettings(max_batch=8), kv_tokens=12800 * 32))
-    assert isinstance(told[-1], Refused) and "vLLM has 400 K/V blocks of 32 tokens" in told[-1].reason
+    assert isinstance(told[-1], Refused) and "vLLM has only 400 K/V blocks of 32 tokens" in told[-1].reason
 
 
 def test_an_order_by_deadlines_has_them_and_its_row() -> None:

@@ -107,7 +107,7 @@ def test_where_requests_break_their_bounds_the_decision_says_so_and_takes_a_smal
     after, _ = propose(plan, subject.profile, kept.model_copy(update={"goodput": 0.9}))
     assert before.running.keeps_bound and 0.02 < before.gain < 0.05 and before.action == "keep"
     assert after.running.keeps_bound is False and after.action == "swap"
-    assert after.reason.startswith("90.0% of recent requests kept their bounds, 0.99 should")
+    assert after.reason.startswith("90.0% of recent requests kept their bounds, but 0.99 should")
 
 
 @pytest.mark.parametrize(("rate", "least_s", "most_s"), few([(3.0, 15, 60), (None, 8, 20)]))
