@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from xrunner.server.api.errors import ApiError
     from xrunner.server.api.protocol import GenerationRequest
 
+COMMENT = b": waiting\n\n"
+"""A comment in a stream of events, which clients skip."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenReport:

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from xrunner.generation import Token
 from xrunner.server.api.errors import ApiError, ErrorResponse
-from xrunner.server.api.writers import AnswerWriter
+from xrunner.server.api.writers import COMMENT, AnswerWriter
 from xrunner.server.http.bodies import RequestMemory
 from xrunner.server.http.outputs import TOKENS_AT_ONCE, Outputs
 from xrunner.server.observe.metrics import Metrics
@@ -174,7 +174,7 @@ class Answer(Response):
                 if getting.done():
                     break
                 if self._has_head:
-                    await _send_body(send, b": waiting\n\n", more=True)
+                    await _send_body(send, COMMENT, more=True)
                 else:
                     self._has_head = True
                     await send(_EVENT_STREAM_HEAD)

@@ -24,6 +24,7 @@ from uvicorn.server import ServerState
 from xgpt.core.errors import MachineError
 from xrunner.server.access.hosts import OPEN_PATHS
 from xrunner.server.api.errors import ApiError, ErrorResponse
+from xrunner.server.api.writers import COMMENT
 from xrunner.server.http.parser import CHUNK_BYTES, FREE_CHUNKS, Parser
 from xrunner.server.request_info import ABORT
 
@@ -236,6 +237,8 @@ class Protocol(H11Protocol):
         self._resting_since: float | None = None
         """Time since which the rest of an answered body has been arriving, or the connection has been closing."""
         self._has_sent_all = False
+        self._streams_events = False
+        """Whether the answer that is being sent is a stream of events."""
         self._unparsed = b""
         """The bytes that have arrived of a body which the parser holds back."""
 
@@ -349,8 +352,11 @@ class Protocol(H11Protocol):
                 return await receive()
 
             async def send_on(message: Message) -> None:
-                if self.conn.is_held and message["type"] == "http.response.start":
-                    message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+                if message["type"] == "http.response.start":
+                    headers = list(message.get("headers", ()))
+                    self._streams_events = dict(headers).get(b"content-type", b"").startswith(b"text/event-stream")
+                    if self.conn.is_held:
+                        message = {**message, "headers": [*headers, (b"connection", b"close")]}
                 await send(message)
 
             await app(scope, receive_more, send_on)
@@ -379,13 +385,15 @@ class Protocol(H11Protocol):
             self._listener.enter(self._accepted, phase)
 
     def _probe(self, delay_s: float) -> None:
-        """Check whether a client that has stopped sending still reads, or has disconnected. Only a write shows this,
-        and before the answer begins the server may write only an interim response.
+        """Check whether a client that has stopped sending still reads, or has disconnected. Only writes show
+        this: an interim response before the answer, comments within a stream of events.
         """
         if self.transport.is_closing() or self._is_at_rest:
             return
         if self.conn.our_state is h11.SEND_RESPONSE and self.scope["http_version"] != "1.0":
             self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+        elif self.conn.our_state is h11.SEND_BODY and self._streams_events:
+            self.transport.write(self.conn.send(h11.Data(data=COMMENT)) or b"")
         self.loop.call_later(delay_s, self._probe, min(2 * delay_s, PROBE_S[1]))
 
 

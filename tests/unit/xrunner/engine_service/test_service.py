@@ -184,6 +184,28 @@ def test_a_caller_that_goes_away_and_an_abort_take_a_request_out() -> None:
     asyncio.run(run())
 
 
+def test_a_waiting_request_is_never_encoded_once_its_caller_has_gone() -> None:
+    async def run() -> None:
+        executor = FakeExecutor(step_s=0.02)
+        begun: list[int] = []
+        async with service(executor) as (stub, engine):
+            engine.remote.listen(lambda record: begun.extend(chunk[0] for chunk in record.encode))
+            running = [stub.Generate(request(max_tokens=60)) for _ in range(2)]
+            await asyncio.gather(*(call.read() for call in running))
+            waiting = [stub.Generate(request(max_tokens=60)) for _ in range(3)]
+            while len(engine._streams) < 5:
+                await asyncio.sleep(0.02)
+            for call in waiting:
+                call.cancel()
+            for call in running:
+                while await call.read() != grpc.aio.EOF:
+                    pass
+            assert not engine._streams
+        assert begun == [0, 1]
+
+    asyncio.run(run())
+
+
 def test_more_waiting_requests_than_may_are_refused() -> None:
     async def run() -> None:
         async with service(FakeExecutor(step_s=0.05), max_waiting=2) as (stub, _):

@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes import FakeExecutor, eventually, fake_app, fake_engine, running
 from tests.rings import few
-from xrunner.server.http import connections
+from xrunner.server.http import answer, connections
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -117,6 +117,29 @@ def test_a_client_that_has_gone_is_not_answered_on(short: None) -> None:
         begin_s = time.monotonic()
         assert eventually(lambda: not engine.pool.running)
         assert time.monotonic() - begin_s < 2
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}])
+def test_waiting_requests_of_clients_that_have_gone_are_never_encoded(
+    fields: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams that waited had their heads; each was encoded, and ended at its second token."""
+    monkeypatch.setattr(answer, "HEAD_S", 0.05)
+    engine = fake_engine(FakeExecutor(step_s=0.01), max_batch=1)
+    encoded: list[int] = []
+    engine.listen(lambda record: encoded.extend(chunk[0] for chunk in record.encode))
+    with running(fake_app(engine)) as url, connect(url) as stays:
+        stays.sendall(post(completion(max_tokens=100)))
+        assert eventually(lambda: bool(engine.pool.running))
+        with ExitStack() as leaving:
+            for headers in ("", "Connection: close\r\n"):
+                client = leaving.enter_context(connect(url))
+                client.sendall(post(completion(max_tokens=500, **fields), headers))
+                assert not fields or b"200" in client.recv(1 << 16)  # the head, before any token
+            assert eventually(lambda: len(engine.pool.waiting) == 2)
+        assert eventually(lambda: not engine.pool.waiting, 0.7)
+        assert eventually(lambda: not engine.pool.running)
+    assert encoded == [0]
 
 
 @pytest.mark.parametrize(
