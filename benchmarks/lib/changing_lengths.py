@@ -195,7 +195,7 @@ def real(
         log = read_step_log(step_log)
     look = [float(line.split()[1]) for line in metrics.splitlines() if line.startswith("xgpt_look_seconds_max")]
     lost = sum(is_lost(result, request) for result, request in zip(results, requests, strict=True))
-    changes = [(0, Decision.model_validate(entry)) for entry in history]
+    changes = [(0, Decision.model_validate(entry)) for entry in history if entry["action"] != "failed"]
     tokens = [result.token_ids for result in results]
     return Run(log, changes, lost, max(look, default=0.0), observed["slowdown"] or 1.0, tokens, wrong)
 

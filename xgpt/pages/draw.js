@@ -1,6 +1,8 @@
 "use strict";
 // What comes from a server is set as text, never as HTML.
 const SVG = "http://www.w3.org/2000/svg";
+// An address without the key with which the page's own address may begin: browsers fetch no address that has one.
+const here = (path) => new URL(path, location.origin + location.pathname);
 const byId = (id) => document.getElementById(id);
 const number = (value, digits = 3) => value === null || value === undefined ? "-" : Number(Number(value).toPrecision(digits)).toString();
 

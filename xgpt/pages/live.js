@@ -43,7 +43,7 @@ const settingsOf = (policy) => Object.entries(policy).filter(([key, value]) => t
 
 // Step times are measured over planned ones; a pause is the time in which no request is served.
 const causeOf = (decision) => decision.cause === "asked" ? "" : `${decision.cause}: ${decision.cause_detail}. `;
-const reasonOf = (decision) => `${causeOf(decision)}${decision.reason}; steps take ${number(decision.slowdown)} times as long as in the profile`
+const reasonOf = (decision) => decision.action === "failed" ? `${decision.cause}. ${decision.reason}; after ${number(decision.planning_s)} s` : `${causeOf(decision)}${decision.reason}; steps take ${number(decision.slowdown)} times as long as in the profile`
   + (decision.pause_s ? `; the change pauses for ${number(decision.pause_s)} s` : "") + `; planned in ${number(decision.planning_s)} s`;
 const inWords = (decision) => `${decision.action}: ${decision.reason}`;
 
@@ -58,19 +58,20 @@ function folded(list) {
   return groups;
 }
 
+const planOf = (outcome) => outcome ? `${outcome.policy.kind}: ${settingsOf(outcome.policy)}` : "-";
+
 function decisions(list) {
   byId("last").textContent = list.length ? `Last, at ${list[list.length - 1].at}: ${inWords(list[list.length - 1])}` : "";
   rows("decisions", folded(list).reverse().map((decision) => [
     decision.at, decision.times > 1 ? `${decision.action} (${decision.times} times)` : decision.action,
-    `${decision.running.policy.kind}: ${settingsOf(decision.running.policy)}`, decision.best ? `${decision.best.policy.kind}: ${settingsOf(decision.best.policy)}` : "none",
-    `${(100 * decision.gain).toFixed(1)}%`, reasonOf(decision)]));
+    planOf(decision.running), decision.best === null ? "none" : planOf(decision.best), decision.action === "failed" ? "-" : `${(100 * decision.gain).toFixed(1)}%`, reasonOf(decision)]));
 }
 
 async function wouldDecide() {
   byId("would").disabled = true;
   byId("decision").textContent = "Planning.";
   try {
-    const answer = await fetch("plan/decision", {cache: "no-store"});
+    const answer = await fetch(here("plan/decision"), {cache: "no-store"});
     if (!answer.ok) throw new Error(`the server answers ${answer.status}`);
     const decision = await answer.json();
     byId("decision").textContent = decision === null ? "Nothing has been observed yet." : inWords(decision);
@@ -114,7 +115,8 @@ function show(live) {
   histogram("output-chart", "output lengths", lengths.output);
   if (observation)
     byId("distance").textContent = `${observation.num_requests} requests observed, ${observation.num_finished} of them ended; distance to the plan: inputs ${number(observation.input_distance)}, outputs ${number(observation.output_distance)} tokens; ${number(observation.arrival_rate_per_s)} arrive a second.`;
-  byId("replans").textContent = live.replans ? (live.decisions.length ? "" : "None yet: neither lengths nor step times have changed for certain.") : "Re-planning is off.";
+  const none = live.decisions.length ? "" : "None yet: neither lengths nor step times have changed for certain.";
+  byId("replans").textContent = !live.replans ? "Re-planning is off." : live.judging_since ? `Something has changed: the plan has been judged since ${live.judging_since}.` : none;
   byId("asking").hidden = !live.replans;
   decisions(live.decisions);
   goodput("keys", "by-key", live.keys);
@@ -130,7 +132,7 @@ function goodput(section, table, of) {
 async function poll() {
   const trouble = byId("trouble");
   try {
-    const answer = await fetch("live", {cache: "no-store"});
+    const answer = await fetch(here("live"), {cache: "no-store"});
     if (!answer.ok) throw new Error(`the server answers ${answer.status}`);
     show(await answer.json());
     trouble.hidden = true;

@@ -44,7 +44,7 @@ async function answer() {
   location.replace(`#${new URLSearchParams(FIELDS.map((name) => [name, valueOf(name)]).filter(([, value]) => value !== ""))}`);
   const asked = performance.now();
   try {
-    const response = await fetch("ask", {method: "POST", headers: {...TOKEN, "Content-Type": "application/json"}, body: JSON.stringify(question()), signal: own.signal});
+    const response = await fetch(here("ask"), {method: "POST", headers: {...TOKEN, "Content-Type": "application/json"}, body: JSON.stringify(question()), signal: own.signal});
     if (!response.ok) throw new Error((await response.json()).error);
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     let rest = "";
@@ -249,7 +249,7 @@ async function copy() {
 }
 
 async function take(file) {
-  const response = await fetch(`trace?${new URLSearchParams({name: file.name})}`, {method: "POST", headers: {...TOKEN, "Content-Type": "application/json"}, body: file});
+  const response = await fetch(here(`trace?${new URLSearchParams({name: file.name})}`), {method: "POST", headers: {...TOKEN, "Content-Type": "application/json"}, body: file});
   const answered = await response.json();
   const note = byId("dropped");
   note.hidden = false;
@@ -290,7 +290,7 @@ async function start() {
   byId("pin").onclick = pin;
   byId("download").onclick = download;
   byId("copy").onclick = copy;
-  const names = await (await fetch("names", {headers: TOKEN})).json();
+  const names = await (await fetch(here("names"), {headers: TOKEN})).json();
   for (const [kind, list] of Object.entries(names))
     byId(kind).replaceChildren(...list.map((name) => Object.assign(document.createElement("option"), {value: name})));
   ask();

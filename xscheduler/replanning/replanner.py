@@ -214,7 +214,10 @@ class BackgroundPlanner:
                 answer = await asyncio.to_thread(self._ask, plan, observation)
         except (OSError, TimeoutError) as error:
             await self.close()
-            raise MachineError(f"planning failed: {error or f'no answer within {PATIENCE_S:g} s'}") from None
+            reason = str(error) or type(error).__name__
+            if isinstance(error, TimeoutError):
+                reason = f"it took longer than {PATIENCE_S:g} s"
+            raise MachineError(f"planning failed: {reason}") from None
         if "error" in answer:
             raise MachineError(f"planning failed: {answer['error']}")
         return await asyncio.to_thread(_proposal, answer)
@@ -273,7 +276,7 @@ def main() -> None:
                 "plan": None if plan is None else plan.model_dump(mode="json"),
             }
         except XgptError as error:
-            answer = {"error": str(error)}
+            answer = {"error": str(error) or type(error).__name__}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)

@@ -63,7 +63,7 @@ from xgpt.core.schema.profile import (
     Profile,
     Surface,
 )
-from xgpt.core.schema.replan import Decision, Observation, ObservedReuse, Outcome, Planner, Proposal
+from xgpt.core.schema.replan import Decision, FailedJudgement, Observation, ObservedReuse, Outcome, Planner, Proposal
 from xgpt.core.schema.report import BenchReport, Calibration, Comparison, CoreWaits, UrlReport
 from xgpt.core.schema.speculation import Speculation, SpeculativeMethod
 from xgpt.core.schema.step_log import ANYONE, Account, Arrival, LaneName, StepRecord
@@ -115,6 +115,7 @@ __all__ = [
     "EngineSpec",
     "Estimate",
     "Experts",
+    "FailedJudgement",
     "Frozen",
     "Goal",
     "Histogram",

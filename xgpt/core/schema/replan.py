@@ -132,6 +132,23 @@ class Decision(Frozen):
     planning_s: float
 
 
+class FailedJudgement(Frozen):
+    """A judgement of the running plan that failed, so that the plan stays.
+
+    Attributes:
+        at: date and time of the failure, ISO 8601, UTC.
+        cause: what changed, so that the plan was judged.
+        reason: why there is no decision, as text; never empty.
+        planning_s: seconds until the failure.
+    """
+
+    at: str
+    action: Literal["failed"] = "failed"
+    cause: Cause
+    reason: str = Field(min_length=1)
+    planning_s: float
+
+
 class Proposal(NamedTuple):
     """A decision, and the plan to switch to; None: the running plan stays."""
 

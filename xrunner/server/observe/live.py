@@ -49,7 +49,7 @@ class Live:
         }
 
     def history(self, most: int = MAX_HISTORY) -> list[dict[str, Any]]:
-        """Return the decisions in the order in which they were made."""
+        """Return the decisions and failed judgements in the order in which they were made."""
         return [decision.model_dump(mode="json") for decision in list(self._watch.history)[-most:]]
 
     async def decision(self) -> dict[str, Any] | None:
@@ -81,6 +81,7 @@ class Live:
                 "decode_batch": plan.estimate.decode_batch,
             },
             "replans": watch.can_replan,
+            "judging_since": watch.judging_since,
             "is_redeploying": self._engine.is_emptying,
             "observation": None if observation is None else observation.model_dump(mode="json", exclude={"workload"}),
             "now": self._figures(),

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from xgpt.core.schema import Account, Decision
+from xgpt.core.schema import Account, Decision, FailedJudgement
 from xrunner.channel.remote import RemoteEngine
 from xrunner.server.observe.watch import Watch
 
@@ -90,14 +90,12 @@ class Metrics:
             self._observe(watch)
 
     def _observe(self, watch: Watch) -> None:
-        replans = self._counter(
-            "xgpt_plan_decisions", "Decisions of re-planning, by outcome and cause.", "action", "cause"
-        )
-        planning_s = self._buckets(
-            "xgpt_planning_seconds", "Seconds that re-planning took for a decision.", REQUEST_BUCKETS_S
-        )
+        text = "Judgements of re-planning, failed ones included, by outcome and cause."
+        replans = self._counter("xgpt_plan_decisions", text, "action", "cause")
+        text = "Seconds that re-planning took for a decision, or until it failed."
+        planning_s = self._buckets("xgpt_planning_seconds", text, REQUEST_BUCKETS_S)
 
-        def count(decision: Decision) -> None:
+        def count(decision: Decision | FailedJudgement) -> None:
             replans.labels(decision.action, decision.cause).inc()
             planning_s.observe(decision.planning_s)
 

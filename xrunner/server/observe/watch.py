@@ -8,13 +8,14 @@ summary of lengths run elsewhere; the loop itself only lists the requests of the
 from __future__ import annotations
 
 import asyncio
+import datetime
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
 
 from xgpt.core.errors import XgptError
-from xgpt.core.schema import Decision, Observation, Plan, Planner
+from xgpt.core.schema import Decision, FailedJudgement, Observation, Plan, Planner
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.observation import paces
 from xgpt.observation.observer import Observer, Snapshot
@@ -33,10 +34,15 @@ class Watch:
 
     Args:
         planner: judges plans; None: lengths are observed, but the plan stays.
+
+    Attributes:
+        history: decisions and failed judgements, the latest last.
+        judging_since: date and time, ISO 8601, UTC, since which the planner judges the plan; None: it does not.
     """
 
     def __init__(self, plan: Plan, planner: Planner | None = None) -> None:
-        self.history: deque[Decision] = deque(maxlen=MAX_HISTORY)
+        self.history: deque[Decision | FailedJudgement] = deque(maxlen=MAX_HISTORY)
+        self.judging_since: str | None = None
         self.recent = Recent()
         self.loop_s = 0.0
         """Longest time for which a check has blocked the event loop."""
@@ -55,7 +61,7 @@ class Watch:
         """Held while the planner answers a question: it answers one at a time."""
         self._would: asyncio.Task[Decision | None] | None = None
         self._is_draining: Callable[[], bool] = lambda: False
-        self.on_decision: Callable[[Decision], None] = lambda decision: None
+        self.on_decision: Callable[[Decision | FailedJudgement], None] = lambda decision: None
 
     def start(self, apply: Callable[[Plan], None], is_draining: Callable[[], bool] = lambda: False) -> None:
         """Begin to watch.
@@ -205,10 +211,12 @@ class Watch:
 
     async def _judge(self, planner: Planner, now: Snapshot) -> None:
         """If something has changed, let the planner judge the running plan, and carry out the decision."""
+        observation, begin_s = None, time.perf_counter()
         try:
             observation = await asyncio.to_thread(self._observer.look, now)
             if observation is None:
                 return
+            self.judging_since = _utc_now()
             async with self._asking:
                 decision, plan = await planner.propose(self.plan, observation)
             if self._is_draining():
@@ -218,13 +226,18 @@ class Watch:
                 return
             if plan is not None:
                 self._go_over(plan)
-        except XgptError as error:
-            logger.error("re-planning failed", extra={"fields": {"reason": str(error)}})
-            return
         except Exception as error:
             # Whatever the error is, serving continues.
-            logger.error("re-planning failed", extra={"fields": {"reason": repr(error)}})
+            reason = (str(error) if isinstance(error, XgptError) else repr(error)) or type(error).__name__
+            logger.error("re-planning failed", extra={"fields": {"reason": reason}})
+            cause = "asked" if observation is None else observation.cause
+            took_s = time.perf_counter() - begin_s
+            failed = FailedJudgement(at=_utc_now(), cause=cause, reason=reason, planning_s=took_s)
+            self.history.append(failed)
+            self.on_decision(failed)
             return
+        finally:
+            self.judging_since = None
         self.history.append(decision)
         self.on_decision(decision)
         fields = decision.model_dump(mode="json") | {"settings": self.plan.policy.model_dump(mode="json")}
@@ -236,3 +249,7 @@ class Watch:
         self._apply(plan)
         self._before = self.plan
         self.go_over_to(plan)
+
+
+def _utc_now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

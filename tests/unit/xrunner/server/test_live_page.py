@@ -1,7 +1,9 @@
 """The page of a running server, in a real browser where there is one."""
 
 import json
+import re
 import subprocess
+from importlib.resources import files
 from pathlib import Path
 
 import httpx
@@ -41,6 +43,25 @@ def test_the_page_comes_to_life_in_a_browser(tmp_path: Path) -> None:
     assert "Re-planning is off." in dom
     assert 'id="taken"' not in dom and "&lt;img src=x" in dom
     assert json.dumps(live["lengths"]["input"]["observed"]) != "null"
+
+
+@pytest.mark.parametrize("name", ["live", "ui"])
+def test_pages_fetch_no_relative_address(name: str) -> None:
+    """In a page whose address has a key, http://x:KEY@host/, browsers refuse to fetch relative addresses."""
+    script = files("xgpt.pages").joinpath(f"{name}.js").read_text(encoding="utf-8")
+    assert re.findall(r"fetch\((?!here\()", script) == []
+    assert "fetch(here(" in script
+
+
+@pytest.mark.long
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_the_page_lives_with_a_key_in_its_address(tmp_path: Path) -> None:
+    with running(fake_app(fake_engine(FakeExecutor()), Watch(fake_plan()))) as url:
+        seen = subprocess.run(
+            [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path}", url.replace("http://", "http://x:key@") + "/"],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert 'data-state="live"' in seen.stdout, seen.stderr[-2000:]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")

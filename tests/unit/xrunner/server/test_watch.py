@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -100,8 +101,10 @@ def test_a_change_is_judged_and_every_decision_shown(url: str, planner: FakePlan
         ask(url, 32, num_tokens)
         assert eventually(lambda asked=round_ + 1: len(planner.asked) >= asked)  # type: ignore[misc]
         assert planner.asked[round_].workload.output.lengths == (num_tokens,)
-    assert eventually(lambda: len(get(url, "/plan/history").json()) == 2)
-    assert [decision["action"] for decision in get(url, "/plan/history").json()] == ["keep", "swap"]
+    assert eventually(lambda: len(get(url, "/plan/history").json()) == 3)
+    history = get(url, "/plan/history").json()
+    assert [decision["action"] for decision in history] == ["keep", "failed", "swap"]
+    assert (history[1]["cause"], history[1]["reason"]) == ("lengths", "RuntimeError('the planner has died')")
     plan = get(url, "/plan").json()
     assert plan["plan"]["policy"]["max_batch"] == 32
     assert plan["observed"]["output_distance"] > 0
@@ -112,13 +115,51 @@ def test_a_change_is_judged_and_every_decision_shown(url: str, planner: FakePlan
     with pytest.raises(InputError, match="it serves fake, but the plan is for other"):
         observe_source(other, url)
     metrics = get(url, "/metrics").text
-    assert 'xgpt_plan_decisions_total{action="swap",cause="lengths"} 1.0' in metrics
+    for action in ("keep", "failed", "swap"):
+        assert f'xgpt_plan_decisions_total{{action="{action}",cause="lengths"}} 1.0' in metrics
+    assert "xgpt_planning_seconds_count 3.0" in metrics
     assert "xgpt_observed_output_tokens 8" in metrics
     assert re.search(r"^xgpt_arrival_rate \d+\.\d+$", metrics, re.MULTILINE)
     live = get(url, "/live").json()
+    assert live["judging_since"] is None
     assert live["plan"]["settings"] == {"max_batch": 32}
     assert live["now"]["step_ratio"] is not None
     assert sum(live["lengths"]["output"]["observed"]) == pytest.approx(1)
+
+
+def test_a_judgement_that_runs_is_shown_and_a_failure_always_has_a_reason() -> None:
+    """The live page said that nothing had changed while the plan was judged, and after judging it had failed."""
+
+    @dataclass
+    class SlowPlanner(FakePlanner):
+        goes_on: threading.Event = field(default_factory=threading.Event)
+
+        async def propose(self, plan: Plan, observation: Observation) -> Proposal:
+            await asyncio.to_thread(self.goes_on.wait)
+            return await super().propose(plan, observation)
+
+    planner = SlowPlanner([MachineError("")])
+    with running(fake_app(fake_engine(FakeExecutor(step_s=0.001)), Watch(fake_plan(), planner))) as url:
+        try:
+            ask(url, 130, 20)
+            time.sleep(0.6)
+            ask(url, 32, 20)
+            assert eventually(lambda: get(url, "/live").json()["judging_since"])
+        finally:
+            planner.goes_on.set()
+        assert eventually(lambda: bool(get(url, "/plan/history").json()))
+        live = get(url, "/live").json()
+        assert [(each["action"], each["reason"]) for each in live["decisions"]] == [("failed", "MachineError")]
+        assert live["judging_since"] is None
+
+
+def test_a_planner_that_takes_too_long_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replanner, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(BackgroundPlanner, "_ask", lambda *_: time.sleep(0.1))
+    planner = BackgroundPlanner(fake_plan(), problem("opt-13b", "h200x1", "summarization", 1.5).profile)
+    lengths = observe_lengths([3] * 400, [8] * 400, fake_plan().workload)
+    with pytest.raises(MachineError, match=r"^planning failed: it took longer than 0\.02 s$"):
+        asyncio.run(planner.propose(fake_plan(), lengths))
 
 
 def test_what_would_be_decided_is_told_and_not_done() -> None:
