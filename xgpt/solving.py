@@ -205,8 +205,7 @@ def _with_likely_ranges(plan: Plan, cell: Cell) -> Plan:
         rows[name] = f"from {found.rows} measurements{found.shared}" if found.rows else "nothing similar was measured"
         if name == "throughput_rps" and (of_rate := _range_of_rate(plan, 1 / found.high, 1 / found.low)) is not None:
             ranges["rate_per_s"], rows["rate_per_s"] = of_rate, "from the errors of throughput"
-    estimate = plan.estimate.model_copy(update={"ranges": ranges, "ranges_from": rows})
-    return plan.model_copy(update={"estimate": estimate})
+    return plan.with_estimate(ranges=ranges, ranges_from=rows)
 
 
 def _check(plans: dict[str, Plan], problem: Problem) -> None:

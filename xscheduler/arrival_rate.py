@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xgpt.core.schema import PolicySettings
+from xscheduler.search.optuna_search import sample_points
 from xscheduler.space import Ints, Space, columns_of
 from xsimulator.forecast import Forecast
 from xsimulator.queueing import NUM_LOADS, Array
@@ -29,6 +30,10 @@ NEARLY_BEST = 0.85
 """A placement is searched more closely if its best settings on a grid reach this share of the policy's best rate."""
 MOST_PLACEMENTS = 48
 """Largest number of a policy's placements that are searched: those with the highest bounds."""
+NUM_TRIALS = 150
+"""Number of settings that Optuna draws."""
+MOST_DRAWN = 4
+"""Largest number of drawn settings that are returned."""
 
 
 class Rated(NamedTuple):
@@ -91,6 +96,25 @@ def _best_nearby(best: Rated) -> Rated:
 def closed_rate(space: Space, settings: PolicySettings) -> float:
     """Return the rate that the closed form gives one placement's settings, all replicas together."""
     return float(space.evaluate(_curves(columns_of(settings), space.forecast)).max_rates()[0, -1])
+
+
+def sampled(spaces: Sequence[Space]) -> list[Rated]:
+    """Return the settings with the highest arrival rates in closed form among those that Optuna draws, the highest
+    first; this needs no valid bound, and proves none.
+    """
+    found: dict[tuple[int, PolicySettings], float] = {}
+
+    def score(_: object, number: int, columns: dict[str, Ints]) -> float:
+        space = spaces[number]
+        if not space.evaluate(columns).fits[0]:
+            return 0.0
+        settings = space.settings(columns, 0)
+        found[number, settings] = rate = closed_rate(space, settings)
+        return rate
+
+    sample_points(spaces, score, num_trials=NUM_TRIALS)
+    rated = [Rated(rate, spaces[number], settings) for (number, settings), rate in found.items() if rate > 0]
+    return sorted(rated, key=lambda one: -one.rate)[:MOST_DRAWN]
 
 
 def one_step_from(space: Space, settings: PolicySettings) -> list[PolicySettings]:

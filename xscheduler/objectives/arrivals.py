@@ -20,9 +20,8 @@ from xscheduler.arrival_rate import (
     by_rate,
     closed_rate,
     one_step_from,
+    sampled,
 )
-from xscheduler.objectives.arrivals_by_optuna import BOUND as SAMPLED
-from xscheduler.objectives.arrivals_by_optuna import sampled
 from xscheduler.objectives.base import MOST_SECONDS, TOGETHER, Objective, Ranked, simulating
 from xscheduler.objectives.branches import BOUND, Branches
 from xscheduler.objectives.nearest_bound import never_kept, rate_not_kept
@@ -56,6 +55,7 @@ DEVIATIONS = 2.0
 NOISE = 0.05
 """A simulated rate may exceed its bound by this share, by chance in a run of `LEAST_REQUESTS`."""
 ENDED_EARLY = f"the search ended after {MOST_SECONDS:g} s: on a faster machine it finds a better plan or a closer bound"
+SAMPLED = "none: sampled settings prove no bound"
 UNBOUND = "none: a simulated rate exceeds its bound, since closed forms are wrong for these lengths"
 
 

@@ -211,9 +211,6 @@ def with_law(plan: Plan, law: RequestLaw, closed_s: float | None = None) -> Plan
         closed_s: the bound, in s, under which the plan is the best in closed form; None: it is not mentioned.
     """
     quantile, search = plan.constraint.quantile, plan.search
-    estimate = plan.estimate.model_copy(
-        update={"latency_s": law.quantile(quantile), "latency_error": law.error(quantile)}
-    )
     proven = ""
     if search.gap is not None:
         under = "" if closed_s is None else f" under {closed_s:.3g} s"
@@ -221,4 +218,5 @@ def with_law(plan: Plan, law: RequestLaw, closed_s: float | None = None) -> Plan
     certificate = search.model_copy(
         update={"gap": None, "bound": f"none: latencies of all requests are simulated{proven}", "simulations": 1}
     )
-    return plan.model_copy(update={"estimate": estimate, "search": certificate})
+    found = plan.model_copy(update={"search": certificate})
+    return found.with_estimate(latency_s=law.quantile(quantile), latency_error=law.error(quantile))

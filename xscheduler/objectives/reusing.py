@@ -173,4 +173,4 @@ def _counting(plan: Plan, alone: Plan, highest: float | None) -> Plan:
     reuse = plan.estimate.reuse.model_copy(update={"alone": maximised(alone)})
     gap = None if highest is None else max(0.0, highest / maximised(plan) - 1)
     search = plan.search.model_copy(update={"gap": gap, "bound": BOUND})
-    return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"reuse": reuse}), "search": search})
+    return plan.model_copy(update={"search": search}).with_estimate(reuse=reuse)

@@ -1,4 +1,4 @@
-"""Check a plan's figures under saturation (requests always waiting) by simulation.
+"""Find the plans with the highest throughput while requests are always waiting (saturation): simulation checks them.
 
 Closed forms describe the steady state in which running requests are at different points of their outputs. If outputs
 have nearly equal lengths there is another steady state: requests that began together end together, and whole batches

@@ -255,8 +255,8 @@ class ArrivalsJudge(Judge):
         """The running plan with the observed lengths as its own."""
         plan, lengths = self.plan, self.situation.lengths
         found = reestimate(plan, self.situation.profile, lengths, plan.constraint.quantile)
-        figures = {"throughput_rps": found["throughput"], "latency_s": found["latency"]}
-        return plan.model_copy(update={"workload": lengths, "estimate": plan.estimate.model_copy(update=figures)})
+        observed = plan.model_copy(update={"workload": lengths})
+        return observed.with_estimate(throughput_rps=found["throughput"], latency_s=found["latency"])
 
     @property
     def breaks(self) -> bool:
