@@ -72,7 +72,7 @@ class Option:
     is_required: bool = False
 
 
-TOGETHER = Option(metavar="SHARE", unset="`quantile` of requests keep all bounds together")
+TOGETHER = Option(metavar="SHARE", unset="none: `quantile` of requests keep all bounds together")
 Name = Annotated[str, BeforeValidator(lambda given: os.fspath(given) if isinstance(given, os.PathLike) else given)]
 """A shipped name, or a path."""
 
@@ -155,8 +155,8 @@ class BoundFields(RequestBase):
         Annotated[float, Field(ge=0, lt=1)] | None,
         Option(
             metavar="SHARE",
-            unset="the known error of the profile's source (0.05 measured, 0.1 imported, 0.12 from a datasheet), plus "
-            "the share of the cores that other processes used while it was measured, or its spread if larger",
+            unset="the larger of the profile's spread and a sum: the known error of its source (0.05 measured, 0.1 "
+            "imported, 0.12 from a datasheet) plus the share of the cores that other processes used meanwhile",
         ),
     ] = None
     """Share by which steps may take longer than predicted before a bound is broken."""
@@ -675,4 +675,4 @@ def _check_clusters(given: dict[str, Any]) -> None:
     if "among" in given:
         for name in ("cluster", "devices", "price", "profile"):
             if name in given:
-                raise InputError(name, given[name], "`among` contains the clusters: leave it out")
+                raise InputError(name, given[name], f"`among` already names the clusters: leave `{name}` out")

@@ -9,11 +9,12 @@ remains to bound the length of an iteration:
 - A request of d decode iterations and i prompt tokens takes at least `first(i) + d t` after its arrival, where t is the
   mean iteration that it meets; waiting only adds to that. The quantile of all requests must keep the bound. If all
   prompts were alike and every request met the same iterations, `first(mean i) + S_q t` would have to keep it, with S_q
-  the quantile of d. In reality prompts and iterations vary. This matters if there are only a few distinct lengths: even
-  if slightly more requests are long than may break the bound, some of the long ones may keep it, because their prompts
-  are short or they arrive at quiet times. Therefore `loosened` multiplies `first(i) / t + d` by a normal factor, takes
-  the lowest quantile of the product over all ratios of prompt time to iteration time and all deviations up to `SPREAD`,
-  and loosens the bound by the difference. A distribution with a smooth tail needs no loosening.
+  the quantile of d. In reality prompts and iterations vary. This matters if there are only a few distinct lengths.
+  Slightly more requests may then be long than are allowed to break the bound, since some of the long ones keep it:
+  their prompts are short, or they arrive at quiet times. Therefore `loosened` multiplies `first(i) / t + d` by a normal
+  factor and computes the quantile of the product, for all ratios of prompt time to iteration time and for all
+  deviations of the factor up to `SPREAD`. The bound is loosened by the difference to the lowest of these quantiles. A
+  distribution with a smooth tail needs no loosening.
 - If prompts pass one after the other in order of arrival, a request also waits for the prompts before it. This wait is
   computed for drawn prompts and arrivals, by Lindley's recursion or, with several micro-batches, by Kiefer and
   Wolfowitz's. A prompt takes at least its share of the slowest stage's least time. If steps take prompts at any time

@@ -1,4 +1,4 @@
-"""Read the shape of a checkpoint from its config.json, without torch; planning needs no more."""
+"""Read the shape of a checkpoint from its config.json, without torch. Planning needs nothing else of a checkpoint."""
 
 from __future__ import annotations
 

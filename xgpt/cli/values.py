@@ -84,7 +84,7 @@ class Rates(click.ParamType):
             except ValueError:
                 self.fail(f"{part!r} is not accepted; write R, or stages R:SECONDS,R:SECONDS,R", param, ctx)
             if any(number is not None and not number > 0 for number in stage):
-                self.fail(f"{part!r} is not accepted; rates and seconds are above 0", param, ctx)
+                self.fail(f"{part!r} is not accepted; rates and seconds must be above 0", param, ctx)
             stages.append(stage)
         return stages
 

@@ -313,7 +313,7 @@ def _divergence(shares: Array, to: Array) -> float:
 
 
 class ChangeDetector:
-    """Detects a difference between requests and a plan's lengths, and its beginning.
+    """Detects that the lengths of requests differ from those of a plan, and since which request.
 
     Each examination compares windows of the last 64, 91, 128, 181, ... requests with the planned lengths (`surprise`).
     If several windows differ, the most significant one gives the beginning of the difference.

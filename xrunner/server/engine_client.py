@@ -222,7 +222,7 @@ class EngineClient:
 
     @property
     def is_restarting(self) -> bool:
-        """Return whether the engine was lost and is being restarted; requests wait until then."""
+        """Return whether the engine was lost and is being restarted; requests wait until it runs."""
         return self._lasting.is_restarting
 
     def submit(

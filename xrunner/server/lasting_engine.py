@@ -86,7 +86,7 @@ class LastingEngine:
 
     @property
     def is_restarting(self) -> bool:
-        """Return whether the engine was lost and is being restarted; requests wait until then."""
+        """Return whether the engine was lost and is being restarted; requests wait until it runs."""
         return self._restarting is not None and not self._restarting.done()
 
     def go_over_to(self, plan: Plan) -> None:

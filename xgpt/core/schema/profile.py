@@ -285,9 +285,9 @@ class Profile(Frozen):
 
     @property
     def headroom(self) -> float:
-        """Default headroom of plans. It is the known error of the profile's source plus the share of the engine's cores
-        that other processes used during the measurement, or the profile's spread if that is larger; the spread and the
-        other processes count for at most `MOST_HEADROOM`.
+        """Default headroom of plans. It is the larger of the profile's spread and a sum: the known error of the source
+        plus the share of the engine's cores that other processes used during the measurement. Spread and other
+        processes raise it to at most `MOST_HEADROOM`.
 
         The measured times already contain the time that other processes took; these may take as much again while the
         plan runs.

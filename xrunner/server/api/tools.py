@@ -81,8 +81,10 @@ class ToolCall(msgspec.Struct, tag_field="type", tag="function", omit_defaults=T
     index: int | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call in the form that templates expect: arguments are an object if they are JSON, and an empty one
-        if missing. Python's own reader would accept half a character (\\ud800), which no tokenizer reads."""
+        """Return the call in the form that templates expect: arguments that are JSON become an object, and missing
+        arguments an empty object. Python's own reader would accept half a character (\\ud800), which no tokenizer
+        reads.
+        """
         try:
             arguments = msgspec.json.decode(self.function.arguments.strip() or "{}")
         except (ValueError, RecursionError):

@@ -197,9 +197,9 @@ def _state_routes(engine: EngineClient) -> Iterator[Route]:
         if http.app.state.is_leaving or engine.is_draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         if engine.is_restarting:
-            raise ApiError(503, "the engine is being restarted; requests wait until then", code="restarting")
+            raise ApiError(503, "the engine is being restarted; requests wait until it runs", code="restarting")
         if engine.remote.is_emptying:
-            raise ApiError(503, "another plan is being deployed; requests wait until then", code="redeploying")
+            raise ApiError(503, "another plan is being deployed; requests wait until it runs", code="redeploying")
         return health(http)
 
     yield _route("/health", health)

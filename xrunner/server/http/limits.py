@@ -15,7 +15,7 @@ class Limits:
 
     Attributes:
         max_waiting: number of outputs that may wait for their first step; further outputs get 429. An API key may
-            always use its share of them.
+            always have its share of this number waiting.
         answer_within_s: time from a request to its last token that is promised to each accepted request; a request that
             would take longer, by the plan and the recent pace, gets 429. None: no promise.
         request_timeout_s: longest time from a request to its last token, after which it ends with 504. None: no limit.
@@ -23,7 +23,8 @@ class Limits:
         max_body_bytes: longer bodies are answered with 413.
         all_bodies_bytes: memory of all bodies together, from their first byte until their prompts are token ids,
             without the first 64 KiB of each. An account may use half of it; further bodies get 503.
-        all_requests_bytes: the same limit for the requests after that, from token ids until the requests have ended.
+        all_requests_bytes: the same limit for requests after their prompts have become token ids, until the requests
+            have ended.
         body_timeout_s: time in which a body must arrive; otherwise 408.
     """
 
