@@ -123,7 +123,8 @@ def _shared_prefix(request: PlanRequest, model: ModelSpec, workload: Workload, b
     if not tokens:
         return None
     if model.is_encoder_decoder or any(kind.recurrent is not None for kind in model.kinds):
-        raise InputError("shared_prefix", tokens, f"engines cannot cache prefixes of prompts of {model.name}")
+        accepted = f"engines cannot cache prefixes of prompts for {model.name}: leave it out"
+        raise InputError("shared_prefix", tokens, accepted)
     if constraint.sla == "request" or constraint.maximise is not None:
         raise InputError("shared_prefix", tokens, "it cannot be combined with `sla=request` and `maximise`")
     if isinstance(request.workload, str):

@@ -204,7 +204,7 @@ def _check_context(workload: Workload, spec: ModelSpec) -> None:
         raise InputError(
             "workload",
             workload.name,
-            f"its inputs reach {longest_input} tokens and its outputs {longest_output}, over the context of "
-            f"{spec.max_context} of {spec.name}; give a CSV of your requests' lengths (header input,output), or "
+            f"its inputs reach {longest_input} tokens and its outputs {longest_output}, but the context of {spec.name} "
+            f"has {spec.max_context}; give a CSV of your requests' lengths (header input,output), or "
             "another model",
         )

@@ -185,8 +185,8 @@ class Candidates:
         raise InputError(
             "placement",
             f"{replicas} x {num_stages} stages of {tp_degree} devices, experts in {ep_degree}",
-            f"{self.problem.cluster.name} has none for {self.problem.model.name}; the profile covers tensor- and "
-            f"expert-parallel degrees {self.problem.profile.groups}",
+            f"{self.problem.cluster.name} has no such placement for {self.problem.model.name}; the profile covers "
+            f"tensor- and expert-parallel degrees {self.problem.profile.groups}",
         )
 
     def memory(self, lane: Lane, *, keeps: bool = False) -> LaneMemory | InfeasibleError:

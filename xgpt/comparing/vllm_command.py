@@ -75,10 +75,11 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
     tokens = value_of(given, "max-num-batched-tokens", _whole, default_tokens)
     seqs = value_of(given, "max-num-seqs", count, min(default_seqs, tokens))
     if seqs > tokens:
-        raise InputError("current: --max-num-batched-tokens", tokens, f"vLLM requires at least --max-num-seqs, {seqs}")
+        accepted = f"vLLM requires at least the value of --max-num-seqs, {seqs}"
+        raise InputError("current: --max-num-batched-tokens", tokens, accepted)
     longest, cuts_prompts = value_of(given, "max-model-len", _length, None), given.get("enable-chunked-prefill") != "no"
     if not cuts_prompts and "max-num-batched-tokens" in given and tokens < (longest or 0):
-        accepted = f"without chunked prefill vLLM requires at least --max-model-len, {longest}"
+        accepted = f"without chunked prefill, vLLM requires at least the value of --max-model-len, {longest}"
         raise InputError("current: --max-num-batched-tokens", tokens, accepted)
     notes = [
         f"{name} {value}: vLLM's default on this device"

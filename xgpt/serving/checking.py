@@ -128,7 +128,7 @@ def check_plan(plan: Plan, ray: str | None = None) -> None:
             accepted = (
                 f"its {differs} is {getattr(found, differs)!r}, but the plan's is {getattr(plan.model, differs)!r}"
             )
-            raise InputError("plan.checkpoint", plan.checkpoint, f"{accepted}: plan again for this one")
+            raise InputError("plan.checkpoint", plan.checkpoint, f"{accepted}: plan again for this checkpoint")
         check_weights(plan.model, plan.dtype, Checkpoint(Path(plan.checkpoint)))
 
 

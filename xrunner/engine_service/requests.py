@@ -195,7 +195,7 @@ def _grammar(given: ProtoSampling) -> str | None:
         case "choice":
             return choice_grammar(list(given.choice.choices))
         case other:
-            raise Invalid(f"{other}: this engine cannot restrict an output to this; leave the field out")
+            raise Invalid(f"{other}: this engine cannot restrict outputs in this way; leave the field out")
 
 
 def _schema(text: str) -> dict[str, Any]:

@@ -145,14 +145,16 @@ class FleetPlan(Frozen):
         for i, interval in enumerate(self.intervals):
             if len(interval.replicas) != len(self.kinds):
                 raise ValueError(
-                    f"intervals: number {i} has {len(interval.replicas)} counts for {len(self.kinds)} kinds"
+                    f"intervals: number {i} has {len(interval.replicas)} counts, but there are {len(self.kinds)} kinds"
                 )
             if interval.lengths >= len(self.lengths):
-                raise ValueError(f"intervals: number {i} has index {interval.lengths} of {len(self.lengths)} lengths")
+                raise ValueError(
+                    f"intervals: number {i} has index {interval.lengths}, but there are {len(self.lengths)} lengths"
+                )
         for kind in self.kinds:
             if len(kind.rates_per_s) != len(self.lengths):
                 raise ValueError(
-                    f"kinds: {kind.name} has {len(kind.rates_per_s)} rates for {len(self.lengths)} lengths"
+                    f"kinds: {kind.name} has {len(kind.rates_per_s)} rates, but there are {len(self.lengths)} lengths"
                 )
             if kind.plan.replicas != 1:
                 raise ValueError(f"kinds: {kind.name} has a plan of {kind.plan.replicas} replicas; it must have one")

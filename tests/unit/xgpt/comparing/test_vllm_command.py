@@ -87,7 +87,7 @@ def test_defaults_follow_the_device_and_are_said(cluster: str, seqs: int, tokens
         ("vllm serve m -tp 0", "tensor-parallel-size: '0'"),
         (
             "vllm serve m --no-enable-chunked-prefill --max-model-len 9k --max-num-batched-tokens 8k",
-            "without chunked prefill vLLM requires at least --max-model-len, 9000",
+            "without chunked prefill, vLLM requires at least the value of --max-model-len, 9000",
         ),
         ("vllm serve m --max-num-sequences 8", "did you mean --max-num-seqs?"),
         ("vllm serve m --tp 8", "did you mean -tp?"),
@@ -112,7 +112,7 @@ def test_defaults_follow_the_device_and_are_said(cluster: str, seqs: int, tokens
         ("vllm serve m --gpu-memory-utilization 1.2", "gpu-memory-utilization: '1.2'"),
         ("vllm serve m --gpu-memory-utilization nan", "gpu-memory-utilization: 'nan'"),
         ("vllm serve m --max-model-len 8.5K", "max-model-len: '8.5K'"),
-        ("vllm serve m --max-num-seqs 512 --max-num-batched-tokens 256", "at least --max-num-seqs, 512"),
+        ("vllm serve m --max-num-seqs 512 --max-num-batched-tokens 256", "at least the value of --max-num-seqs, 512"),
         ("vllm serve m --config nowhere.yaml", "there is no such file"),
         ("vllm serve m --config $FLAGS", "--config: .* it is a shell variable"),
         ("vllm serve m --kv-cache-dtype $KV", "--kv-cache-dtype: .* it is a shell variable"),
