@@ -32,8 +32,8 @@ class Layout:
         token_ids, positions: 0 for padding. # int64 [slots, tokens]
         owner: number, within its slot, of the request that a token belongs to. # int64 [slots, tokens]
         slot, number: slot of each request, and the request's number in the slot. # int64 [requests]
-        length, end: number of prompt tokens of each request, and the index in its slot of the last one.
-            # int64 [requests]
+        length, end: number of prompt tokens of each request, and the index of the last of them within the request's
+            slot. # int64 [requests]
     """
 
     def __init__(self, batch: RowBatch, prompts: Mapping[int, Sequence[int]]) -> None:

@@ -69,8 +69,8 @@ class Forecast(ABC, Generic[M]):
         follows: variables that grow in proportion to the load variable.
         num_curves: number of values of another variable at which load curves begin.
         stations: the policy as a queueing system.
-        swaps_between_steps: whether an engine can switch between two steps from this policy to another one with this
-            property, and back.
+        swaps_between_steps: whether an engine can switch, between two steps, from this policy to another policy with
+            this property, and back.
         reserves_kv: whether K/V memory is always reserved in full.
         cuts_prompts: whether steps encode pieces of prompts.
     """

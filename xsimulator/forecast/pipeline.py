@@ -170,7 +170,9 @@ class RandomSteps:
 
 
 def _falls(shorter: Array) -> Array:
-    """Return by how much each entry lies below the previous one, and the first below 1. # [.., steps, n]"""
+    """Return the decrease from each entry to the next, beginning with the decrease from 1 to the first entry.
+    # [.., steps, n]
+    """
     falls = -shorter
     falls[..., 0, :] += 1
     falls[..., 1:, :] += shorter[..., :-1, :]
