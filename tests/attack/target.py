@@ -121,9 +121,9 @@ class Target:
         finally:
             connection.close()
 
-    def complete(self, **fields: Any) -> tuple[int, dict[str, Any]]:
+    def complete(self, timeout_s: float = 60.0, **fields: Any) -> tuple[int, dict[str, Any]]:
         """Status and answer of a completion."""
-        status, body = self.ask("POST", "/v1/completions", {"model": self.model, **fields})
+        status, body = self.ask("POST", "/v1/completions", {"model": self.model, **fields}, timeout_s=timeout_s)
         return status, json.loads(body)
 
     def probe(self) -> list[int]:

@@ -31,7 +31,8 @@ from xgpt.core.schema import ModelSpec, Plan
 from xrunner.cluster import messages as m
 
 SEVERAL = ("tp", "waa", "replicas")
-CLIENTS = 40
+CLIENTS, PATIENCE_S = 40, 200.0
+"""Clients whose requests run when a process is lost, and how long they wait: the machine may have other work."""
 
 OVERWRITE_STORE = """
 import os, sys, threading, time
@@ -216,7 +217,7 @@ def test_a_process_that_is_stopped_or_killed_loses_no_request(
         fields = {"prompt": [3, 50, 61], "max_tokens": 450, "temperature": 0, "ignore_eos": True}
         before = target.complete(**fields)[1]["choices"][0]["token_ids"]
         process, num_starts = target.served.pids[0], len(target.served.starts)
-        running = [pool.submit(target.complete, **fields) for _ in range(CLIENTS)]
+        running = [pool.submit(target.complete, PATIENCE_S, **fields) for _ in range(CLIENTS)]
         assert eventually(lambda: target.metric("xgpt_requests_running") >= 4, 30)
         if kind == "launcher":
             process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
