@@ -341,14 +341,14 @@ def _although_broken(near: Verdict, constraint: Constraint) -> Verdict:
     the aim.
     """
     assert near.best is not None and near.plan is not None
-    seconds = f"{near.best.latency_s:.3g} s"
+    wider_s = near.plan.constraint.latency_bound_s
     return replace(
         near,
         running=near.running.model_copy(update={"keeps_bound": False}),
         best=near.best.model_copy(update={"keeps_bound": False}),
         plan=near.plan.model_copy(update={"constraint": constraint}),
         breaks_bound=True,
-        reason=f"no plan keeps the bound of {_bound(constraint)}; {seconds} are close to the best possible",
+        reason=f"no plan keeps the bound of {_bound(constraint)}; with {wider_s:.3g} s, {near.reason}",
     )
 
 
