@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -30,16 +31,19 @@ class Others:
         self._before, self._whole_before = self._seconds()
 
     def cores(self) -> dict[str, float]:
-        """Return the average cores that other processes have used so far, by name, the busiest first.
+        """Return the average cores that other processes have used so far, by name, the busiest first. The name of a
+        process is followed by its id, for example "python[4711]", unless several have this name.
 
         "steal" is time that a virtual machine's host gave to others; `UNSEEN` is time of processes that have ended or
         are not visible.
         """
         wall_s, by_name = max(time.monotonic() - self._started, 1e-9), dict[str, float]()
         seconds, whole = self._seconds()
+        times = Counter(name for name, _ in seconds.values())
         for key, (name, until) in seconds.items():
             taken = until - self._before.get(key, (name, 0.0))[1]
-            by_name[name] = by_name.get(name, 0.0) + taken
+            label = f"{name}[{key[0]}]" if key[0] and times[name] == 1 else name
+            by_name[label] = by_name.get(label, 0.0) + taken
         seen = sum(taken for name, taken in by_name.items() if name != STEAL)
         by_name[UNSEEN] = whole - self._whole_before - seen
         found = sorted(by_name.items(), key=lambda item: -item[1])

@@ -72,7 +72,7 @@ def test_the_cpu_time_of_other_processes_is_read_from_proc(tmp_path: Path) -> No
     (tmp_path / "14" / "stat").unlink()  # it has ended, and others that were never seen took 7 s with it
     (tmp_path / "stat").write_text(f"cpu  {9000 + 42 * tick} 0 0 0 0 0 0 {tick} 0 0\ncpu0 0\n")
     found = others.cores()
-    assert list(found) == ["cc (1)", UNSEEN, "make", "steal"]
+    assert list(found) == ["cc (1)[12]", UNSEEN, "make[13]", "steal"]
     assert found[UNSEEN] == pytest.approx(7 * found["steal"], rel=0.05)
-    assert found["cc (1)"] == pytest.approx(2 * found["make"], rel=0.05)
-    assert found["make"] == pytest.approx(5 * found["steal"], rel=0.05)
+    assert found["cc (1)[12]"] == pytest.approx(2 * found["make[13]"], rel=0.05)
+    assert found["make[13]"] == pytest.approx(5 * found["steal"], rel=0.05)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -82,19 +82,69 @@ def _parse(decoder: msgspec.json.Decoder[P], body: Body) -> P:
         param = next((match[1] for match in found if match), None)
         raise ApiError(400, _explained(str(error), decoder.type), param=param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
+        raise ApiError(400, f"the body is not JSON: {_in_text(body) or error}") from None
     request.check()
     return request
+
+
+def _in_text(body: Body) -> str | None:
+    """Return what is wrong with the text of a body, with its position there; None if it is UTF-8. msgspec counts from
+    the beginning of a string.
+    """
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        return f"byte {error.start} ({body[error.start]:#04x}) is not UTF-8"
+    return None
+
+
+_type_info = cache(msgspec.inspect.type_info)
+VLLM_FIELDS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+"""Fields of vLLM, of today and before, that restrict an output."""
+
+
+def _accepted(kind: Any, path: str) -> str:
+    """Return, for the end of a message, the values that a field may have; "" if they are not a few words.
+
+    Args:
+        path: the field's path in messages of msgspec, for example $.tools[0].type.
+    """
+    types = [_type_info(kind)]
+    names = re.findall(r"\w+|\[", path)
+    for depth, name in enumerate(names, 1):
+        structs = [each for each in types if isinstance(each, msgspec.inspect.StructType)]
+        if depth == len(names) and (tags := [str(each.tag) for each in structs if each.tag_field == name]):
+            return f"; accepted are {', '.join(tags)}"
+        if name == "[":
+            found = [each.item_type for each in types if isinstance(each, msgspec.inspect.ListType)]
+        elif name.isdigit():
+            continue
+        else:
+            found = [field.type for each in structs for field in each.fields if field.encode_name == name]
+        types = [alternative for each in found for alternative in _alternatives(each)]
+    words = [str(word) for each in types if isinstance(each, msgspec.inspect.LiteralType) for word in each.values]
+    return f"; accepted are {', '.join(words)}" if words else ""
+
+
+def _alternatives(kind: Any) -> Sequence[Any]:
+    """Return the types of which a field's value may be one."""
+    if isinstance(kind, msgspec.inspect.Metadata):
+        return _alternatives(kind.type)
+    return kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
 
 
 def _explained(says: str, kind: Any) -> str:
     """Return msgspec's message with the nearest known field, or in plain words for what clients often get wrong."""
     if match := re.fullmatch(r"Object contains unknown field `(\w+)`", says):
+        if match[1] in VLLM_FIELDS:
+            return f"{match[1]}: send a JSON schema in response_format, in a chat"
         return says + nearest(match[1], [field.encode_name for field in msgspec.structs.fields(kind)])
     if match := re.fullmatch(r"Expected `array` of length >= 1 - at `\$\.(\w+)`", says):
         return f"{match[1]}: at least one is needed"
     if match := re.fullmatch(r"Invalid value '(\w+)' - at `\$\.(\w+)\[.*content\[.*\.type`", says):
         return f"{match[2]}: this server takes text only, not {match[1]!r}"
+    if match := re.fullmatch(r"Invalid (?:enum )?value '.*' - at `\$(\..+)`", says, re.DOTALL):
+        return says + _accepted(kind, match[1])
     return says
 
 

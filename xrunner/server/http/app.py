@@ -114,6 +114,11 @@ def _reload_on_hangup(keys: ApiKeys) -> None:
 
 
 MAX_PATH_SHOWN = 100
+NOT_SERVED = {
+    **dict.fromkeys(("/embeddings", "/score", "/rerank", "/pooling"), "this server generates text only"),
+    "/ping": "use /health, or /ready",
+}
+"""Paths that other servers have, without /v1, and what to tell their clients."""
 
 
 async def _refuse(http: Request, error: Exception) -> Response:
@@ -134,6 +139,8 @@ def _no_route(http: Request, error: HTTPException) -> str:
     says = f"there is no {http.method} {path}"
     if error.status_code == 405:
         return f"{says}: use {(error.headers or {}).get('Allow', 'POST').replace('HEAD, ', '').replace(', HEAD', '')}"
+    if (reason := NOT_SERVED.get(path.removeprefix("/v1"))) is not None:
+        return f"{says}: {reason}"
     known = [route.path for route in http.app.routes]
     near = f": did you mean /v1{path}?" if f"/v1{path}" in known else nearest(path, known)
     return f"{says}{near or '; /openapi.json lists what there is'}"

@@ -155,8 +155,8 @@ class Server(uvicorn.Server):
     async def _drain(self) -> None:
         """Let running requests finish while new ones, and /ready, are answered with 503."""
         self._engine.drain()
-        end_s = time.monotonic() + self._drain_s
-        logger.info("draining %d requests, up to %g s", self._engine.num_requests, self._drain_s)
+        end_s, num_requests = time.monotonic() + self._drain_s, self._engine.num_requests
+        logger.info("draining %d requests, up to %g s; a second signal ends them at once", num_requests, self._drain_s)
         while not self.force_exit and self._engine.num_requests and time.monotonic() < end_s:
             await asyncio.sleep(TICK_S)
         # What has been generated must still be written; uvicorn closes its sockets before it waits for that.

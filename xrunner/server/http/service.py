@@ -67,8 +67,15 @@ MAX_KEY = 60
 
 
 def _first_line(reason: str) -> str:
-    """Return a compiler's reason without its place in the grammar, and without the grammar itself."""
-    return re.sub(r"^at \d+\(\d+\): ", "", reason.strip().partition("\n")[0])
+    """Return a compiler's reason without its place in the grammar, and without the grammar itself.
+
+    A reason about a regular expression has several lines: what failed, the expression, marks below it, "error: why".
+    """
+    said, *more = re.sub(r"^at \d+\(\d+\): ", "", reason.strip()).split("\n")
+    why = next((line for line in more if line.startswith("error: ")), None)
+    if said.endswith("regex parse error:") and why is not None:
+        said = f"{said} {cut(more[0].strip(), MAX_KEY)}: {why.removeprefix('error: ')}"
+    return said
 
 
 def _parts(path: str, schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -242,11 +249,11 @@ class Service:
             tokens = request.tokens
         if self._codec is None:
             refuse("tokens", "this model has no tokenizer")
-        if len(tokens) > self._spec.max_context or any(token >= self._spec.vocab_size for token in tokens):
-            refuse(
-                "tokens",
-                f"at most {self._spec.max_context} token ids, each below {self._spec.vocab_size}, are accepted",
-            )
+        most, size = self._spec.max_context, self._spec.vocab_size
+        if len(tokens) > most:
+            refuse("tokens", f"{len(tokens)} token ids are more than {most}")
+        if (wrong := next((token for token in tokens if token >= size), None)) is not None:
+            refuse("tokens", f"token {wrong} is outside of the vocabulary of {size}")
         return _json({"prompt": await self._prompts.text(info, tokens)})
 
     def _check(self, request: GenerationRequest) -> None:

@@ -50,7 +50,7 @@ def test_a_draining_server_answers_that_it_is_not_ready(caplog: pytest.LogCaptur
         assert running.result().status_code == 200
         thread.join()
     assert [record.getMessage() for record in caplog.records if record.name.endswith("process")] == [
-        "draining 1 requests, up to 5 s",
+        "draining 1 requests, up to 5 s; a second signal ends them at once",
         "stopped",
     ]
 

@@ -42,6 +42,33 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
         ("/completions", {"prompt": [1]}, 404, "there is no POST /completions: did you mean /v1/completions?"),
         ("/v1/completion", {"prompt": [1]}, 404, ": did you mean /v1/completions?"),
         ("/v1/completions", None, 405, "there is no GET /v1/completions: use POST"),
+        ("/v1/embeddings", {"input": "x"}, 404, "no POST /v1/embeddings: this server generates text only"),
+        ("/ping", None, 404, "there is no GET /ping: use /health, or /ready"),
+        ("/detokenize", {"tokens": [1, 99999]}, 400, "tokens: token 99999 is outside of the vocabulary"),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER], "guided_json": {}},
+            400,
+            "guided_json: send a JSON schema in response_format, in a chat",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER], "response_format": {"type": "json"}},
+            400,
+            "`$.response_format.type`; accepted are text, json_object, json_schema",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER], "tools": [{"type": "web_search"}]},
+            400,
+            "`$.tools[0].type`; accepted are function",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER], "tool_choice": "always"},
+            400,
+            "`$.tool_choice`; accepted are auto, none, required",
+        ),
     ],
 )
 def test_a_refusal_names_the_way_out_and_is_logged_and_counted(
@@ -64,6 +91,12 @@ def test_a_refusal_names_the_way_out_and_is_logged_and_counted(
     assert counted() == before + 1
     (line,) = (record for record in caplog.records if getattr(record, "fields", {}).get("path") == path)
     assert line.fields["error"] == message[:200]  # type: ignore[attr-defined]
+
+
+def test_a_body_that_is_not_utf_8_is_refused_with_the_place_in_the_body(url: str) -> None:
+    body = '{"model": "fake", "prompt": "é"}'.encode("latin-1")
+    answer = httpx.post(f"{url}/v1/completions", content=body, trust_env=False)
+    assert answer.json()["error"]["message"] == f"the body is not JSON: byte {body.index(0xE9)} (0xe9) is not UTF-8"
 
 
 def nested(depth: int) -> str:
@@ -110,6 +143,8 @@ def test_what_nests_too_deeply_is_refused_at_every_depth(name: str, url: str) ->
 def test_a_refused_schema_shows_no_grammar() -> None:
     reason = "at 2(9): failed to compile JSON schema: Invalid type: objekt\n   1 | start: answer\n   2 | answer: %json"
     assert _first_line(reason) == "failed to compile JSON schema: Invalid type: objekt"
+    reason = "failed: regex parse error:\n    ^(?=a)b\n     ^^^\nerror: look-around is not supported"
+    assert _first_line(reason) == "failed: regex parse error: ^(?=a)b: look-around is not supported"
     schema = {"type": "object", "properties": {"a": {"anyOf": [{"type": "objekt"}]}}, "items": {}}
     parts = dict(_parts("schema", schema))
     assert list(parts) == ["schema.properties.a", "schema.items"]
@@ -126,6 +161,12 @@ def test_a_refused_schema_is_named_by_its_path(tmp_path: Path) -> None:
     with running(fake_app(fake_engine(FakeExecutor()), codec=byte_codec(), grammars=grammars)) as url:
         body = {"model": "fake", "messages": [USER], "response_format": form}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, trust_env=False)
+        schema["properties"] = {"a": {"type": "string", "pattern": "^(?=a)b"}}
+        in_pattern = httpx.post(f"{url}/v1/chat/completions", json=body, trust_env=False)
+    assert in_pattern.json()["error"]["message"] == (
+        "response_format: json_schema.schema.properties.a is not accepted: failed to compile JSON schema: regex parse "
+        "error: ^(?=a)b: look-around, including look-ahead and look-behind, is not supported"
+    )
     assert answer.status_code == 400
     where, _, why = answer.json()["error"]["message"].partition(" is not accepted: ")
     assert where == "response_format: json_schema.schema.properties.b.items"
