@@ -72,7 +72,7 @@ class Option:
     is_required: bool = False
 
 
-TOGETHER = Option(metavar="SHARE", unset="none: `quantile` of requests keep all bounds together")
+TOGETHER = Option(metavar="SHARE", unset="no separate share: `quantile` of requests keep all bounds together")
 Name = Annotated[str, BeforeValidator(lambda given: os.fspath(given) if isinstance(given, os.PathLike) else given)]
 """A shipped name, or a path."""
 
