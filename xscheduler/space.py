@@ -412,7 +412,9 @@ class Evaluation:
 
     @cached_property
     def lesser(self) -> Performance:
-        """Predictions of the least batches that the points stand for; their times must keep the constraint."""
+        """Predictions of the smallest batches that the points represent; the times of these batches must keep the
+        constraint.
+        """
         return self.performance if self._lesser is None else self._lesser(np.arange(len(self.left)))
 
     @cached_property

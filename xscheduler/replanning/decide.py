@@ -158,8 +158,9 @@ def decide(judge: Judge) -> Verdict:
     """Compare the running plan with the best one.
 
     A plan on the same stages takes over if it gains enough, or if the running plan breaks its bound. A plan on another
-    placement must also repay the pause. If no plan keeps the bound, one that nearly keeps it takes over, unless the
-    running plan keeps the bound at some arrival rate, since the search may miss plans that keep it in simulation.
+    placement must also repay the pause. If no plan keeps the bound, a plan that nearly keeps it takes over. But if the
+    running plan keeps the bound at some arrival rate, it stays, since the search may miss plans that keep the bound in
+    simulation.
 
     Raises:
         InputError: the profile is not that of the plan's devices.
