@@ -369,7 +369,7 @@ def _filled(grid: Array, axes: Sequence[Array]) -> Array:
                 grid[place] = grid[before] + axes[d][place[d]] - axes[d][place[d] - 1]
                 break
         else:
-            raise InputError("latency", "missing", "the table lacks its smallest point")
+            raise InputError("latency", "missing", "the table must hold the point of the smallest sizes")
     return grid
 
 
