@@ -13,6 +13,7 @@ import termios
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -55,6 +56,15 @@ def test_the_command_is_read_back_as_the_plan(engine: str) -> None:
         assert (again.policy.token_budget, again.policy.max_batch) == (4096, 96)
     else:
         assert "vllm" not in command
+
+
+def test_vllm_runs_at_most_one_request_for_each_token_of_a_step() -> None:
+    for engine, most in (("vllm", 64), ("sglang", 300)):
+        subject = replace(problem("llama-3.1-8b", "h200x8", "azure-conv", 6.0), engine=load_engine(engine))
+        candidates = scheduler(subject).candidates
+        space = candidates.space("chunked", candidates.uniform_placement("chunked", 2, 1, 4, 1))
+        columns = {"token_budget": np.array([64]), "max_batch": np.array([300])}
+        assert space.settings(columns, 0).max_batch == most  # type: ignore[union-attr]
 
 
 def test_a_plan_for_a_log_says_what_to_run_and_what_the_log_asks_for(xgpt: Xgpt) -> None:

@@ -49,7 +49,7 @@ def engine_command(plan: Plan, kept: Sequence[str] = ()) -> str | None:
     if framework == "vllm":
         words = ["vllm", "serve", model, *_flag("--tensor-parallel-size", tp), *_flag("--pipeline-parallel-size", pp)]
         words += [*_flag("--data-parallel-size", sharing), *(["--enable-expert-parallel"] if ep > 1 else [])]
-        words += ["--max-num-batched-tokens", str(tokens), "--max-num-seqs", str(policy.max_batch)]
+        words += ["--max-num-batched-tokens", str(tokens), "--max-num-seqs", str(min(policy.max_batch, tokens))]
         words += ["--gpu-memory-utilization", f"{share:g}"]
         words += ["--quantization", "fp8"] if quantizes else []
         words += ["--kv-cache-dtype", "fp8"] if kv_in_eight else []
