@@ -14,6 +14,7 @@ from xgpt.core.schema import Constraint, Histogram, Plan, Profile
 from xgpt.core.version import __version__
 from xgpt.pages import charts, render
 from xgpt.reporting import figures
+from xgpt.reporting.engine_command import command_in_words
 from xgpt.reporting.plan_text import (
     arrivals_in_words,
     objective_in_words,
@@ -26,6 +27,7 @@ from xscheduler.candidates import Candidates
 from xscheduler.expression import maximised
 from xscheduler.frontier import frontier
 from xscheduler.objectives.capacities import predicted_rate, with_capacity
+from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xscheduler.space import POLICIES
 from xsimulator.capacity import Trial
@@ -68,6 +70,7 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
             f"{bound} at {_ordinal(constraint.quantile)}"
         ),
         schedule=f"{plan.policy.kind}: {schedule_in_words(plan)}.",
+        commands=command_in_words({plan.policy.kind: plan}),
         cards=_cards(rated),
         warnings=plan.estimate.warnings,
         figures=_figures(rated, measured),
@@ -103,15 +106,18 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
 
 
 def _cards(plan: Plan) -> list[dict[str, str]]:
-    e = plan.estimate
+    e, quantile = plan.estimate, _ordinal(plan.constraint.quantile)
     cards = [
         ("requests a second, saturated", f"{e.throughput_rps:.2f}"),
-        ("output tokens a second", f"{e.output_tokens_per_s:,.0f}"),
-        (f"latency, {_ordinal(plan.constraint.quantile)}", f"{e.latency_s:.2f} s"),
-        ("time to first token", f"{e.ttft_s:.2f} s"),
+        ("output tokens a second, saturated", f"{e.output_tokens_per_s:,.0f}"),
     ]
+    if e.capacity is None or not plan.constraint.maximises_arrivals:
+        cards += [(f"latency, {quantile}", f"{e.latency_s:.2f} s"), ("time to first token", f"{e.ttft_s:.2f} s")]
     if e.capacity is not None:
-        cards.insert(0, ("arrivals a second at most", f"{e.capacity.rate_per_s:.2f}"))
+        at_most = [("arrivals a second at most", f"{e.capacity.rate_per_s:.2f}")]
+        if e.capacity.rate_per_s:
+            at_most.append((f"whole time at that rate, {quantile}", f"{e.capacity.whole_s:.2f} s"))
+        cards = at_most + cards
     if e.cost_per_million_tokens is not None:
         cards.append(("per million output tokens", f"{e.cost_per_million_tokens:.2f}"))
     if plan.search.gap is not None:
@@ -126,28 +132,38 @@ def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
     bounds = Constraint() if c.maximises_arrivals else c
     latency_s = measured.request_latency_s if c.sla == "request" else measured.latency_s
 
-    def row(name: str, predicted: float, simulated: float | None, bound: float | None = None) -> dict[str, str]:
-        def text(value: float | None) -> str:
-            return "-" if value is None else f"{value:,.3f}"
+    def text(value: float | None) -> str:
+        return "-" if value is None else f"{value:,.3f}"
 
-        return {"name": name, "predicted": text(predicted), "simulated": text(simulated), "bound": text(bound)}
+    def row(
+        name: str, predicted: float | None, simulated: float | None, bound: float | None = None, field: str = ""
+    ) -> dict[str, str]:
+        least, most = e.ranges.get(field, (None, None))
+        return {
+            "name": name,
+            "predicted": text(predicted),
+            "range": "-" if least is None else f"{least:.3g} to {most:.3g}",
+            "simulated": text(simulated),
+            "bound": text(bound),
+        }
 
     rows = [
-        row("throughput, requests/s", e.throughput_rps, measured.throughput_rps, c.arrival_rate_per_s),
+        row(
+            "throughput, requests/s", e.throughput_rps, measured.throughput_rps, c.arrival_rate_per_s, "throughput_rps"
+        ),
         row("output tokens/s", e.output_tokens_per_s, measured.output_tokens_per_s),
-        row(f"latency at {_ordinal(c.quantile)}, s", e.latency_s, latency_s, bounds.latency_bound_s),
+        row(f"latency at {_ordinal(c.quantile)}, s", e.latency_s, latency_s, bounds.latency_bound_s, "latency_s"),
         row("time to first token, s", e.ttft_s, measured.ttft_s, bounds.ttft_s),
         row("time per output token, s", e.tpot_s, None, bounds.tpot_s),
-        row("inter-token latency p99, s", e.itl_p99_s, measured.itl_p99_s),
+        row("inter-token latency p99, s", e.itl_p99_s, measured.itl_p99_s, field="itl_p99_s"),
     ]
     found = e.capacity
     if found is not None:
-        closed = found.closed_form_per_s
-        rate = row("highest arrival rate, requests/s", closed or 0.0, found.rate_per_s, c.arrival_rate_per_s)
-        rows.insert(0, rate if closed is not None else rate | {"predicted": "-"})
-        whole_s = found.whole_s if found.rate_per_s else None
-        name = f"from arrival to the last token, {_ordinal(c.quantile)}, s"
-        rows.insert(1, row(name, found.whole_s, whole_s, c.latency_bound_s) | {"predicted": "-"})
+        name = f"whole time at that rate, {_ordinal(c.quantile)}, s"
+        rows[:0] = [
+            row("highest arrival rate, requests/s", found.rate_per_s, None, c.arrival_rate_per_s, "rate_per_s"),
+            row(name, found.whole_s if found.rate_per_s else None, None, c.latency_bound_s),
+        ]
     return rows
 
 
@@ -239,15 +255,16 @@ def _frontier(plan: Plan, profile: Profile) -> Chart:
         )
     end = max(line.x[-1] for line in lines)
     lines = [charts.Series(line.name, [*line.x, end], [*line.y, line.y[-1]]) for line in lines]
-    e = plan.estimate
+    here, of_arrivals = search.score(plan.policy, Placement.of(plan)).estimate, plan.constraint.maximises_arrivals
     return charts.frontier(
         lines,
-        (e.latency_s, e.throughput_rps),
-        plan.constraint.latency_bound_s,
+        (here.latency_s, here.throughput_rps),
+        None if of_arrivals else plan.constraint.latency_bound_s,
         alt="highest throughput of each policy against its latency",
         caption=(
-            "Predicted: the highest throughput of each policy by latency, on a grid of settings; a search between "
-            "grid points may find slightly more."
+            "By closed form, at saturation: the highest throughput of each policy by latency from admission, on a grid "
+            "of settings; a search between grid points may find slightly more."
+            + (" The plan's bound is on requests that arrive below saturation." if of_arrivals else "")
         ),
     )
 

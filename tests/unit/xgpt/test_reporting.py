@@ -61,7 +61,7 @@ def test_a_bound_on_all_requests_stands_beside_what_all_simulated_ones_took() ->
     plan = plan.model_copy(update={"constraint": plan.constraint.model_copy(update={"sla": "request"})})
     profile = problem("llama-3.1-8b", "h200x1", "orca").profile
     measured, _ = simulate(plan, profile, plan.workload, NUM_REQUESTS, np.random.default_rng(0))
-    shown = re.search(r"latency at p99, s</td><td>[\d.]+</td><td>([\d.]+)</td>", page_of(plan))
+    shown = re.search(r"latency at p99, s</td><td>[\d.]+</td><td>.*?</td><td>([\d.]+)</td>", page_of(plan))
     assert shown is not None and shown[1] == f"{measured.request_latency_s:.3f}" != f"{measured.latency_s:.3f}"
 
 
@@ -69,10 +69,21 @@ def test_no_latency_is_shown_at_a_rate_that_does_not_keep_the_bounds() -> None:
     plan = a_plan("static")
     none = Capacity(rate_per_s=0, whole_s=0, share_kept=0, num_requests=2000, warm_up_requests=32, seed=0)
     plan = plan.with_estimate(capacity=none)
-    assert "from arrival to the last token, p99, s</td><td>-</td><td>-</td>" in page_of(plan)
+    assert "whole time at that rate, p99, s</td><td>-</td><td>-</td>" in page_of(plan)
     shown = plans_table({"static": plan})
     row = dict(zip(shown.columns, shown.rows[0], strict=True))
     assert (row["arrivals/s"], row.get("whole s", "-")) == ("0.000", "-")
+
+
+def test_a_report_on_arrivals_shows_the_latency_under_the_bound_and_the_command() -> None:
+    plan = a_plan("chunked")
+    kept = Capacity(rate_per_s=3.5, whole_s=3.9, share_kept=0.99, num_requests=2000, warm_up_requests=32, seed=0)
+    constraint = plan.constraint.model_copy(update={"sla": "request", "objective": "arrivals"})
+    page = page_of(plan.with_estimate(capacity=kept).model_copy(update={"constraint": constraint}))
+    cards = re.findall(r'<div class="value">(.*?)</div><div class="label">(.*?)</div>', page)
+    assert cards[:2] == [("3.50", "arrivals a second at most"), ("3.90 s", "whole time at that rate, p99")]
+    assert "latency, p99" not in {label for _, label in cards}
+    assert "run in vLLM itself: vllm serve meta-llama/Llama-3.1-8B-Instruct" in page
 
 
 def test_nothing_is_loaded_and_nothing_runs(hostile_page: str) -> None:
