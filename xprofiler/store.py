@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from xgpt.core.errors import InputError, MachineError, not_installed
+from xgpt.core.errors import InfeasibleError, InputError, MachineError, not_installed
 from xgpt.core.io import cache_dir, dump_json, file_sha256, load_json, sha256, write_atomic
 from xgpt.core.progress import Progress
 from xgpt.core.schema import ClusterSpec, DType, EngineKind, EngineSpec, ModelSpec, Plan, Precision, Profile
@@ -170,11 +170,21 @@ def measured_profile(
     see `obtain_profile`.
 
     Raises:
+        InfeasibleError: the weights do not fit in this machine's memory.
         InputError: the model does not run in that dtype here, or does not keep K/V in that type.
         MachineError: this machine cannot be measured.
     """
     dtype = dtype_of(spec, cluster, dtype)
     kv_dtype = kv_dtype_of(cluster, dtype, kv_dtype)
+    needed, offered = spec.weight_bytes(dtype), cluster.device.memory_bytes * cluster.num_devices
+    if needed > offered:
+        raise InfeasibleError(
+            f"memory: the weights of {spec.name} in {dtype} are {needed / 2**30:.1f} GiB, but this machine "
+            f"(`cluster={cluster.name}`) has {offered / 2**30:.1f}; give the `cluster` to plan for, such as "
+            "`cluster=h100x8`",
+            nearest_bound_s=None,
+            binding="memory",
+        )
     with Ahead(spec, dtype, kv_dtype, is_cpu=cluster.device.type == "cpu") as compiling:
         from xprofiler import measure  # importing torch takes long, so the processes start first
 

@@ -370,8 +370,8 @@ class Space:
 
     def settings(self, columns: dict[str, Ints], index: int) -> PolicySettings:
         values = {name: int(column[index]) for name, column in columns.items()}
-        engine = self.limits.engine
-        if engine is not None and engine.framework == "vllm" and "token_budget" in values and "max_batch" not in self.fixed:
+        engine, is_free = self.limits.engine, "max_batch" not in self.fixed
+        if engine is not None and engine.framework == "vllm" and "token_budget" in values and is_free:
             # vLLM starts only if a step has a token for each running request; more of them would not decode anyway.
             most = max(self.least_requests, values["token_budget"] // self.placement.microbatches)
             values["max_batch"] = min(values["max_batch"], most)

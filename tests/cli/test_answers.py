@@ -155,3 +155,9 @@ def test_a_terminal_of_this_width(width: int, tmp_path: Path) -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()).replace("\r", "")
     assert max(len(line.rstrip()) for line in text.split("\n")) <= width
     assert "…" not in text and "chunked: token_budget 4096, max_batch 96" in " ".join(text.split())
+
+
+def test_a_model_that_does_not_fit_on_this_machine_is_refused_before_it_is_measured(xgpt: Xgpt) -> None:
+    ran = xgpt("plan", "--model", "gpt3-341b", "--workload", "orca", "--latency-bound", "15")
+    assert ran.code == 1 and "the weights of gpt3-341b in float32 are" in ran.err
+    assert "give the --cluster to plan for" in " ".join(ran.err.split())

@@ -173,7 +173,7 @@ def compare(
         plans = {kind: plans[kind], **plans}
     best, lines = next(iter(plans.values())), list[str]()
     if scored is not None:
-        lines = answer(scored, scored_profile, best, problem, trace)
+        lines = answer(scored, scored_profile, best, problem, trace, running_problem)
     kept = () if running is None or best.engine is None or not _runs_in(running, best.engine) else running.kept_words
     found = Compared(plans, {}, scored, notes, ranges=gains, answer=tuple(lines), kept_words=kept)
     on_found(found)

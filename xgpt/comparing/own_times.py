@@ -21,13 +21,19 @@ MOST_REPLAYED = 50_000
 
 
 def answer(
-    current: Plan, current_profile: Profile, best: Plan, problem: Problem, trace: TraceLengths | None
+    current: Plan,
+    current_profile: Profile,
+    best: Plan,
+    problem: Problem,
+    trace: TraceLengths | None,
+    running: Problem,
 ) -> list[str]:
     """Return lines on the share of a log's requests that keep the bounds at their own times, and on the others.
 
     Args:
         best: the plan to compare the deployment with.
         problem: the problem of the plans.
+        running: the problem with the engine and the data types of the deployment.
         trace: the log; None, or a log without times: nothing is returned.
     """
     constraint = problem.constraint
@@ -48,26 +54,26 @@ def answer(
     ]
     late = now.excess(constraint.all_bounds) > 1
     if late.any():
-        lines += _others(problem, part, late, planned)
+        lines += _others(running, part, late, planned)
     elif share >= quantile:
         lines.append("no request is late: the settings are not to blame")
     return lines
 
 
 def _others(
-    problem: Problem, trace: TraceLengths, late: npt.NDArray[np.bool_], planned: RequestTimes | None
+    running: Problem, trace: TraceLengths, late: npt.NDArray[np.bool_], planned: RequestTimes | None
 ) -> list[str]:
     """Return a line on the requests that break a bound: outputs that no setting makes fast enough, and the others."""
-    number, constraint = int(late.sum()), problem.constraint
+    number, constraint = int(late.sum()), running.constraint
     parts, too_long = list[str](), np.zeros(len(late), bool)
-    found = fastest(scheduler(problem).candidates, ("chunked", "orca"))
+    found = fastest(scheduler(running).candidates, ("chunked", "orca"))
     if constraint.latency_bound_s is not None and found is not None and found.each_s > 0:
         most = 1 + int((constraint.latency_bound_s - found.first_s) / found.each_s)
         too_long = late & (np.asarray(trace.output) > most)
         if too_long.any():
             ways = [
-                "" if problem.profile.dtype == "float8" else "dtype=float8",
-                "" if problem.speculation else "a draft",
+                "" if running.profile.dtype == "float8" else "dtype=float8",
+                "" if running.speculation else "a draft",
             ]
             parts.append(
                 f"{int(too_long.sum())} have outputs over {most:,} tokens, each of which takes "
@@ -76,14 +82,14 @@ def _others(
                 "output tokens"
             )
     if rest := number - int(too_long.sum()):
-        still = 0 if planned is None else _late_in(planned, problem, too_long)
+        still = 0 if planned is None else _late_in(planned, running, too_long)
         better = "" if planned is None else f"; under the best plan {still} of them are late"
         parts.append(f"{rest} are late because requests wait or share steps{better}")
     return [f"the other {number:,}: {'; '.join(parts)}"]
 
 
-def _late_in(planned: RequestTimes, problem: Problem, too_long: npt.NDArray[np.bool_]) -> int:
-    over = planned.excess(problem.constraint.all_bounds) > 1
+def _late_in(planned: RequestTimes, running: Problem, too_long: npt.NDArray[np.bool_]) -> int:
+    over = planned.excess(running.constraint.all_bounds) > 1
     size = min(len(over), len(too_long))
     return int((over[:size] & ~too_long[:size]).sum())
 
