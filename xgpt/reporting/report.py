@@ -23,12 +23,12 @@ from xgpt.reporting.plan_text import (
     schedule_in_words,
     settings_text,
 )
-from xscheduler.candidates import Candidates
 from xscheduler.expression import maximised
 from xscheduler.frontier import frontier
 from xscheduler.objectives.capacities import predicted_rate, with_capacity
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
+from xscheduler.schedule import scheduler
 from xscheduler.space import POLICIES
 from xsimulator.capacity import Trial
 from xsimulator.clock import Span as StageSpan
@@ -242,10 +242,10 @@ def _timeline(plan: Plan, spans: list[StageSpan]) -> Chart:
 
 def _frontier(plan: Plan, profile: Profile) -> Chart:
     relaxed = plan.constraint.model_copy(update={"latency_bound_s": None})
-    candidates = Candidates(Problem.of(plan, profile).under(relaxed))
+    search = scheduler(Problem.of(plan, profile).under(relaxed))
     lines = []
     for kind in POLICIES:
-        points = frontier(candidates.spaces(kind))
+        points = frontier(search.candidates.spaces(kind))
         if points:
             x, y = [p.latency_s for p in points], [p.throughput_rps for p in points]
             lines.append(charts.Series(kind, x, y))
