@@ -22,6 +22,8 @@ cap along it.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtr
@@ -45,6 +47,40 @@ LENGTH_EDGES = np.unique(np.concatenate([np.linspace(0, 0.9, 13), np.linspace(0.
 
 P99_DEVIATE = 2.33
 INPUT_EDGES = np.asarray([0.0, 0.35, 0.65, 0.85, 0.95, 0.99, 1.0])
+
+
+class LoadPoints(NamedTuple):
+    """Points of the curves, with all that does not depend on the arrival rate. # [n] or [n, groups], unless stated
+
+    Attributes:
+        work, late_at: see `LoadCurves`. # [n, states]
+        log_width: log of the number of states that each state stands for. # [n, states]
+        last, share: the state before the last slot, and the share of the way from it to the next state.
+        spread: mean of one and of the squared variation of stays, halved.
+        is_late: whether a bound is broken without waiting.
+        gate: longest wait for the next admission. # [n, 1]
+        inside, beyond: parts of the time that remains for waiting, within the gate and beyond it.
+    """
+
+    saturation: Array
+    work: Array
+    late_at: Array
+    log_width: Array
+    last: npt.NDArray[np.intp]
+    share: Array
+    spread: Array
+    slow: Array
+    is_late: npt.NDArray[np.bool_]
+    gate: Array
+    inside: Array
+    beyond: Array
+
+    def longer(self, drain: Array) -> Array:
+        """Return the probability that a uniform wait up to the gate plus an exponential one at rate `drain` is too
+        long. # [n, 1] -> [n, groups]"""
+        beyond, inside, gate = self.beyond, self.inside, self.gate
+        late = 1 - inside / gate + (np.exp(-drain * beyond) - np.exp(-drain * (beyond + inside))) / (gate * drain)
+        return np.where(self.is_late, 1.0, late)
 
 
 class LoadCurves:
@@ -135,35 +171,49 @@ class LoadCurves:
             self._work[i] = total[self._states]
             self._late_at[i] = np.interp(self._states + 1, inside, self._late[i])
 
-    def late(self, curves: npt.NDArray[np.intp], loads: npt.NDArray[np.intp], rate: Array) -> Array:
-        """Return the share of requests that break a bound, for points of the curves at given arrival rates; 1 beyond
-        saturation.
+    def points(self, curves: npt.NDArray[np.intp], loads: npt.NDArray[np.intp]) -> LoadPoints:
+        """Return what `late` needs of points of the curves, apart from their rates. # [n], [n]"""
+        places = np.maximum(np.round(self._inside[curves, loads]), 1.0)
+        # Each state stands for all numbers up to the next one, as far as there are slots.
+        width = np.clip(np.minimum(np.append(self._states[1:], np.inf), places[:, None]) - self._states, 0.0, None)
+        with np.errstate(divide="ignore"):
+            log_width = np.where(width > 0, np.log(width), -np.inf)
+        index = np.clip(np.searchsorted(self._states, places - 1, side="right") - 1, 0, len(self._states) - 2)
+        before, after = self._states[index], self._states[index + 1]
+        left, gate = self._left[curves, loads], np.maximum(self._gate[curves, loads][:, None], 1e-12)
+        inside = np.clip(left, 0.0, gate)
+        return LoadPoints(
+            saturation=self.saturation[curves, loads],
+            work=self._work[curves],
+            late_at=self._late_at[curves],
+            log_width=log_width,
+            last=index,
+            share=np.clip((places - 1 - before) / (after - before), 0.0, 1.0),
+            spread=np.maximum((1 + self._stay_variation[curves, loads]) / 2, 1e-3),
+            slow=self._slow[curves, loads],
+            is_late=left < 0,
+            gate=gate,
+            inside=inside,
+            beyond=np.maximum(left - gate, 0.0),
+        )
 
-        # [n], [n], [n] -> [n]
-        """
-        saturation, inside = self.saturation[curves, loads], self._inside[curves, loads]
+    def late(self, points: LoadPoints, rate: Array) -> Array:
+        """Return the share of requests that break a bound at each point's arrival rate; 1 beyond saturation. # [n]"""
+        saturation, rows = points.saturation, np.arange(len(rate))
         stable = rate < saturation
         rate = np.minimum(rate, (1 - 1e-6) * saturation)
-        log_rate = np.log(rate)[:, None]
-        places = np.maximum(np.round(inside), 1.0)[:, None]
-        states = self._states
-        # Each state stands for all numbers up to the next one, as far as there are slots.
-        width = np.clip(np.minimum(np.append(states[1:], np.inf), places) - states, 0.0, None)
-        log_p = states * log_rate - self._work[curves]
-        with np.errstate(divide="ignore"):
-            log_p = np.where(width > 0, log_p + np.log(width), -np.inf)
+        log_p = self._states * np.log(rate)[:, None] - points.work
         log_load = np.log(rate / saturation)
-        decay = log_load / np.maximum((1 + self._stay_variation[curves, loads]) / 2, 1e-3)
-        last = _interpolated(states, places[:, 0] - 1, states * log_rate - self._work[curves])
+        decay = log_load / points.spread
+        last = log_p[rows, points.last] * (1 - points.share) + log_p[rows, points.last + 1] * points.share
+        log_p += points.log_width
         tail = last + log_load - np.log(-np.expm1(decay))
         top = np.maximum(log_p.max(axis=1), tail)
         p, tail = np.exp(log_p - top[:, None]), np.exp(tail - top)
         total = p.sum(axis=1) + tail
-        drain = -decay * saturation
-        slow = self._slow[curves, loads]
-        late = _longer(self._left[curves, loads], self._gate[curves, loads][:, None], drain[:, None])
-        late = (slow + (1 - slow) * late) @ self._shares
-        return np.where(stable, ((p * self._late_at[curves]).sum(axis=1) + tail * late) / total, 1.0)
+        late = points.longer((-decay * saturation)[:, None])
+        late = (points.slow + (1 - points.slow) * late) @ self._shares
+        return np.where(stable, ((p * points.late_at).sum(axis=1) + tail * late) / total, 1.0)
 
     def max_rate(self, at_least: float = 0.0) -> Array:
         """Return the highest rate at which the quantile of requests keeps the bounds, for every point of every curve; 0
@@ -174,10 +224,11 @@ class LoadCurves:
         """
         found = np.zeros_like(self.saturation)
         curves, loads = np.nonzero((self.saturation > at_least) & (self._late[:, :1] <= 1 - self._quantile))
-        low, high = np.zeros(len(curves)), self.saturation[curves, loads]
+        points = self.points(curves, loads)
+        low, high = np.zeros(len(curves)), points.saturation
         for _ in range(RATE_STEPS):
             middle = (low + high) / 2
-            keeps = self.late(curves, loads, middle) <= 1 - self._quantile
+            keeps = self.late(points, middle) <= 1 - self._quantile
             low, high = np.where(keeps, middle, low), np.where(keeps, high, middle)
         found[curves, loads] = low
         return found
@@ -200,19 +251,3 @@ def _groups(values: Array, probabilities: Array, edges: Array) -> tuple[Array, A
     shares = inside.sum(axis=0)
     kept = shares > 0
     return (values @ inside)[kept] / shares[kept], shares[kept] / shares.sum()
-
-
-def _interpolated(x: Array, at: Array, values: Array) -> Array:
-    """# x [m], at [n], values [n, m] -> [n]"""
-    index = np.clip(np.searchsorted(x, at, side="right") - 1, 0, len(x) - 2)
-    share = np.clip((at - x[index]) / (x[index + 1] - x[index]), 0.0, 1.0)
-    rows = np.arange(len(at))
-    return values[rows, index] * (1 - share) + values[rows, index + 1] * share
-
-
-def _longer(x: Array, gate: Array, drain: Array) -> Array:
-    """Return P(a uniform wait up to `gate` plus an exponential one at rate `drain` > x)."""
-    gate = np.maximum(gate, 1e-12)
-    inside, beyond = np.clip(x, 0.0, gate), np.maximum(x - gate, 0.0)
-    late = 1 - inside / gate + (np.exp(-drain * beyond) - np.exp(-drain * (beyond + inside))) / (gate * drain)
-    return np.where(x < 0, 1.0, late)

@@ -333,16 +333,19 @@ def request_latencies(
     return request_law(seen, lengths, skipped, num_requests, encode_emits=encode_emits(plan))
 
 
-def seen_at_once(plan: Plan, profile: Profile, inputs: Ints, outputs: Ints, longest: Ints) -> SeenSteps:
+def seen_at_once(
+    plan: Plan, profile: Profile, inputs: Ints, outputs: Ints, longest: Ints, needed: int | None = None
+) -> SeenSteps:
     """Return the steps of one replica's requests that are all present from the beginning, with mean step times; by
     counts if possible.
 
     Args:
         longest: the longest output that each request may have.
+        needed: number of requests, the first ones, after whose ends the run may end; None: all.
     """
     if (run := _counted_at_once(plan, profile, inputs, outputs, longest, is_logged=True)) is None:
         return SeenSteps.of_log(run_requests(plan, profile.of_means, TraceLengths(inputs, outputs, None), longest))
-    run.run()
+    run.run(KeptBounds((), 0, len(inputs) if needed is None else needed))
     return SeenSteps.of_run(run)
 
 

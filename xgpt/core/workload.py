@@ -168,8 +168,14 @@ def sample(workload: Workload, n: int, rng: np.random.Generator, *, stratified: 
 
 def _draw(histogram: Histogram, n: int, rng: np.random.Generator, *, stratified: bool) -> Ints:
     if stratified:
-        sizes = [min(BLOCK, n - start) for start in range(0, n, BLOCK)]
-        uniforms = np.concatenate([np.empty(0), *((rng.permutation(k) + rng.random(k)) / k for k in sizes)])
+        uniforms, sizes = np.empty(n), np.full(n, float(BLOCK))
+        sizes[n - n % BLOCK :] = n % BLOCK
+        strata = np.empty(n, np.int64)
+        for start in range(0, n, BLOCK):
+            end = min(start + BLOCK, n)
+            strata[start:end] = rng.permutation(end - start)
+            rng.random(out=uniforms[start:end])
+        uniforms = (strata + uniforms) / sizes
     else:
         uniforms = rng.random(n)
     index = np.searchsorted(np.cumsum(histogram.probabilities), uniforms, side="right")

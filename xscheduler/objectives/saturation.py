@@ -114,8 +114,11 @@ def saturated_figures(plan: Plan, profile: Profile) -> SaturatedFigures:
     total = skipped + count + outstanding_requests(plan)
     inputs, outputs = sample(plan.workload, total, np.random.default_rng(SEED))
     longest = np.full(total, plan.workload.output.lengths[-1])
-    seen = seen_at_once(plan, profile, inputs, outputs, longest)
-    ends = np.sort(seen.end_s[seen.last_token[seen.last_token >= 0]])
+    for needed in (skipped + count, None):  # rarely, exactly these requests have ended
+        seen = seen_at_once(plan, profile, inputs, outputs, longest, needed)
+        ends = np.sort(seen.end_s[seen.last_token[seen.last_token >= 0]])
+        if len(ends) > skipped + count:
+            break
     ended, span_s = endings(ends, skipped, min(skipped + count, len(ends) - 1))
     chosen = np.flatnonzero(seen.first_token >= 0)[skipped : skipped + count]
     first_s = seen.first_output_s(chosen, encode_emits=encode_emits(plan))

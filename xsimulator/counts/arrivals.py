@@ -32,9 +32,11 @@ def _fields(names: str, kind: type = np.int64) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
 
 
+NOT_YET = "first_ns end_ns after ends_with admitted_step first_step last_step joined_batch ends_at"
 REQUEST = np.dtype(
-    _fields("input output tokens most cached arrival_ns first_ns end_ns encoded after ends_with")
-    + _fields("admitted_ns admitted_step first_step last_step joined_batch joined_step joins_at made ends_at")
+    _fields("arrival_ns first_ns end_ns admitted_ns")
+    + _fields("input output tokens most cached encoded after ends_with", np.int32)  # a run takes as long as its memory
+    + _fields("admitted_step first_step last_step joined_batch joined_step joins_at made ends_at", np.int32)
 )
 """A request.
 
@@ -47,6 +49,11 @@ under WAA, number of decode steps that must have begun before it joins. made: nu
 preempted; they are encoded again with its prompt. ends_at: the iteration in which it ends; NONE: it does not decode.
 joined_batch, joined_step: the micro-batch in which it decodes, and the number of its first decode step there.
 """
+
+NEW = np.zeros(1, REQUEST)
+"""A request that has not arrived."""
+for _name in NOT_YET.split():
+    NEW[_name] = NONE
 
 BATCH = np.dtype(
     _fields("decoding held ending context inputs iteration steps phase since_encode")
@@ -188,6 +195,10 @@ class RunState(NamedTuple):
     log: Records
 
 
+AT_ONCE = 4096
+"""Number of requests whose fields are set together, so that they stay in the processor's cache."""
+
+
 class Run(ABC):
     """One run of a schedule over a stream.
 
@@ -211,14 +222,16 @@ class Run(ABC):
         is_logged: bool = False,
     ) -> None:
         count = len(stream.inputs)
-        new = np.zeros(1, REQUEST)
-        for name in ("first_ns", "end_ns", "after", "ends_with", "admitted_step", "first_step", "last_step"):
-            new[name] = NONE
-        new["joined_batch"] = new["ends_at"] = NONE
-        requests = np.repeat(new, count)  # faster than setting each field of all requests
-        requests["input"], requests["output"], requests["most"] = stream.inputs, stream.outputs, stream.max_output
-        requests["tokens"] = stream.tokens if len(stream.tokens) else stream.outputs
-        requests["arrival_ns"], requests["cached"] = stream.arrivals_ns, stream.cached if len(stream.cached) else 0
+        requests, new = np.empty(count, REQUEST), NEW.view(np.int32)
+        given = {"input": stream.inputs, "output": stream.outputs, "most": stream.max_output}
+        given |= {"tokens": stream.tokens if len(stream.tokens) else stream.outputs, "arrival_ns": stream.arrivals_ns}
+        given |= {"cached": stream.cached if len(stream.cached) else 0}
+        columns = {name: np.broadcast_to(np.asarray(values), count) for name, values in given.items()}
+        for start in range(0, count, AT_ONCE):
+            part = slice(start, start + AT_ONCE)
+            requests[part].view(np.int32).reshape(-1, len(new))[:] = new  # a copy of records is slower
+            for name, values in columns.items():
+                requests[name][part] = values[part]
         batches, lane = np.zeros(num_batches, BATCH), np.zeros(1, LANE)
         for name in ("first", "last", "unissued"):
             batches[name] = NONE

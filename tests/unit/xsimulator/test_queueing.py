@@ -28,7 +28,7 @@ def one_place(seconds: float, bound_s: float, quantile: float = 0.99) -> LoadCur
 
 
 def late(queue: LoadCurves, rate: float) -> float:
-    return float(queue.late(np.asarray([0]), np.asarray([1]), np.asarray([rate]))[0])
+    return float(queue.late(queue.points(np.asarray([0]), np.asarray([1])), np.asarray([rate]))[0])
 
 
 @pytest.mark.parametrize("load", [0.5, 0.8, 0.95])
