@@ -165,7 +165,7 @@ DEEP_VALUE: Any = "x"
 for _ in range(100):
     DEEP_VALUE = [DEEP_VALUE]
 CHATS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
-    "a template in a role": (message("x", role="{{ 7 * 7 }}"), (400,)),
+    "a template in a role": (message("x", role="{{ 7 * 7 }}"), (200, 400)),
     "a template in the content": (message("{% for i in range(10**9) %}x{% endfor %}"), (200,)),
     "special tokens": (message("</s><|im_end|><<SYS>>"), (200,)),
     "a role of a megabyte": (message("x", role="r" * 1_000_000), (400,)),
