@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -150,9 +151,13 @@ def _not_held(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
     reasons = [why_not_divided(problem.model, problem.engine, tp, ep) for ep in parts]
     if reasons[0] is not None and None not in reasons:
         return InfeasibleError(f"fix: {fixed}: {reasons[0]}", nearest_bound_s=None, binding="fix")
+    needed = math.prod(problem.fixed.get(name, 1) for name in ("tp", "pp", "replicas"))
+    if needed > candidates.placements.num_devices:
+        have = f"but the plan is for {candidates.placements.num_devices} of {problem.cluster.name}"
+        return InfeasibleError(f"fix: {fixed} needs {needed} devices, {have}", nearest_bound_s=None, binding="fix")
+    leave_out = "leave one of them out" if len(problem.fixed) > 1 else "leave it out"
     return InfeasibleError(
-        f"fix: no schedule of {', '.join(kinds)} on {candidates.problem.cluster.name} fits in memory with {fixed}; "
-        "leave one of them out",
+        f"fix: no schedule of {', '.join(kinds)} on {problem.cluster.name} fits in memory with {fixed}; {leave_out}",
         nearest_bound_s=None,
         binding="fix",
     )

@@ -133,6 +133,8 @@ def compare(
     running = None if current is None else read_current(current, cluster)
     notes = () if running is None else running.notes
     serves = None if running is None or "model" in request.model_fields_set else running.model
+    if running is not None and running.model is None and not {"model", "config"} & request.model_fields_set:
+        raise InputError("current", current, "it names no model: add it to the command, or give `model`")
     if serves is not None and "$" in serves:
         raise InputError("current", serves, VARIABLE)
     if serves is not None and (request.config is None or hub.is_id(serves)):
@@ -162,7 +164,13 @@ def compare(
                 *notes,
                 f"the current deployment is scored with weights in {weights} and K/V in {kv}, unlike the plans",
             )
-        scored = score_current(running_problem, running, longest)
+        try:
+            scored = score_current(running_problem, running, longest)
+        except InfeasibleError as error:
+            number, of = running.num_devices, problem.cluster.num_devices
+            if error.binding == "memory" and number < of:
+                error.args = (f"{error}; the current deployment uses {number} of the {of} devices",)
+            raise
         scored_profile = running_problem.profile
     plans = with_capacities(plan_each(problem, request.policy, request.search), problem.profile)
     gains: dict[str, Range] = {}

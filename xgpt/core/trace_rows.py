@@ -42,7 +42,7 @@ NAMES: dict[Role, tuple[str, ...]] = {
         "timestamp", "timestamp_s", "timestamp_ms", "timestamp_us", "timestamp_ns", "arrival_time", "arrival_time_s",
         "arrival_time_ms", "arrived_at", "arrival", "arrival_s", "arrival_ms", "request_start_ns",
         "start_time_unix_nano", "starttimeunixnano", "start_time", "start_times", "start_time_s", "start_time_ms",
-        "created", "created_at", "time", "time_s", "time_ms", "datetime", "date",
+        "created", "created_at", "time", "time_s", "time_ms", "datetime", "date", "ts", "request_time", "received_at",
     ),
 }  # fmt: skip
 """Names of columns and fields, as `plain` spells them; the first one that is present counts."""
@@ -148,7 +148,7 @@ def _csv_rows(path: Path, text: str) -> TraceRows:
     needed: tuple[Role, ...] = ("input", "output")
     if missing := [role for role in needed if role not in columns]:
         known = [name for role in missing for name in NAMES[role]]
-        unknown = [cell.strip() for cell in header if plain(cell) not in _ROLES]
+        unknown = [cell.strip() for cell in header if plain(cell) not in _ROLES and "char" not in plain(cell)]
         near = next(((cell, name) for cell in unknown if (name := similar(plain(cell), known))), None)
         hint = "" if near is None else f"; is it {near[0]!r}? Then name it {near[1]}"
         accepted = f"no column has a known name of the {missing[0]} length, such as {known[0]} or {known[3]}{hint}"

@@ -207,7 +207,7 @@ def _length(where: str, name: str, value: object) -> int:
         number = int(number)
     if isinstance(number, int) and not isinstance(number, bool) and 0 <= number <= LARGEST_LENGTH:
         return number
-    raise InputError(f"{where}, {name}", value, "it must be a whole number of tokens")
+    raise InputError(f"{where}, {name}", value, f"it must be a whole number of tokens, at most {LARGEST_LENGTH:,}")
 
 
 def _time(where: str, value: object) -> tuple[float, bool]:

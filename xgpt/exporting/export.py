@@ -159,7 +159,8 @@ def _engine_itself(plan: Plan) -> dict[str, str]:
         )
         raise InputError("plan.policy", plan.policy.kind, accepted)
     times = plan.replicas // plan.sharing_replicas
-    head = f"# By the engine's own scheduler; {times} of them make the plan.\n"
+    runs = "start this script once" if times == 1 else f"start this script {times} times"
+    head = f"# The engine's own scheduler runs the plan: {runs}.\n"
     return {"serve.sh": f'#!/bin/sh\n{head}set -eu\nexec {command} "$@"\n'}
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from xgpt import plan
 from xgpt.cli import main
 from xgpt.comparing import compare as comparing
 from xgpt.comparing.compare import Compared, compare
+from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schema import Plan
 from xgpt.requests import plan_request
 
@@ -90,3 +92,13 @@ def test_the_answer_is_printed_and_written_even_if_looser_bounds_fail(
     assert end.value.code == 0 and Plan.model_validate_json((tmp_path / "current.json").read_text())
     assert "gains from a looser bound are not known: IndexError: index 76" in out
     assert re.search(r"run in vLLM itself: vllm serve meta-llama/Llama-3.1-8B-Instruct .*--max-model-len 16384", out)
+
+
+def test_a_current_deployment_without_a_model_or_on_too_few_devices_is_named() -> None:
+    asked = {"workload": "orca", "latency_bound_s": 9, "objective": "saturated", "policy": "chunked"}
+    with pytest.raises(InputError, match="names no model"):
+        compare(plan_request(**asked, cluster="h100x8"), "vllm serve --tensor-parallel-size 8")
+    with pytest.raises(InfeasibleError, match="the current deployment uses 1 of the 8 devices"):
+        compare(plan_request(**asked, cluster="h100x8"), "vllm serve meta-llama/Llama-3.1-70B-Instruct")
+    with pytest.raises(InfeasibleError, match="tp=16 needs 16 devices, but the plan is for 8 of h100x8"):
+        plan(**asked, model="llama-3.1-8b", cluster="h100x8", fix={"tp": 16})
