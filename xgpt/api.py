@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+from xgpt.checkpoints import hub
 from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.errors import InputError
 from xgpt.core.io import load_json, parse_arguments
@@ -638,7 +639,12 @@ def _arrivals(load: LoadFields, default: int, burstiness: float = 1.0) -> tuple[
 
 
 def _plan(given: Plan | PathLike) -> Plan:
-    return given if isinstance(given, Plan) else load_json(Path(given), Plan, "plan")
+    if isinstance(given, Plan):
+        return given
+    name, path = str(given), Path(given)
+    if path.is_dir() or (path.suffix != ".json" and hub.is_id(name) and not path.exists()):
+        raise InputError("plan", name, f"it is a model: run `xgpt plan --model {name} --latency-bound S` first")
+    return load_json(path, Plan, "plan")
 
 
 def _is_fleet(path: PathLike) -> bool:

@@ -74,6 +74,10 @@ def write_config(kind: str, name: str, old: str, new: str) -> None:
         ("bench http://127.0.0.1:1 --calibrate x.json", "", "--calibrate is not accepted; it needs a plan"),
         ("bench http://127.0.0.1:1 --engine vllm", "", "--engine: 'vllm' is not accepted; it needs a plan"),
         ("bench missing.json --concurrency 3", "", "--concurrency: 3 is not accepted; it needs a URL"),
+        ("serve .", "", "it is a model: run `xgpt plan --model . --latency-bound S` first"),
+        ("serve meta-llama/Llama-3.1-8B-Instruct", "", "it is a model: run `xgpt plan --model meta-llama/Llama-3.1-8B"),
+        ("serve plan.json --tensor-parallel-size 2", "", "Give --fix tp=N to `xgpt plan`."),
+        (f"{PLAN} --tensor-parallel-size 2", "", "Give --fix tp=N."),
     ],
 )
 def test_options(xgpt: Xgpt, arguments: str, text: str, says: str) -> None:

@@ -130,7 +130,9 @@ def _elsewhere(error: click.NoSuchOption) -> str:
         return f" It is one of `xgpt {'`, `xgpt '.join(named)}`."
     for here, elsewhere in OPTIONS_ELSEWHERE.items():
         if error.option_name in elsewhere:
-            return f" Give {here}."
+            command = "" if error.ctx is None or error.ctx.info_name is None else error.ctx.info_name
+            to_plan = "" if _takes(command, re.split("[ ,]", here)[0]) else " to `xgpt plan`"
+            return f" Give {here}{to_plan}."
     near = similar(error.option_name, error.possibilities or [], cutoff=0.7)
     return f" Did you mean {near}?" if near else ""
 

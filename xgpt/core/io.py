@@ -136,8 +136,9 @@ FIELDS_OF_FILES = {
     "plan": {"policy", "stages"},
     "fleet": {"kinds", "intervals"},
     "profile": {"layers", "spread"},
+    "model's config": {"model_type"},
 }
-"""Fields by which plan.json, fleet.json and profile.json are told apart."""
+"""Fields by which plan.json, fleet.json, profile.json and config.json are told apart."""
 
 
 def load_json(path: Path, type_: type[T], field: str) -> T:
@@ -167,7 +168,7 @@ def load_json(path: Path, type_: type[T], field: str) -> T:
         raise InputError(
             f"{field}.schema_version",
             data.get("schema_version"),
-            f"this version of xgpt reads files of version {expected}; give such a file, or make the file again",
+            f"this version of xgpt reads files of version {expected}; give such a file, or make {path} again",
         )
     return parse(data, type_, field)
 

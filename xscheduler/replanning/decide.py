@@ -196,11 +196,12 @@ def _sustaining(judge: Judge, verdict: Verdict) -> Verdict | None:
     if served_rps >= arriving:
         return None
     given_s, found = judge.plan.constraint.latency_bound_s, None
+    least_rps = max(served_rps, judge.running.throughput_rps)
     for near in () if given_s is None else _wider(judge, given_s, WIDER[1:]):
         with suppress(InfeasibleError):  # another bound binds, too
             wide = _decide_feasible(near)
             assert wide.best is not None
-            if (wide.best if wide.switch else judge.running).throughput_rps <= served_rps:
+            if not wide.switch or wide.best.throughput_rps <= least_rps:
                 continue
             reason = f"{arriving:.3g} requests/s arrive, for which no plan keeps the bound of {given_s:g} s"
             reason = f"{reason}; with {near.plan.constraint.latency_bound_s:.3g} s, {wide.reason}"

@@ -19,6 +19,7 @@ from xgpt.core.workload import sample
 from xgpt.observation.observer import Observer
 from xgpt.observation.windows import observe_lengths
 from xscheduler.objectives.best_plans import plan_each
+from xscheduler.replanning import decide as decisions
 from xscheduler.replanning.decide import Verdict, decide, with_known_rate
 from xscheduler.replanning.judge import ArrivalsJudge, Terms
 from xscheduler.replanning.replanner import propose
@@ -182,6 +183,32 @@ def test_a_plan_for_few_arrivals_gives_way_when_more_arrive() -> None:
     assert risen.plan.constraint == running().constraint
     assert risen.reason.startswith("6 requests/s arrive, for which no plan keeps the bound of 8 s; with 13.2 s, ")
     assert not judged_at(6.0, large).switch
+
+
+def test_a_plan_that_serves_less_never_takes_over_while_more_requests_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More arrive than any plan serves; the plan for a wider bound serves more than the one for the bound, but less
+    than the running one."""
+
+    def outcome(throughput_rps: float, rate: float) -> Outcome:
+        return Outcome(
+            policy=running().policy,
+            throughput_rps=throughput_rps,
+            latency_s=1.6,
+            keeps_bound=False,
+            arrival_rate_per_s=rate,
+        )
+
+    judge = ArrivalsJudge(Situation.of(running(), OF.profile, observed(1.0, 1.0, 9.65)), Terms())
+    now = judge.__dict__["running"] = outcome(5.62, 1.9)
+    found = iter([4.2, 4.43, 4.43, 4.43])
+    monkeypatch.setattr(decisions, "_wider", lambda judge, *_: [judge] * 3)
+    monkeypatch.setattr(
+        decisions,
+        "_decide_feasible",
+        lambda _: Verdict(now, True, "it gains", outcome(next(found), 3.3), running(), gain=0.7, switch=True),
+    )
+    verdict = decide(judge)
+    assert not verdict.switch and verdict.reason.endswith("the running one serves more")
 
 
 def test_few_requests_do_not_cut_what_a_plan_serves() -> None:
