@@ -345,7 +345,17 @@ class Space:
         left = None if self.left is None else np.asarray([self.left[n] for n in columns["token_budget"].tolist()])
         return Evaluation(self._performance(model, columns), self, left, lesser if step else None)
 
+    def _as_run(self, columns: Mapping[str, Array | Ints]) -> Mapping[str, Array | Ints]:
+        """Return points with at most the requests that the engine runs: vLLM's scheduler needs a token of a step for
+        each running request."""
+        engine, is_chosen = self.limits.engine, "token_budget" in columns and "max_batch" not in self.fixed
+        if engine is None or (engine.framework, engine.scheduler) != ("vllm", "own") or not is_chosen:
+            return columns
+        most = np.maximum(self.least_requests, columns["token_budget"] // self.placement.microbatches)
+        return {**columns, "max_batch": np.minimum(columns["max_batch"], most)}
+
     def _performance(self, model: Any, columns: Mapping[str, Array | Ints]) -> Performance:
+        columns = self._as_run(columns)
         size = len(next(iter(columns.values())))
         fixed = {name: np.full(size, value) for name, value in self.placement.fixed.items() if "microbatches" in name}
         return self.forecast.evaluate(model, **columns, **fixed)
@@ -369,12 +379,7 @@ class Space:
         return next(int(axis.values[0]) for axis in self.axes if axis.variable.name == name)
 
     def settings(self, columns: dict[str, Ints], index: int) -> PolicySettings:
-        values = {name: int(column[index]) for name, column in columns.items()}
-        engine, is_free = self.limits.engine, "max_batch" not in self.fixed
-        if engine is not None and engine.framework == "vllm" and "token_budget" in values and is_free:
-            # vLLM starts only if a step has a token for each running request; more of them would not decode anyway.
-            most = max(self.least_requests, values["token_budget"] // self.placement.microbatches)
-            values["max_batch"] = min(values["max_batch"], most)
+        values = {name: int(column[index]) for name, column in self._as_run(columns).items()}
         steadying = {name: self.fixed[name] for name in self.forecast.settings.steadying if name in self.fixed}
         return self.forecast.settings.model_validate(values | self.placement.fixed | steadying)
 

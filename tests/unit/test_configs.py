@@ -134,7 +134,7 @@ def test_every_workload_loads_and_fits_a_long_context() -> None:
 
 
 def test_workload_longer_than_the_context_is_refused() -> None:
-    with pytest.raises(InputError, match=r"azure-code.*7437.*1899.*2048 of opt-125m"):
+    with pytest.raises(InputError, match=r"azure-code.*7437.*1899.*the context of opt-125m has 2048"):
         load_workload("azure-code", spec_of("opt-125m"))
 
 

@@ -204,7 +204,7 @@ def test_models_tell_their_layers_for_multi_token_prediction() -> None:
         ({"speculative": "eagle", "acceptance": (0.5, 0.6)}, "acceptance .*do not rise"),
         (
             {"speculative": "eagle", "acceptance": (0.5,), "speculative_tokens": 2},
-            "speculative_tokens: 2 .*1 positions",
+            "speculative_tokens: 2 .*`acceptance` covers 1 draft tokens",
         ),
         ({"speculative": "ngram", "acceptance": 0.5, "draft_model": "a/b"}, "draft_model: .*has no draft model"),
         (

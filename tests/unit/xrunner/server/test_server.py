@@ -372,7 +372,7 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
         assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
         assert [answer.result().status_code for answer in (long, *waiting)] == [200, 200, 200]
         assert post(url, max_tokens=1).status_code == 200
-        assert "3 are accepted" in post(url, n=4).json()["error"]["message"]
+        assert "at most 3 choices are accepted" in post(url, n=4).json()["error"]["message"]
 
 
 def test_who_would_be_answered_too_late_is_a_429() -> None:
