@@ -202,7 +202,8 @@ def _way_out(error: click.BadParameter) -> str:
 
 def in_options(message: str, params: Sequence[click.Parameter]) -> str:
     """Return an error's message with API arguments written as options: `seed=1` becomes --seed 1."""
-    options = {param.name: max(param.opts, key=len) for param in params if isinstance(param, click.Option)}
+    longest = [(param.name, max(param.opts, key=len)) for param in params if isinstance(param, click.Option)]
+    options = {name: option for param, option in longest for name in (param, option[2:].replace("-", "_"))}
 
     def option(match: re.Match[str]) -> str:
         name, _, value = match[1].partition("=")

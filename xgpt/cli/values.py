@@ -28,7 +28,7 @@ class Decimal(click.FloatRange):
         try:
             return super().convert(decimal(value) if isinstance(value, str) else value, param, ctx)
         except ValueError:
-            self.fail(f"{value!r} is not a number", param, ctx)
+            self.fail(f"{value!r} is not a number, such as 0.5 or 12", param, ctx)
 
 
 class OfClass(click.ParamType):

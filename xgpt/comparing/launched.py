@@ -86,6 +86,8 @@ def find_engine(text: str) -> Launched:
             text = Path(text).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             raise InputError("current", text, "it cannot be read as text") from None
+    elif " " not in text and Path(text).suffix in (".yaml", ".yml", ".json"):
+        raise InputError("current", text, "there is no such file")
     documents = _documents(text)
     if documents:
         return _one([launched for document in documents for launched in in_manifest(document)], "the manifest")

@@ -100,7 +100,9 @@ def read_text(path: Path, field: str) -> str:
         return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
     except (EOFError, zlib.error, gzip.BadGzipFile):
         raise InputError(field, str(path), "it is not a complete gzip file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise InputError(field, str(path), f"it cannot be read: {reason_of(error)}; save it as UTF-8") from None
+    except OSError as error:
         raise InputError(field, str(path), f"it cannot be read: {reason_of(error)}") from None
 
 

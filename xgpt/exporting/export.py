@@ -76,7 +76,7 @@ def check_target(plan: Plan, target: Target) -> None:
         return
     starts = str(FRAMEWORKS[target][0])
     known = [name for name in config_names("engines") if name.startswith(f"{starts}-")]
-    to_plan = f"plan with `engine={max(known) if known else 'xgpt'}`"
+    to_plan = f"plan with `xgpt plan --engine {max(known) if known else 'xgpt'}`"
     if engine is None:
         raise InputError("to", target, f"the plan is for no particular engine: {to_plan}")
     takes = [name for name, frameworks in FRAMEWORKS.items() if engine.framework in frameworks]

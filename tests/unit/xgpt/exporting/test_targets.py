@@ -46,7 +46,7 @@ def _is_taken(plan: Plan, target: Target) -> bool:
 
 
 def test_a_plan_for_another_engine_is_refused_with_the_engine_to_plan_for() -> None:
-    with pytest.raises(InputError, match=r"the plan is for vllm-0\.32: plan with `engine=sglang-0\.5`"):
+    with pytest.raises(InputError, match=r"the plan is for vllm-0\.32: plan with `xgpt plan --engine sglang-0\.5`"):
         export(planned(), "sglang")
     with pytest.raises(InputError, match=r"for tensorrt-llm-1\.0: .*, or run the command that `xgpt plan` prints"):
         export(plan_for("tensorrt-llm"), "vllm")
