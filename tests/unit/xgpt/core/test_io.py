@@ -155,4 +155,5 @@ def test_a_step_log_on_a_full_disk_ends_and_nothing_else(caplog: pytest.LogCaptu
     assert log.num_lost == before + 1
     log.flush()
     log.close()
-    assert [r.getMessage() for r in caplog.records] == ["the step log /dev/full is no longer written: No space left on device"]
+    says = "the step log /dev/full is no longer written: No space left on device"
+    assert [record.getMessage() for record in caplog.records] == [says]
