@@ -51,8 +51,8 @@ def from_metrics(path: Path) -> tuple[float, ...]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        accepted = f"it cannot be read: {error.strerror}; give a share such as 0.75, or a page of metrics"
-        raise InputError("acceptance", str(path), accepted) from None
+        says = f"it cannot be read: {error.strerror}; give a share such as 0.75, or a page of metrics"
+        raise InputError("acceptance", str(path), says) from None
     drafts, accepted, steps = 0.0, dict[int, float](), list[float]()
     for name, labels, value in _samples(text):
         position = re.search(r'position="(\d+)"', labels)
