@@ -71,15 +71,15 @@ def _others(
         most = 1 + int((constraint.latency_bound_s - found.first_s) / found.each_s)
         too_long = late & (np.asarray(trace.output) > most)
         if too_long.any():
-            ways = [
-                "" if running.profile.dtype == "float8" else "dtype=float8",
-                "" if running.speculation else "a draft",
-            ]
+            ways = ["more or faster devices", "or a limit on output tokens"]
+            if not running.speculation:
+                ways.insert(0, "a draft")
+            if running.profile.dtype != "float8":
+                ways.insert(0, "dtype=float8")
             parts.append(
                 f"{int(too_long.sum())} have outputs over {most:,} tokens, each of which takes "
                 f"{1e3 * found.each_s:.3g} ms even in an empty engine: no setting of the scheduler helps, only "
-                f"{', '.join(filter(None, ways))}{', ' if any(ways) else ''}more or faster devices, or a limit on "
-                "output tokens"
+                f"{', '.join(ways)}"
             )
     if rest := number - int(too_long.sum()):
         still = 0 if planned is None else _late_in(planned, running, too_long)
