@@ -1,6 +1,7 @@
 """A served plan that is watched: observed on every surface, judged when lengths change, gone over from."""
 
 import asyncio
+import math
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ from tests.contract.scenarios import problem
 from tests.fakes import SPEC, FakeExecutor, eventually, fake_app, fake_engine, fake_plan, running
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.schema import Decision, Observation, OrcaSettings, Outcome, Plan, Proposal
+from xgpt.observation import observer
 from xgpt.observation.windows import observe, observe_lengths
 from xrunner.server import Watch
 from xscheduler.replanning import replanner
@@ -88,20 +90,20 @@ def url(planner: FakePlanner) -> Iterator[str]:
     assert planner.is_closed
 
 
-def test_a_change_is_judged_and_every_decision_shown(url: str, planner: FakePlanner) -> None:
+def test_a_change_is_judged_and_every_decision_shown(
+    url: str, planner: FakePlanner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert get(url, "/plan").json()["observed"] is None
     with pytest.raises(MachineError, match="too few requests have ended"):
         observe_source(fake_plan(), url)
-    lengths = (20, 40, 80)
-    for round_, num_tokens in enumerate(lengths):
-        if round_:
-            time.sleep(0.6)  # looks have a distance
+    for round_, num_tokens in enumerate((20, 40, 80), start=1):
+        # No look while requests run, however slow the machine is: a round is then judged only once.
+        monkeypatch.setattr(observer, "LOOK_INTERVAL_S", math.inf)
         ask(url, 130, num_tokens)
-        time.sleep(0.6)
-        ask(url, 32, num_tokens)
-        assert eventually(lambda asked=round_ + 1: len(planner.asked) >= asked)  # type: ignore[misc]
-        assert planner.asked[round_].workload.output.lengths[-1] == num_tokens
-    assert eventually(lambda: len(get(url, "/plan/history").json()) == 3)
+        monkeypatch.setattr(observer, "LOOK_INTERVAL_S", 0.0)
+        ask(url, 1, num_tokens)
+        assert eventually(lambda num=round_: len(get(url, "/plan/history").json()) == num)  # type: ignore[misc]
+        assert planner.asked[-1].workload.output.lengths[-1] == num_tokens
     history = get(url, "/plan/history").json()
     assert [decision["action"] for decision in history] == ["keep", "failed", "swap"]
     assert (history[1]["cause"], history[1]["reason"]) == ("lengths", "RuntimeError('the planner has died')")
