@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from xgpt.core.errors import InputError, reason_of, similar
 
-Role = Literal["input", "output", "timestamp"]
+Role = Literal["input", "output", "timestamp", "status"]
 
 NAMES: dict[Role, tuple[str, ...]] = {
     "input": (
@@ -44,6 +44,7 @@ NAMES: dict[Role, tuple[str, ...]] = {
         "start_time_unix_nano", "starttimeunixnano", "start_time", "start_times", "start_time_s", "start_time_ms",
         "created", "created_at", "time", "time_s", "time_ms", "datetime", "date", "ts", "request_time", "received_at",
     ),
+    "status": ("status", "status_code", "http_status", "http_status_code", "response_status", "response_code"),
 }  # fmt: skip
 """Names of columns and fields, as `plain` spells them; the first one that is present counts."""
 _ROLES: dict[str, tuple[Role, int]] = {name: (role, i) for role, all_ in NAMES.items() for i, name in enumerate(all_)}
@@ -59,6 +60,7 @@ class Row(NamedTuple):
     Attributes:
         where: the place in the file.
         timestamp: the request's time; None: the file states none.
+        has_failed: whether its HTTP status is an error's (400 to 599).
         fields: all fields, if the row is a JSON object.
     """
 
@@ -66,6 +68,7 @@ class Row(NamedTuple):
     input: object
     output: object
     timestamp: object
+    has_failed: bool = False
     fields: Mapping[str, object] = MappingProxyType({})
 
 
@@ -178,8 +181,9 @@ def _cells(path: Path, reader: Any, columns: dict[Role, int], width: int, delimi
                 raise InputError(where, delimiter.join(cells), f"the header names {width} columns")
             if delimiter == ";":  # the comma is then the decimal point
                 cells = [re.sub(r"^(-?\d+),(\d+)$", r"\1.\2", cell.strip()) for cell in cells]
-            time = cells[columns["timestamp"]].strip() if "timestamp" in columns else ""
-            yield Row(where, cells[columns["input"]].strip(), cells[columns["output"]].strip(), time or None)
+            time, status = (cells[columns[role]].strip() if role in columns else "" for role in ("timestamp", "status"))
+            lengths = cells[columns["input"]].strip(), cells[columns["output"]].strip()
+            yield Row(where, *lengths, time or None, _is_error(status))
     except csv.Error as error:
         raise InputError(f"{path}, line {reader.line_num}", str(error), "it must be CSV") from None
 
@@ -270,8 +274,14 @@ def _row(where: str, entry: Mapping[str, Any]) -> tuple[Row, str]:
                 raise InputError(f"{where}, {role}", entry[called], "give a number of tokens")
             raise InputError(where, json.dumps(entry)[:80], f"{role}_length is missing; none of its known names occurs")
     time = found.get("timestamp")
-    row = Row(where, found["input"][2], found["output"][2], None if time is None else time[2], entry)
+    is_error = "status" in found and _is_error(found["status"][2])
+    row = Row(where, found["input"][2], found["output"][2], None if time is None else time[2], is_error, entry)
     return row, "" if time is None else time[1]
+
+
+def _is_error(status: object) -> bool:
+    """Return whether an HTTP status is an error's."""
+    return bool(re.fullmatch(r"[45]\d\d", str(status)))
 
 
 def _is_value(role: Role, text: str) -> bool:

@@ -77,7 +77,8 @@ def has_requests(path: Path, field: str = "workload") -> bool:
 def read_lengths(path: Path, field: str = "workload") -> TraceLengths:
     """Return the requests of a trace, in order of time if it has times; errors call it `field`.
 
-    Formats and names are those of `xgpt.core.trace_rows`. Requests without input or output tokens are left out. Times
+    Formats and names are those of `xgpt.core.trace_rows`. Requests that failed, or have no input or output tokens,
+    are left out. Times
     are dates in ISO 8601 (UTC if they have no offset) or numbers, whose unit is in their name (`timestamp_ms`), or
     follows from the format, or from their size if they count from 1970. Other numbers are seconds.
 
@@ -100,9 +101,12 @@ def _read(path: Path, field: str, changed_ns: int, size: int) -> TraceLengths:
     prompts: list[tuple[int, ...]] = []
     answers: list[tuple[int, ...]] = []
     sizes: set[int] = set()
-    num_rows, are_dates = 0, False
+    num_rows, num_failed, are_dates = 0, 0, False
     for row in trace.rows:
         num_rows += 1
+        if row.has_failed:
+            num_failed += 1
+            continue
         tokens = [_length(row.where, name, value) for name, value in (("input", row.input), ("output", row.output))]
         if 0 in tokens:
             continue
@@ -126,10 +130,13 @@ def _read(path: Path, field: str, changed_ns: int, size: int) -> TraceLengths:
                 row.where, "hash_ids", "either all requests must have them, with blocks of one size, or none"
             )
     if not inputs:
-        empty = f"none of its {num_rows} rows has input and output tokens" if num_rows else "it holds no requests"
+        empty = f"none of its {num_rows} rows has succeeded and has input and output tokens"
+        empty = empty if num_rows else "it holds no requests"
         raise InputError(field, str(path), empty)
     notes = list(trace.notes)
-    if (left_out := num_rows - len(inputs)) > 0:
+    if num_failed:
+        notes.append(f"{num_failed} of {num_rows} rows have an HTTP status of 400 or more and are left out")
+    if (left_out := num_rows - num_failed - len(inputs)) > 0:
         notes.append(f"{left_out} of {num_rows} rows have no input or no output tokens and are left out")
     prefixes = TracePrefixes(sizes.pop(), tuple(prompts), tuple(answers)) if prompts else None
     seconds = None

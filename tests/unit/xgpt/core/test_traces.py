@@ -29,6 +29,11 @@ def write(tmp_path: Path, text: str, name: str = "trace.csv") -> Path:
         ("dos.csv", "\ufeffinput,output\r\n10,2\r\n\r\n30,4"),
         ("more.csv", 'id,output, Input\n"a,b",2, 10\nc,4,30\n'),
         ("azure.csv", "ContextTokens,GeneratedTokens\n10,2\n30,4\n"),
+        ("failed.csv", "input,output,status_code\n10,2,200\n99,99,500\n30,4,200\n99,99,429\n"),
+        (
+            "failed.jsonl",
+            '{"input": 10, "output": 2}\n{"input": 9, "output": 9, "status": 503}\n{"input": 30, "output": 4}',
+        ),
         ("rows.jsonl", '{"input_length": 10, "output_length": 2}\n\n{"output_length": 4, "input_length": 30}'),
     ],
 )
@@ -68,7 +73,7 @@ def test_reads_times_in_order_from_zero(tmp_path: Path, name: str, text: str) ->
         ("12,30\n", "line 1: '12,30'"),
         ("input,length\n1,2\n", "line 1: 'input,length'"),
         ("input,output\n5,2\n-4,2\n", "line 3, input: '-4'"),
-        ("input,output\n5,0\n", "none of its 1 rows has input and output tokens"),
+        ("input,output\n5,0\n", "none of its 1 rows has succeeded and has input and output tokens"),
         ("input,output\n5,two\n", "line 2, output: 'two'"),
         ("input,output\n5.5,2\n", "line 2, input: '5.5'"),
         ("input,output\n5,\n", "none of its 1 rows"),
