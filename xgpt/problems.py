@@ -97,9 +97,6 @@ def _speculation(request: PlanRequest, model: ModelSpec) -> Speculation | None:
         raise InputError("speculative", method, f"{model.name} has an encoder; only decoders are planned with a draft")
     if any(kind.recurrent is not None for kind in model.kinds) and method == "ngram":
         raise InputError("speculative", method, f"{model.name} has recurrent layers: use mtp")
-    for name in ("among", "maximise"):
-        if getattr(request, name) is not None:
-            raise InputError(name, getattr(request, name), "it cannot be combined with `speculative`")
     if request.devices == "auto":
         raise InputError("devices", "auto", "with `speculative` give a number")
     shares = shares_of(request.acceptance, request.speculative_tokens)

@@ -643,7 +643,7 @@ def _objective(given: dict[str, Any]) -> str:
 
 
 def _check_objective(given: dict[str, Any]) -> None:
-    """Check that options belong to the objective."""
+    """Check that options belong to the objective, and go with each other."""
     saturated = given["objective"] == "saturated"
     other = "arrivals" if saturated else "saturated"
     by_rate = "arrival_rate_per_s" in given and not saturated
@@ -651,6 +651,9 @@ def _check_objective(given: dict[str, Any]) -> None:
     of_arrivals = ("arrival_rate_per_s", "burstiness", "ttft_quantile", "tpot_quantile")
     if given.get("sla") == "request" and "maximise" in given:
         raise InputError("maximise", given["maximise"], "it needs `sla=length`")
+    for name in ("among", "maximise"):
+        if name in given and "speculative" in given:
+            raise InputError(name, given[name], "it cannot be combined with `speculative`")
     for name in of_arrivals if saturated else ("sla", "maximise"):
         if name in given:
             raise InputError(name, given[name], f"it needs `objective={other}`: with `{under}` leave it out")

@@ -164,12 +164,18 @@ def _not_held(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
 
 
 def _no_memory(candidates: Candidates) -> InfeasibleError:
-    """Return an error that states why even the widest placement does not hold the model, and how many devices would be
-    enough.
-    """
+    """Return an error that states why no placement holds the model, and how many devices would be enough."""
+    problem, number = candidates.problem, candidates.placements.num_devices
     memory, needed = candidates.memory(candidates.placements.widest), candidates.devices_needed()
-    device = candidates.problem.cluster.device.name
-    enough = "" if needed is None else f"; {needed} devices of {device} would do"
+    device = problem.cluster.device.name
+    if problem.speculation is not None and needed is not None and needed <= number:
+        return InfeasibleError(
+            f"speculative: {number} devices of {device} hold {problem.model.name} only as a pipeline, and drafts are "
+            "planned only without pipeline stages; give another number of `devices`, or leave `speculative` out",
+            nearest_bound_s=None,
+            binding="speculative",
+        )
+    enough = "" if needed is None or needed <= number else f"; {needed} devices of {device} would do"
     says = "memory: the K/V of a single request does not fit; take more memory or shorter requests"
     if isinstance(memory, InfeasibleError):
         says = str(memory)

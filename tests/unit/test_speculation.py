@@ -12,7 +12,7 @@ import pytest
 from tests.unit.xgpt.checkpoints.test_planned import official, spec_like
 from xgpt import api
 from xgpt.acceptance import from_metrics
-from xgpt.core.errors import InputError
+from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schema import ModelSpec, Plan, Speculation
 from xgpt.exporting.export import export
 from xgpt.resolve import load_cluster, load_engine, load_model
@@ -199,6 +199,7 @@ def test_models_tell_their_layers_for_multi_token_prediction() -> None:
     [
         ({"acceptance": 0.5}, "acceptance: .*needs `speculative`"),
         ({"speculative": "eagle"}, "acceptance is missing; `speculative` needs it"),
+        ({"among": {"h200x8": 20.0}, "speculative": "ngram", "acceptance": 0.5}, "among: .*cannot be combined"),
         ({"speculative": "mtp", "acceptance": 0.5}, "speculative: .*no layer for multi-token prediction"),
         ({"speculative": "eagle", "acceptance": 1.5}, "acceptance: 1.5 .*from 0 to 1"),
         ({"speculative": "eagle", "acceptance": (0.5, 0.6)}, "acceptance .*do not rise"),
@@ -218,3 +219,12 @@ def test_models_tell_their_layers_for_multi_token_prediction() -> None:
 def test_what_does_not_go_together_is_refused(asked: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         api.solve(**ASKED | asked)
+
+
+def test_a_refusal_names_the_draft_if_only_a_pipeline_holds_the_model() -> None:
+    """The refusal for 7 devices said that 6 would do, since it counted on a pipeline, and drafts are planned without."""
+    draft = {"speculative": "mtp", "speculative_tokens": 1, "acceptance": 0.8}
+    asked = {"model": "deepseek-v3", "cluster": "h200x8", "latency_bound_s": 60}
+    with pytest.raises(InfeasibleError, match="7 devices of h200 hold deepseek-v3 only as a pipeline") as refused:
+        api.plan(**asked, **draft, devices=7)
+    assert refused.value.binding == "speculative"
