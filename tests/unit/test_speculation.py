@@ -199,7 +199,7 @@ def test_models_tell_their_layers_for_multi_token_prediction() -> None:
     [
         ({"acceptance": 0.5}, "acceptance: .*needs `speculative`"),
         ({"speculative": "eagle"}, "acceptance is missing; `speculative` needs it"),
-        ({"among": {"h200x8": 20.0}, "speculative": "ngram", "acceptance": 0.5}, "among: .*cannot be combined"),
+        ({"among": {"h200x8": 20.0}, "speculative": "ngram", "acceptance": 0.5}, "among .*cannot be combined"),
         ({"speculative": "mtp", "acceptance": 0.5}, "speculative: .*no layer for multi-token prediction"),
         ({"speculative": "eagle", "acceptance": 1.5}, "acceptance: 1.5 .*from 0 to 1"),
         ({"speculative": "eagle", "acceptance": (0.5, 0.6)}, "acceptance .*do not rise"),
