@@ -222,7 +222,7 @@ def test_what_does_not_go_together_is_refused(asked: dict[str, Any], says: str) 
 
 
 def test_a_refusal_names_the_draft_if_only_a_pipeline_holds_the_model() -> None:
-    """The refusal for 7 devices said that 6 would do, since it counted on a pipeline, and drafts are planned without."""
+    """The refusal for 7 devices said that 6 would do: a pipeline of 6, with which no draft is planned."""
     draft = {"speculative": "mtp", "speculative_tokens": 1, "acceptance": 0.8}
     asked = {"model": "deepseek-v3", "cluster": "h200x8", "latency_bound_s": 60}
     with pytest.raises(InfeasibleError, match="7 devices of h200 hold deepseek-v3 only as a pipeline") as refused:

@@ -18,6 +18,7 @@ from xgpt.resolve import load_cluster, load_model
 from xgpt.served_profile import as_served
 from xgpt.solving import _with_ranges
 from xprofiler import analytic
+from xprofiler.others import Others
 from xsimulator.executed import paces
 from xsimulator.run import run_requests
 
@@ -29,6 +30,11 @@ ONE, EIGHT = load_cluster("h200x1"), load_cluster("h200x8")
 def measured() -> Profile:
     profile = analytic.profile(SPEC, ONE, "float16")
     return profile.model_copy(update={"source": "measured", "engine": "native"})
+
+
+@pytest.fixture(autouse=True)
+def at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Others, "cores", lambda _: {})
 
 
 def serving_at(pace: float, profile: Profile) -> Any:
@@ -54,6 +60,18 @@ def test_it_takes_the_pace_of_the_served_steps(measured: Profile, monkeypatch: p
     after = paces(plan, found, log)
     assert after is not None and after.ratio == pytest.approx(1.0, abs=0.01)
     assert found.jitter is not None and found.jitter.ratios[0] == pytest.approx(1.0, abs=0.02)
+
+
+def test_a_disturbed_load_is_served_again_and_the_others_are_kept(
+    measured: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load beside another process that used a core was fitted as if the machine were so slow."""
+    seen, paces_ = iter([{"cc1plus": 1.0}, {"rsync": 0.1}]), iter([1.5, 1.1])
+    monkeypatch.setattr(Others, "cores", lambda _: next(seen))
+    monkeypatch.setattr(served_profile, "replayed", lambda *given: serving_at(next(paces_), measured)(*given))
+    found = as_served(measured, SPEC, None, ONE)
+    assert "took 1.10 times" in found.provenance["served"]
+    assert found.others == {"rsync": 0.1}
 
 
 def test_the_load_is_short_and_has_steps_of_many_sizes(measured: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
