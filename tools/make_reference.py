@@ -30,6 +30,7 @@ from xgpt.core.schema.fleet import FleetPlan
 from xrunner.server.observe.metrics import Metrics
 
 ROOT = Path(__file__).parent.parent
+TITLES = {"Args": "Arguments", "Yields": "Yields", "Raises": "Errors"}
 EXIT_CODES = """| exit code | meaning |
 |---|---|
 | 0 | done |
@@ -53,7 +54,7 @@ def metrics() -> str:
         f"| `{family.name}{'_total' if family.type == 'counter' else ''}` | {family.type} | {family.documentation} |"
         for family in declared_metrics.families()
     ]
-    head = "Generated from the server's code. `/metrics` shows them in Prometheus's text format."
+    head = "Generated from the server's code. `/metrics` shows these metrics in Prometheus's text format."
     return "\n".join(["# Metrics", "", head, "", "| metric | type | meaning |", "|---|---|---|", *rows, ""])
 
 
@@ -105,7 +106,7 @@ def _escaped(text: str) -> str:
 
 
 def files() -> str:
-    """Every type that plan.json, profile.json and fleet.json are made of, field by field."""
+    """Every type of plan.json, profile.json and fleet.json, field by field."""
     parts = [
         "# Files",
         "Generated from the types that read and write them. The JSON schema of plan.json is "
@@ -166,18 +167,15 @@ def python() -> str:
     parts = [
         "# Python",
         "Generated from the docstrings of `xgpt.api`. Keyword arguments are the command line's options by "
-        "their names in Python. What is not the first argument is given by keyword. [Examples](../examples.md).",
+        "their names in Python; those after `*` can only be given by keyword. [Examples](../examples.md).",
         "Errors are subclasses of `xgpt.XgptError`: `InputError` (bad input), `InfeasibleError` (no plan keeps the "
         "bounds) and `MachineError` (the machine cannot do it).",
     ]
     for name in (name for name in xgpt.__all__ if not name.endswith("Error")):
         function = getattr(api, name)
-        text, _, rest = inspect.getdoc(function).partition("\n\nArgs:\n")
-        arguments, _, raises = rest.partition("\n\nRaises:\n")
+        text, *sections = re.split(r"\n\n(Args|Yields|Raises):\n", inspect.getdoc(function) or "")
         parts += [f"## {name}", f"`xgpt.{name}{_signature(function)}`", _paragraphs(text)]
-        for title, lines in (("Arguments", arguments), ("Errors", raises)):
-            if lines.strip():
-                parts.append(f"{title}:\n\n" + _entries(lines))
+        parts += [f"{TITLES[title]}:\n\n{_entries(lines)}" for title, lines in zip(sections[::2], sections[1::2])]
     return "\n\n".join(parts) + "\n"
 
 

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     )
     from xgpt.core.errors import InfeasibleError, InputError, MachineError, XgptError
 
-# Read by GNU OpenMP when torch loads it: how often a waiting thread polls before it sleeps. The default of 300,000
+# GNU OpenMP, which torch loads, reads this number of polls after which a waiting thread sleeps. The default of 300,000
 # polls takes about ten milliseconds, during which the thread occupies a core that another thread may need. While
-# another process wanted one of the cores a third of the time, the slowest step in a hundred took 14 to 17 times as long
+# another process used one of the cores a third of the time, the slowest step in a hundred took 14 to 17 times as long
 # as on quiet cores with the default, and 3 to 4 times as long with this value. On quiet cores both values are equally
-# fast; a thread that sleeps without polling costs a third of the speed.
+# fast; without polling, the speed falls by a third.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 __all__ = [

@@ -1,3 +1,5 @@
+"""Run the command line: `python -m xgpt`."""
+
 from xgpt.cli import main
 
 if __name__ == "__main__":

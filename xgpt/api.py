@@ -229,7 +229,7 @@ def autoscale(
 def simulate_autoscale(fleet: FleetPlan | PathLike, trace: PathLike, *, look_s: float = 15.0) -> SimulatedFleet:
     """Simulate a day on which a fleet follows the recommendations of `autoscale`, and return the outcome.
 
-        The example of `xgpt.fleet` runs the day that it plans: `xgpt.simulate_autoscale(day, load)`.
+        xgpt.simulate_autoscale("fleet.json", "tomorrow.csv")
 
     Args:
         trace: a day's load, as for `fleet`.
@@ -487,7 +487,7 @@ def bench(target: Plan | PathLike, *, progress: Progress | None = None, **asked:
 def export(plan: Plan | FleetPlan | PathLike, to: Target) -> dict[str, str]:
     """Return the files, by name, that start a plan or a fleet on another machine or platform.
 
-        >>> import xgpt
+    >>> import xgpt
     >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
     ...                  objective="saturated")
     >>> for name, text in xgpt.export(plan, "script").items():
@@ -563,7 +563,7 @@ def ui(*, port: int = 0, on_ready: Callable[[str], None] = lambda url: None) -> 
 def doctor() -> list[Finding]:
     """Return findings about this machine, with advice on problems that make its figures unreliable.
 
-        >>> import xgpt
+    >>> import xgpt
     >>> len(xgpt.doctor()) > 0
     True
 
@@ -600,7 +600,7 @@ def serve(
 
 @contextmanager
 def served(plan: Plan | PathLike, *, engine: EngineKind = "native", replan: bool = False) -> Iterator[str]:
-    """Serve a plan in a separate process, on a free port of this machine, until the block ends.
+    """Serve a plan in a separate process, on a free port of this machine, until the `with` block ends.
 
         with xgpt.served("plan.json") as url:
             httpx.post(f"{url}/v1/completions", json={...})
@@ -610,7 +610,7 @@ def served(plan: Plan | PathLike, *, engine: EngineKind = "native", replan: bool
         replan: whether the server switches to better plans when lengths change.
 
     Yields:
-        The server's URL.
+        url: the server's URL.
 
     Raises:
         MachineError: the server does not start, or dies.

@@ -1,4 +1,4 @@
-"""xgpt autoscale"""
+"""Run `xgpt autoscale`, and print its recommendations."""
 
 from __future__ import annotations
 

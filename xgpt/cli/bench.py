@@ -1,4 +1,4 @@
-"""xgpt bench"""
+"""Run `xgpt bench`, and print predicted and measured figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""xgpt calibrate"""
+"""Run `xgpt calibrate`, and print the errors before and after the fit."""
 
 from __future__ import annotations
 

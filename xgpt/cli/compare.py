@@ -1,4 +1,4 @@
-"""xgpt compare"""
+"""Run `xgpt compare`, and print its tables."""
 
 from __future__ import annotations
 

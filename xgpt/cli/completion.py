@@ -1,4 +1,4 @@
-"""xgpt completion"""
+"""Run `xgpt completion`: print a shell's completion script."""
 
 from __future__ import annotations
 

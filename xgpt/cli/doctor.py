@@ -1,4 +1,4 @@
-"""xgpt doctor"""
+"""Run `xgpt doctor`, and print its findings."""
 
 from __future__ import annotations
 

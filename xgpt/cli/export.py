@@ -1,4 +1,4 @@
-"""xgpt export"""
+"""Run `xgpt export`, and write its files."""
 
 from __future__ import annotations
 

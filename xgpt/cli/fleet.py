@@ -1,4 +1,4 @@
-"""xgpt fleet"""
+"""Run `xgpt fleet`: write fleet.json, and print the day's tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""xgpt plan"""
+"""Run `xgpt plan`: write plan.json, and print the plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""xgpt profile"""
+"""Run `xgpt profile`, and print a summary of the profile."""
 
 from __future__ import annotations
 

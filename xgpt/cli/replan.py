@@ -1,4 +1,4 @@
-"""xgpt replan"""
+"""Run `xgpt replan`, and print the decision."""
 
 from __future__ import annotations
 

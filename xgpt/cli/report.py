@@ -1,4 +1,4 @@
-"""xgpt report"""
+"""Run `xgpt report`, and write its page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""xgpt serve"""
+"""Run `xgpt serve`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""xgpt simulate"""
+"""Run `xgpt simulate`, and print its figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""xgpt ui"""
+"""Run `xgpt ui`, and print the page's address."""
 
 from __future__ import annotations
 

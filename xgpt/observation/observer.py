@@ -133,8 +133,8 @@ class MeasuredPace:
         if count < ENOUGH_STRETCHES:
             return 0.0
         mean = fsum(self._stretches) / count
-        # statistics.stdev would take thirty times as long, to get the last digits right, and the event loop calls this
-        # often.
+        # The event loop calls this often: statistics.stdev would take thirty times as long, only to get the last digits
+        # right.
         error = sqrt(fsum((ratio - mean) ** 2 for ratio in self._stretches) / (count * (count - 1)))
         return exp(mean - SURE * error)
 

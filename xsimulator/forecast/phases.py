@@ -56,9 +56,9 @@ class Phases:
         self._lengths, self._decodes = lengths, decodes
         self._rows: dict[int, int] = {}
         self._stretches, self._scalars = np.empty((5, 0, MOST_SEGMENTS + 1)), np.empty((3, 0))
-        # Phases encode about equal numbers of tokens, so prompts of different lengths come in varying numbers, whose
-        # variance is the squared coefficient of variation times the mean. So it happens more often than with equal
-        # numbers that no request is left in decode.
+        # Phases encode about equal numbers of tokens, so their numbers of prompts vary if lengths do; the variance is
+        # the squared coefficient of variation of lengths times the mean number. So more phases end up without a request
+        # in decode than with equal numbers.
         ragged = lengths.mean_square_input / lengths.mean_input**2 - 1
         survival = lengths.survival
         with np.errstate(divide="ignore"):

@@ -55,7 +55,7 @@ class Rra(Forecast[OneLaneModel]):
             columns = {"decode_iterations": settings.decode_iterations, "microbatches": settings.microbatches}
             return self.evaluate(model, encode_batch=encode_batch, **columns).at(0)
 
-        # The requests in a phase that make up the planned prompt tokens under these lengths. If more or fewer than
+        # The number of requests that make up a phase's planned prompt tokens under these lengths. If more or fewer than
         # planned stay in decode, the rule adjusts its target (ExeGPT sec. 5.2): the batch settles at the threshold, or
         # as far from its target as the adjustment reaches.
         estimate = plan.estimate
@@ -98,7 +98,7 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
     spread = expected_max_deviate(microbatches) * raggedness
     cycle, work = _cycle(pipeline, encoding, rounds, microbatches, spread, decode_iterations)
 
-    # A request of the quantile's length takes whole cycles, less the rounds of its last phase that it does not need.
+    # A request of the quantile's length takes whole cycles, minus the rounds of its last phase that it does not need.
     # While it runs, a request is in decode, so none of its phases ends early.
     decodes = model.quantile_decodes
     num_phases = -(-decodes // decode_iterations)
@@ -176,8 +176,8 @@ def _encoding(model: OneLaneModel, each: Array) -> _Encoding:
 
 
 def _rounds(model: OneLaneModel, phase: PhaseColumns, each: Array, microbatches: Array) -> _Rounds:
-    # A phase ends early if no request is left in decode: `running` is the probability that one is, and `present /
-    # running` the batch in that case, which is at least one and hardly more than its peak and one more.
+    # A phase ends early if no request is left in decode. `running` is the probability that a request is left, and
+    # `present / running` is the batch in that case: at least one, and at most about one more than its peak.
     kinds, table = len(model.lane.kinds), model.decode_table
     column, m = each[:, None], microbatches[:, None]
     present = column * phase.share

@@ -73,10 +73,10 @@ class ProfileRef(Frozen):
     """The profile from which the plan was made; its model, dtype and device are those of the plan.
 
     Attributes:
-        sha256: hash of the profile's content, which identifies it.
-        engine: the engine whose steps were timed, and for which the plan was made; None: times are from a datasheet,
+        sha256: Hash of the profile's content, which identifies it.
+        engine: The engine whose steps were timed, and for which the plan was made; None: times are from a datasheet,
             for any engine.
-        slowdown: factor on the profile's times, measured by a server.
+        slowdown: Factor on the profile's times, measured by a server.
     """
 
     source: Literal["measured", "analytic", "imported"]

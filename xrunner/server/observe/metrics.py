@@ -41,7 +41,7 @@ class Metrics:
         counter, buckets = self._counter, self._buckets
         self.requests = counter("xgpt_requests", "Requests that ended, by finish reason.", "finish_reason")
         self._answers = counter(
-            "xgpt_http_answers", "HTTP answers, by status; 0: the client left before one.", "status"
+            "xgpt_http_answers", "HTTP answers, by status; 0: the client left before the answer.", "status"
         )
         self.prompt_tokens = counter("xgpt_prompt_tokens", "Prompt tokens of accepted requests.")
         self.cached_tokens = counter(
@@ -51,12 +51,12 @@ class Metrics:
         self._accounts = counter(
             "xgpt_key_tokens", "Tokens of ended requests, by API key and by kind: prompt or output.", "key", "kind"
         )
-        text = "Requests with all their tokens, by API key and by whether they kept its bounds: the goodput."
+        text = "Completed requests, by API key and by whether they kept its bounds: the goodput."
         self._bounds = counter("xgpt_key_bounds", text, "key", "kept")
         self._class_tokens = counter(
             "xgpt_class_tokens", "Tokens of ended requests, by class and by kind: prompt or output.", "class", "kind"
         )
-        text = "Requests with all their tokens, by class and by whether they kept its bounds."
+        text = "Completed requests, by class and by whether they kept its bounds."
         self._class_bounds = counter("xgpt_class_bounds", text, "class", "kept")
         self.deadlines = counter("xgpt_deadlines", "Requests with a deadline that ended, by outcome.", "outcome")
         self.utility = counter(
@@ -70,9 +70,9 @@ class Metrics:
         self.inter_token_s = buckets("xgpt_inter_token_latency_seconds", text, STEP_BUCKETS_S)
         text = "Seconds from accepting a request to its last token."
         self.e2e_s = buckets("xgpt_e2e_request_latency_seconds", text, REQUEST_BUCKETS_S)
-        text = "Seconds from reading a request to handing it to the engine: overhead of the server."
+        text = "Seconds from reading a request to submitting it to the engine: overhead of the server."
         self.handover_s = buckets("xgpt_handover_seconds", text, OVERHEAD_BUCKETS_S)
-        text = "Seconds from the end of the step that sampled a token to writing its bytes: overhead of the server."
+        text = "Seconds from the end of the step that sampled a token until it is written: overhead of the server."
         self.delivery_s = buckets("xgpt_delivery_seconds", text, OVERHEAD_BUCKETS_S)
         self._gauge("xgpt_requests_running", "Requests that are running.", lambda: engine.pool.num_running)
         self._gauge("xgpt_requests_waiting", "Requests that wait to start.", lambda: engine.pool.num_waiting)
@@ -133,8 +133,7 @@ class Metrics:
         names = ("observed_input_tokens", "observed_output_tokens", "input_distance_tokens", "output_distance_tokens")
         texts = (
             "Mean prompt tokens of recent requests.",
-            "Mean output tokens of recent requests; a running output counts with its present length as its least "
-            "length.",
+            "Mean output tokens of recent requests; a running output counts as at least as long as it is now.",
             "Wasserstein distance of recent prompt lengths from the planned ones, in tokens.",
             "Wasserstein distance of recent output lengths from the planned ones, in tokens.",
         )
@@ -143,7 +142,7 @@ class Metrics:
         ]
         self._gauge(
             "xgpt_arrival_rate",
-            "Requests/s that arrive, over the time of the last 64 arrivals: a second at least, a minute at most.",
+            "Requests/s that arrived over the time of the last 64 arrivals, at least a second and at most a minute.",
             lambda: watch.arrival_rate_per_s,
         )
 
