@@ -296,8 +296,8 @@ def draw(entry: Entry, found: Found, path: Path) -> None:
 def page(entries: Sequence[tuple[Entry, Found]]) -> str:
     """The gallery in Markdown."""
     parts = [
-        "# Gallery\n\nQuestions that plans answer. Each figure is of the commands below it, on profiles computed "
-        + "from datasheets;\n`make gallery` makes this page.\n"
+        "# Gallery\n\nQuestions that plans answer. The commands below each figure give its numbers, with profiles that "
+        + "are computed from\ndatasheets; `make gallery` makes this page.\n"
     ]
     for entry, found in entries:
         commands = "\n".join(f"    {command}" for command in entry.commands.values())

@@ -1,5 +1,4 @@
-"""Measure step times of an encoder-decoder: of the encoder's layers, and of the decoder's layers with their
-cross-attention.
+"""Measure step times of an encoder-decoder: encoder layers, and decoder layers with their cross-attention.
 
 The rest of a decoder layer is the time of a decode step minus self- and cross-attention, embedding and head. A step
 that encodes also passes the decoder with its start token; subtracting the time of this decoder pass, and the time to

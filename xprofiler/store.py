@@ -1,6 +1,4 @@
-"""Find or make profiles, and keep each under the hash of its content, so that every plan finds the profile from which
-it was made.
-"""
+"""Find or make profiles, and keep each under the hash of its content, so that every plan finds its profile."""
 
 from __future__ import annotations
 

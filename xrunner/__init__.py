@@ -1,4 +1,4 @@
-"""Runs a plan: models, K/V cache, attention, engine and server.
+"""Run a plan: models, K/V cache, attention, engine and server.
 
 The input is a plan; the output is tokens and a log of the steps. `xprofiler.measure` and `xgpt` may import this
 package. It imports torch, and never xsimulator or xscheduler.

@@ -1,5 +1,6 @@
-"""Activation functions and gated activations, by name. A gate applies the function to the first half of the columns and
-multiplies the result by the second half.
+"""Activation functions and gated activations, by name.
+
+A gate applies the function to the first half of the columns and multiplies the result by the second half.
 
 Source: GLU variants (arXiv 2002.05202).
 """

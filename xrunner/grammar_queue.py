@@ -1,6 +1,4 @@
-"""Keep requests with a grammar out of the schedule until the grammar is compiled, so that no step waits for a
-compiler.
-"""
+"""Keep requests out of the schedule until their grammar is compiled, so that no step waits for a compiler."""
 
 from __future__ import annotations
 

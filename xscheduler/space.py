@@ -1,6 +1,4 @@
-"""The space of one policy's integer settings on one placement: which settings exist, fit in memory and keep the
-constraint.
-"""
+"""The space of a policy's settings on one placement: which exist, fit in memory and keep the constraint."""
 
 from __future__ import annotations
 

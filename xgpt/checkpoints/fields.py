@@ -1,5 +1,4 @@
-"""The known fields of a checkpoint's config.json: some are read, some have no effect on the model; all other fields are
-refused.
+"""The known fields of config.json: those that are read, and those without effect; all others are refused.
 
 `transformers` 5 keeps unknown fields in the config, where code may read them, so fields that are not in these tables
 are refused, not ignored.

@@ -1,6 +1,4 @@
-"""How a gain over the current deployment depends on assumptions: the cost of mixed steps, the pace, lengths and
-bursts.
-"""
+"""Compute how a gain depends on assumptions: the cost of mixed steps, the pace, lengths and bursts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Read an engine's command line in the way of the engine's own parser: with prefixes, negations, underscores and config
-files.
-"""
+"""Read an engine's command line as its own parser does: prefixes, negations, underscores, config files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The flags of `vllm serve` whose effect on speed or memory is not modelled; flags that are not listed have no such
-effect.
-"""
+"""The flags of `vllm serve` whose effect on speed or memory is not modelled; no other flag has such an effect."""
 
 from __future__ import annotations
 

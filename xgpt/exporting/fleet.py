@@ -1,6 +1,4 @@
-"""Write a fleet as Kubernetes objects: those of each kind of replica, the recommender, and autoscalers that follow the
-recommender.
-"""
+"""Write a fleet as Kubernetes objects: its replicas, the recommender, and autoscalers that follow it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Draw a day's fleet as one self-contained page: load, replicas, share of requests within the bounds, and cost,
-compared with the constant fleet.
-"""
+"""Draw a day's fleet, compared with the constant fleet, as one self-contained page."""
 
 from __future__ import annotations
 

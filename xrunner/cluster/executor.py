@@ -1,6 +1,4 @@
-"""Run a replica's workers as one executor: send steps to the first stage of their lane, and receive results from its
-last stage.
-"""
+"""Run a replica's workers as one executor: steps go to a lane's first stage, results come from its last stage."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Offer an engine as a gRPC service. Its input is token ids and sampling parameters, its output is token ids and log
-probabilities.
+"""Offer an engine as a gRPC service.
+
+Its input is token ids and sampling parameters, its output is token ids and log probabilities.
 
 The messages are those of `vllm_engine.proto` (package `smg-grpc-proto`), so a gateway that speaks to vLLM speaks to
 this engine. The gateway has the text: it renders chats, tokenises, detokenises, ends outputs at stop strings and parses

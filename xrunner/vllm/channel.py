@@ -1,5 +1,4 @@
-"""The channel between `xgpt serve` and its vLLM processes: the messages and sockets of `xrunner.channel` over several
-connections.
+"""The channel between `xgpt serve` and its vLLM processes: `xrunner.channel` over several connections.
 
 The front listens on a socket in a directory that only this user can enter. The host of each lane (`host`) connects to
 it and receives requests; each engine core connects, reports its steps, and receives plans. A core reads plans between

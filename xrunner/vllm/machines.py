@@ -1,5 +1,4 @@
-"""Run one vLLM on several machines: the first machine has its engine, and the others start workers whenever the engine
-starts.
+"""Run one vLLM on several machines: the first has its engine; the others start workers when the engine starts.
 
 vLLM's own flags (`--nnodes`, `--node-rank`, `--master-addr`) join its workers. vLLM does not restart itself, and its
 workers may wait for ever for a lost worker. So each other machine keeps a connection to the first and starts its

@@ -1,3 +1,1 @@
-"""Plan a day's fleet: group a trace's intervals, plan each kind of replica, and choose how many replicas of each kind
-run in each interval.
-"""
+"""Plan a day's fleet: group intervals, plan kinds of replicas, and choose their numbers for each interval."""

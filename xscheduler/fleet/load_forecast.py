@@ -1,5 +1,4 @@
-"""Forecast the load from the planned day (the season) at today's level and from today's trend, weighted by past
-errors."""
+"""Forecast the load: the planned day at today's level, and today's trend, weighted by past errors."""
 
 from __future__ import annotations
 

@@ -1,3 +1,4 @@
-"""Objectives: the figures that a plan may maximise. Each objective ranks candidates in closed form and verifies the
-best ones by simulation.
+"""Objectives: the figures that a plan may maximise.
+
+Each objective ranks candidates in closed form and verifies the best ones by simulation.
 """

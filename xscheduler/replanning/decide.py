@@ -1,6 +1,4 @@
-"""Decide whether to change a running plan: judge it by its objective, find the plans that may replace it, and weigh
-their gain against the cost of the change.
-"""
+"""Decide whether a better plan replaces the running one: weigh its gain against the cost of the change."""
 
 from __future__ import annotations
 

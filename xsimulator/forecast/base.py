@@ -1,5 +1,4 @@
-"""The interface of a policy's forecast: everything that planning, the queueing model and re-planning need from a
-policy.
+"""The interface of a policy's forecast, for planning, the queueing model and re-planning.
 
 A forecast has no state. It reads a model of the steps of a placement's lanes under one workload
 (`one_lane.OneLaneModel`, `two_lanes.TwoLaneModel`), which policies with the same lanes share.

@@ -1,6 +1,4 @@
-"""Predict WAA's encode lane: the seconds of a batch, the seconds between two batches, and those of the transfer to the
-decode lane.
-"""
+"""Predict WAA's encode lane: the seconds of a batch, between two batches, and of the transfer to the decode lane."""
 
 from __future__ import annotations
 

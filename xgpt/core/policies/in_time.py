@@ -1,5 +1,4 @@
-"""Implement order in-time: as many requests as possible get their first token within the bound, and the others give
-way.
+"""Implement order in-time: as many requests as possible get their first token within the bound.
 
 If not all waiting prompts can be encoded in time, the longest ones give way, as few as possible (Moore and Hodgson's
 algorithm; it includes prompts that are already begun).

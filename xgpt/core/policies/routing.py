@@ -1,5 +1,4 @@
-"""Choose a replica for a request: the one that holds the beginning of its prompt, unless that replica is much busier
-than another.
+"""Choose a replica: the one that holds the beginning of the prompt, unless it is much busier than another one.
 
 The same code routes a server's requests and those of a trace that is planned or simulated for several replicas.
 """

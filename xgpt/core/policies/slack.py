@@ -1,5 +1,4 @@
-"""Compute how many prompt tokens a step takes: up to a token budget, or up to the time that running requests can
-spare."""
+"""Compute how many prompt tokens a step takes: a token budget, or what the slack of running requests allows."""
 
 from __future__ import annotations
 

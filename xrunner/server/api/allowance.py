@@ -1,5 +1,4 @@
-"""Compute how many tokens a request may have, from its fields, the server's limits, the model's context and the K/V
-memory.
+"""Compute how many tokens a request may have, from its fields, the limits, the context and the K/V memory.
 
 A chat without max_tokens may continue to the end of the context, or to --default-max-tokens. K/V memory is reserved for
 the plan's quantile of outputs. If an output outgrows its share while others need the memory, it waits and continues

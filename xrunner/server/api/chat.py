@@ -1,6 +1,4 @@
-"""Turn chats into prompts, by the checkpoint's own template, which is rendered in the same way as by Hugging Face's
-tokenizers.
-"""
+"""Turn chats into prompts by the checkpoint's own template, rendered as by Hugging Face's tokenizers."""
 
 from __future__ import annotations
 

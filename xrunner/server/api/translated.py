@@ -1,5 +1,4 @@
-"""The common part of adapters for other APIs: a request becomes a chat, and its answer becomes blocks written in
-turn."""
+"""The common part of adapters for other APIs: a request becomes a chat, and its answer a sequence of blocks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Limit connections: their number, the time that each may take, and the choice of the one that is closed for a new
-one.
-"""
+"""Limit connections: their number, the time that each may take, and which one is closed for a new one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Observe how a served plan performs; when lengths or pace change, let the planner judge it, and switch to a better
-plan.
+"""Observe how a served plan performs; when lengths or pace change, have it judged, and switch to a better one.
 
 Everything here belongs to the event loop's thread. Planning (`xgpt.core.schema.Planner`), the test for changes and the
 summary of lengths run elsewhere; the loop itself only lists the requests of the window.
