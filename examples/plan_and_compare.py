@@ -1,4 +1,4 @@
-"""Plan Llama 3.1 8B on an H200 under a bound of 8 s, and compare the plan with what vLLM's flags would do."""
+"""Plan Llama 3.1 8B on an H200 under a bound of 8 s, and compare the plan with a deployment of vLLM."""
 
 import xgpt
 

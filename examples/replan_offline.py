@@ -1,4 +1,4 @@
-"""Outputs have become half as long: what changes, what that gains, what the switch costs."""
+"""Outputs have become half as long: print the plan for them, its gain, and the cost of the switch."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Serve a tiny model with seeded weights on this machine, ask it for tokens, and compare bench with prediction."""
+"""Serve a tiny model with seeded weights on this machine, request tokens, and compare measurement with prediction."""
 
 import httpx
 

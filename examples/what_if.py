@@ -1,4 +1,4 @@
-"""What a looser latency bound buys: plan under several bounds, and draw throughput over the bound into what_if.svg."""
+"""Plan under several latency bounds, and draw throughput against the bound into what_if.svg."""
 
 import matplotlib
 

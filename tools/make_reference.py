@@ -175,7 +175,8 @@ def python() -> str:
         function = getattr(api, name)
         text, *sections = re.split(r"\n\n(Args|Yields|Raises):\n", inspect.getdoc(function) or "")
         parts += [f"## {name}", f"`xgpt.{name}{_signature(function)}`", _paragraphs(text)]
-        parts += [f"{TITLES[title]}:\n\n{_entries(lines)}" for title, lines in zip(sections[::2], sections[1::2])]
+        titled = zip(sections[::2], sections[1::2], strict=True)
+        parts += [f"{TITLES[title]}:\n\n{_entries(lines)}" for title, lines in titled]
     return "\n\n".join(parts) + "\n"
 
 
@@ -205,7 +206,7 @@ def _entries(lines: str) -> str:
 
 def examples() -> str:
     """Every file of examples/, with what it does."""
-    parts = ["# Examples", "Each is a file of `examples/` that runs as it is: `python examples/what_if.py`."]
+    parts = ["# Examples", "Each example is a file of `examples/` that runs as it is: `python examples/what_if.py`."]
     for path in sorted((ROOT / "examples").glob("*.py")):
         docstring, code = path.read_text().removeprefix('"""').split('"""', 1)
         parts += [f"## {path.name}", _escaped(" ".join(docstring.split())), f"```python\n{code.strip()}\n```"]

@@ -1,7 +1,7 @@
 """Fused small operations of a layer on GPUs, with one launch each.
 
-Apart from reading weights, a decode step consists mostly of launches. In plain torch, a rotation takes some ten launches
-for queries and as many for keys, each for microseconds of work.
+Apart from reading weights, a decode step consists mostly of launches. In plain torch, a rotation takes ten or so
+launches for queries and as many for keys, each for microseconds of work.
 """
 
 from __future__ import annotations

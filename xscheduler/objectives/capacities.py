@@ -1,4 +1,4 @@
-"""Compute what plans reach: in closed form, and by simulation if a plan's arrival rate is missing."""
+"""Compute the values that plans reach: in closed form, and by simulation if a plan's arrival rate is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One output of an answer: its tokens as text, up to the place where the output ends."""
+"""One output of an answer: its tokens as text, up to its end."""
 
 from __future__ import annotations
 
