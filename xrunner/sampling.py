@@ -2,7 +2,7 @@
 
 A row of logits that holds NaN, or whose highest value is infinite, gives no token; only its request fails.
 
-A drawn token depends on its request alone: each candidate's random number is a hash of the request's seed, the token's
+A drawn token depends only on its request: each candidate's random number is a hash of the request's seed, the token's
 position and the candidate, so equal logits give equal tokens. Other requests in the batch, or a preemption, may change
 the last bits of logits, since products of different sizes are rounded differently. A different token is then drawn only
 if two candidates differ by no more than this rounding error; in the same case, greedy sampling may also choose a
