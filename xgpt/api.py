@@ -570,7 +570,7 @@ def doctor() -> list[Finding]:
     It takes a few seconds.
 
     Raises:
-        Nothing: a failed examination is a finding.
+        XgptError: never; a failed examination is a finding.
     """
     from xgpt.diagnosis import examine
 
