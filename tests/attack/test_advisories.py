@@ -189,6 +189,7 @@ BODIES: dict[str, tuple[str, Body, set[int]]] = {
     "a name for each message": (CHAT, {"messages": [{"role": "user", "content": "x", "name": "n" * 10**6}]}, {400}),
     "calls without functions": (CHAT, chat(tool_choice={"type": "function", "function": {"name": "g"}}), {400}),
     "a function of a long name": (CHAT, chat(tools=[{"type": "function", "function": {"name": "f" * 10**6}}]), {400}),
+    "a function whose name ends a line": (CHAT, chat(tools=[{"type": "function", "function": {"name": "f\n"}}]), {400}),
     "an answer to no call": (
         CHAT,
         {"messages": [{"role": "tool", "content": "x", "tool_call_id": "y" * 10**6}]},

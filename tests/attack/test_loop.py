@@ -255,17 +255,32 @@ def test_keys_are_looked_up_by_their_digests() -> None:
     assert ADMIN_KEY not in repr(vars(keys))
 
 
+CALL = '<tool_call>{"name": "f", "arguments": {}}'
+
+
 @pytest.mark.point(28)
-def test_reading_calls_takes_time_in_proportion() -> None:
-    """CVE-2025-48887 (vLLM): an expression that looked for calls in an output took exponential time."""
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        ('<tool_call>{"name": "f", "arguments": {', '"a": [["a": [["a": [[}}]]\\"<tool_call>'),
+        (f"{CALL}</tool_call>", " " * 64),
+        (CALL, " " * 64),
+        (CALL[:-1], " " * 64),
+        ("<tool_call>x", "x" * 64),
+    ],
+)
+def test_reading_calls_takes_time_in_proportion(begin: str, piece: str) -> None:
+    """CVE-2025-48887 (vLLM): an expression that looked for calls in an output took exponential time. White space after
+    a call once took ours quadratic time."""
 
     def took_s(count: int) -> float:
         calls, begin_s = Calls("auto", None, HERMES), time.thread_time()
-        for piece in ['<tool_call>{"name": "f", "arguments": {', *['"a": [[' * 3, "}}]]", '\\"<tool_call>'] * count]:
-            calls.push(piece)
+        for part in [begin, *[piece] * count]:
+            calls.push(part)
+            calls.pieces()
         calls.end()
         return time.thread_time() - begin_s
 
     took_s(100)
     set_heap_aside()
-    assert took_s(8000) < 40 * max(took_s(1000), 0.002)
+    assert took_s(16_000) < 50 * max(took_s(1000), 0.002)

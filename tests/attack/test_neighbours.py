@@ -239,8 +239,7 @@ def test_clients_that_go_at_once(target: Target) -> None:
             else:
                 client.close()
     assert felt.failures == []
-    assert eventually(lambda: target.metric("xgpt_requests_running") + target.metric("xgpt_requests_waiting") == 0)
-    assert target.metric("xgpt_kv_blocks_used") == 0
+    assert eventually(target.is_idle)  # the memory is free a step after the front has counted the last request
     assert target.probe() == before
 
 

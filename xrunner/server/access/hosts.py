@@ -43,7 +43,10 @@ class AllowedHosts:
     def accept(self, host: str) -> bool:
         """Whether the value of a Host header names this server."""
         try:
-            name = urlsplit(f"//{host}").hostname or ""
+            parts = urlsplit(f"//{host}")
+            name = parts.hostname or ""
+            if (parts.netloc, parts.username) != (host, None) or parts.port == 0:
+                return False  # it is not a name with or without a port: another reader may see another name
         except ValueError:
             return False
         if self._any_address and _is_address(name):

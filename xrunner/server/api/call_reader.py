@@ -87,12 +87,16 @@ class Calls:
         self._list = CallList(most)
         self._format = format_
         self._held = ""
-        self._space = ""
+        self._unread: list[str] = []
+        """Pieces after `_held` with which no call can end."""
+        self._tail = ""
+        """The last characters of the pieces so far, with which the mark that ends a call may begin."""
+        self._space: list[str] = []
         """White space after a call; it counts as text only if other text follows."""
         self._is_after_call = False
         self._value = JsonObject()
-        self._looked = 0
-        """Number of held characters that were already searched for a closing mark."""
+        self._awaited: list[str] = []
+        """Marks at the end of the present call."""
         self._attempts = 0
         self._must_call = must_call(choice)
         self._state: Literal["text", "opening", "whole", "arguments", "closing"] = "text"
@@ -101,7 +105,9 @@ class Calls:
 
     def push(self, piece: str) -> str:
         """Return the text that may be sent now."""
-        self._held += piece
+        self._unread.append(piece)
+        if self._state == "whole" and not self._may_end_with(piece):
+            return ""
         return "".join(self._read(is_end=False))
 
     def end(self) -> str:
@@ -121,6 +127,8 @@ class Calls:
 
     def _read(self, *, is_end: bool) -> Iterator[str]:
         """Advance through the states until more text is needed; yield text."""
+        self._held = "".join([self._held, *self._unread])
+        self._unread.clear()
         steps = {
             "text": self._text,
             "opening": self._opening,
@@ -139,10 +147,10 @@ class Calls:
         if not text:
             return
         if self._is_after_call:
-            text, self._space = self._space + text, ""
+            self._space.append(text)
             if not text.strip():
-                self._space = text
                 return
+            text = "".join(self._space)
             self._is_after_call = False
         yield text
 
@@ -156,7 +164,7 @@ class Calls:
             return self._take(len(self._held))
         found = self._held.find(self._format.trigger)
         if found >= 0:
-            self._state, self._looked = ("opening" if self._format.streams else "whole"), 0
+            self._state = "opening" if self._format.streams else "whole"
             return self._take(found)
         return self._take(len(self._held) - (0 if is_end else overlap(self._held, self._format.trigger)))
 
@@ -203,11 +211,17 @@ class Calls:
         if not isinstance(self._format, ObjectCalls):
             return False
         closing = self._format.closing
-        if not closing:
-            return True
-        found = self._held.find(closing, max(0, self._looked - len(closing)))
-        self._looked = len(self._held)
-        return found >= 0
+        self._tail = self._held[-len(closing) :]
+        return closing in self._held
+
+    def _may_end_with(self, piece: str) -> bool:
+        """Whether a complete call may end with a further piece."""
+        if self._must_call or not isinstance(self._format, ObjectCalls):
+            return False
+        closing = self._format.closing
+        text = self._tail + piece
+        self._tail = text[-len(closing) :]
+        return closing in text
 
     def _arguments(self, *, is_end: bool) -> str:
         """Read arguments as they are written."""
@@ -215,25 +229,27 @@ class Calls:
         self._list.append(self._take(len(self._held) if end is None else end))
         if end is not None:
             self._state = "closing"
+            closing = self._format.closing if isinstance(self._format, ObjectCalls) and not self._must_call else ""
+            self._awaited = ["}", closing] if closing else ["}"]
         return ""
 
     def _closing(self, *, is_end: bool) -> str:
         """Read the end of a call's object, and the closing text of its format."""
-        closing = self._format.closing if isinstance(self._format, ObjectCalls) and not self._must_call else ""
-        rest = self._held.lstrip()
-        for mark in ("}", closing):
-            if rest.startswith(mark):
-                rest = rest[len(mark) :].lstrip() if mark == "}" and closing else rest[len(mark) :]
-            elif not is_end and mark.startswith(rest):
+        while self._awaited:
+            mark, self._held = self._awaited[0], self._held.lstrip()
+            if self._held.startswith(mark):
+                self._take(len(mark))
+                del self._awaited[0]
+            elif not is_end and mark.startswith(self._held):
                 return ""
             else:
                 break
-        self._held = rest
         self._state = "text"
         return ""
 
     def _begin(self, name: str, id_: str) -> None:
-        self._is_after_call, self._space = True, ""
+        self._is_after_call = True
+        self._space.clear()
         self._list.begin(name, id_)
 
     def _add(self, call: Call) -> None:

@@ -141,6 +141,8 @@ def _explained(says: str, kind: Any) -> str:
         return says + nearest(match[1], [field.encode_name for field in msgspec.structs.fields(kind)])
     if match := re.fullmatch(r"Expected `array` of length >= 1 - at `\$\.(\w+)`", says):
         return f"{match[1]}: at least one is needed"
+    if match := re.fullmatch(r"Expected `str` matching regex '.*' - at `\$\.(.+)`", says):
+        return f"{match[1]}: a function's name has 1 to 128 letters, digits, _, . and -"
     if match := re.fullmatch(r"Invalid value '(\w+)' - at `\$\.(\w+)\[.*content\[.*\.type`", says):
         return f"{match[2]}: this server takes text only, not {match[1]!r}"
     if match := re.fullmatch(r"Invalid (?:enum )?value '.*' - at `\$(\..+)`", says, re.DOTALL):

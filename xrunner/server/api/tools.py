@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-NAME = r"^[A-Za-z0-9_.-]{1,128}$"
-"""Names of functions: OpenAI's Responses and Anthropic's Messages accept up to 128 characters, chats at OpenAI 64."""
+NAME = r"^[A-Za-z0-9_.-]{1,128}$(?!\n)"
+"""Names of functions: OpenAI's Responses and Anthropic's Messages accept up to 128 characters, chats at OpenAI 64. In
+Python, `$` also matches before a final line feed."""
 MAX_TOOLS = 128
 MAX_NAME = 258
 """Characters of the longest name that a model sees: that of a namespace, two characters, that of a function."""

@@ -10,6 +10,7 @@ import socket
 import ssl
 import sys
 import time
+from asyncio.sslproto import SSLProtocol
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -24,6 +25,7 @@ from xrunner.server.http.connections import (
     ACCEPT_AT_ONCE,
     HEAD_TIMEOUT_S,
     KEEP_ALIVE_S,
+    READ_AT_ONCE,
     REST_TIMEOUT_S,
     Listener,
     Protocol,
@@ -115,6 +117,7 @@ class Server(uvicorn.Server):
         timeouts: dict[str, Any] = {}
         if self._tls is not None:
             timeouts = {"ssl_handshake_timeout": HEAD_TIMEOUT_S, "ssl_shutdown_timeout": REST_TIMEOUT_S}
+            SSLProtocol.max_size = READ_AT_ONCE  # each connection has a buffer of this size, by default of 256 KiB
         loop = asyncio.get_running_loop()
         self.servers = [
             await loop.create_server(protocol, sock=self._listener, ssl=self._tls, backlog=ACCEPT_AT_ONCE, **timeouts)

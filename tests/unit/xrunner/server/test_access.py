@@ -187,6 +187,13 @@ def test_a_server_of_all_addresses_takes_any_literal_one() -> None:
     assert not hosts.accept("rebound.example")
 
 
+@pytest.mark.parametrize("host", ["", "evil@127.0.0.1", "@127.0.0.1", "127.0.0.1:x", "127.0.0.1:0", "127.0.0.1:65536"])
+def test_a_host_is_a_name_with_or_without_a_port(host: str) -> None:
+    hosts = AllowedHosts("127.0.0.1")
+    assert hosts.accept("127.0.0.1") and hosts.accept("LOCALHOST.:80") and hosts.accept("[::1]:65535")
+    assert not hosts.accept(host)
+
+
 def test_origins_of_a_server_with_tls() -> None:
     """An attacker that changes pages on their way could send one of http://."""
     hosts = AllowedHosts("127.0.0.1", ["llm.lan"])

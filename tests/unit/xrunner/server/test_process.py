@@ -140,6 +140,26 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return cert, key
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_a_handshake_that_is_not_continued_takes_little_memory(certificate: tuple[Path, Path]) -> None:
+    """Without a key, each took 300 KiB, for a buffer of asyncio's."""
+    process, url = start("tls=server_context(Path({!r}), Path({!r}))".format(*map(str, certificate)))
+    status = Path(f"/proc/{process.pid}/status")
+
+    def kib() -> int:
+        return int(status.read_text().split("VmRSS:")[1].split()[0])
+
+    with process, ExitStack() as clients:
+        before = kib()
+        for _ in range(200):
+            client = clients.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))))
+            client.sendall(b"\x16\x03\x01")
+        time.sleep(0.5)
+        after = kib()
+        process.kill()
+    assert (after - before) / 200 < 128
+
+
 def test_https(certificate: tuple[Path, Path]) -> None:
     cert, key = certificate
     process, url = start(f"tls=server_context(Path({str(cert)!r}), Path({str(key)!r}))")

@@ -106,6 +106,11 @@ def test_refused_with_the_field(fields: dict[str, object], param: str, says: str
         ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "differs from it"),
         ({"tools": [{}]}, "tools", "missing required field `function`"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f\n"}}]},
+            "tools",
+            "tools[0].function.name: a function's name has 1 to 128 letters",
+        ),
         ({"tool_choice": "required"}, "tool_choice", "no tools to call"),
         ({"response_format": {"type": "xml"}}, "response_format", "xml"),
         ({"prompt": "x"}, "prompt", "unknown field"),
