@@ -74,15 +74,12 @@ class Situation:
         """
         plan = self.plan
         stays = in_place or plan.cluster.num_nodes > 1 or plan.sharing_replicas > 1
-        return Problem(
-            model=plan.model,
-            checkpoint=plan.checkpoint,
-            cluster=plan.cluster,
+        framework = None if plan.engine is None else plan.engine.framework
+        return replace(
+            Problem.of(plan, self.profile.slowed(plan.profile.slowdown)),
             workload=self.lengths,
-            profile=self.profile.slowed(plan.profile.slowdown),
-            constraint=plan.constraint,
-            kv=plan.admission.kv,
             max_devices=plan.num_devices,
+            even="vllm" in (framework, plan.profile.engine),
             replicas=plan.replicas if stays else None,
             fixed=plan.pinned.fixed,
             placement=Placement.of(plan) if in_place and plan.devices_per_replica > 1 else None,

@@ -12,6 +12,7 @@ import xgpt
 from tests.contract.scenarios import problem
 from tests.planned import num_params
 from tests.rings import few
+from xgpt import api
 from xgpt.core.policies import build
 from xgpt.core.schema import (
     ChunkedSettings,
@@ -365,3 +366,17 @@ def test_replacements_are_of_the_policies_that_were_asked_for(choice: PolicyChoi
     assert {CHOICES[kind].settings.model_fields["kind"].default for kind in found} == kinds
     pinned = plan.model_copy(update={"pinned": Pinned(fixed={"token_budget": 512})})
     assert within_pins(pinned, tuple(FORECASTS)) == ("chunked",)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"engine": "vllm"}, {"engine": "xgpt-vllm"}, {"engine": "vllm", "speculative": "eagle3", "acceptance": 0.6}],
+)
+def test_lengths_as_planned_keep_the_plan_of_every_engine(asked: dict[str, str | float]) -> None:
+    """Other plans were sought for an engine without vLLM's loop and without a draft: a swap promised 36%."""
+    many = {"model": "llama-3.1-8b", "cluster": "h100x1", "objective": "saturated", "latency_bound_s": 8}
+    planned = api.solve(**many, **asked)
+    plan = planned.best
+    verdict = judge(plan, planned.problem.profile, plan.workload, 1_000_000)
+    assert not verdict.switch and verdict.best is not None
+    assert verdict.best.throughput_rps == pytest.approx(plan.estimate.throughput_rps, rel=0.02)
