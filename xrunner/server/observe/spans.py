@@ -22,6 +22,9 @@ from xrunner.server.request_info import RequestInfo
 
 CLOSE_S = 3.0
 """Time for which an ending server waits for its collector."""
+MAX_STATE = 512
+"""Characters of the longest `tracestate` that is read, the most that systems must pass on (W3C, Trace Context, sec.
+3.3.1.5): the library takes time in proportion to the square of its blanks, before a key is checked."""
 ATTRIBUTES = {
     "key": "xgpt.key",
     "prompt_tokens": "gen_ai.usage.input_tokens",
@@ -54,6 +57,8 @@ class Tracer:
         """Record a request that has ended with this status (0: its client disconnected before); add the trace's id to
         its log line."""
         carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+        if len(carrier.get("tracestate", "")) > MAX_STATE:
+            del carrier["tracestate"]
         attributes: dict[str, Any] = {"http.request.method": method, "url.path": path, "xgpt.request_id": info.id}
         if status:
             attributes["http.response.status_code"] = status
