@@ -64,7 +64,7 @@ class Problem:
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile) -> Problem:
-        """Return the problem for which a plan was made, on all devices of its cluster."""
+        """Return the problem for which a plan was made, on the number of devices that it uses."""
         return cls(
             plan.model,
             plan.checkpoint,
@@ -74,6 +74,7 @@ class Problem:
             plan.constraint,
             plan.admission.kv,
             plan.engine,
+            max_devices=plan.num_devices,
             reused=reused_by(plan, plan.workload),
             speculation=plan.speculation,
         )

@@ -20,8 +20,10 @@ from xgpt.core.schema import (
     KvPromise,
     ModelSpec,
     PolicySettings,
+    Speculation,
     Variable,
 )
+from xgpt.core.schema.plan import SPECULATIVE_POLICIES
 from xscheduler.expression import Values, value_of
 from xscheduler.placement import Placement
 from xsimulator.forecast import CHOICES, FORECASTS, Performance
@@ -38,9 +40,10 @@ POLICIES: dict[str, type[Any]] = {kind: forecast.settings for kind, forecast in 
 UNCUT = "an encoder reads a prompt whole, so its prompts cannot be cut in chunks"
 
 
-def runnable(kinds: Iterable[str], model: ModelSpec) -> tuple[str, ...]:
-    """Return the policies under which a model can run; see `UNCUT`."""
-    return tuple(kind for kind in kinds if not (CHOICES[kind].cuts_prompts and model.is_encoder_decoder))
+def runnable(kinds: Iterable[str], model: ModelSpec, speculation: Speculation | None = None) -> tuple[str, ...]:
+    """Return the policies under which a model can run, with its draft if it has one; see `UNCUT`."""
+    able = (kind for kind in kinds if not (CHOICES[kind].cuts_prompts and model.is_encoder_decoder))
+    return tuple(kind for kind in able if speculation is None or kind in SPECULATIVE_POLICIES)
 
 
 POINTS_AT_ONCE = 20_000

@@ -29,7 +29,7 @@ from xscheduler.objectives.capacities import predicted_rate, with_capacity
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
-from xscheduler.space import POLICIES
+from xscheduler.space import POLICIES, runnable
 from xsimulator.capacity import Trial
 from xsimulator.clock import Span as StageSpan
 from xsimulator.measures import Measured
@@ -244,7 +244,7 @@ def _frontier(plan: Plan, profile: Profile) -> Chart:
     relaxed = plan.constraint.model_copy(update={"latency_bound_s": None})
     search = scheduler(Problem.of(plan, profile).under(relaxed))
     lines = []
-    for kind in POLICIES:
+    for kind in runnable(POLICIES, plan.model, plan.speculation):
         points = frontier(search.candidates.spaces(kind))
         if points:
             x, y = [p.latency_s for p in points], [p.throughput_rps for p in points]

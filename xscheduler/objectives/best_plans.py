@@ -136,12 +136,9 @@ def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
         kinds = tuple(kind for kind in kinds if kind != "static")
     if policy in ("auto", "exegpt") and problem.profile.kv_transfer is None:
         kinds = tuple(kind for kind in kinds if kind not in POLICY_GROUPS["waa"])
-    if problem.speculation is not None:
-        kinds = tuple(kind for kind in kinds if kind in SPECULATIVE_POLICIES)
-        if not kinds:
-            accepted = f"speculative decoding needs {' or '.join(SPECULATIVE_POLICIES)}"
-            raise InputError("policy", policy, accepted)
-    found = _with_variables(runnable(kinds, problem.model), policy, problem.fixed)
+    if problem.speculation is not None and not set(kinds) & set(SPECULATIVE_POLICIES):
+        raise InputError("policy", policy, f"speculative decoding needs {' or '.join(SPECULATIVE_POLICIES)}")
+    found = _with_variables(runnable(kinds, problem.model, problem.speculation), policy, problem.fixed)
     if not found:
         others = ", ".join(runnable(POLICY_GROUPS["auto"], problem.model))
         raise InputError("policy", policy, f"{problem.model.name}: {UNCUT}; take one of {others} or auto")
@@ -212,7 +209,8 @@ def is_uniform(plan: Plan) -> bool:
 def plan_uniform(problem: Problem, search: SearchMethod = "branch-and-bound") -> Plan | None:
     """Return the best plan of replicas of equal stages, without rra and waa; None if no such plan fits."""
     problem = replace(problem, uniform=True)
-    kinds = [kind for kind in runnable(UNIFORM_KINDS, problem.model) if problem.fixed.keys() <= variables_of(kind)]
+    able = runnable(UNIFORM_KINDS, problem.model, problem.speculation)
+    kinds = [kind for kind in able if problem.fixed.keys() <= variables_of(kind)]
     if not kinds:
         return None
     try:

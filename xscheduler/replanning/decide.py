@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import Constraint, Observation, Outcome, Plan, Profile
-from xgpt.core.schema.plan import SPECULATIVE_POLICIES
 from xgpt.core.schema.policy import POLICY_GROUPS
 from xgpt.observation.windows import RATE_REQUESTS
 from xscheduler.objectives.best_plans import variables_of
@@ -271,9 +270,8 @@ def within_pins(plan: Plan, kinds: Collection[str]) -> tuple[str, ...]:
     if asked != "auto":
         choices = POLICY_GROUPS.get(asked, (TUNED.get(asked, asked),))
         kinds = [choice for choice in choices if CHOICES[choice].settings.model_fields["kind"].default in kinds]
-    if plan.speculation is not None:
-        kinds = [kind for kind in kinds if kind in SPECULATIVE_POLICIES]
-    left = [kind for kind in runnable(kinds, plan.model) if plan.pinned.fixed.keys() <= variables_of(kind)]
+    able = runnable(kinds, plan.model, plan.speculation)
+    left = [kind for kind in able if plan.pinned.fixed.keys() <= variables_of(kind)]
     return tuple(left) or (plan.policy.kind,)
 
 

@@ -78,7 +78,6 @@ class Situation:
         return replace(
             Problem.of(plan, self.profile.slowed(plan.profile.slowdown)),
             workload=self.lengths,
-            max_devices=plan.num_devices,
             even="vllm" in (framework, plan.profile.engine),
             replicas=plan.replicas if stays else None,
             fixed=plan.pinned.fixed,

@@ -12,10 +12,11 @@ import pytest
 from tests.browser import CHROMIUM
 from tests.contract.scenarios import problem
 from tests.rings import few
+from xgpt import api
 from xgpt.cli.render import plans_table
 from xgpt.core.schema import Capacity, Plan
-from xgpt.pages import render
-from xgpt.reporting.report import NUM_REQUESTS, report
+from xgpt.pages import charts, render
+from xgpt.reporting.report import NUM_REQUESTS, _frontier, report
 from xscheduler.schedule import Scheduler
 from xscheduler.space import POLICIES
 from xsimulator.run import simulate
@@ -84,6 +85,19 @@ def test_a_report_on_arrivals_shows_the_latency_under_the_bound_and_the_command(
     assert cards[:2] == [("3.50", "arrivals a second at most"), ("3.90 s", "whole time at that rate, p99")]
     assert "latency, p99" not in {label for _, label in cards}
     assert "run in vLLM itself: vllm serve meta-llama/Llama-3.1-8B-Instruct" in page
+
+
+def test_curves_are_of_the_devices_and_the_draft_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for 4 of 8 devices stood below the curves of 8, and one with a draft below those of rra."""
+    shown: list[list[charts.Series]] = []
+    monkeypatch.setattr(charts, "frontier", lambda lines, *_, **__: shown.append(lines))
+    asked = {"model": "llama-3.1-70b", "cluster": "h100x8", "objective": "saturated", "latency_bound_s": 40}
+    for more in ({"devices": 4}, {"speculative": "eagle3", "speculative_tokens": 1, "acceptance": 0.6}):
+        planned = api.solve(**asked, **more)
+        _frontier(planned.best, planned.problem.profile)
+        best = max(max(line.y) for line in shown[-1])
+        assert best < 1.2 * planned.best.estimate.throughput_rps
+    assert {line.name for line in shown[-1]} == {"chunked", "orca"}
 
 
 def test_nothing_is_loaded_and_nothing_runs(hostile_page: str) -> None:
