@@ -22,6 +22,8 @@ MIN_KEY_LENGTH = 16
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 NUMBERS = ("share", "priority", "requests_per_minute", "tokens_per_minute", "answer_within", "ttft", "tpot")
 SETTING = re.compile(rf"admin|(class|{'|'.join(NUMBERS)})=(\S*)")
+LIKE_SETTING = re.compile(rf"{SETTING.pattern}|[A-Za-z_-]+=[^=]\S*")
+"""A setting, known or mistyped; a key in Base64 contains = at its end only."""
 OF_CLASS = ("priority", "ttft", "tpot")
 """Settings that a class replaces in a key."""
 
@@ -151,7 +153,7 @@ def _parse(text: str, source: str, classes: Collection[str]) -> dict[bytes, Key]
         if not words or words[0].startswith("#"):
             continue
         where = f"{source}, line {number}"
-        has_name = len(words) > 1 and not SETTING.fullmatch(words[1])
+        has_name = len(words) > 1 and not LIKE_SETTING.fullmatch(words[1])
         name = words.pop(0) if has_name else f"line-{number}"
         secret, *settings = words
         if not NAME.fullmatch(name):

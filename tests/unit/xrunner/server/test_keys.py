@@ -57,6 +57,7 @@ def test_a_line_names_a_key_and_says_what_it_grants() -> None:
         (f"alice {ALICE} share=1 share=2", "line 1.*is given twice"),
         (f"alice {ALICE} priority=1.5", "line 1, priority=1.5"),
         (f"alice {ALICE} rpm=5", "line 1.*the settings are share=NUMBER"),
+        (f"{ALICE} tokens_per_minut=100000", "line 1.*unknown setting"),
         (f"alice {ALICE}\nalice {BOB}", "line 2.*is on an earlier line"),
         (f"alice {ALICE}\nbob {ALICE}", "line 2.*is on an earlier line"),
         (f"al!ce {ALICE}", "line 1.*a name has"),
