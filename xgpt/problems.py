@@ -131,13 +131,16 @@ def _shared_prefix(request: PlanRequest, model: ModelSpec, workload: Workload, b
     if tokens >= workload.input.lengths[-1]:
         longest = workload.input.lengths[-1]
         raise InputError("shared_prefix", tokens, f"the longest prompt of {workload.name} has {longest} tokens")
+    if tokens < block_size:
+        accepted = f"only whole blocks of {block_size} tokens are cached: give at least {block_size}"
+        raise InputError("shared_prefix", tokens, accepted)
     kept = tokens // block_size * block_size
     found = sum(
         share * min(kept, length - 1)
         for length, share in zip(workload.input.lengths, workload.input.probabilities, strict=True)
     )
     share = found / workload.input.mean
-    return Reused.proportional(workload, share, float(kept), share) if kept else None
+    return Reused.proportional(workload, share, float(kept), share)
 
 
 def _with_classes(request: PlanRequest) -> Constraint:

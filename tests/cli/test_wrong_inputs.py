@@ -57,6 +57,17 @@ def write_config(kind: str, name: str, old: str, new: str) -> None:
         ("export wrong.yaml --to trtllm", "", "`xgpt plan --engine tensorrt-llm-1.0` prints its trtllm-serve command"),
         ("export wrong.yaml --to docker-compose", "", "did you mean compose?"),
         ("plan --latency-bound 8 --cluster local:9999", "", "--cluster: local:9999 needs a core for each device"),
+        (
+            "plan --latency-bound 20 --tpot 1 --policy slack --shared-prefix 100 --model llama-3.1-8b --cluster h100x1 "
+            "--workload chat-short",
+            "",
+            "--policy: 'slack' is not accepted; it cannot plan for prompts with common prefixes: use chunked",
+        ),
+        (
+            "plan --latency-bound 20 --shared-prefix 10 --model llama-3.1-8b --cluster h100x1 --workload chat-short",
+            "",
+            "--shared-prefix: 10 is not accepted; only whole blocks of 16 tokens are cached: give at least 16",
+        ),
         (f"{PLAN} --policy slack", "", "it needs --objective arrivals and a bound on the time per token, --tpot"),
         (f"{PLAN} --maximise thruput", "", "--maximise: 'thruput' is not accepted; known figures are throughput, "),
         (f"{PLAN} --maximise __import__('os')", "", "is not accepted; give an expression of numbers, figures, "),
@@ -169,6 +180,8 @@ def test_a_custom_device_is_told_what_it_lacks(xgpt: Xgpt) -> None:
     assert ran.code == 0, ran.err
     text = " ".join(ran.out.split())
     assert "no plan of waa: the cluster has no `host`" in text and "no plan keeps" not in text
+    one = xgpt("plan", *asked, "--policy", "chunked")
+    assert one.code == 0 and "no plan of waa" not in one.out
     assert "warning: mi300x states no `efficiency`: step times assume an A40's" in text
 
 

@@ -254,10 +254,10 @@ def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
     if "chunked" in missing and any(plan.model.is_encoder_decoder for plan in plans.values()):
         missing.remove("chunked")
         lines.append(f"no plan of chunked: {UNCUT}")
-    if all(plan.cluster.host is None and plan.cluster.num_devices > 1 for plan in plans.values()):
+    split = [kind for kind in missing if kind in POLICY_GROUPS["waa"]]
+    if split and all(plan.cluster.host is None and plan.cluster.num_devices > 1 for plan in plans.values()):
         missing = [kind for kind in missing if kind not in POLICY_GROUPS["waa"]]
         lines.append("no plan of waa: the cluster has no `host`, the link over which waa sends K/V")
-    split = [kind for kind in missing if kind in POLICY_GROUPS["waa"]]
     if split and all(plan.cluster.num_devices == 1 for plan in plans.values()):
         missing = [kind for kind in missing if kind not in split]
         lines.append(f"not possible on one device: {', '.join(split)}")

@@ -100,7 +100,9 @@ def _check_tunable(problem: Problem, policy: str) -> None:
     by_rate = constraint.maximises_arrivals or constraint.arrival_rate_per_s is not None
     if not by_rate or constraint.tpot_s is None:
         raise InputError("policy", policy, "it needs `objective=arrivals` and a bound on the time per token, `tpot_s`")
-    if problem.model.is_encoder_decoder or problem.reused is not None:
+    if problem.reused is not None:
+        raise InputError("policy", policy, "it cannot plan for prompts with common prefixes: use chunked")
+    if problem.model.is_encoder_decoder:
         raise InputError(
             "policy", policy, f"it needs a decoder-only model, which {problem.model.name} is not; use chunked"
         )
