@@ -19,7 +19,7 @@ from tests.fakes import eventually
 from xgpt.checkpoints.files import read_spec
 from xgpt.core.errors import InputError
 from xgpt.serving import gateway
-from xgpt.serving.serve import ServeRequest
+from xgpt.serving.serve import ServeRequest, serve
 
 
 def ask(url: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -114,11 +114,17 @@ def test_what_the_gateway_cannot_do_is_refused_and_named(monkeypatch: pytest.Mon
         (ServeRequest(front="smg", host="0.0.0.0"), "host"),
         (ServeRequest(front="smg", answer_within_s=1.0), "answer_within_s"),
         (ServeRequest(front="smg", api_key_file=Path("keys")), "api_key_file"),
+        (ServeRequest(front="smg", shutdown_delay_s=10.0), "shutdown_delay_s"),
         (ServeRequest(front="smg"), "checkpoint"),
     ):
         with pytest.raises(InputError) as caught:
             gateway.check_gateway(plan(one_lane([1])), request)
         assert caught.value.field == field
+
+
+def test_an_admin_port_needs_the_gateway() -> None:
+    with pytest.raises(InputError, match="admin_port: 9000 is not accepted; it needs `front=smg`"):
+        serve(plan(one_lane([1])), ServeRequest(admin_port=9000, dry_run=True))
 
 
 def test_both_fronts_take_the_checkpoints_default_length(tmp_path: Path) -> None:

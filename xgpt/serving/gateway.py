@@ -47,6 +47,7 @@ ENDPOINT_FIELDS = (
     "answer_within_s",
     "answer_within_of",
     "otlp_endpoint",
+    "shutdown_delay_s",
 )
 """Fields of a request to serve that only xgpt's endpoint supports, not the gateway."""
 

@@ -161,6 +161,8 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
         plan, machines = share_of(plan, request)
     if request.front == "smg":
         check_gateway(plan, request)
+    elif request.admin_port:
+        raise InputError("admin_port", request.admin_port, "it needs `front=smg`")
     if (request.answer_within_s or request.answer_within_of) and not plan.estimate.predicts_rate:
         accepted = "the plan predicts no throughput: plan again, or leave it out"
         raise InputError("answer_within_s", request.answer_within_s or str(request.answer_within_of), accepted)
