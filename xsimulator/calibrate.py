@@ -154,7 +154,7 @@ def corrected(profile: Profile, by: Mapping[str, float], name: str, source: str)
 
     Args:
         by: factors by the names in `PARTS`.
-        name, source: name of the provenance entry, and the source of the factors that it states.
+        name, source: name of the provenance entry, and the source of the factors, which the entry states.
     """
     layers = tuple(
         layer.model_copy(

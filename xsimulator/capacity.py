@@ -30,9 +30,9 @@ LEAST_REQUESTS = 2000
 """Least number of requests that are measured."""
 LEAST_WARM_UP = 128
 LIFETIMES = 4
-"""At least the requests that arrive in this number of spans at saturation are measured; the warm-up lasts one span. A
-span is the bound, or the time of a request that waits as long as is usual just below saturation, if that is shorter.
-(With a longer bound, the rate equals saturated throughput to within `PRECISION` in any case.)
+"""At least as many requests are measured as arrive in this number of spans at saturation; the warm-up lasts one span. A
+span is the latency bound or, if this is shorter, the time of a request that waits as long as is usual just below
+saturation. (With a longer bound, the rate equals saturated throughput to within `PRECISION` in any case.)
 """
 PRECISION = 0.02
 """Relative precision of the rate."""
@@ -50,7 +50,7 @@ class _Drawn(NamedTuple):
 
     Attributes:
         inputs, outputs: their tokens.
-        decoded: their decode steps with a draft, as output lengths; without one, `outputs`.
+        decoded: with a draft, the number of decode steps of each request, as an output length; without one, `outputs`.
     """
 
     inputs: Ints
@@ -165,8 +165,8 @@ class Trial:
 
 
 def endings(ends: Array, first: int, last: int) -> tuple[int, float]:
-    """Return how many of the sorted times `ends` lie after that at index `first`, up to that at `last`, and the time
-    between the two. Many requests may end in one step.
+    """Return the number of the sorted times `ends` that are later than `ends[first]` and at most `ends[last]`, and the
+    time between these two. Many requests may end in one step.
     """
     begin, end = ends[first], ends[last]
     return int(np.searchsorted(ends, end, "right") - np.searchsorted(ends, begin, "right")), float(end - begin)
@@ -200,7 +200,7 @@ class CapacitySearch:
 
     Attributes:
         predicted: the closed form's rate.
-        precision: relative precision; at a rate higher by this share the bounds are broken.
+        precision: relative precision: at a rate that exceeds the result by this share, the bounds are broken.
     """
 
     def __init__(
@@ -371,7 +371,7 @@ def _in_ns(goal: Goal, slack: float, path_s: float, num_requests: int) -> GoalNs
 
 
 class EngineRun:
-    """A run of single requests, for orders of admission and K/V promises that counts cannot simulate."""
+    """A run of the simulated engine, for orders of admission and K/V promises that runs by counts cannot simulate."""
 
     def __init__(self, schedule: policies.Schedule, lanes: Mapping[StageLane, LaneCost], stream: Stream) -> None:
         clock = (

@@ -1,4 +1,4 @@
-"""Compute when simulated steps end: each step passes the stages of its lane in order, after the previous steps.
+"""Compute when simulated steps end: each step goes through its lane's stages in order, behind the previous steps.
 
 finish[j, n] = max(finish[j - 1, n] + hop, finish[j, n - 1]) + cost[j, n]
 """

@@ -276,8 +276,8 @@ def replay(
 ) -> list[StepRecord]:
     """Return the steps of a schedule fed with a log's arrivals, cancellations, endings and times, in the log's order.
 
-    The steps are those of the log unless the two engines diverge; from the first different step on, steps are left out.
-    A log may be incomplete, for example because its engine was killed.
+    The steps are those of the log unless schedule and log diverge; from the first different step on, steps are left
+    out. A log may be incomplete, for example because its engine was killed.
 
     Args:
         on_begin: is called with each step when it is scheduled, while the schedule is in the state of that moment.

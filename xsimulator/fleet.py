@@ -2,8 +2,8 @@
 
 Each request goes to the replica with the fewest outstanding requests relative to its rate, as gateways with
 least-request balancing do. Outstanding requests are computed from the plan: a request leaves after the plan's time to
-the first token and its mean gaps, as in a fleet that keeps its bounds. Each replica then runs its own requests by
-counts.
+the first token and the plan's mean gap for each output token, as in a fleet that keeps its bounds. Each replica then
+runs its own requests by counts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Replica:
     """A replica that serves for a part of the day.
 
     Attributes:
-        kind: number of its kind.
+        kind: index of its kind.
         from_s, to_s: times between which it accepts requests; it finishes all requests that it has accepted.
     """
 
@@ -78,7 +78,7 @@ def route(requests: Requests, replicas: Sequence[Replica], kinds: Sequence[Repli
     """Return the replica of each request: of the replicas that accept requests, the one with the fewest outstanding
     requests relative to its rate.
 
-    A request that arrives while no replica accepts requests goes to the next one that does. # [requests]
+    A request that arrives while no replica accepts requests goes to the next replica that starts. # [requests]
     """
     plans = [kinds[replica.kind].plan.estimate for replica in replicas]
     return _routed(

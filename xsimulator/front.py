@@ -16,7 +16,7 @@ def request_s(engine: EngineSpec, workload: Workload) -> float:
 
 
 def served_rate(plan: Plan) -> float:
-    """Return the requests a second of one command of the engine: of all replicas that share its API servers."""
+    """Return the requests a second of all replicas that one command of the engine runs; they share its API servers."""
     capacity = plan.estimate.capacity
     rates = [plan.estimate.throughput_rps if capacity is None else capacity.rate_per_s]
     return max([*rates, plan.constraint.arrival_rate_per_s or 0.0]) / plan.replicas * plan.sharing_replicas

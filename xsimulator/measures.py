@@ -351,7 +351,8 @@ class _Steps:
     def virtual_latencies(self, ids: Sequence[int], output_length: int) -> Array:
         """Return the seconds from each admission to the last token that a request of this length would have had.
 
-        Admissions too near the log's end are left out; NaN if a step in between left no request in decode.
+        Admissions too near the log's end are left out. The value is NaN if a step before that last token left no
+        request in decode.
         """
         if output_length == 1 and self._encode_emits:
             return (self.end[[self.first_token[i] for i in ids]] - self.start[[self.admitted[i] for i in ids]]) / 1e9

@@ -31,7 +31,8 @@ WORKSPACE_BYTES = 256 * MIB
 
 
 PADDED = "mxfp4"
-"""Weight format of experts whose widths engines pad and whose kernels keep no buffers between steps."""
+"""Weight format of experts whose sizes engines pad; its kernels need no buffers between the matrix products of experts.
+"""
 OWN_KERNELS = re.compile(r"^g?h(100|20|200)|^g?b[23]00")
 """Names of devices for which engines have special kernels for this format; on other devices they use Marlin's
 kernels.
@@ -140,8 +141,8 @@ class _Kept(NamedTuple):
         return cls(grows, constant, tuple(sorted(windows)))
 
     def within(self, context: float | None) -> _Kept:
-        """Return the bytes that are kept for requests of this context: only the window, in layers whose window is
-        shorter. None: every token is kept.
+        """Return the bytes that are kept for requests of this context. Layers whose window is shorter than the context
+        keep only the window; if the context is None, every layer keeps every token.
         """
         shorter = [context is not None and window < context for window, _ in self.windows]
         kept = list(zip(self.windows, shorter, strict=True))

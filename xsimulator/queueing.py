@@ -1,7 +1,7 @@
 """Compute in closed form the share of arriving requests that keep their bounds, waiting included, at any rate.
 
 The number of requests inside is modelled as a birth-death process: arrivals at rate r, departures at the throughput
-X(k) of the schedule with k requests inside, and at X(n) while there are more than its n slots:
+X(k) of the schedule with k requests inside, and at X(n) while more requests are inside than there are slots, n:
 
     log P(k) = sum_{j<=k} log(r / X(j)) / z + constant,   z = (1 + 1)/2 up to n + 1,  (1 + s^2)/2 beyond,
 
@@ -55,8 +55,9 @@ class LoadPoints(NamedTuple):
     Attributes:
         work, late_at: see `LoadCurves`. # [n, states]
         log_width: log of the number of states that each state stands for. # [n, states]
-        last, share: the state before the last slot, and the share of the way from it to the next state.
-        spread: mean of one and of the squared variation of stays, halved.
+        last, share: the state before the last slot, and the fraction of the distance from this state to the next one at
+            which the last slot lies.
+        spread: (1 + s^2) / 2, with s the coefficient of variation of stays.
         is_late: whether a bound is broken without waiting.
         gate: longest wait for the next admission. # [n, 1]
         inside, beyond: parts of the time that remains for waiting, within the gate and beyond it.
@@ -172,7 +173,7 @@ class LoadCurves:
             self._late_at[i] = np.interp(self._states + 1, inside, self._late[i])
 
     def points(self, curves: npt.NDArray[np.intp], loads: npt.NDArray[np.intp]) -> LoadPoints:
-        """Return what `late` needs of points of the curves, apart from their rates. # [n], [n]"""
+        """Return everything that `late` needs of points of the curves except their rates. # [n], [n]"""
         places = np.maximum(np.round(self._inside[curves, loads]), 1.0)
         # Each state stands for all numbers up to the next one, as far as there are slots.
         width = np.clip(np.minimum(np.append(self._states[1:], np.inf), places[:, None]) - self._states, 0.0, None)

@@ -341,7 +341,7 @@ def seen_at_once(
 
     Args:
         longest: the longest output that each request may have.
-        needed: number of requests, the first ones, after whose ends the run may end; None: all.
+        needed: the run may end as soon as the first `needed` requests have ended; None: all.
     """
     if (run := _counted_at_once(plan, profile, inputs, outputs, longest, is_logged=True)) is None:
         return SeenSteps.of_log(run_requests(plan, profile.of_means, TraceLengths(inputs, outputs, None), longest))

@@ -174,7 +174,9 @@ class Table:
         return Table(points, self(points) + other(points))
 
     def beside(self, other: Table) -> Table:
-        """Return one table with the functions of both, this one's first, broadcast to the same axes."""
+        """Return one table with the functions of both tables, this table's first; the other's are broadcast to the same
+        axes.
+        """
         points = np.union1d(self.points, other.points)
         mine, theirs = self(points), other(points)
         if theirs.ndim < mine.ndim:
@@ -200,8 +202,9 @@ class ContextTable:
         """# [segments, contexts - 1, 2, 2, functions]: contiguous for each place"""
 
     def locate(self, contexts: Array) -> tuple[npt.NDArray[np.intp], Array]:
-        """Return where contexts lie in the table: the index of the previous point, and the share of the way to the
-        next."""
+        """Return where contexts lie in the table: the index of the point before each context, and the fraction of the
+        distance from there to the next point.
+        """
         index = self._contexts[1:-1].searchsorted(contexts, side="right")
         before = self._contexts[index]
         return index, (contexts - before) / (self._contexts[index + 1] - before)

@@ -5,7 +5,7 @@ the draft; each request gets T = `Speculation.tokens_per_step` tokens on average
 each request and step. So the profile is changed: each of its steps stands for 1 / T of a real step, and encodes 1 / T
 of the prompts of a real step. With f(n) the seconds of n tokens, such a step takes f((1 + k) b + T p) / T for b
 requests and p prompt tokens. Tables of tokens become F(n) = f(T n) / T, which is exact for prompts. Decodes take F((1 +
-k) b / T) - F(b) more; this time and that of the draft's passes are added to the table of decode attention.
+k) b / T) - F(b) more; this time and the time of the draft's passes are added to the table of decode attention.
 
 Attention reads keys and values once for all tokens of a request that are verified together.
 """
@@ -58,8 +58,8 @@ class Draft:
         self._spec, self._is_own = spec, method == "mtp"
 
     def bytes(self, dtype: DType) -> float:
-        """Return the bytes of the draft's weights. An EAGLE-3 draft has its own output head; other drafts share that of
-        the model.
+        """Return the bytes of the draft's weights. An EAGLE-3 draft has its own output head; other drafts use the
+        model's head.
         """
         spec = self._spec
         size = spec.bytes_per_weight(dtype, "experts") if self._is_own else max(2, BYTES_PER_ELEMENT[dtype])
@@ -179,7 +179,9 @@ def _layer(layer: LayerTimes, profile: Profile, spec: ModelSpec, speculation: Sp
 
 
 def _shortened(curve: Curve, each: float) -> Curve:
-    """Return F(n) = f(each n) / each as a curve, at the whole numbers on both sides of the points of f."""
+    """Return F(n) = f(each n) / each as a curve. Its points are the whole numbers next to the points of f divided by
+    `each`.
+    """
     points = np.asarray(curve.points) / each
     whole = np.unique(np.concatenate([np.floor(points), np.ceil(points)])).astype(int)
     whole = whole[whole >= (0 if curve.points[0] == 0 else 1)]

@@ -9,8 +9,8 @@ A stage with d decoder and e encoder layers takes, for a step with n tokens of w
 
 with the tables of its tensor-parallel degree; the embedding is on the first stage, the head on the last. On the last
 stage, the last layer computes only keys and values for all n tokens (`last`); its work for the k sampled tokens counts
-as head. Every stage pays the overhead, since each worker assembles its own batch. In an encoder-decoder, prompts pass
-the encoder layers; in the same step, their start tokens pass the decoder. Source: ExeGPT sec. 3, 6.
+as head. Every stage pays the overhead, since each worker assembles its own batch. In an encoder-decoder, prompts go
+through the encoder layers; in the same step, their start tokens go through the decoder. Source: ExeGPT sec. 3, 6.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class LaneCost:
     Args:
         degrees: the profile's tables, shared by several lanes; None: they are computed here.
         engine: the engine that runs the steps; None: an engine of which only the profile's step times are known.
-        is_floor: whether these are lower tables; on lower tables, closed forms count the cost of mixing for a single
-            decode.
+        is_floor: whether these are lower tables; on lower tables, closed forms count the cost of mixing for one decode
+            only.
 
     Attributes:
         mixing: extra time of a step that both encodes and decodes, as a share of the time of a step with only its
@@ -164,7 +164,9 @@ class LaneCost:
         return [stage.decoder_layers * seconds for stage, seconds in self._by_kind(of_layer)]
 
     def _by_kind(self, of_degree: Callable[[GroupTables], T]) -> list[tuple[StageShape, T]]:
-        """Return each kind of stage with a function's value for its degree, computed once for each degree."""
+        """Return each kind of stage with the value of `of_degree` for the stage's degree, computed once for each
+        degree.
+        """
         found = {group: of_degree(degree) for group, degree in self._degrees.items()}
         return [(stage, found[stage.group]) for stage, _ in self.kinds]
 
@@ -178,7 +180,7 @@ class LaneCost:
         return np.asarray([stage.decoder_layers * seconds for stage, seconds in self._by_kind(of_layer)])
 
     def prompts(self, lengths: Lengths) -> Table:
-        """Return the seconds of prompts, apart from decoder tokens, sampling and overhead, by the number of prompts.
+        """Return the seconds of prompts without decoder tokens, sampling and overhead, by the number of prompts.
         # [kinds]
 
         These are the seconds of attention and, with an encoder, of the encoder's layers and of computing keys and
@@ -377,8 +379,8 @@ class _DecodeSteps:
 
 
 def _ragged(grid: Grid, pieces: Sequence[tuple[int, int, int]]) -> float:
-    """Return the attention seconds of prompt pieces [start, end). The result is a mean over the pieces, where each
-    piece counts with the time of a batch of equal pieces.
+    """Return the attention seconds of prompt pieces [start, end): the mean, over the pieces, of the time of as many
+    pieces that are all equal to this one.
     """
     count, at = len(pieces), grid.at
     seconds = 0.0

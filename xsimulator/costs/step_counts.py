@@ -32,9 +32,9 @@ class StepCounts(NamedTuple):
         decodes: requests that decode a token.
         context: number of tokens to which the decoding requests attend, summed over requests (for an encoder-decoder,
             output tokens only).
-        sampled: rows that pass the output head.
+        sampled: rows that go through the output head.
         num_tokens: prompt tokens, plus one for each decode.
-        mean_input: mean input length of the requests that pass the decoder; for cross-attention.
+        mean_input: mean input length of the requests that go through the decoder; for cross-attention.
         joining_tokens: input tokens of requests in their first decode step, if another lane encoded them.
     """
 

@@ -208,8 +208,8 @@ def layer_of(t, group, step, pieces, found):
 
 @helper
 def prompts_s(t, grid, pieces, step):
-    """Return the attention seconds of prompt pieces: a mean over the pieces, where each piece counts with the time of a
-    batch of equal pieces.
+    """Return the attention seconds of prompt pieces: the mean, over the pieces, of the time of as many pieces that are
+    all equal to this one.
     """
     count, seconds = step.last_piece - step.first_piece, 0.0
     for i in range(step.first_piece, step.last_piece):

@@ -70,7 +70,8 @@ of steps of any kind that run now.
 phase, since_encode, credit: as in the policy's rule.
 num_encoding, first, last: requests whose prompt is not encoded yet, in order of admission.
 waited: number of steps for which prompts have waited for others.
-num_issued: how many of these requests are in a step that runs now (static's parts); unissued: the first that is not.
+num_issued: how many of these requests are in a step that runs now (static's parts); unissued: the first of them that no
+step contains yet.
 """
 
 STEP = np.dtype(
@@ -99,12 +100,12 @@ LANE = np.dtype(
 )
 """A schedule's counts and settings.
 
-Requests [head, tail) wait, after `preempted` and those that follow it. by_use: whether requests take blocks as they
-grow. Steps [first_step, end_step) run now. Requests [first_counted, last_counted) are measured. num_sent, path_ns:
-number of requests sent; in a closed loop the next one is sent `path_ns` after one has ended. emits: whether an encode
-step makes first tokens. Of WAA's requests, in the order in which their prompts end, `num_encoded` are encoded,
-`num_moving` have left, `num_arrived` are in the decode lane, and `num_joined` decode there. `num_decode` of the
-micro-batches belong to that lane. occupies: whether a transfer takes the devices' compute time.
+Requests [head, tail) wait behind the preempted requests, a list that begins with `preempted`. by_use: whether requests
+take blocks as they grow. Steps [first_step, end_step) run now. Requests [first_counted, last_counted) are measured.
+num_sent, path_ns: number of requests sent; in a closed loop the next one is sent `path_ns` after one has ended. emits:
+whether an encode step makes first tokens. Of WAA's requests, in the order in which their prompts end, `num_encoded` are
+encoded, `num_moving` have left, `num_arrived` are in the decode lane, and `num_joined` decode there. `num_decode` of
+the micro-batches belong to that lane. occupies: whether a transfer takes the devices' compute time.
 """
 
 

@@ -47,15 +47,16 @@ def counted_run(
 def is_counted(plan: Plan) -> bool:
     """Return whether a plan can be simulated by counts; otherwise the simulated engine runs its own rule.
 
-    Counts repeat the rules of `policies.OneLane` and `policies.TwoLane` for the settings that `OneLaneRun.known` and
-    `TwoLaneRun.known` name: a plan whose rule has any other setting is not counted. The plan also needs order fcfs,
-    and either reserved K/V memory or a decoder-only model under orca or chunked in a single micro-batch.
+    Runs by counts repeat the rules of `policies.OneLane` and `policies.TwoLane` for the settings that
+    `OneLaneRun.known` and `TwoLaneRun.known` name; a plan whose rule uses any other setting is not simulated by counts.
+    The plan also needs order fcfs, and either reserved K/V memory or a decoder-only model under orca or chunked in a
+    single micro-batch.
     """
     return _counted_schedule(plan) is not None
 
 
 def _counted_schedule(plan: Plan) -> policies.OneLane | policies.TwoLane | None:
-    """Return the plan's schedule if counts know its rule, its order of admission and its use of memory."""
+    """Return the plan's schedule if runs by counts know the plan's rule, order of admission and use of memory."""
     if plan.admission.order != "fcfs" or not _counts_kv(plan):
         return None
     schedule = policies.build(plan)
@@ -67,7 +68,7 @@ def _counted_schedule(plan: Plan) -> policies.OneLane | policies.TwoLane | None:
 
 
 def _knows(known: frozenset[str], type_: type[Any], settings: Any) -> bool:
-    """Return whether settings are of this very type, and differ from its defaults only in fields that are known."""
+    """Return whether settings are of exactly this type, and differ from the type's defaults only in `known` fields."""
     if type(settings) is not type_:
         return False
     return all(field.name in known or getattr(settings, field.name) == field.default for field in fields(settings))

@@ -69,7 +69,9 @@ def grows_in(s, batch, context):
 
 @helper
 def preempt(s, lane, number):
-    """Preempt the request that entered last; it then waits first. The next step must not have been scheduled."""
+    """Preempt the request that entered last and put it at the head of the queue. Call this before scheduling the next
+    step.
+    """
     batch, id_ = s.batches[number], lane.head - 1
     lane.num_inside -= 1
     if batch.num_encoding:

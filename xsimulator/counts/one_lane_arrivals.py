@@ -202,8 +202,8 @@ def may_encode(s, lane, number):
 
 @helper
 def waits_for_others(s, lane, batch):
-    """Return whether prompts wait in this step, for the next check for new requests or for more prompts; steps of the
-    second kind are counted.
+    """Return whether prompts wait in this step: until the next check for new requests, or for more prompts to encode
+    with them. Consecutive steps in which they wait for more prompts are counted.
     """
     if batch.since_encode % lane.receive_steps and batch.decoding > 0:
         return True
@@ -281,7 +281,7 @@ def refill(s, lane):
 
 @helper
 def next_part(s, lane, batch):
-    """Add the next part of the prompts of a whole batch (static)."""
+    """Add the next part of a batch's prompts to the step. Policy static encodes a batch in such parts."""
     size = -(-num_running(batch) // lane.encode_parts)
     while size and batch.unissued != NONE:
         request = s.requests[batch.unissued]

@@ -202,8 +202,9 @@ def next_decode(s, lane, step):
 
 @helper
 def next_transfer(s, lane, step):
-    """Write the next transfer, of all requests encoded meanwhile, into `step`; return False if there is none or one
-    runs."""
+    """Write the next transfer into `step`: that of all requests encoded since the last one began. Return False if there
+    are no such requests, or if a transfer is running.
+    """
     if lane.num_moving > lane.num_arrived or lane.num_encoded == lane.num_moving:
         return False
     step.lane, step.batch, step.does_decode, step.decodes, step.num_tokens = TRANSFER, 0, False, 0, 0
@@ -318,7 +319,9 @@ def settle(s, lane, step):
 
 @helper
 def end_prompt(s, lane, id_):
-    """Note that a prompt is encoded; a request of one token ends with it."""
+    """Note that a prompt is encoded. If its request has one output token and the encode step makes it, the request
+    ends.
+    """
     request = s.requests[id_]
     if lane.emits:
         request.first_ns = lane.now_ns

@@ -66,7 +66,7 @@ class Forecast(ABC, Generic[M]):
             falls with it. A policy has at most two variables; the other one selects the line.
         load: the variable that grows along a load curve, starting at one request.
         follows: variables that grow in proportion to the load variable.
-        num_curves: number of values of another variable at which load curves begin.
+        num_curves: number of values of the other variable for which there is a load curve.
         stations: the policy as a queueing system.
         swaps_between_steps: whether an engine can switch, between two steps, from this policy to another policy with
             this property, and back.

@@ -128,14 +128,15 @@ class DecodeLane:
         context = lengths.mean_decode_context - (lengths.mean_input if lane.has_encoder else 0.0)
         table = lane.decode(np.asarray([context]), lengths.mean_input)
         cost = table(GRID)[:, 0]
-        # With less than one request on average, fewer micro-batches run, but each micro-batch that runs passes all
-        # stages.
+        # With less than one request on average, fewer micro-batches run, but each micro-batch that runs goes through
+        # all stages.
         some = np.maximum(GRID, 1.0)
         through = self.pipeline.through(table(some)[:, 0], lane.hop(some))
         return cost, np.maximum(cost.max(axis=0), 1e-12), through
 
 
 def _share_joined(joining: Array, batch: Array) -> Array:
-    """Return the share of steps in which requests join, if `joining` join on average, in whole batches at even
-    intervals."""
+    """Return the share of steps in which requests join, if `joining` requests join a step on average, in whole batches
+    of `batch` requests at even intervals.
+    """
     return np.clip(joining / batch, 1e-12, 1.0)

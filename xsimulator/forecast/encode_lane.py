@@ -1,4 +1,4 @@
-"""Predict WAA's encode lane: the seconds of a batch, between two batches, and of the transfer to the decode lane."""
+"""Predict WAA's encode lane: the times of a batch and of its transfer to the decode lane, and from batch to batch."""
 
 from __future__ import annotations
 

@@ -43,10 +43,12 @@ def size_for(each: Array) -> int:
 
 
 def locate(y: Array, level: Array) -> tuple[npt.NDArray[np.intp], Array]:
-    """Return where each row passes its level for the last time: the point before, and the share of the way to the next.
+    """Return where each row of `y` last crosses its level: the index of the grid point before the crossing, and the
+    fraction of the distance from there to the next point.
 
-    If larger batches take longer per request, a row may fall in between. Once a random fluctuation has taken a lane
-    past such a stretch, the lane serves too few requests to return, so the last passage is the lasting state.
+    A row usually rises, but it falls over any part of the grid where larger batches take longer per request. If a
+    random fluctuation takes a lane past such a part, the lane serves too few requests to come back, so the last
+    crossing is the state in which it stays.
     # [n, grid], [n] -> [n], [n]
     """
     below = y <= level[:, None]
@@ -116,9 +118,11 @@ class Stays:
         """Share of requests that are still in the lanes, by iterations since their transfer, joining included."""
         tail = (self._share[1:] + self._share[:-1]) / 2
         self._rest: Array = np.append(np.cumsum(tail[::-1])[::-1], 0.0)
-        """Number of iterations that a request still has at that time, averaged over all requests."""
+        """Number of iterations that a request still has to run, by iterations since its transfer, averaged over all
+        requests.
+        """
         self.together = float(survival @ survival / (survival.sum() or 1.0))
-        """Average share of its admission batch that still decodes together with a request."""
+        """Share of a request's admission batch that decodes with it, averaged over the request's iterations."""
 
     def mean(self, lanes: LanePair, step: Array) -> Array:
         """Return the mean seconds for which a request is in the lanes. # [n, points]"""
@@ -160,12 +164,12 @@ def between(values: Array, at: Array) -> Array:
 class Waiting:
     """Computes the number of free slots that wait for the encode lane while it is busy, by requests a second.
 
-    The encode lane is a queue of batches; the number goes to infinity as its rate approaches the limit.
+    The encode lane is a queue of batches; the number of free slots goes to infinity as the rate approaches `limit`.
 
     Args:
         arrivals, service: squared coefficients of variation of the time between batches and of a batch's time.
         interval: seconds from one batch to the next.
-        limit: largest requests a second of the lane.
+        limit: largest number of requests a second that the lane encodes.
 
     Source: Kraemer and Langenbach-Belz's form of the G/G/1 queue.
     """

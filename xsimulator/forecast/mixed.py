@@ -16,7 +16,7 @@ TOKEN_BUDGETS = tuple(sorted({round(2 ** (e / 4) / 8) * 8 for e in range(4 * 5, 
 
 
 class Mixed(Forecast[OneLaneModel]):
-    """A policy of which every step may encode and decode."""
+    """A policy in which every step may both encode and decode."""
 
     model = OneLaneModel
     line = load = "max_batch"
@@ -31,7 +31,7 @@ class Mixed(Forecast[OneLaneModel]):
         return model.part(MixedSteps).evaluate(columns["max_batch"], budget, microbatches)
 
     def placement_terms(self, steps: LeastSteps) -> BoundTerms:
-        # Steps that also encode decode only slightly fewer requests than the mean, and a request costs no more in a
+        # Steps with prompts decode only slightly fewer requests than the mean step, and a request costs no more in a
         # larger batch.
         least = np.maximum(1 - most_displaced(steps.iterations.lengths) / steps.iterations.batches, 0.0)
         steady = [steps.each * steps.steady * least, steps.steady_passing * least]
@@ -43,7 +43,7 @@ def _budgets(room: PlacementLimits) -> list[int]:
     """Return the token budgets to try that the engine allows.
 
     If the engine cuts no prompts, these are the budgets with room for the longest prompt and all decodes; if no budget
-    has this room, the largest one.
+    has this room, it is the largest budget.
     """
     longest, engine = room.lengths.max_input, room.engine
     least, most = 0, 2 * room.max_batch * longest

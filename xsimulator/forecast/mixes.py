@@ -1,8 +1,8 @@
 """Predict steps that decode all running requests and encode for free slots: orca (no token budget) and chunked.
 
 The max_batch slots of a micro-batch form a closed queueing network: a slot decodes for D steps, then its next prompt
-passes a station, encoding, that takes budget - b tokens a step. With x prompts a step, b = x E[D] requests decode, the
-station's load is rho = x E[I] / (budget - b), and
+goes through a station, encoding, that takes budget - b tokens a step. With x prompts a step, b = x E[D] requests
+decode, the station's load is rho = x E[I] / (budget - b), and
 
     max_batch = x (E[D] + W(rho)),   W = 1 / (1 - exp(-1/y)),   y = (E[I] + wait) / (budget - b),
 
@@ -66,13 +66,13 @@ class _Mix(NamedTuple):
     busy: Array
     """Share of steps that encode."""
     others_busy: Array
-    """The same share without the prompts of one slot, for the steps that a request in that slot meets."""
+    """Share of steps that encode prompts of slots other than one's own: what a decoding request meets."""
     requests: Array
     tokens: Array
     """Mean numbers of prompts and prompt tokens in a busy step."""
     counts: Array
     shares: Array
-    """Number of prompts of each value that represents busy steps, and its probability. # [values, n] each"""
+    """Values that represent busy steps: the number of prompts of each, and its probability. # [values, n] each"""
     columns: Array
     """Decode batch, prompts, prompt tokens: of a step that only decodes, of each value, and of the longest step.
     # [3, 2 + values, n]"""
@@ -249,7 +249,8 @@ class Mixes:
         """Return the ratio of the rate of prompts with one slot less to the rate with all slots: a decoding request
         meets the prompts of the other slots.
 
-        It is at least the other slots' share. Two chord steps suffice, since the curve of the slots is convex.
+        The ratio is at least the other slots' share of all slots. Two chord steps suffice, since the number of slots is
+        a convex function of the rate.
         """
         fewer = np.maximum(max_batch - 1, 1e-9)
         others = np.maximum((fewer - 1) / fewer, 0.0)
@@ -320,8 +321,8 @@ class MixedSteps:
             cost, hops = self._steps(*mix.columns.reshape(3, -1))
         cost = cost.reshape(-1, 2 + NUM_BUSY, size)  # [kinds, steps, n]
         if self._lane.mixing and not self._lane.apart:
-            # Mixing slows decodes by a share of their time in a step by themselves. On lower tables, where a larger
-            # batch must not cost more per request, one decode stands for all.
+            # Mixing slows decodes by a share of the time that they take in a step without prompts. On lower tables,
+            # where a larger batch must not cost more per request, one decode stands for all.
             none, batch = np.zeros(size), mix.columns[0, 1]
             alone = self._steps(np.minimum(batch, 1.0) if self._lane.is_floor else batch, none, none)[0]
             cost[:, 1:] += (self._lane.mixing * np.minimum(mix.decode_batch, 1.0) * alone)[:, None]

@@ -19,7 +19,9 @@ from xsimulator.lengths import Lengths
 Counts = npt.NDArray[np.int_]
 
 MOST_SEGMENTS = 12
-"""Most segments, less one, into which a phase's iterations are grouped; costs are linear within one."""
+"""One less than the largest number of segments into which a phase's iterations are grouped; costs are linear within a
+segment.
+"""
 
 
 class PhaseColumns(NamedTuple):
@@ -42,7 +44,9 @@ class PhaseColumns(NamedTuple):
     """Share of the gaps between tokens that span an encode phase."""
     boundary_deviate: Array
     stray: Array
-    """The target adapts if the decode batch deviates by this many standard deviations of one request's share of it."""
+    """The rule adjusts its target if the decode batch deviates by this number (negative) of standard deviations, for
+    phases that encode one request.
+    """
 
 
 class Phases:
@@ -58,7 +62,7 @@ class Phases:
         self._stretches, self._scalars = np.empty((5, 0, MOST_SEGMENTS + 1)), np.empty((3, 0))
         # Phases encode about equal numbers of tokens, so their numbers of prompts vary if lengths do; the variance is
         # the squared coefficient of variation of lengths times the mean number. So more phases end up without a request
-        # in decode than with equal numbers.
+        # in decode than if each phase encoded the same number of prompts.
         ragged = lengths.mean_square_input / lengths.mean_input**2 - 1
         survival = lengths.survival
         with np.errstate(divide="ignore"):
@@ -109,8 +113,9 @@ def phases_of(lengths: Lengths, decodes: int) -> Phases:
 
 
 def segments(length: int, edges: set[int], most: int) -> Counts:
-    """Return edges of at most `most` segments of 0 .. length, with `edges` added: first single iterations, then ever
-    longer ones."""
+    """Return edges of at most `most` segments of 0 .. length, with `edges` added. The first segments are single
+    iterations; the later ones are ever longer.
+    """
     if length <= most:
         return np.arange(length + 1)
     spaced = np.unique(np.round(np.linspace(0, 1, most) ** 1.5 * (length - 1)).astype(int) + 1)

@@ -1,6 +1,6 @@
 """Compute how long consecutive steps take through the stages of a lane.
 
-Steps pass the stages in order. Step n finishes stage j at
+Steps go through the stages in order. Step n finishes stage j at
 
     finish[j, n] = max(finish[j - 1, n] + hop, finish[j, n - 1]) + cost[j, n]
 
@@ -19,8 +19,9 @@ from xsimulator.costs.step_cost import LaneCost
 
 SHARE = (0.656, -0.076, (-0.53, 0.133), -0.237)
 """Coefficients of `RandomSteps.share`: the share if there are as many micro-batches as stages; its change with the
-logarithm of their number; its change if there are more micro-batches than stages (a constant, and a factor on the
-logarithm of the number of long ones); its change if there are fewer.
+logarithm of the number of micro-batches; its change if there are more micro-batches than stages (a constant, and a
+factor on the logarithm of the number of long steps in a round); its change if there are fewer micro-batches than
+stages.
 """
 SQRT_2_PI = np.sqrt(2 * np.pi)
 
@@ -91,7 +92,7 @@ class RandomSteps:
 
     Steps keep their order, so all other steps wait for a long one. A step leaves the last stage at the end of the
     longest path through the recursion. Such a path consists of laps. A lap stays on one stage from a step a to a later
-    step b, then passes all stages with b, and goes on with the next step of b's micro-batch, M steps later:
+    step b, then goes through all stages with b, and continues with the next step of b's micro-batch, M steps later:
 
         gain = c[a] + .. + c[b - 1] + through[b],    advance = b - a + M
 
@@ -127,7 +128,7 @@ class RandomSteps:
         self.variance: Array = np.maximum((work * self._slowest).sum(axis=1) - self._mean**2, 0.0)
         passing = np.add.accumulate(share * self._through, axis=1)
         self._stages = np.maximum(passing[:, -1] / np.maximum(working[:, -1], 1e-300), 1.0)
-        """The lane's time in units of its slowest stage's."""
+        """The mean time of a step on all stages, in units of its time on the slowest stage."""
         laps = passing - working + working[:, -1:]
         laps /= 1 + (self.m - 1) * reach
         self._least = np.maximum(np.maximum.reduce(laps, axis=1), self._mean)
@@ -151,8 +152,9 @@ class RandomSteps:
         return self._through[(self._all_shorter[0] <= 1 - share).argmax(axis=0), np.arange(len(self.m))]
 
     def share(self) -> Array:
-        """Return where between the two times the recursion lies; fitted by `python -m benchmarks.rounds --fit`. #
-        [cases, n]"""
+        """Return where the true time lies between the two of `bounds`: 0 is the first, 1 the second. The coefficients
+        are fitted by `python -m benchmarks.rounds --fit`. # [cases, n]
+        """
         first, many, lean, thin = SHARE
         log_m = np.log(self.m)
         long = np.log(np.maximum(self._long, 1e-9)) + log_m

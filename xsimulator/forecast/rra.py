@@ -99,7 +99,7 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
     cycle, work = _cycle(pipeline, encoding, rounds, microbatches, spread, decode_iterations)
 
     # A request of the quantile's length takes whole cycles, minus the rounds of its last phase that it does not need.
-    # While it runs, a request is in decode, so none of its phases ends early.
+    # While that request runs, at least one request is in decode, so none of its phases ends early.
     decodes = model.quantile_decodes
     num_phases = -(-decodes // decode_iterations)
     whole = cycle + (rounds.seconds * phase.weights).sum(axis=1) - rounds.decoding

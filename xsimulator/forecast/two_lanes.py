@@ -31,15 +31,18 @@ from xsimulator.forecast.performance import Performance
 from xsimulator.lengths import Lengths
 
 FEW_BATCHES = 4
-"""If a cap holds fewer encode batches than this, with one request more each, the closed form may predict too little."""
+"""If a cap holds fewer than this number of encode batches, each with one request more, the closed form may predict too
+little.
+"""
 Bools = npt.NDArray[np.bool_]
 
 
 def is_tight(cap: Array, encode_batch: Array) -> Bools:
     """Return whether few batches fit under a cap, so that the closed form promises too little (by up to 77%).
 
-    A batch enters as soon as the few requests that are in its way have ended. The closed form waits until their mean
-    number is low enough, which is right only for many requests. For such settings, the bound is that of Little's law.
+    A batch enters as soon as the few requests that are in its way have ended. In the closed form, the batch waits until
+    the mean number of requests is low enough, which is right only for many requests. If few batches fit, the bound is
+    that of Little's law.
     """
     return cap < FEW_BATCHES * (encode_batch + 1)
 
@@ -83,7 +86,7 @@ class TwoLaneModel:
         self._decoding = DecodeLane(decode, lengths, self._encoding, self._stays, self.mean_decodes)
 
     def evaluate(self, encode_batch: Array, cap: Array, microbatches: Array) -> Performance:
-        """Return the predictions for candidates; `cap` is the largest number of requests inside. # [n] each"""
+        """Return the predictions for candidates; `cap` is the largest number of requests in both lanes. # [n] each"""
         lengths = self.lengths
         through, interval, moving, sd = self._encoding(encode_batch)
         tokens, stages = encode_batch * lengths.mean_input, self._encoding.num_stages
@@ -124,7 +127,8 @@ class TwoLaneModel:
     def most(
         self, encode_batch: Array, largest_batch: Array, cap: Array, microbatches: Array, latency_s: float | None
     ) -> Array:
-        """Return a rate, in requests a second, that no settings between these exceed while they keep a latency.
+        """Return a rate, in requests a second, that no settings with encode batches between these two sizes exceed
+        while they keep the latency.
 
         With the largest batch, the encode lane has its highest throughput and slots wait least; with the smallest
         batch, the fewest requests are in the lanes before their first decode step.
@@ -227,7 +231,8 @@ class TwoLaneModel:
     def least(
         self, encode_batch: Array, largest_batch: Array, decode_batch: Array, microbatches: Array
     ) -> tuple[Array, Array, Array]:
-        """Return lower bounds on latency, time to first token and time per output token of settings between these.
+        """Return lower bounds on the latency, time to first token and time per output token of settings with encode
+        batches between these two sizes.
 
         Args:
             encode_batch, largest_batch: the smallest and the largest number of requests encoded together.
