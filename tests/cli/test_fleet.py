@@ -82,3 +82,5 @@ def test_what_is_wrong_is_said_in_one_line(xgpt: Xgpt, day: Path) -> None:
     )
     tight = ("fleet", "--trace", str(day), "--model", "llama-3.1-8b", "--cluster", "l40sx8", "--latency-bound", "0.05")
     assert "no replica on one node of l40sx8 keeps 0.05 s" in xgpt.fails(1, *tight)
+    only_ttft = xgpt.fails(1, *tight[:-2], "--ttft", "0.001")
+    assert "--ttft: no replica on one node of l40sx8 keeps 0.001 s at any arrival rate" in only_ttft

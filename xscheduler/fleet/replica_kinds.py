@@ -11,6 +11,7 @@ from xgpt.core.schema import ClusterSpec, Pinned, Plan, Profile, Workload
 from xgpt.core.schema.fleet import ReplicaKind
 from xgpt.core.schema.policy import PolicyChoice
 from xscheduler.objectives.arrivals import Arrivals
+from xscheduler.objectives.base import BOUNDS
 from xscheduler.objectives.best_plans import kinds_of
 from xscheduler.objectives.capacities import with_capacity
 from xscheduler.problem import Problem
@@ -125,10 +126,11 @@ def _kind(plan: Plan, profile: Profile, lengths: Sequence[Workload], startup_s: 
 
 
 def _never_kept(problem: Problem) -> InfeasibleError:
-    bound = problem.constraint.latency_bound_s
+    given = {name: bound for name in BOUNDS if (bound := getattr(problem.constraint, name)) is not None}
+    binding, kept = next(iter(given)), " and ".join(f"{bound:g} s" for bound in given.values())
     return InfeasibleError(
-        f"latency_bound_s: no replica on one node of {problem.cluster.name} keeps {bound:g} s at any arrival rate, "
+        f"{binding}: no replica on one node of {problem.cluster.name} keeps {kept} at any arrival rate, "
         "waiting included; loosen the bounds, or ask `xgpt plan` for the nearest bound that can be kept",
         nearest_bound_s=None,
-        binding="latency_bound_s",
+        binding=binding,
     )
