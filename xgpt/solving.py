@@ -243,11 +243,12 @@ def _resolve(request: PlanRequest, progress: Progress | None) -> tuple[Problem, 
     if request.among is None:
         problem = resolve(request, progress)
         if request.devices == "auto":
-            fewest = fewest_devices(problem, request.policy)
+            fewest = fewest_devices(problem, _plan_each(request))
             return replace(problem, max_devices=fewest.number), (), fewest.why_not_fewer
         return problem, (), ""
     each = [{"cluster": name, "price": price, "among": None} for name, price in request.among.items()]
-    choices = cheapest([resolve(request.model_copy(update=update), progress) for update in each], request.policy)
+    problems = [resolve(request.model_copy(update=update), progress) for update in each]
+    choices = cheapest(problems, _plan_each(request))
     best = choices[0]
     if best.num_devices is None:
         raise InfeasibleError(

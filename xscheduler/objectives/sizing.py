@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from xgpt.core.errors import InfeasibleError, InputError
-from xgpt.core.schema.policy import PolicyChoice
-from xscheduler.objectives.best_plans import plan_each
+from xscheduler.objectives.reusing import PlanEach
 from xscheduler.problem import Problem
 
 
@@ -39,28 +38,34 @@ class Fewest(NamedTuple):
     why_not_fewer: str
 
 
-def fewest_devices(problem: Problem, policy: PolicyChoice = "auto") -> Fewest:
+def fewest_devices(problem: Problem, plan_each: PlanEach) -> Fewest:
     """Return the smallest number of the cluster's devices that sustains the arrival rate under the constraint.
+
+    Args:
+        plan_each: plans as the chosen number of devices is planned: with the same policy, search and order.
 
     Raises:
         InfeasibleError: even all devices do not sustain the rate.
     """
     low, high, why = 1, problem.cluster.num_devices, ""
-    plan_each(replace(problem, max_devices=high), policy)
+    plan_each(replace(problem, max_devices=high))
     while low < high:
         middle = (low + high) // 2
         try:
-            plan_each(replace(problem, max_devices=middle), policy)
+            plan_each(replace(problem, max_devices=middle))
             high = middle
         except InfeasibleError as error:
             low, why = middle + 1, f"{middle} device{'s' * (middle > 1)} would not do: {error}"
     return Fewest(high, why)
 
 
-def cheapest(problems: Sequence[Problem], policy: PolicyChoice = "auto") -> list[ClusterChoice]:
+def cheapest(problems: Sequence[Problem], plan_each: PlanEach) -> list[ClusterChoice]:
     """Return for each cluster the fewest devices that sustain the arrival rate and their price, the cheapest first.
 
     Clusters that do not sustain the rate come last.
+
+    Args:
+        plan_each: see `fewest_devices`.
 
     Raises:
         InputError: a cluster without a price.
@@ -75,7 +80,7 @@ def cheapest(problems: Sequence[Problem], policy: PolicyChoice = "auto") -> list
                 "it has no price: write it as NAME=PRICE in `among`, the price of a device for an hour",
             )
         try:
-            num_devices, why_not_fewer = fewest_devices(problem, policy)
+            num_devices, why_not_fewer = fewest_devices(problem, plan_each)
         except InfeasibleError as error:
             choices.append(ClusterChoice(problem, None, None, str(error)))
             continue

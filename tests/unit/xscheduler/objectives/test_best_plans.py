@@ -47,6 +47,14 @@ def test_auto_and_exegpt_show_both(both):
     assert {"waa-c", "waa-m"} < set(found) and found["waa-m"].stages == both["waa-m"].stages
 
 
+@pytest.mark.parametrize("devices", [{"cluster": "a40x4", "devices": "auto"}, {"among": {"a40x4": 1.0}}])
+def test_the_number_of_devices_is_chosen_under_the_order_of_the_plan(devices):
+    """Rows belong to das: a number of devices chosen for another order was refused."""
+    asked = {"model": "opt-13b", "workload": "summarization", "latency_bound_s": 8, "arrival_rate_per_s": 2}
+    planned = api.solve(**asked, **devices, policy="orca", order="das", fix={"row_tokens": 2048})
+    assert planned.problem.max_devices == 1 and planned.best.admission.order == "das"
+
+
 def test_two_devices_can_be_divided_in_one_way():
     (by_compute,) = plans_of(cluster="a40x8", policy="waa-c", devices=2).values()
     (by_memory,) = plans_of(cluster="a40x8", policy="waa-m", devices=2).values()

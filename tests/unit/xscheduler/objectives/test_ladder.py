@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -145,13 +146,15 @@ def test_the_cheapest_cluster_comes_first_and_those_that_fail_last() -> None:
     clusters = [("h200x1", 4.5), ("v100x1", 0.1), ("a40x4", 1.0)]
     subjects = [subject("opt-13b", name, "summarization", price) for name, price in clusters]
     constraint = Constraint(latency_bound_s=8.0, arrival_rate_per_s=12.0)
-    choices = cheapest([own_constraint.under(constraint) for own_constraint in subjects], "orca")
+    choices = cheapest(
+        [own_constraint.under(constraint) for own_constraint in subjects], partial(plan_each, policy="orca")
+    )
     assert [choice.problem.cluster.name for choice in choices] == ["a40x4", "h200x1", "v100x1"]
     assert [choice.num_devices for choice in choices] == [2, 1, None]
     assert [choice.price_per_hour for choice in choices] == [2.0, 4.5, None]
     assert choices[-1].why_not is not None and "v100x1" in choices[-1].why_not
     with pytest.raises(InputError, match="price"):
-        cheapest([subject("opt-13b", "a40x4", "summarization").under(Constraint(arrival_rate_per_s=1.0))])
+        cheapest([subject("opt-13b", "a40x4", "summarization").under(Constraint(arrival_rate_per_s=1.0))], plan_each)
 
 
 def test_outputs_of_one_token_hide_no_latency_under_waa() -> None:
