@@ -68,6 +68,8 @@ class Engine:
         self._prefixes = Prefixes() if reuse else None
         self._recorder = Recorder([] if on_step is None else [on_step])
         self._inbox = Inbox()
+        self._num_plans = self._num_taken = self._num_followed = 0
+        """Number of plans handed in; how many of them the engine has taken; how many it has adopted or refused."""
         self._grammars = GrammarQueue(lambda grammar: self.executor.prepare(grammar), self._hand_in)
         self._now_ns = 0
 
@@ -92,6 +94,7 @@ class Engine:
         """Adopt another plan's schedule: before the next step if the placement does not change, else when no request
         runs.
         """
+        self._num_plans += 1
         self._hand_in(schedule)
 
     def go_over_to(self, plan: Plan) -> None:
@@ -113,6 +116,11 @@ class Engine:
     def is_emptying(self) -> bool:
         """Return whether requests wait until another plan has been deployed."""
         return self._redeployment.is_pending
+
+    @property
+    def is_changing(self) -> bool:
+        """Return whether a plan was handed in that the engine has neither adopted nor refused."""
+        return self._num_followed < self._num_plans
 
     def wait(self, timeout_s: float) -> None:
         """Wait until something is submitted, or the time is over; call this when `step` has returned None."""
@@ -210,7 +218,9 @@ class Engine:
         return self._prefixes if self.executor.resumes else None
 
     def _go_over(self, schedule: Schedule) -> None:
+        self._num_taken += 1
         if not self.is_emptying and self._schedule.apply(schedule):
+            self._num_followed = self._num_taken
             return
         self._redeployment.want(schedule)
         for request in list(self._schedule.pool.waiting):
@@ -226,6 +236,7 @@ class Engine:
         self._schedule, self.executor, refused = self._redeployment.run(self._schedule)
         if refused is not None:
             self.on_refused(refused)
+        self._num_followed = self._num_taken
         for generation in self._redeployment.unpark():
             if not self._grammars.compile_again(generation):
                 self._enter(generation)

@@ -164,6 +164,10 @@ class Replicas:
     def is_emptying(self) -> bool:
         return any(engine.is_emptying for engine in self._engines)
 
+    @property
+    def is_changing(self) -> bool:
+        return any(engine.is_changing for engine in self._engines)
+
     def submit(self, generation: Generation) -> None:
         chain: Chain = ()
         if self._prefixes is not None:

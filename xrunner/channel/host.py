@@ -68,6 +68,8 @@ class HostedEngine(Protocol):
     @property
     def is_emptying(self) -> bool: ...
     @property
+    def is_changing(self) -> bool: ...
+    @property
     def scores_prompts(self) -> bool: ...
     @property
     def resumes(self) -> bool: ...
@@ -134,7 +136,7 @@ class EngineHost:
     def _step(self, engine: HostedEngine) -> None:
         num_plans = self._num_plans
         tokens = engine.step()
-        if num_plans > self._num_followed and not engine.is_emptying:
+        if num_plans > self._num_followed and not engine.is_changing:
             self._num_followed = num_plans
             self._end.send(Followed())
         room = self._room(engine)

@@ -6,12 +6,18 @@ import asyncio
 import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from tests.fakes import FakeExecutor, fake_engine
+from tests.fakes import FakeExecutor, eventually, fake_engine, fake_plan
 from xgpt.core.errors import MachineError
+from xgpt.core.policies import Step
+from xgpt.core.schema import OrcaSettings
 from xgpt.core.schema.step_log import StepRecord
+from xrunner.channel.host import EngineHost
+from xrunner.channel.messages import Follow, Followed
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.replicas import Replicas
@@ -83,6 +89,32 @@ def test_each_goes_over_to_other_settings() -> None:
     assert tokens_of(replicas, 8) == {id_: [id_ + i for i in range(6)] for id_ in range(8)}
     assert not replicas.is_emptying
     assert [engine._schedule.settings.max_batch for engine in engines] == [3, 3]  # type: ignore[attr-defined]
+    replicas.close()
+
+
+def test_a_plan_is_followed_once_every_replica_has_it() -> None:
+    """The front counted a plan as deployed while a replica's step, which began before, still ran."""
+    gate = threading.Event()
+
+    class Held(FakeExecutor):
+        def execute(self, step: Step) -> dict[int, int]:
+            gate.wait()
+            return super().execute(step)
+
+    sent: list[object] = []
+    host = EngineHost(cast(Any, SimpleNamespace(send=sent.append)), cast(Any, None))
+    replicas = Replicas(lambda number, on_step: fake_engine(Held() if number else FakeExecutor()), 2)
+    for id_ in range(2):
+        replicas.submit(Generation(id_, (id_,), 6))
+    assert eventually(lambda: replicas.pool.num_running > 0)
+    host._engine = replicas
+    host._take(Follow(fake_plan(policy=OrcaSettings(max_batch=3)).model_dump_json()))
+    for _ in range(10):
+        host._step(replicas)
+    assert Followed() not in sent
+    gate.set()
+    assert eventually(lambda: host._step(replicas) or Followed() in sent)
+    assert [engine._schedule.settings.max_batch for engine in replicas._engines] == [3, 3]  # type: ignore[attr-defined]
     replicas.close()
 
 
