@@ -463,6 +463,7 @@ def bench_url(url: str, load: Load, rng: np.random.Generator, progress: Progress
         raise MachineError(f"all {num_requests} requests to {url} failed: {results[0].error}")
     seconds = max(result.end_s for result in done)
     gaps = [b - a for result in done for a, b in pairwise(result.token_s)]
+    sources = {result.tokens_from for result in done}
     return UrlReport(
         url=url,
         workload=workload.name,
@@ -475,6 +476,7 @@ def bench_url(url: str, load: Load, rng: np.random.Generator, progress: Progress
         ttft_p50_s=_quantile([r.token_s[0] - r.send_s for r in done], 0.5),
         ttft_p99_s=_quantile([r.token_s[0] - r.send_s for r in done], 0.99),
         itl_p99_s=_quantile(gaps, 0.99) if gaps else 0.0,
+        tokens_from=next(each for each in ("chunks", "usage", "token_ids") if each in sources),
     )
 
 

@@ -18,6 +18,7 @@ import msgspec
 
 from xgpt.connection import Connection, Failure
 from xgpt.core.errors import InputError, MachineError, reason_of
+from xgpt.core.schema.report import TokensFrom
 
 OK = 200
 
@@ -54,7 +55,9 @@ class ClientResult:
     Attributes:
         send_s: time at which it was sent.
         token_s: time at which each token arrived; tokens that arrive in one read of the socket have the same time.
-        token_ids: the tokens.
+            From a server that sends no token ids: time at which each chunk of text arrived.
+        token_ids: the tokens, if the server sends them.
+        usage_tokens: number of tokens in the answer's `usage`; None: it has none.
         end_s: time at which the answer was complete, or had failed.
         server: times measured by the server; None if the request failed.
         error: the reason of the failure, in one line.
@@ -64,12 +67,23 @@ class ClientResult:
     end_s: float = 0.0
     token_s: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    usage_tokens: int | None = None
     server: ServerTimes | None = None
     error: str | None = None
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        if self.tokens_from == "usage":
+            assert self.usage_tokens is not None
+            return self.usage_tokens
+        return len(self.token_s)
+
+    @property
+    def tokens_from(self) -> TokensFrom:
+        """What the number of tokens is from."""
+        if self.token_ids:
+            return "token_ids"
+        return "chunks" if self.usage_tokens is None else "usage"
 
     @property
     def first_token_s(self) -> float | None:
@@ -78,6 +92,11 @@ class ClientResult:
 
 class _ChoiceTokens(msgspec.Struct):
     token_ids: list[int] | None = None
+    text: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int | None = None
 
 
 class _Error(msgspec.Struct):
@@ -86,6 +105,7 @@ class _Error(msgspec.Struct):
 
 class _Event(msgspec.Struct):
     choices: list[_ChoiceTokens] = []
+    usage: _Usage | None = None
     xgpt: ServerTimes | None = None
     error: _Error | None = None
 
@@ -259,7 +279,8 @@ class _Client:
         if self._model.owned_by == "xgpt":
             return {"output_length": request.output_length}
         if self._model.owned_by != "vllm":
-            return {} if request.output_length is None else {"max_tokens": request.output_length}
+            ending = {} if request.output_length is None else {"max_tokens": request.output_length}
+            return ending | ({"stream_options": {"include_usage": True}} if self._stream else {})
         if request.output_length is None:
             return {"return_token_ids": True}
         ending = {"output_length": request.output_length}
@@ -270,23 +291,28 @@ class _Client:
         done = False
         while (piece := await connection.read()) is not None:
             now_s = self._now_s()
-            *events, unfinished = (unfinished + piece).split(b"\n\n")
-            for line in events:
-                if line == b"data: [DONE]":
+            *lines, unfinished = (unfinished + piece).split(b"\n")
+            for line in lines:
+                if not line.startswith(b"data:"):  # the end of an event, or a comment: the server has no token yet
+                    continue
+                data = line[len(b"data:") :].strip()
+                if data == b"[DONE]":
                     done = True
-                    continue
-                if line.startswith(b":"):  # a comment: the server has no token yet
-                    continue
-                self._take(result, line[len(b"data: ") :], now_s)
-        if not done and result.error is None:
-            result.error = "the stream ended early"
+                else:
+                    self._take(result, data, now_s)
+        if result.error is None and not (done and result.token_s):
+            result.error = "the answer has no tokens" if done else "the stream ended early"
 
     def _take(self, result: ClientResult, data: bytes, now_s: float) -> None:
         event = _decode_event(data)
         for choice in event.choices:
-            token_ids = choice.token_ids or []
-            result.token_ids += token_ids
-            result.token_s += [now_s] * len(token_ids)
+            if choice.token_ids is not None:
+                result.token_ids += choice.token_ids
+                result.token_s += [now_s] * len(choice.token_ids)
+            elif choice.text:
+                result.token_s.append(now_s)
+        if event.usage is not None:
+            result.usage_tokens = event.usage.completion_tokens
         if event.error is not None:
             result.error = event.error.message
         result.server = event.xgpt or result.server

@@ -33,6 +33,6 @@ def run(target: str, calibrate: str | None, force: bool, as_json: bool, **_: Any
     if as_json:
         click.echo(dump_json(report), nl=False)
     elif isinstance(report, UrlReport):
-        render.show(render.url_table(report))
+        render.show(*render.url_report(report))
     else:
         render.show(*render.bench_report(report))

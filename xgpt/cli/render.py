@@ -327,10 +327,19 @@ def _diagnosis(report: BenchReport) -> str:
     return line if left is None else f"{line}; at that pace the prediction of throughput is off by {left:+.1%}"
 
 
-def url_table(report: UrlReport) -> Table:
-    figures = report.model_dump(exclude={"url", "workload"})
+URL_NOTES = {
+    "token_ids": [],
+    "usage": ["the server sends no token ids: ttft and itl are times of chunks of text; it counts the tokens itself"],
+    "chunks": ["the server sends neither token ids nor usage: each chunk of text counts as one token"],
+}
+
+
+def url_report(report: UrlReport) -> list[object]:
+    """Return the table of a measured endpoint, and the note on how its tokens are counted."""
+    figures = report.model_dump(exclude={"url", "workload", "tokens_from"})
     rows = [[name, f"{value:.4g}"] for name, value in figures.items()]
-    return table(f"{report.url}, {report.workload}, as measured by the client", ["figure", "value"], rows)
+    title = f"{report.url}, {report.workload}, as measured by the client"
+    return [table(title, ["figure", "value"], rows), *URL_NOTES[report.tokens_from]]
 
 
 def measured_table(plans: dict[str, Plan], reports: dict[str, BenchReport]) -> Fitting:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,9 @@ from xgpt.benchmark import Load, bench, bench_plan, draw
 from xgpt.cli import render
 from xgpt.client import ClientResult
 from xgpt.core.arrival_process import ArrivalProcess
+from xgpt.core.errors import MachineError
 from xgpt.core.io import StepLogWriter
-from xgpt.core.schema import SERVED, BenchReport, Capacity, Constraint, Plan, Profile, StepRecord
+from xgpt.core.schema import SERVED, BenchReport, Capacity, Constraint, Plan, Profile, StepRecord, UrlReport
 from xgpt.core.workload import TraceLengths
 from xgpt.demo import num_requests
 from xscheduler.objectives.arrivals import Arrivals
@@ -250,3 +254,70 @@ def test_the_demo_measures_for_two_minutes_or_for_a_few_requests(rate_per_s: flo
     """120 requests at the rate of a plan for a busy machine, 0.054 a second, took 37 minutes."""
     found = Capacity(rate_per_s=rate_per_s, whole_s=9.0, share_kept=0.99, num_requests=2000, warm_up_requests=128)
     assert num_requests(fake_plan().with_estimate(capacity=found)) == count
+
+
+class Elsewhere(BaseHTTPRequestHandler):
+    """The endpoint of another engine: it answers every prompt with the server's `events`, each of which ends with its
+    `end`.
+    """
+
+    server: Any
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.say(b'{"data": [{"id": "m", "owned_by": "sglang"}]}')
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        assert asked.get("stream_options") == {"include_usage": True}
+        events = [*map(json.dumps, self.server.events), "[DONE]"]
+        self.say(b"".join(b"data: %s%s" % (event.encode(), self.server.end) for event in events))
+
+    def say(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def benched_at_url(events: list[dict[str, Any]], end: bytes = b"\n\n") -> UrlReport:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        server.events, server.end = events, end  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            report = bench(f"http://127.0.0.1:{server.server_port}", Load(2, concurrency=1)).report
+        finally:
+            server.shutdown()
+    assert isinstance(report, UrlReport)
+    return report
+
+
+CHUNKS = [{"choices": [{"text": text}]} for text in ("", "a ", "b c", "d", "")]
+USAGE = {"choices": [], "usage": {"completion_tokens": 7}}
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+@pytest.mark.parametrize(
+    ("events", "tokens_from", "tokens", "note"),
+    [
+        ([{"choices": [{"text": "ab", "token_ids": [1, 2]}]}], "token_ids", 2, ""),
+        (CHUNKS, "chunks", 3, "neither token ids nor usage"),
+        ([*CHUNKS, USAGE], "usage", 7, "no token ids"),
+    ],
+)
+def test_without_token_ids_chunks_of_text_count(
+    events: list[dict[str, Any]], tokens_from: str, tokens: int, note: str, end: bytes
+) -> None:
+    """Servers other than vLLM and xgpt send no token ids, and some end lines with CR LF: both failed."""
+    report = benched_at_url(events, end)
+    assert (report.num_requests, report.num_failed, report.tokens_from) == (2, 0, tokens_from)
+    assert report.output_tokens_per_s / report.throughput_rps == pytest.approx(tokens)
+    assert note in " ".join(map(str, render.url_report(report)[1:]))
+
+
+def test_an_answer_without_tokens_has_failed() -> None:
+    with pytest.raises(MachineError, match=r"all 2 requests to .* failed: the answer has no tokens"):
+        benched_at_url([{"choices": [{"text": "", "finish_reason": "stop"}]}])

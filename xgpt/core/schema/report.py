@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from xgpt.core.schema.base import Frozen
@@ -137,8 +139,16 @@ class BenchReport(Frozen):
         return next(figure for figure in self.figures if figure.metric == metric)
 
 
+TokensFrom = Literal["token_ids", "usage", "chunks"]
+
+
 class UrlReport(Frozen):
-    """The results of a replay against any OpenAI-compatible endpoint, with times measured by the client."""
+    """The results of a replay against any OpenAI-compatible endpoint, with times measured by the client.
+
+    Attributes:
+        tokens_from: what `output_tokens_per_s` counts: the token ids of the answers; if the server sends none, its
+            `usage`, or else chunks of text. Without token ids, `ttft` and `itl` are times of chunks.
+    """
 
     url: str
     workload: str
@@ -151,3 +161,4 @@ class UrlReport(Frozen):
     ttft_p50_s: float
     ttft_p99_s: float
     itl_p99_s: float
+    tokens_from: TokensFrom = "token_ids"
