@@ -33,6 +33,10 @@ NEARNESS = 0.003
 """Weight of the distance from the profile's own values, relative to the weight of the errors."""
 VLLM_ONLY = {"mean_ttft_ms", "mean_tpot_ms", "total_input_tokens"}
 """Fields that identify a result of `vllm bench serve`; one of them is enough."""
+MOSTLY = 0.8
+"""Share of the allowed concurrent requests from which on a load at a rate counts as a closed loop."""
+LEAST_CV = 1e-3
+"""Variation of equal gaps between arrivals."""
 Figures = tuple[float, float, float]
 
 
@@ -43,6 +47,7 @@ class MeasuredLoad(NamedTuple):
         inputs, outputs: tokens of the requests; a single mean if the file states only that.
         clients, rate_per_s: number of concurrent clients, or requests sent each second.
         throughput_rps, ttft_s, tpot_s: requests a second, and mean times to the first token and between tokens.
+        variation: coefficient of variation of the gaps between arrivals.
     """
 
     source: str
@@ -53,6 +58,12 @@ class MeasuredLoad(NamedTuple):
     throughput_rps: float
     ttft_s: float
     tpot_s: float
+    variation: float = 1.0
+
+    @property
+    def arrivals(self) -> ArrivalProcess | None:
+        """The arrival process; None: a closed loop."""
+        return None if self.rate_per_s is None else ArrivalProcess.at(self.rate_per_s, self.variation)
 
     @property
     def workload(self) -> Workload:
@@ -176,8 +187,7 @@ def with_path(plan: Plan, path_s: float) -> Plan:
 def predicted(plan: Plan, profile: Profile, load: MeasuredLoad) -> Figures:
     """Return the simulated figures `NAMES` of a plan under a load."""
     count = min(MOST_REQUESTS, max(REQUESTS, 4 * (load.clients or 0)))
-    arrivals = None if load.rate_per_s is None else ArrivalProcess.at(load.rate_per_s)
-    run = run_simulation(plan, profile, load.workload, count, arrivals, 0, clients=load.clients)
+    run = run_simulation(plan, profile, load.workload, count, load.arrivals, 0, clients=load.clients)
     times = run.times
     assert times is not None
     return run.measured.throughput_rps, float(np.mean(times.ttft_s)), float(np.mean(times.tpot_s))
@@ -238,11 +248,23 @@ def _of_vllm(data: dict[str, Any], name: str) -> MeasuredLoad:
     count, rate = number("completed"), data.get("request_rate", "inf")
     inputs = data.get("input_lens") or [number("total_input_tokens") / count]
     outputs = data.get("output_lens") or [number("total_output_tokens") / count]
-    is_open = rate not in ("inf", None) and float(rate) < float("inf")
-    clients = None if is_open else data.get("max_concurrency") or data.get("num_prompts") or int(count)
-    figures = number("request_throughput"), number("mean_ttft_ms") / 1e3, number("mean_tpot_ms") / 1e3
+    figures = throughput, first_s, gap_s = (
+        number("request_throughput"),
+        number("mean_ttft_ms") / 1e3,
+        number("mean_tpot_ms") / 1e3,
+    )
+    limit = data.get("max_concurrency")
+    outstanding = throughput * (first_s + gap_s * (float(np.mean(outputs)) - 1))
+    is_open = rate not in ("inf", None) and float(rate) < float("inf") and outstanding < MOSTLY * (limit or np.inf)
     return MeasuredLoad(
-        f"vllm bench serve, {name}", tuple(inputs), tuple(outputs), clients, float(rate) if is_open else None, *figures
+        f"vllm bench serve, {name}",
+        tuple(inputs),
+        tuple(outputs),
+        None if is_open else limit or data.get("num_prompts") or int(count),
+        float(rate) if is_open else None,
+        *figures,
+        # vLLM's burstiness is the shape of the gamma distribution of gaps; infinite: equal gaps.
+        variation=max(LEAST_CV, float(data.get("burstiness", 1.0)) ** -0.5),
     )
 
 
@@ -289,4 +311,5 @@ def _of_guidellm(data: dict[str, Any], name: str) -> MeasuredLoad:
         clients = round(mean("request_concurrency"))
     tokens = (mean("prompt_token_count"),), (mean("output_token_count"),)
     figures = mean("requests_per_second"), mean("time_to_first_token_ms") / 1e3, mean("inter_token_latency_ms") / 1e3
-    return MeasuredLoad(f"guidellm, {name}", *tokens, clients, None if clients else float(rate), *figures)
+    variation = LEAST_CV if kind == "constant" else 1.0
+    return MeasuredLoad(f"guidellm, {name}", *tokens, clients, None if clients else float(rate), *figures, variation)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.cli.commands import PROBLEM, Xgpt
 from xgpt.calibrating import read_loads, slowed, with_path
+from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.errors import InputError
 from xgpt.core.io import load_json
 from xgpt.core.schema import Plan, Profile
@@ -82,6 +83,30 @@ def test_results_of_four_tools_say_the_same(tool: Callable[..., dict[str, Any]],
     [load] = read_loads(written(tmp_path / "result.json", tool(8, 2.5, 0.2, 0.03)))
     assert (load.clients, load.rate_per_s, load.inputs, load.outputs) == (8, None, (INPUT,), (OUTPUT,))
     assert load.figures == pytest.approx((2.5, 0.2, 0.03))
+
+
+@pytest.mark.parametrize(
+    ("changes", "clients", "arrivals"),
+    [
+        ({"request_rate": 1.0}, None, ArrivalProcess.at(1.0)),
+        ({"request_rate": 1.0, "burstiness": 0.25}, None, ArrivalProcess.at(1.0, 2.0)),
+        ({"request_rate": 1.0, "burstiness": float("inf")}, None, ArrivalProcess.at(1.0, 1e-3)),
+        ({"request_rate": 4.0, "max_concurrency": 2}, 2, None),
+    ],
+)
+def test_arrivals_are_simulated_as_vllm_sent_them(
+    changes: dict[str, Any], clients: int | None, arrivals: ArrivalProcess | None, tmp_path: Path
+) -> None:
+    """Each request takes 1.97 s, so that 1.97 are outstanding: two clients leave no request waiting for a third."""
+    [load] = read_loads(written(tmp_path / "result.json", vllm(8, 1.0, 0.2, 0.03) | changes))
+    assert (load.clients, load.arrivals) == (clients, arrivals)
+
+
+def test_arrivals_at_equal_gaps_are_simulated_so(tmp_path: Path) -> None:
+    document = guidellm(8, 1.0, 0.2, 0.03)
+    document["benchmarks"][0]["config"]["strategy"] = {"type_": "constant", "rate": 1.0}
+    [load] = read_loads(written(tmp_path / "result.json", document))
+    assert load.arrivals == ArrivalProcess.at(1.0, 1e-3)
 
 
 @pytest.mark.long
