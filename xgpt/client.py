@@ -73,10 +73,7 @@ class ClientResult:
 
     @property
     def num_tokens(self) -> int:
-        if self.tokens_from == "usage":
-            assert self.usage_tokens is not None
-            return self.usage_tokens
-        return len(self.token_s)
+        return len(self.token_s) if self.token_ids or self.usage_tokens is None else self.usage_tokens
 
     @property
     def tokens_from(self) -> TokensFrom:
