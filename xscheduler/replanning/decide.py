@@ -240,8 +240,8 @@ def _decide_feasible(judge: Judge) -> Verdict:
     verdict = _compare(judge, swap, pause_s=0.0, is_swap=True)
     if judge.plan.policy.kind in SWAPPABLE:
         verdict = _with_caution(judge, verdict)
-    if verdict.switch and verdict.plan is not None and _is_same(judge.plan, verdict.plan):
-        return replace(verdict, switch=False, reason="the best plan is the running one")
+    if verdict.plan is not None and _is_same(judge.plan, verdict.plan):
+        return replace(verdict, switch=False, gain=0.0, reason="the best plan is the running one")
     return verdict
 
 
