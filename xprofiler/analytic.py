@@ -126,7 +126,7 @@ def groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]
 
 def shared_groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
     """Return pairs of a tensor-parallel degree and a larger number of devices, over which several groups may spread the
-    experts. This number is that of the devices in a node, or in all nodes.
+    experts. It is the number of devices in a node, or in all nodes.
     """
     found = [kind.experts for kind in spec.kinds if kind.experts is not None]
     linked = cluster.num_devices if cluster.inter_node is not None else cluster.devices_per_node
@@ -287,8 +287,8 @@ class Kernels:
         return elements * self.size / self._bandwidth
 
     def all_reduce(self, elements: float, devices: int) -> float:
-        """Return the seconds of an all-reduce. It passes twice around a ring, each hop with 1/t of the data, or runs in
-        one kernel.
+        """Return the seconds of an all-reduce: the data goes around a ring twice, 1/t of it in each hop, or is reduced
+        in one kernel.
         """
         return self._around(elements, devices, 2)
 

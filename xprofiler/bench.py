@@ -74,9 +74,9 @@ BRIEF_PASSES, BRIEF_TOKENS = 2, 512
 logits, so two of them must be measured: larger ones are extrapolated along the line through them.
 """
 LEAST_TRIMMED = 3
-"""With up to this number of calls, all of a point's calls count."""
+"""If a point has at most this number of calls, all of them count."""
 WARM_STEPS, LOOP_STEPS = 4, 12
-"""Steps of the engine's loop, before and while it is timed."""
+"""Numbers of steps for which the engine's loop runs before it is timed, and while it is timed."""
 THREADS_ROUNDS = 3
 """Number of times that each number of threads is tried."""
 SUSTAINED_S, SUSTAINED_TOKENS = 0.15, 512

@@ -1,8 +1,8 @@
 """Measure step times of an encoder-decoder: encoder layers, and decoder layers with their cross-attention.
 
 The rest of a decoder layer is the time of a decode step minus self- and cross-attention, embedding and head. A step
-that encodes also passes the decoder with its start token; subtracting the time of this decoder pass, and the time to
-compute the prompts' keys and values, gives the rest of an encoder layer. So the parts of a step, added as in
+that encodes also goes through the decoder with its start tokens; subtracting the time of this decoder pass, and the
+time to compute the prompts' keys and values, gives the rest of an encoder layer. So the parts of a step, added as in
 `xsimulator.costs.step_cost`, give the measured time of the whole step.
 """
 

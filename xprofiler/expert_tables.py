@@ -27,7 +27,8 @@ DIVIDED = 0.9
 FASTER = {"w4a16_mxfp4": ("w4a8_mxfp4_mxfp8",)}
 """Kernels for the same weights that round activations to eight bits, on devices that have them."""
 SHARED_FROM = "trtllm"
-"""The framework whose kernels the others use through FlashInfer; only its own tables contain them."""
+"""The framework whose kernels the other frameworks use through FlashInfer; only this framework's tables contain them.
+"""
 EXPERT_COLUMNS = (
     *("moe_dtype", "num_tokens", "hidden_size", "inter_size", "topk", "num_experts"),
     *("moe_tp_size", "moe_ep_size", "distribution", "latency"),

@@ -4,8 +4,9 @@ Devices of a machine share memory bandwidth, and cores of a socket share power, 
 other devices run the same work. Tensor-parallel groups are measured by running whole steps on all ranks of the group,
 all-reduces included.
 
-In a group, ranks wait for each other before every call. If each computes by itself, they wait only before every few
-calls, since a wait costs a process switch, which on a loaded machine takes longer than a call of a small model.
+In a group, ranks wait for each other before every call. If each rank computes by itself, ranks wait for each other only
+before every few calls, since a wait costs a process switch, which on a loaded machine takes longer than a call of a
+small model.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ class Tables:
     """The latencies of one kind of device under one serving framework, in seconds.
 
     Latencies below the device's roofline (computation at its peak rate; weights and K/V read at its memory bandwidth)
-    are raised to it: tables are measured in loops, where data may stay in a cache, but between two steps of a model it
-    does not stay there. `provenance` says how many points were raised.
+    are raised to it: tables are measured in loops, where data may stay in a cache, but data does not stay there between
+    two steps of a model. `provenance` says how many points were raised.
 
     Args:
         device: the kind of device, for its roofline; None: nothing is raised.
@@ -75,7 +75,7 @@ class Tables:
 
         Small products in FP8 with scales for blocks were measured with a launch for each product. They took tens of
         microseconds longer than products in half precision, although these read twice as many bytes. Captured graphs
-        avoid launches, so the shorter time is used.
+        avoid launches, so the shorter of the two times is used.
 
         Args:
             finds_scales: whether the scale of [m, k] is computed each time (FP8).

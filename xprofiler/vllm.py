@@ -1,7 +1,7 @@
 """Measure step times of vLLM through its offline interface.
 
-vLLM is measured from outside: only whole steps can be timed, from the scheduling of one to that of the next in its
-engine core. They are separated into parts as follows:
+vLLM is measured from outside: only whole steps can be timed, from the scheduling of one step to the scheduling of the
+next in vLLM's engine core. Steps are separated into parts as follows:
 
     one prompt of n tokens, decode of n requests over little context   -> head(n): how much longer the decode takes
     b prompts of 32 tokens, whose attention takes no time              -> tokens(32 b) + head(b)
@@ -9,13 +9,12 @@ engine core. They are separated into parts as follows:
     a prompt in pieces                                                 -> attention of prompts: how much longer later
                                                                           pieces take
 
-So `head` contains the cost of each request in a step after the first one, including the loop's work for it, and
-`overhead` is 0. Times are means over passes, as in `measure`. A few long steps may all run at the same clock rate and
-then differ from steps of similar sizes. Since the time per token never rises with the number of tokens, sizes that
-violate this are averaged. The attention of prompts, a few hundredths of a step at usual lengths, is fitted to all
-pieces together. Steps that decode and encode a piece of a prompt are also measured: `provenance` says by how much they
-differ from the sum of decodes and prompts. Decodes over long contexts use K/V that was never computed, from a vLLM
-connector made for that.
+So `head` contains the cost of each request of a step except the first, including the loop's work for it, and `overhead`
+is 0. Times are means over passes, as in `measure`. A few long steps may all run at the same clock rate and then differ
+from steps of similar sizes. Since the time per token never rises with the number of tokens, sizes that violate this are
+averaged. The attention of prompts, a few hundredths of a step at usual lengths, is fitted to all pieces together. Steps
+that decode and encode a piece of a prompt are also measured: `provenance` says by how much they differ from the sum of
+decodes and prompts. Decodes over long contexts use K/V that was never computed, from a vLLM connector made for that.
 """
 
 from __future__ import annotations

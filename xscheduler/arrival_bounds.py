@@ -10,20 +10,20 @@ remains to bound the length of an iteration:
   mean iteration that it meets; waiting only adds to that. The quantile of all requests must keep the bound. If all
   prompts were alike and every request met the same iterations, `first(mean i) + S_q t` would have to keep it, with S_q
   the quantile of d. In reality prompts and iterations vary. This matters if there are only a few distinct lengths.
-  Slightly more requests may then be long than are allowed to break the bound, since some of the long ones keep it:
-  their prompts are short, or they arrive at quiet times. Therefore `loosened` multiplies `first(i) / t + d` by a normal
-  factor and computes the quantile of the product, for all ratios of prompt time to iteration time and for all
+  The number of long requests may then slightly exceed the number that may break the bound, since some long requests
+  keep it: their prompts are short, or they arrive at quiet times. Therefore `loosened` multiplies `first(i) / t + d` by
+  a normal factor and computes the quantile of the product, for all ratios of prompt time to iteration time and for all
   deviations of the factor up to `SPREAD`. The bound is loosened by the difference to the lowest of these quantiles. A
   distribution with a smooth tail needs no loosening.
-- If prompts pass one after the other in order of arrival, a request also waits for the prompts before it. This wait is
-  computed for drawn prompts and arrivals, by Lindley's recursion or, with several micro-batches, by Kiefer and
-  Wolfowitz's. A prompt takes at least its share of the slowest stage's least time. If steps take prompts at any time
-  (orca, chunked), it takes at least its share of full steps through all stages (`PromptSteps`). `Waits` computes how
-  far these waits shift the quantile of all requests, and so which share of the bound remains.
+- If prompts go through the stages one after the other in order of arrival, a request also waits for the prompts before
+  it. This wait is computed for drawn prompts and arrivals, by Lindley's recursion or, with several micro-batches, by
+  Kiefer and Wolfowitz's. A prompt takes at least its share of the slowest stage's least time. If any step may encode
+  prompts (orca, chunked), a prompt takes at least its share of full steps through all stages (`PromptSteps`). `Waits`
+  computes how far these waits shift the quantile of all requests, and so which share of the bound remains.
 - Full steps are counted too. A prompt of i tokens fills at least floor(i / budget) steps, whatever follows it, so each
   second has at least `rate E[floor(i / budget)]` full steps. Every other step takes at least as long as a step that
-  decodes one request. This gives a lower bound on the mean iteration without closed forms. Together with the waits and
-  the prompts' own time, it shows which token budgets cannot keep the bound.
+  decodes one request. This gives a lower bound on the mean iteration without closed forms. This lower bound, the waits
+  and the prompts' own time together show which token budgets cannot keep the latency bound.
 - The mean time to the first token and the mean gap of a saturated engine must keep `ttft_s` and `tpot_s`, because a
   quantile of at least `LEAST_QUANTILE` is not below the mean. If the quantile of prompt lengths is below their mean,
   the bound on the first token is loosened accordingly.
@@ -59,7 +59,7 @@ RATIOS = (0.0, 1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
 LEAST_QUANTILE = 0.9
 """If at least this share of the requests must keep a bound, the mean must also keep it."""
 NUM_PROMPTS = 24
-"""Number of prompts that represent all."""
+"""Number of prompts that represent all prompts."""
 BISECTIONS = 24
 NUM_ARRIVALS, NUM_ARRIVALS_AT_SEVERAL = 12_000, 4000
 """Number of drawn arrivals at one server and at several, starting with an empty engine."""
@@ -118,7 +118,8 @@ class Waits:
         self._known: dict[tuple[int, int], _Queue] = {}
 
     def left(self, prompt_s: float, rate: float) -> float:
-        """Return the largest share of the latency bound that waiting can leave if prompts pass one after the other.
+        """Return an upper bound on the share of the latency bound that is left after waiting, if prompts go through the
+        stages one after the other.
 
         Args:
             prompt_s: least seconds of a prompt of the mean length.
@@ -130,8 +131,8 @@ class Waits:
         return self._left(queue.waits * prompt_s)
 
     def left_by_budget(self, steps: PromptSteps, rate: float) -> Array:
-        """Return, for each token budget, the largest share of the latency bound that waiting can leave if prompts pass
-        in steps; 0: the bounds cannot be kept. # [n]
+        """Return, for each token budget, an upper bound on the share of the latency bound that is left after waiting,
+        if prompts are encoded in steps of this budget; 0: the bounds cannot be kept. # [n]
         """
         at = steps.at(rate)
         left = np.zeros(len(at.prompt_s))
@@ -220,7 +221,8 @@ def _waits_for_one_of(servers: int, arrivals: list[float], service: list[float])
 
 
 class PromptSteps:
-    """Lower bounds on the time of prompts that pass all stages in steps of a token budget, one step after the other.
+    """Lower bounds on the time in which prompts go through all stages in steps of a token budget, one step after
+    another.
 
     The smaller a step, the more time it takes for each of its tokens, so full steps take the least time for a prompt.
     Full steps also decode, by Little's law at least `rate E[D] t` requests, where t is the time of an iteration that

@@ -100,7 +100,7 @@ def closed_rate(space: Space, settings: PolicySettings) -> float:
 
 def sampled(spaces: Sequence[Space]) -> list[Rated]:
     """Return the settings with the highest arrival rates in closed form among those that Optuna draws, the highest
-    first; this needs no valid bound, and proves none.
+    first. Optuna needs no valid bound, and proves none.
     """
     found: dict[tuple[int, PolicySettings], float] = {}
 
@@ -189,7 +189,7 @@ def _outer_values(space: Space, count: int) -> Ints:
 
 
 def _finer(space: Space, outer: Ints, settings: PolicySettings) -> Ints:
-    """Return values of the other variable between the best one's neighbours."""
+    """Return values of the other variable between the two neighbours, in `outer`, of its value in `settings`."""
     name = _outer_name(space)
     assert name is not None
     values = next(axis.values for axis in space.axes if axis.variable.name == name)

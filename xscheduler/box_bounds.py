@@ -3,12 +3,12 @@
 On these tables (xscheduler.lower_tables) rra, orca and chunked are monotone: a larger batch never costs more per
 request, and more decode iterations a phase never cost less. So no point of a box exceeds the box's fast corner, even if
 that corner does not fit in memory. There is one exception: in rra on several stages, the last decode steps before an
-encode phase pass all stages while some stages idle, and more iterations make these steps smaller. So a point may have a
-higher throughput than the corner: smaller steps may shorten its cycle, at most by the idle time. Batches of static and
-of waa's encode lane are not monotone: the largest settings bound the requests served in a period, and the smallest
-settings bound the period. If waa's cap on running requests holds only a few encode batches, throughput exceeds the
-closed form, and Little's law is the bound. As boxes shrink, the bounds approach the predictions. A box is dropped once
-its slow corner breaks a latency bound, so the remaining boxes are those that the constraint allows.
+encode phase go through all stages while some stages idle, and more iterations make these steps smaller. So a point may
+have a higher throughput than the corner: smaller steps may shorten its cycle, at most by the idle time. Batches of
+static and of waa's encode lane are not monotone: the largest settings bound the requests served in a period, and the
+smallest settings bound the period. If waa's cap on running requests holds only a few encode batches, throughput exceeds
+the closed form, and Little's law is the bound. As boxes shrink, the bounds approach the predictions. A box is dropped
+once its slow corner breaks a latency bound, so the remaining boxes are those that the constraint allows.
 xscheduler.placement_bounds bounds whole placements.
 
 These bounds are tested: `breach` draws random boxes and points inside them, and if a point exceeds the bound of its

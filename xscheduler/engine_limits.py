@@ -37,7 +37,7 @@ def why_not_divided(model: ModelSpec, engine: EngineSpec | None, tp: int, ep: in
 
 
 def _undivided(kind: Block, tp: int, ep: int) -> str | None:
-    """Return a sentence about a size that cannot be divided among the devices; None if all can."""
+    """Return a sentence about a size that cannot be divided among the devices; None if every size can."""
     sizes: list[tuple[str, int, int]] = []
     if (attention := kind.attention) is not None:
         if attention.num_heads % tp:

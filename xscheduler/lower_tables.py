@@ -1,12 +1,12 @@
 """Lower a profile's tables so that times never fall with size and the cost per unit never rises.
 
 Measured times are uneven. On the lowered tables, the time of a schedule is a lower bound on its time on the measured
-ones, and it is monotone by construction: a larger batch never takes less time and never costs more per request. The
+tables, and it is monotone by construction: a larger batch never takes less time and never costs more per request. The
 search proves its bounds on these tables.
 
 Beyond its last point, a table is extrapolated along its last segment. There, a lowered table could rise faster than the
-original and exceed it. So it gets one more point, at twice the last size; up to this point it rises no faster than the
-original.
+original and exceed it. So the lowered table gets one more point, at twice the last size; up to this point it rises no
+faster than the original.
 """
 
 from __future__ import annotations

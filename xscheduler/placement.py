@@ -367,5 +367,7 @@ def _splits(size: int, degree: int) -> Iterator[int]:
 
 
 def _microbatches(num_stages: int) -> list[int]:
-    """Return numbers of micro-batches to try on a pipeline: fewer than stages leave bubbles, more make small steps."""
+    """Return numbers of micro-batches to try on a pipeline: with fewer micro-batches than stages some stages idle, and
+    with more the steps are small.
+    """
     return sorted({1, num_stages, 2 * num_stages}) if num_stages > 1 else [1]

@@ -4,12 +4,12 @@ Let m be the mean number of requests that an iteration of a micro-batch decodes,
 of a request. On average, an iteration occupies stage j for at least decode_j(m), the convex floor of the stage's times
 at m (by Jensen's inequality). If all iterations decode m requests, as in the closed form of two lanes, decode_j(m) is
 the time itself. An iteration also encodes m / E[D] prompts on average. Each stage does this for M micro-batches, one
-after the other, and each micro-batch passes all stages before its next iteration. So an iteration of all micro-batches
-takes at least
+after the other, and each micro-batch goes through all stages before its next iteration. So an iteration of all
+micro-batches takes at least
 
     t(m) = max( M max_j (decode_j(m) + m encode_j / E[D]),  sum_j decode_j(m) + hops )
 
-and, if encode and decode steps alternate (rra, static), also the time in which M encode steps pass the pipeline:
+and, if encode and decode steps alternate (rra, static), also the time in which M encode steps go through the pipeline:
 
     t(m) >= decode_1(m) + m / E[D] (sum_j encode_j + (M - 1) max_j encode_j)
 
@@ -49,7 +49,7 @@ BELOW_ONE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85)
 class _Stages(NamedTuple):
     """Least step times of one lane: a row for each kind of stage, padded with stages that take no time.
 
-    `PlacementBounds` stacks those of its placements into a `LeastSteps`. # [kinds, m] unless stated
+    `PlacementBounds` stacks the times of its placements into a `LeastSteps`. # [kinds, m] unless stated
     """
 
     decode_s: Array
@@ -107,7 +107,7 @@ class PlacementBounds:
 
     @property
     def _tokens_per_decode(self) -> float:
-        """Tokens of a request that pass the model per decode iteration, including the share of its prompt."""
+        """Tokens of a request that go through the model per decode iteration, including the share of its prompt."""
         return 1 + self._lengths.mean_input / self._mean_decodes
 
     def of(self, kind: str, placements: Sequence[Placement], capacities: npt.ArrayLike) -> PolicyBounds:
@@ -228,8 +228,8 @@ class PlacementBounds:
         return seconds
 
     def _of_stage(self, stage: StageShape) -> _Degree:
-        """Return the times of all decoder layers of a stage together; the times of encoder layers and of the head
-        remain those of one.
+        """Return the times of all decoder layers of a stage together. The other times, such as those of the encoder,
+        remain the times of one layer.
         """
         if stage not in self._of_stages:
             layer = self._degree(stage.group)

@@ -229,8 +229,9 @@ class Space:
 
     @cached_property
     def lines(self) -> tuple[Axis | None, Axis, Ints]:
-        """Return the points as lines along one variable: the other variable, this variable, and each line's number of
-        points."""
+        """Return the points as lines along one variable: the axis of the other variable, which selects a line; the axis
+        along the lines; and each line's number of points.
+        """
         inner, outer = self._line_and_other
         assert np.all(np.diff(inner.values) == 1), (
             f"{self.kind}: the values of {inner.variable.name}, its line, are not consecutive integers"
@@ -362,8 +363,8 @@ class Space:
         return self.forecast.evaluate(model, **columns, **fixed)
 
     def evaluate_parts(self, columns: dict[str, Ints], count: int) -> Evaluation:
-        """Predict the fractional batch sizes that points represent, in one call: a number of steps from one whole batch
-        size to the next.
+        """For each point, predict `count` evenly spaced fractional batch sizes, from just above the next smaller whole
+        size up to the point's own, all in one call.
         """
         names = self._growing()
         points: dict[str, Array] = {name: np.repeat(values.astype(float), count) for name, values in columns.items()}
@@ -435,7 +436,7 @@ class Evaluation:
 
     @cached_property
     def score(self) -> Array:
-        """The objective's value: throughput, or that of the user's own objective."""
+        """The objective's value: throughput, or the value of the user's own objective."""
         text = self._constraint.maximise
         return self.throughput if text is None else np.broadcast_to(value_of(text, self._figures), len(self.throughput))
 
@@ -482,7 +483,7 @@ class Evaluation:
 
     @cached_property
     def in_memory(self) -> npt.NDArray[np.bool_]:
-        """Whether points fit in memory. If a box's smallest settings do not, no point of the box does."""
+        """Whether points fit in memory. If the smallest settings of a box do not fit, no point of the box does."""
         performance, space = self.performance, self._space
         fits = performance.peak_requests <= space.capacity_beside(performance.peak_tokens)
         return fits & space.prompts_fit(performance.encode_tokens, performance.peak_tokens)

@@ -165,7 +165,8 @@ class LoadForecast:
 
     def most(self, from_s: float, to_s: float, deviations: float, factor: float) -> float:
         """Return the highest rate for which to be ready between two future times, with reserves for the forecast's
-        error and for chance. Both are independent, so the squares of their logarithms add up.
+        error and for chance. The forecast's error and chance are independent, so the squares of the two reserves'
+        logarithms add up.
 
         Args:
             deviations: standard errors held in reserve.

@@ -31,9 +31,10 @@ DEVIATIONS = 1.0
 """Reserve for the forecast's error, in standard errors."""
 BACKLOG_SHARE = 0.5
 """Backlogs that the fleet clears within this share of the latency bound count as random; replicas are added so that
-larger ones are cleared within the lead time."""
+larger backlogs are cleared within the lead time.
+"""
 HYSTERESIS = 0.03
-"""Replicas are removed only if the others can serve this share more than the need."""
+"""Replicas are removed only if the remaining ones can serve this share more than the need."""
 LEAST_LENGTHS = 50
 """Least number of requests from which mean lengths are computed."""
 
@@ -68,7 +69,7 @@ class Recommendation(NamedTuple):
 
     Attributes:
         replicas: number of replicas of each kind. # [kinds]
-        need_per_s: highest load, in requests a second, until replicas ordered now would serve.
+        need_per_s: highest load expected, in requests a second, until replicas ordered now would serve.
         held_per_s: load, in requests a second, that the previously recommended replicas can serve.
     """
 
@@ -154,7 +155,8 @@ class Recommender:
 
     def _problem(self, sample: LoadSample, present: Ints) -> FleetProblem:
         """Return the fleet problem of the time ahead. Its first step ends when replicas ordered at the next sample
-        would serve, since later needs can still be ordered then."""
+        would serve, since replicas for later needs can still be ordered at that sample.
+        """
         fleet, lead_s = self._fleet, self._lead_s
         edges = [0.0, *(lead_s + i * self._step_s for i in range(NUM_STEPS))]
         spans = list(pairwise(edges))

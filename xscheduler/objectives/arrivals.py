@@ -41,8 +41,8 @@ MOST_TRIED = 3
 DOUBT = 0.06
 """A plan is simulated if its rate in closed form is at most this share below the best one."""
 DOUBT_NEARBY = 0.15
-"""The same share for plans on the best plan's placement: the closed form may have an error of this size, and there are
-few such plans.
+"""As `DOUBT`, for plans on the best plan's placement: the closed form may have an error of this size, and there are few
+such plans.
 """
 ALIKE = 1.05
 """Largest ratio of two batches that count as equal."""
@@ -224,7 +224,7 @@ class Arrivals(Objective):
     def _best_of(
         self, candidates: Sequence[tuple[Plan, float]], rival: CapacitySearch | None, doubt: float = DOUBT
     ) -> CapacitySearch | None:
-        """Return the candidate with the highest simulated rate; None unless this rate exceeds that of the rival."""
+        """Return the candidate with the highest simulated rate; None unless this rate exceeds the rival's."""
         best = rival
         for plan, predicted in candidates:
             if best is not None and predicted < (1 - doubt) * min(best.rate, best.predicted or best.rate):
@@ -260,7 +260,9 @@ class Arrivals(Objective):
         return [(other, closed_rate(space, settings)) for settings, other in plans if other is not None]
 
     def _best_rival(self, best: CapacitySearch, kinds: Sequence[str]) -> CapacitySearch:
-        """Return the best plan, or a plan of the highest saturated throughput if its rate is higher."""
+        """Return the best plan, or one with the highest saturated throughput of its policy if that plan's arrival rate
+        is higher.
+        """
         best.precision = SHARP
         try:
             rivals = self.scheduler.best_of_each(kinds)
@@ -305,7 +307,7 @@ class Arrivals(Objective):
     def _with_least_batch(self, best: CapacitySearch) -> CapacitySearch:
         """If the time per token is bounded, return the plan with about the smallest batch that keeps the same rate.
 
-        Beyond that rate all steps are full, and small ones still keep the bound.
+        Beyond that rate all steps are full, and small steps still keep the bound.
         """
         plan, rate = best.plan, best.rate
         space = self.scheduler.space_of(plan)

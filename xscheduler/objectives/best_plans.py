@@ -237,8 +237,8 @@ def best_by_rate(problem: Problem, kinds: Sequence[str], search: SearchMethod = 
 def _with_figures(plan: Plan, problem: Problem) -> Plan:
     """Return the plan with its figures at saturation corrected by simulation, unless prompts share cached prefixes.
 
-    The later search for the plan's arrival rate stays below that throughput, and derives the number of simulated
-    requests from it.
+    The later search for the plan's arrival rate stays below the saturated throughput, and derives the number of
+    simulated requests from it.
     """
     return plan if problem.reused is not None else with_simulated_figures(plan, problem.profile)
 
@@ -246,8 +246,8 @@ def _with_figures(plan: Plan, problem: Problem) -> Plan:
 def _admitting(plan: Plan, order: AdmissionOrder, problem: Problem) -> Plan:
     """Return the plan with this order of admission.
 
-    A row of das has the number of prompt tokens that run at the same time, unless it is fixed. Under lpt, all work is
-    known at the start, so no request becomes overdue.
+    Under das, a row has as many tokens as the prompts of the requests that run at the same time, on average, unless
+    `row_tokens` is fixed. Under lpt, all work is known at the start, so no request becomes overdue.
 
     Raises:
         InputError: the order cannot be combined with the plan's bounds or policy.

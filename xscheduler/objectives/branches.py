@@ -49,8 +49,10 @@ class Branch:
         space: its settings, under the constraint on arriving requests.
         relaxed: the same settings, under the constraint on an engine that is never idle.
         bound: rate, in requests a second, that no settings exceed; it shrinks as the search goes on.
-        in_steps: whether a micro-batch's steps may encode prompts at any time, and pass all stages one after the other.
-        prompt_s: only if prompts pass each stage one by one: least seconds of the mean prompt on the slowest stage.
+        in_steps: whether any step of a micro-batch may encode prompts, and the steps go through all stages one after
+            the other.
+        prompt_s: only if each stage processes prompts one by one: least seconds of the mean prompt on the slowest
+            stage.
     """
 
     kind: str
@@ -104,7 +106,7 @@ class Branch:
 
     @cached_property
     def _steps(self) -> PromptSteps:
-        """The least times of prompts in steps that may encode prompts at any time."""
+        """The least times of prompts if any step may encode prompts."""
         budgets = self._budgets or (MANY,)
         micro = self.space.placement.microbatches
         return PromptSteps(self.relaxed.models.floor.lane, self.space.lengths, np.asarray(budgets) / micro, micro)
@@ -133,7 +135,9 @@ class Branch:
         return bound.throughput
 
     def _left(self, rate: float, waits: Waits | None) -> Array:
-        """Return the largest share of the latency bound that waits at a rate leave, by token budget if there is one."""
+        """Return the largest share of the latency bound that is left after the waits at a rate, by token budget if
+        there is one.
+        """
         of_one = rate / self.space.placement.replicas
         if waits is not None and self.in_steps:
             return waits.left_by_budget(self._steps, of_one)
@@ -152,10 +156,10 @@ class _Searched(NamedTuple):
     bound: UpperBound
 
     def holds(self, relaxed: Space, left: Array, at_least: float) -> bool:
-        """Return whether the bound that was found also holds for settings that have less time, and another search could
-        not lower it.
+        """Return whether the bound that was found also holds for settings that have at most the time `left`, and
+        another search could not lower the bound.
 
-        Searching could not lower the bound if the best point found is still allowed, since the bound exceeds that
+        Another search could not lower the bound if the best point found is still allowed, since the bound exceeds that
         point's throughput by no more than the precision of the search.
         """
         throughput, best = self.bound

@@ -31,13 +31,16 @@ prompts might be missing, and the error estimate would not show this.
 """
 MOST_REQUESTS = 2000
 MOST_TOKENS = 40_000
-"""More than `MOST_REQUESTS` admissions are simulated if outputs are so short that they have fewer tokens than this."""
+"""More than `MOST_REQUESTS` admissions are simulated if that number of outputs has fewer tokens than this on average.
+"""
 NUM_DRAWN = 20_000
 """Number of simulated requests if each is counted only with its drawn length; simulating them takes about 15 ms."""
 MOST_STEPS = 250_000
 """If `NUM_DRAWN` requests would take more decode steps than this, fewer are simulated, but at least `MOST_REQUESTS`."""
 BATCHES_BEYOND = 3
-"""Least number of encode batches with requests beyond the quantile; with fewer, more are simulated."""
+"""Least number of encode batches with requests beyond the quantile; with fewer such batches, more requests are
+simulated.
+"""
 GOOD_ERROR = 0.01
 """Relative standard error of a simulated latency, above which more admissions are simulated."""
 RUNG = 1.01
@@ -106,7 +109,7 @@ class Ladder:
     """A policy's plans by the latency that they keep in closed form: rung k stands for RUNG to the power of k seconds.
 
     Args:
-        of: a scheduler; its latency bound is ignored.
+        search: a scheduler; its latency bound is ignored.
         progress: is called for each simulation.
     """
 
@@ -125,7 +128,8 @@ class Ladder:
     def highest(self, bound_s: float, rival_rps: float = 0.0) -> Plan | None:
         """Return the plan on the highest rung that keeps the bound in simulation; None: no rung does.
 
-        If no rung can serve more than a rival, the plan that keeps the bound in closed form is returned, not simulated.
+        If no rung can serve more than a rival, the plan that keeps the bound in closed form is returned without a
+        simulation.
         """
         started = time.perf_counter()
         above = (_top(bound_s) + 1) * BLOCK
@@ -208,7 +212,7 @@ def with_law(plan: Plan, law: RequestLaw, closed_s: float | None = None) -> Plan
     """Return the plan with the simulated quantile of all requests as its latency; its proof is the closed form's.
 
     Args:
-        closed_s: the bound, in s, under which the plan is the best in closed form; None: it is not mentioned.
+        closed_s: the bound, in s, under which the plan is the best in closed form; None: the proof does not mention it.
     """
     quantile, search = plan.constraint.quantile, plan.search
     proven = ""

@@ -19,7 +19,7 @@ STEP = 1.01
 bound that was requested.
 """
 STRIDES = (4, 12, *range(41, 1000, 41))
-"""Numbers of such steps by which a bound is loosened, in order, until a plan keeps it."""
+"""Powers of `STEP` by which a bound is loosened, in this order, until a plan keeps it."""
 Keeps = Callable[[Constraint], bool]
 """Whether planning under other bounds finds a plan."""
 
@@ -84,10 +84,10 @@ class _Nearest(NamedTuple):
 def _nearest(
     constraint: Constraint, bounds: Mapping[str, float], low: float, keeps: Keeps, progress: Progress | None
 ) -> _Nearest | None:
-    """Return the tightest bounds, all loosened by the same factor, that a plan keeps; None: none were found.
+    """Return the tightest bounds, all loosened by the same factor, that a plan keeps; None: no such bounds were found.
 
     Args:
-        low: a factor under which no plan keeps them.
+        low: a factor with which no plan keeps the bounds.
     """
     started, tried = time.perf_counter(), 0
     unit = 1.0 if len(bounds) > 1 else 1 / next(iter(bounds.values()))  # one bound is tried at powers of `STEP` seconds

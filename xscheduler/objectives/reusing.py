@@ -116,8 +116,7 @@ def _divisions(problem: Problem, trace: TraceLengths, best: Plan) -> list[_Divis
 
 
 def _consistent(plan_each: PlanEach, division: _Division, best: Plan) -> dict[str, Plan]:
-    """Return each policy's best plan; its reuse is the one that is possible with the plan's own number of running
-    requests.
+    """Return each policy's best plan, for the reuse that is possible while the plan's own number of requests runs.
 
     If requests are always waiting, a conversation's next turn may enter before the previous answer has ended.
     """
@@ -167,7 +166,7 @@ def _bound(plan: Plan) -> float | None:
 
 
 def _counting(plan: Plan, alone: Plan, highest: float | None) -> Plan:
-    """Return the plan with the best objective without reuse, and with its gap over all divisions of memory."""
+    """Return the plan with the objective of the plan `alone` noted, and with its gap over all divisions of memory."""
     if plan.estimate.reuse is None:
         return plan
     reuse = plan.estimate.reuse.model_copy(update={"alone": maximised(alone)})

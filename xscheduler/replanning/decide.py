@@ -36,7 +36,9 @@ SAME = 0.02
 MOST_ROUNDS = 4
 """Largest number of searches, under ever tighter bounds, for one judgement."""
 UNUSED = 0.02
-"""If a plan breaks the bound in simulation, the next search's bound is tighter by a quarter of this share."""
+"""If a plan breaks the bound in simulation, the next search's bound is tightened by the excess, and by a quarter of
+this share in addition.
+"""
 SWAPPABLE = tuple(kind for kind, forecast in FORECASTS.items() if forecast.swaps_between_steps)
 """Policies that can be swapped in between two steps; a static batch must end first, and waa's lanes must drain."""
 ON_ONE_DEVICE = tuple(kind for kind, forecast in FORECASTS.items() if len(forecast.settings.lanes) == 1)
@@ -108,8 +110,8 @@ def _judged_by_arrivals(situation: Situation, terms: Terms) -> Verdict:
 
 
 def with_known_rate(verdict: Verdict, num_requests: int) -> Verdict:
-    """Return the verdict; if the other plan serves less and the arrival rate is not yet known, return one that keeps
-    the running plan.
+    """Return the verdict; if the other plan serves less and the arrival rate is not yet known, return a verdict that
+    keeps the running plan.
     """
     best, running = verdict.best, verdict.running
     if not verdict.switch or best is None or num_requests >= RATE_REQUESTS:
@@ -276,8 +278,8 @@ def within_pins(plan: Plan, kinds: Collection[str]) -> tuple[str, ...]:
 
 
 def loading_s(plan: Plan, profile: Profile, running: Plan) -> float:
-    """Return the seconds that a change of placement takes to load weights. They are 0 if the same number of single
-    devices keep their weights.
+    """Return the seconds that a change of placement takes to load weights. They are 0 if every replica of both plans is
+    a single device, and their number stays the same: the devices keep their weights.
     """
     keeps = plan.devices_per_replica == running.devices_per_replica == 1 and plan.replicas == running.replicas
     return 0.0 if keeps else weights_loading_s(plan, profile)
@@ -298,7 +300,7 @@ def weights_loading_s(plan: Plan, profile: Profile) -> float:
 
 
 def _repays(rate: float, in_place_rps: float, pause_s: float, terms: Terms) -> bool:
-    """Return whether a plan on another placement beats the best on the present one and repays its pause."""
+    """Return whether a plan on another placement beats the best plan on the present placement and repays its pause."""
     repaid = (rate - in_place_rps) * terms.horizon_s
     return repaid > rate * pause_s and rate > (1 + terms.least_gain) * in_place_rps
 

@@ -18,10 +18,10 @@ class SearchResult:
         settings: the best point that fits in memory and keeps the constraint; None: no point does.
         values: the point's predictions, by name.
         evaluations: number of points predicted.
-        gap: no point of the spaces has more than (1 + gap) times this throughput; None: nothing is proven.
+        gap: no point of the spaces has more than (1 + gap) times the best point's throughput; None: nothing is proven.
         bound: a description of the bound to which the gap refers.
-        method: the method that found the point; another one than requested if the bounds of the requested method did
-            not hold.
+        method: the method that found the point. It is not the requested method if the bounds of that method did not
+            hold.
     """
 
     space: Space | None = field(compare=False)

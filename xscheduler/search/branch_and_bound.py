@@ -37,7 +37,7 @@ SMALL = 32
 PARTS = {1: 8, 2: 2}
 """Parts into which a block is cut along each variable, by the number of variables."""
 PARTS_OF_A_BATCH = 16
-"""Real batches that are predicted from one whole batch to the next."""
+"""Number of batch sizes, all but the last fractional, that are predicted from one whole batch size to the next."""
 POINTS_AT_ONCE = 64
 """Number of points whose fractional batch sizes are predicted in one call."""
 
@@ -188,8 +188,8 @@ class _Search:
             self._sweep_between(space, columns, evaluation)
 
     def _sweep_between(self, space: Space, columns: dict[str, Ints], evaluation: Evaluation) -> None:
-        """Predict the fractional batch sizes that points represent, leaving out points that cannot beat the best or
-        whose smallest batch breaks the constraint.
+        """Predict the fractional batch sizes that points represent. Points are left out if they cannot beat the best
+        one, or if their smallest batch breaks the constraint.
         """
         tolerated = np.where(evaluation.fits, evaluation.throughput * (1 + THROUGHPUT_TOLERANCE), np.inf)
         chosen = np.flatnonzero(evaluation.in_memory & (tolerated > self.best_throughput))
@@ -202,8 +202,8 @@ class _Search:
             chosen = chosen[tolerated[chosen] > self.best_throughput]
 
     def _try_parts(self, space: Space, columns: dict[str, Ints]) -> None:
-        """Predict the fractional batch sizes that points represent; they may serve more than the whole numbers at both
-        ends.
+        """Predict the fractional batch sizes that points represent; these may serve more than the whole sizes on both
+        sides.
         """
         parts = space.evaluate_parts(columns, PARTS_OF_A_BATCH)
         self.predictions += 2 * len(parts.throughput)
