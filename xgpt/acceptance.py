@@ -20,7 +20,7 @@ def shares_of(given: float | tuple[float, ...] | str, tokens: int | None) -> tup
     """Return the shares of steps in which at least one draft token is accepted, at least two, and so on.
 
     Args:
-        given: the shares, the probability that a draft token is accepted after those before it, or a metrics page.
+        given: the shares, the probability that a draft token is accepted if those before it are, or a metrics page.
         tokens: number of draft tokens; None: not known.
 
     Raises:

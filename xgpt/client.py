@@ -270,8 +270,8 @@ class _Client:
         return result
 
     def _ending(self, request: ClientRequest) -> dict[str, Any]:
-        """Return the fields that tell the server after how many tokens to end the output; its schedule does not read
-        them.
+        """Return the fields that tell the server after how many tokens to end the output; the server's schedule does
+        not read these fields.
         """
         if self._model.owned_by == "xgpt":
             return {"output_length": request.output_length}

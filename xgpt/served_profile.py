@@ -34,7 +34,7 @@ INPUTS, OUTPUTS = (16, 64, 128, 256, 448), (8, 32, 64)
 LEAST_REQUESTS = 12
 LEAST_STEPS = 100
 MOST_LOADS = 2
-"""Number of loads at most: if other processes use `NOTABLE` of the cores during the first, a second one is served."""
+"""Largest number of loads: if other processes use `NOTABLE` of the cores during the first, a second one is served."""
 
 
 class _Load(NamedTuple):
@@ -59,7 +59,8 @@ def as_served(
     """Return the profile, fitted to the steps of a short load on an engine that is served on this machine.
 
     The profile is returned unchanged for several devices, for an encoder-decoder, if other processes kept the machine
-    busy before the load, and if the load fails. Its `others` include those that were seen during the load.
+    busy before the load, and if the load fails. The returned profile's `others` include the processes that were seen
+    during the load.
     """
     if cluster.num_devices > 1 or spec.is_encoder_decoder or profile.is_brief:
         return profile
@@ -79,8 +80,8 @@ def as_served(
 
 
 def _quieter_load(plan: Plan, progress: Progress) -> tuple[dict[str, float], list[StepRecord]]:
-    """Serve the load, a second time if other processes disturbed it; return the cores that others used, by name, and
-    the steps of the load during which they used less.
+    """Serve the load, and a second time if other processes disturbed it. Of the less disturbed load, return the cores
+    that other processes used, by name, and the steps.
     """
     loads: list[tuple[dict[str, float], list[StepRecord]]] = []
     for _ in range(MOST_LOADS):

@@ -64,7 +64,7 @@ class Target(NamedTuple):
     """The address of replicas of one kind: all addresses of the URL's host.
 
     Attributes:
-        kind: number of the kind.
+        kind: index of the kind.
         url: without the path /metrics.
     """
 

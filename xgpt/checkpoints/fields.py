@@ -67,7 +67,8 @@ class Fields:
         only: fields of a variant, with the values for which the variant is absent.
         without_effect: fields that `transformers` does not read.
         aliases: alternative names of fields; a field given under both names must have the same value.
-        untimed: fields that affect tokens but neither times nor memory, in families that are planned but not run.
+        untimed: fields that affect tokens but neither times nor memory, in families for which xgpt makes plans but
+            which its own engine does not run.
     """
 
     read: frozenset[str]

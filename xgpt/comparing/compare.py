@@ -76,7 +76,7 @@ class Compared:
         ranges: the range of each policy's gain per device over the current deployment, over all assumptions.
         measured: figures of each plan measured on this machine, by policy.
         answer: lines on whether the current deployment's settings cause late requests, at a log's own times.
-        kept_words: options of its command that the command of a plan keeps.
+        kept_words: options of the current deployment's command that the command of a plan keeps.
     """
 
     plans: dict[str, Plan]
@@ -199,8 +199,8 @@ def compare(
 
 
 def _what_holds(plans: dict[str, Plan], gains: dict[str, Range], kind: str) -> list[str]:
-    """Return up to two notes: one if another plan than the one with the largest gain has the largest gain in its worst
-    case, and one if no plan gains in its worst case.
+    """Return up to two notes: one if `kind`, the plan with the largest gain in its worst case, is not the plan with the
+    largest gain; and one if no plan gains in its worst case.
     """
     first, lines = next(iter(plans)), []
     if kind != first:
@@ -217,8 +217,8 @@ def _what_holds(plans: dict[str, Plan], gains: dict[str, Range], kind: str) -> l
 
 
 def engine_name(current: CurrentEngine) -> str:
-    """Return the known engine that is closest to the deployment's engine: the newest version that is not newer, or else
-    the oldest.
+    """Return the known engine that is closest to the deployment's engine: the newest version that is not newer than the
+    deployment's, or else the oldest version.
     """
 
     def version(name: str) -> tuple[int, ...]:

@@ -77,7 +77,7 @@ class CurrentEngine:
         return max(self.max_num_batched_tokens, longest)
 
     def as_started(self, engine: EngineSpec) -> EngineSpec:
-        """Return the engine with the command's settings of its loop."""
+        """Return the engine with those settings of its loop that the command changes."""
         changes: dict[str, Any] = {}
         if self.schedules_ahead is not None:
             changes["schedules_ahead"] = self.schedules_ahead

@@ -11,9 +11,11 @@ from xgpt.core.schema.speculation import MOST_AHEAD, SpeculativeMethod
 from xgpt.requests import PlanRequest
 
 ASSUMED: dict[SpeculativeMethod, float] = {"mtp": 0.8, "eagle": 0.6, "eagle3": 0.6}
-"""Share of drafted tokens that are accepted if all before them are. mtp: DeepSeek-V3 measured 85 to 90% of second
-tokens (arXiv 2412.19437 sec. 5.4.3), in its own tests. eagle: 2 to 7 tokens ahead of Llama-3.1-8B in vLLM gave 0.59 to
-0.66 (github vllm-project/vllm issue 20780), EAGLE-3 with 2 ahead of Qwen3 0.53 to 0.7 (github Tencent/AngelSlim)."""
+"""Share of drafted tokens that are accepted if all drafted tokens before them are. mtp: DeepSeek-V3 measured 85 to 90%
+of second tokens (arXiv 2412.19437 sec. 5.4.3), in its own tests. eagle: 2 to 7 tokens ahead of Llama-3.1-8B in vLLM
+gave 0.59 to 0.66 (github vllm-project/vllm issue 20780), EAGLE-3 with 2 ahead of Qwen3 0.53 to 0.7 (github
+Tencent/AngelSlim).
+"""
 METHODS: dict[str, SpeculativeMethod] = {"eagle": "eagle", "eagle3": "eagle3", "ngram": "ngram", "mtp": "mtp"}
 SPEC_FLAGS = {"spec-method": "method", "spec-model": "model", "spec-tokens": "num_speculative_tokens"}
 """Flags of vLLM that set parts of --speculative-config."""

@@ -79,7 +79,7 @@ class OutputFile:
         record(target)
 
     def _create(self, target: Path, text: str) -> None:
-        """Write a new file; if the file system has hard links, never replace one that appears meanwhile."""
+        """Write a new file. If the file system has hard links, a file that appears meanwhile is never replaced."""
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as directory:

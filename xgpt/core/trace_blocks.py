@@ -48,8 +48,8 @@ class TracePrefixes:
         """Return the keys of the K/V blocks after the prompt's blocks. The last token does not count, since it is never
         fed to the model.
 
-        If no request continues them, they get unique keys: an engine caches these blocks too, since it cannot know that
-        no request will find them.
+        If no request continues the output, the blocks get unique keys: an engine caches these blocks too, since it
+        cannot know that no request will find them.
         """
         ids, first = self.outputs[request], input_length // self.block_size
         begin, end = input_length // block_size, (input_length + output_length - 1) // block_size

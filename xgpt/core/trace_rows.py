@@ -113,7 +113,7 @@ def read_rows(path: Path, field: str) -> TraceRows:
     """Return the requests of a trace in any of the formats.
 
     Raises:
-        InputError: the trace is in none of these formats; the message states the place.
+        InputError: the trace is in none of these formats; the message states the file, or the place in it.
     """
     text = read_text(path, field)
     if path.with_suffix("" if path.suffix == ".gz" else path.suffix).suffix in (".json", ".jsonl", ".ndjson") or (

@@ -78,9 +78,8 @@ def read_lengths(path: Path, field: str = "workload") -> TraceLengths:
     """Return the requests of a trace, in order of time if it has times; errors call it `field`.
 
     Formats and names are those of `xgpt.core.trace_rows`. Requests that failed, or have no input or output tokens,
-    are left out. Times
-    are dates in ISO 8601 (UTC if they have no offset) or numbers, whose unit is in their name (`timestamp_ms`), or
-    follows from the format, or from their size if they count from 1970. Other numbers are seconds.
+    are left out. Times are dates in ISO 8601 (UTC if they have no offset) or numbers, whose unit is in their name
+    (`timestamp_ms`), or follows from the format, or from their size if they count from 1970. Other numbers are seconds.
 
     Raises:
         InputError: a value is wrong, and the message states its line; or the unit of times is not known.

@@ -251,8 +251,8 @@ class _Superseded(BaseException):
 def main() -> None:
     """Read questions as lines {"id", "asked"} and write answers as lines {"id", "part", …}; SIGUSR1 ends an answer.
 
-    The sender sends the signal before the next question, so that it never ends the wrong answer, and only after it has
-    read {"part": "ready"}.
+    The sender sends the signal before the next question, so that the signal never ends the wrong answer, and only after
+    the sender has read {"part": "ready"}.
     """
     is_computing = is_superseded = False
 

@@ -16,8 +16,9 @@ from xgpt.observation.reuse import Common, ReuseWindow, changed, observed_reuse,
 from xgpt.observation.windows import CERTAIN, ChangeDetector, Goodput, LengthWindow, Sample, Seen, observe
 
 LOOK_EVERY = 16
-"""Number of ended requests between two examinations of their lengths. Twice as many arrivals are examined, too: under
-overload few requests end."""
+"""Number of ended requests between two examinations of their lengths. Lengths are also examined after twice as many
+arrivals, since few requests end under overload.
+"""
 LOOK_INTERVAL_S = 0.5
 """Least time between two examinations."""
 
@@ -44,13 +45,13 @@ COMPARED_EVERY_S = 0.05
 """Least time between two comparisons; one takes a tenth of a millisecond."""
 RISE = 1.25
 """The arrival rate counts as a change if it exceeds by this factor both the rate at the last judgement and the rate up
-to which the plan keeps its bounds: two standard errors of the rate of `RATE_REQUESTS` Poisson arrivals.
+to which the plan keeps its bounds. The factor is two standard errors of the rate of `RATE_REQUESTS` Poisson arrivals.
 """
 _GOLDEN = (5**0.5 - 1) / 2
 
 
 def is_slower(slowdown: float, other: float, spread: float) -> bool:
-    """Return whether the first slowdown exceeds what a plan made for the second one allows with its headroom."""
+    """Return whether `slowdown` exceeds the slowdown that a plan made for `other` tolerates with its headroom."""
     return slowdown > other * (1 + max(spread, LEAST_HEADROOM))
 
 
@@ -198,7 +199,9 @@ class Observer:
         self._judged_common: list[Common] | None = None
         """The requests from which the judged share was computed; None: the share is the plan's own."""
         self._judged_rate_per_s = 0.0
-        """The arrival rate at which the plan was last judged; a plan that maximises it is judged again if it rises."""
+        """The arrival rate at which the plan was last judged; a plan that maximises the rate is judged again if the
+        rate rises.
+        """
         self._looked_at_arrival = 0
         """Number of arrivals at the last examination."""
         self._num_ended = 0

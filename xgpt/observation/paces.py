@@ -32,8 +32,8 @@ def record(plan: Plan, pace: float) -> None:
     """Remember a load's pace; do nothing if the cache cannot be written.
 
     Args:
-        plan: the plan that was served; it counts only if its profile is fitted to a served engine, since others have a
-            known error of their own.
+        plan: the plan that was served; it counts only if its profile is fitted to a served engine, since other profiles
+            have a known error of their own.
         pace: measured time of its steps over that of the profile.
     """
     if SERVED not in plan.profile.provenance:
@@ -47,7 +47,8 @@ def record(plan: Plan, pace: float) -> None:
 def usual(device: str) -> tuple[float, float]:
     """Return the fastest and the slowest pace that loads on this machine usually have, relative to their profiles.
 
-    They are those of an idle machine (`PACES_AT_REST`) until enough loads are remembered, and contain these afterwards.
+    Until enough loads are remembered, these are the paces of an idle machine (`PACES_AT_REST`); afterwards, the range
+    between the two also contains most of the remembered paces.
 
     Args:
         device: name of the kind of device.

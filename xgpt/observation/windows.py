@@ -31,7 +31,9 @@ MIN_CENSORED = 25
 """Least number of finished requests after a change that is certain, if most requests wait or are cancelled
 before their first token."""
 RATE_REQUESTS = 64
-"""Number of the latest requests that give the arrival rate; re-planning knows it from no fewer."""
+"""Number of the latest requests from which the arrival rate is computed; with fewer, re-planning does not know the
+rate.
+"""
 LEAST_RATE_S, MOST_RATE_S = 1.0, 60.0
 """Shortest and longest time over which arrivals are counted; a batch of prompts arrives at once."""
 MOST_ARRIVALS = 4096
@@ -49,8 +51,8 @@ MOST_NATS = 500.0
 0.
 """
 CERTAIN = 1e5
-"""Number of requests whose weight planned lengths have if they are certain. It is so high that two requests of an
-unplanned length already count as a change.
+"""Weight, in requests, of planned lengths that count as certain. It is so high that two requests of an unplanned length
+already count as a change.
 """
 
 
@@ -61,8 +63,8 @@ class Seen:
     Attributes:
         max_output: output tokens that its client allowed.
         generated: output tokens so far.
-        has_ended: whether its output is complete; the output of a cancelled request never is, and counts as at least as
-            long as it was.
+        has_ended: whether its output is complete. The output of a cancelled request is never complete, and counts as at
+            least as long as the part that was generated.
     """
 
     arrival_s: float
@@ -329,7 +331,8 @@ class ChangeDetector:
         self.weight = weight
 
     def look(self, whole: Sample) -> Sample | None:
-        """Return the requests since the lengths changed; None if they have not, or too few have ended since then.
+        """Return the requests since the lengths changed; None if lengths have not changed, or if too few requests have
+        ended since then.
 
         If the planned lengths were computed from few requests, the next examination is due once there are twice as many
         requests.
@@ -348,7 +351,7 @@ class ChangeDetector:
         return whole if self.weight is not None and whole.weight >= 2 * self.weight else None
 
     def _score(self, sample: Sample) -> float:
-        """Return the higher significance of the difference of inputs or outputs."""
+        """Return the significance of the difference of inputs or that of outputs, whichever is higher."""
         inputs, outputs, weight = self.planned.input, self.planned.output, self.weight or CERTAIN
         score = surprise(sample.input_histogram(), _effective(sample.weights), inputs, weight)
         # A running output that is longer than any planned one shows a change as well as a finished one does.
@@ -360,5 +363,7 @@ class ChangeDetector:
 
 
 def _enough(sample: Sample) -> int:
-    """Return the number of finished requests that give the output lengths of a sample: fewer if most never start."""
+    """Return the number of finished requests that give the output lengths of a sample: fewer if most requests never
+    start.
+    """
     return MIN_CENSORED if np.count_nonzero(sample.outputs == 0) > len(sample) / 2 else MIN_FINISHED

@@ -213,8 +213,7 @@ def nodes_of(plan: Plan, devices: int) -> int:
 
 
 def check_own_schedule(plan: Plan) -> None:
-    """Check that a plan does not need an engine's own scheduler, because it has no draft and no experts that replicas
-    share.
+    """Check that a plan does not need an engine's own scheduler: it has no draft, and no experts that replicas share.
 
     Raises:
         InputError: the plan has a draft, or experts that replicas share.

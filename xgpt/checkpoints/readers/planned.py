@@ -1,4 +1,6 @@
-"""Read config.json of families that are planned but not run here: the sizes of each layer, as a list of blocks."""
+"""Read config.json of families for which xgpt makes plans but which its own engine does not run: the sizes of each
+layer, as a list of blocks.
+"""
 
 from __future__ import annotations
 
@@ -302,7 +304,7 @@ def _recurrent(family: str, config: Config) -> Recurrent:
 
 
 def _feeds(family: str, config: Config, number: int) -> list[tuple[int, Experts | None]]:
-    """Return, for each layer, the width of the feed-forward block that every token passes, and the experts."""
+    """Return, for each layer, the width of the feed-forward block to which every token goes, and the experts."""
     if (searched := config.get("block_configs")) is not None:
         return [(_searched_width(config, block["ffn"]), None) for block in searched]
     experts, ffn = _experts(family, config), _ffn_size(family, config)

@@ -92,7 +92,7 @@ def _longcat_flash(config: Config) -> Config:
 
 def _glm_moe_dsa(config: Config) -> Config:
     """Set which layers have an index: the first ones, and after them one in every `index_topk_freq` layers; the layers
-    after it use its choice.
+    in between use the choice of the last index before them.
     """
     every, first = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset") or 0
     if "indexer_types" not in config and every > 1:

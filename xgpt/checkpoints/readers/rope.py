@@ -29,7 +29,7 @@ def rope(
 ) -> dict[str, Any]:
     """Return rotary settings: `rope_theta` and `rope_scaling` before transformers 5, `rope_parameters` since.
 
-    If both are given, transformers 5 uses the older.
+    If both are given, transformers 5 uses the older fields.
 
     Args:
         kinds: kinds that the family supports.

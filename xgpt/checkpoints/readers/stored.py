@@ -109,7 +109,7 @@ def _int4(group_size: Any, *, has_zero_points: bool) -> dict[str, Any]:
 
 
 def _mixed(layers: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the format of the experts (without experts, of most weights), and the parts of the model with 8-bit
+    """Return the format of the experts (of most weights if there are no experts), and the parts of the model with 8-bit
     weights.
     """
     kinds: dict[str, str] = {}

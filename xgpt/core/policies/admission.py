@@ -187,7 +187,7 @@ class Queue:
         """Remove and return, in order, the next requests whose prompts together fit a row of `row_tokens` tokens.
 
         Args:
-            goes_on: whether the row continues a batch; `put_back` may then return requests of all its rows.
+            goes_on: whether the row continues a batch; `put_back` then accepts requests of all rows of the batch.
         """
         if not goes_on:
             self._taken.clear()

@@ -116,7 +116,8 @@ def that_give_way(jobs: Iterable[Job], now_ns: int, pace: Pace) -> set[int]:
 
 
 class InTimeOrder(Order):
-    """Of the requests that do not give way, the earliest due enters next; then the others in order of arrival.
+    """Of the requests that do not give way, the earliest due enters next; requests that give way follow in order of
+    arrival.
 
     Before each step, `plan` decides which requests give way; requests that arrive after that do not give way. Requests
     that could not be in time even if the engine ran nothing else give way for good.
@@ -142,8 +143,8 @@ class InTimeOrder(Order):
                 self._late.add(request, number)
 
     def plan(self, begun: Sequence[Job], pace: Pace) -> set[int]:
-        """Decide which requests give way. Return the requests with begun prompts that must pause: those that give way,
-        and those that are due later than a waiting request that does not give way.
+        """Decide which requests give way. Return the ids of the requests in `begun` that must pause: those that give
+        way, and those that are due later than some waiting request that does not give way.
         """
         jobs = sorted([*begun, *self._jobs]) if begun else self._jobs
         self._giving_way = that_give_way(jobs, self._now_ns, pace)

@@ -45,7 +45,7 @@ class Request:
     batch: MicroBatch | None = field(default=None, repr=False, compare=False)
     """The micro-batch in which it runs; None: it is waiting."""
     place: int = field(default=0, repr=False, compare=False)
-    """Its place among all that have begun to decode in that micro-batch."""
+    """Its place among all requests that have begun to decode in that micro-batch."""
     base: int = field(default=0, repr=False)
     """Number of output tokens, without the tokens that `counter` counts."""
     counter: MicroBatch | None = field(default=None, repr=False, compare=False)

@@ -12,7 +12,7 @@ from xgpt.core.schema.step_log import Chain
 from xgpt.core.workload import TraceLengths
 
 BLOCKS_A_KEY = 4
-"""Number of K/V blocks for each compared key: comparing prefixes in such large pieces costs a quarter."""
+"""Number of K/V blocks for each compared key: comparing prefixes in such large pieces takes a quarter of the time."""
 MOST_KEYS = 131_072
 SLACK = 0.5
 """A replica that holds a request's whole prompt gets the request, unless its number of requests exceeds that of another
@@ -35,7 +35,7 @@ class ReplicaRouter:
         self.load = [0] * count
         self._slack = slack
         self._home: OrderedDict[bytes, int] = OrderedDict()
-        """The replica that had each key last, the least recently used key first."""
+        """For each key, the replica to which it was last sent; the least recently used key comes first."""
 
     @classmethod
     def of(cls, plan: Plan) -> ReplicaRouter:
@@ -66,8 +66,8 @@ class ReplicaRouter:
 def share_of_replica(trace: TraceLengths, plan: Plan) -> TraceLengths:
     """Return the requests of a trace that are routed to the first of a plan's replicas.
 
-    The number of requests that run at the same time is that of the plan: when a request arrives, the oldest one ends.
-    If the trace has no prefixes, replicas take turns.
+    As many requests run at the same time as in the plan: when a further request arrives, the oldest one ends. If the
+    trace has no prefixes, replicas take turns.
     """
     prefixes = trace.prefixes
     if plan.replicas == 1:

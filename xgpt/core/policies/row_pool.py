@@ -127,8 +127,8 @@ class RowPool(Pool):
     def _by_algorithm_2(self, most: int | None) -> list[Request]:
         """Remove and return the next batch in slots, by TCB's Algorithm 2.
 
-        A slot is as long as the longest request that das chooses only by utility; longer requests go on waiting. Other
-        orders choose none by utility, so a slot is as long as the longest request.
+        A slot is as long as the longest request that das chooses only by utility; longer requests go on waiting. Orders
+        other than das choose no request by utility; a slot is then as long as the longest request.
         """
         chosen: list[Request] = []
         longest = 0

@@ -38,7 +38,7 @@ class PromptBudget:
         self._adjustment = adjustment
         self._most_excess = adjustment * decode_batch
         self._credit = 0.0
-        """Number of tokens by which earlier phases fell short of the target; negative: exceeded it."""
+        """Number of tokens by which earlier phases fell short of the target; negative: they exceeded it."""
 
     def open(self, excess: float = 0.0) -> None:
         """Begin the next phase; `excess` is the number of requests in decode above the expected number."""
@@ -55,8 +55,9 @@ class PromptBudget:
         self._credit -= length
 
     def close(self) -> None:
-        """End a phase's encoding early because requests or memory are lacking; unused tokens are dropped to avoid a
-        burst."""
+        """End a phase's encoding early, because no request is left to encode or memory is full. The unused part of the
+        token budget is not carried over, since the next phase would then encode a burst.
+        """
         self._credit = min(self._credit, 0.0)
 
 
@@ -130,8 +131,8 @@ class OneLaneRule:
         return batch.next_to_decode
 
     def _waits_for_others(self, pool: Pool, batch: MicroBatch) -> bool:
-        """Return whether prompts wait in this step, for the next check for new requests or for more prompts; steps of
-        the second kind are counted.
+        """Return whether prompts wait in this step: until the next check for new requests, or for more prompts to
+        encode with them. Consecutive steps in which they wait for more prompts are counted.
         """
         settings = self.settings
         if self._iterations % settings.receive_steps and self._decodable(pool, batch):
@@ -147,8 +148,8 @@ class OneLaneRule:
         return waits
 
     def _give_way(self, first_tokens: FirstTokens, pool: Pool, batch: MicroBatch) -> Collection[int]:
-        """Decide which prompts give way to prompts that can be in time, and return those that give way although they
-        are begun.
+        """Decide which prompts give way to prompts that can be in time, and return the ids of the begun prompts that
+        must pause.
         """
         settings = self.settings
         # Preempted requests already have their first token.
@@ -272,8 +273,9 @@ class OneLaneRule:
 
 
 RULE_TYPES: dict[type[LaneSettings], type[OneLaneRule]] = {LaneSettings: OneLaneRule}
-"""The rule of each type of settings. A policy whose steps `LaneSettings` cannot describe adds a subclass of it, with a
-subclass of `OneLaneRule`."""
+"""The rule of each type of settings. A policy whose steps `LaneSettings` cannot describe adds a subclass of
+`LaneSettings`, with a subclass of `OneLaneRule`.
+"""
 
 
 def rule_of(settings: LaneSettings, number: int = 0) -> OneLaneRule:

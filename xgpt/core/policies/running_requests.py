@@ -94,7 +94,7 @@ class Running:
         return added
 
     def in_turn(self, first: MicroBatch) -> list[MicroBatch]:
-        """Return all micro-batches in the order of their turns, beginning with one."""
+        """Return all micro-batches in the order of their turns, beginning with number `first`."""
         number = self.batches.index(first)
         return self.batches[number:] + self.batches[:number]
 

@@ -95,7 +95,7 @@ class Slack(NamedTuple):
         """Return the seconds that a step may take through all stages.
 
         Micro-batches take turns with steps of equal length. The next step, of another micro-batch, begins once this
-        step has left the first stage, and it leaves the last stage after this step.
+        step has left the first stage, and leaves the last stage after this step.
 
         Args:
             own_ns: time from the moment when the first stage is free until the first of the micro-batch's requests is
@@ -129,7 +129,7 @@ class Slack(NamedTuple):
 
 
 class LaneForecast:
-    """Predicts when a lane's running steps will have passed its first stage, and when tokens are due.
+    """Predicts when a lane's running steps will have left its first stage, and when tokens are due.
 
     All stages are assumed to be equal.
     """
@@ -144,8 +144,8 @@ class LaneForecast:
         """
 
     def first_due_ns(self, batch: MicroBatch, now_ns: int, slack: Slack) -> float:
-        """Return when the first request of a micro-batch is due its next token, after those in the running step;
-        infinite if none decodes.
+        """Return the earliest time at which a request of a micro-batch is due its next token, beyond the tokens that
+        running steps make; infinite if no request decodes.
         """
         coming = batch.steps_under_way if batch.assumed is None else 0
         further = batch.iterations + coming + slack.budget.behind_tokens
@@ -163,8 +163,8 @@ class LaneForecast:
         return first_ns
 
     def begin_decode(self, batch: MicroBatch, now_ns: int, slack: Slack) -> None:
-        """Note that a micro-batch's decode step is scheduled now; requests that have joined since the last one count as
-        if they had their first token now.
+        """Note that a micro-batch's decode step is scheduled now; requests that have joined since the last such step
+        count as if they had their first token now.
         """
         for request in batch.joined:
             if request.first_ns is None:

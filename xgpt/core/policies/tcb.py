@@ -103,8 +103,8 @@ def even_rows(rows: Sequence[Sequence[Request]], row_tokens: int) -> list[list[R
     """Return rows with the same requests, distributed so that all rows have about the same number: the longest first,
     back and forth over the rows.
 
-    A decode step attends in every row as if it had as many requests as the fullest one, and DAS fills its first row
-    with the shortest requests. If a row would then exceed `row_tokens`, the rows stay as they are.
+    A decode step attends in every row as if the row had as many requests as the fullest row, and DAS fills its first
+    row with the shortest requests. If a row would then exceed `row_tokens`, the rows stay as they are.
     """
     ordered = sorted((one for row in rows for one in row), key=lambda one: -one.input_length)
     dealt: list[list[Request]] = [[] for _ in rows]

@@ -2,9 +2,9 @@
 
 The encode lane starts a batch of prompts when all of it fits under the cap. After its first tokens, the batch waits
 until its keys and values are moved. This happens in "transfer" steps, one at a time, each for all batches that were
-encoded meanwhile. Then it joins the micro-batch of the decode lane whose turn it is, but not before the buffer time has
-passed since the batch began. The buffer time is counted in decode iterations, because a rule reads no clock. Source:
-ExeGPT sec. 4.1, 5.2, Figure 4 (b) and (c).
+encoded since the step before it. Then the batch joins the micro-batch of the decode lane whose turn it is, but not
+before the buffer time has passed since the batch began. The buffer time is counted in decode iterations, because a rule
+reads no clock. Source: ExeGPT sec. 4.1, 5.2, Figure 4 (b) and (c).
 """
 
 from __future__ import annotations

@@ -47,7 +47,9 @@ Family = Literal[
 StoredDType = Literal["float32", "float16", "bfloat16"]
 """Types in which a checkpoint's weights may be stored."""
 RunDType = Literal[StoredDType, "int8"]
-"""Types of matrix products; int8 only on CPUs, with a scale for each output of the weights and each token."""
+"""Types of matrix products; int8 only on CPUs, with one scale for each output channel of the weights and one for each
+token.
+"""
 DType = Literal[RunDType, "float8"]
 """Types for which models are planned. float8, for weights and K/V, can be planned but not run."""
 

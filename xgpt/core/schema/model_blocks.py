@@ -175,7 +175,7 @@ class Sizes(Frozen):
         return 0 if block.attention is None else block.attention.unshared_params(self.hidden)
 
     def dense(self, block: Block) -> int:
-        """Return the number of weights of the feed-forward block that every token passes, without shared experts."""
+        """Return the number of weights of the feed-forward block to which every token goes, without shared experts."""
         return self.products * self.hidden * block.ffn_size
 
     def expert(self, block: Block) -> int:

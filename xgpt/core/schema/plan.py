@@ -24,7 +24,7 @@ HUB = "hf://"
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9]([A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?")
 
 SLICE_TOKENS = 2048
-"""Largest number of tokens that pass the layers at once; larger steps run in slices, to limit activations."""
+"""Largest number of tokens that go through the layers at once; larger steps run in slices, to limit activations."""
 
 NEVER_NS = 10**15
 """The bound that the scheduling rule uses for requests without a bound: eleven days."""
@@ -241,7 +241,9 @@ class Plan(Frozen):
         return self._in_loop_ns(self.constraint.ttft_s, self.request_path_s)
 
     def account_of(self, request_class: RequestClass, key: str = "", share: float = 1.0) -> Account:
-        """Return the account of a class's requests under the API key of this name and share."""
+        """Return the account of this class's requests that come with the API key named `key`; `share` is the key's
+        share.
+        """
         ttft_ns, tpot_ns = (
             self._in_loop_ns(request_class.ttft_s, self.request_path_s),
             self._in_loop_ns(request_class.tpot_s, 0.0),
