@@ -48,8 +48,9 @@ class EngineSpec(Frozen):
     otherwise memory for each request's maximum is reserved.
     """
     batch_wait_steps: NonNegativeInt = 0
-    """Steps for which prompts wait for further prompts while requests decode, unless the step has
-    `batch_wait_tokens`."""
+    """Largest number of steps for which prompts wait for further prompts while requests decode; they wait no longer
+    once the step would have `batch_wait_tokens` tokens.
+    """
     batch_wait_tokens: NonNegativeInt = 0
     """Prompts wait no longer once the tokens of decodes and waiting prompts reach this number."""
     receive_steps: PositiveInt = 1

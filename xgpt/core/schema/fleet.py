@@ -62,7 +62,7 @@ class FleetFigures(Frozen):
     cost: NonNegativeFloat
     """Cost of all replicas, including the time in which they start and drain."""
     device_hours: NonNegativeFloat
-    """Device hours, including the same time."""
+    """Device hours of all replicas, including the time in which they start and drain."""
     starts: NonNegativeInt
     """Replicas started during the day."""
     share_kept: float

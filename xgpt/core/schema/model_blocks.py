@@ -136,7 +136,7 @@ class Block(Frozen):
     recurrent: Recurrent | None = None
     """A block with a state of constant size, in place of attention or together with it."""
     ffn_size: NonNegativeInt = 0
-    """Inner width of the feed-forward block that every token passes; 0: there is no such block."""
+    """Inner width of the feed-forward block to which every token goes; 0: there is no such block."""
     experts: Experts | None = None
     """Experts to which tokens are routed."""
 

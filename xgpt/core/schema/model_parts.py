@@ -12,8 +12,8 @@ from xgpt.core.schema.base import Frozen
 class Experts(Frozen):
     """A mixture of experts: feed-forward blocks among which a router chooses for each token.
 
-    A layer has `number` experts of width `ffn_size`, and every token passes `active` of them. It also passes the shared
-    experts, which together are one block of width `shared_ffn_size`.
+    A layer has `number` experts of width `ffn_size`, and each token is routed to `active` of them. Each token also goes
+    to the shared experts, which together are one block of width `shared_ffn_size`.
     """
 
     number: PositiveInt
@@ -23,7 +23,7 @@ class Experts(Frozen):
     ffn_size: PositiveInt
     """Width between the two products of an expert."""
     shared_ffn_size: int = Field(default=0, ge=0)
-    """Width of all shared experts together; every token passes them."""
+    """Width of all shared experts together; every token goes to them."""
     dense_layers: tuple[int, ...] = ()
     """Layers without experts, which have one feed-forward block of the model's `ffn_size`."""
     skew: float = Field(default=0.0, ge=0)
@@ -102,7 +102,7 @@ class Quantization(Frozen):
     - mxfp4: 4-bit weights, an 8-bit scale for each 32 weights, unpacked for products in the dtype;
     - nvfp4: 4-bit weights, an 8-bit scale for each 16 weights, unpacked for products in the dtype;
     - int4: 4-bit weights, a 16-bit scale for each `group_size` weights, unpacked for products in the dtype;
-    - int8: 8-bit products, one scale for each output of the weights and each token.
+    - int8: 8-bit products, with one scale for each output channel of the weights and one for each token.
 
     Embedding, output head, norms and routers stay in the dtype.
     """

@@ -125,18 +125,20 @@ class Plan(Frozen):
     pinned: Pinned = Pinned()
     """The user's settings of the schedule."""
     speculation: Speculation | None = Field(default=None, exclude_if=lambda speculation: speculation is None)
-    """Speculative decoding; None: off. With it, a step of the schedule is the part of a whole step in which each
-    request gets one token on average; `step_tokens` gives the tokens of a whole step."""
+    """Speculative decoding; None: off. With it, a step of the schedule stands for that fraction of an engine step in
+    which a request gets one token on average; `Plan.step_tokens` computes an engine step's tokens.
+    """
     admission: Admission = Admission()
     """The order in which waiting requests enter, and the reservation of K/V memory."""
     api_servers: PositiveInt = Field(default=1, exclude_if=lambda number: number == 1)
-    """Number of API server processes of each command of the engine, which share its requests."""
+    """Number of API server processes that each command that starts the engine runs; they share the command's requests.
+    """
     replicas: PositiveInt = 1
     """Number of copies of the stages, each of which serves different requests."""
     block_size: PositiveInt = 16
     """Tokens of a K/V block."""
     stages: tuple[Stage, ...] = Field(min_length=1)
-    """Stages of one replica, in the order in which a step passes them."""
+    """Stages of one replica, in the order in which a step goes through them."""
     estimate: Estimate
     """The predicted figures."""
     search: SearchCertificate
