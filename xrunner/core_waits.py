@@ -13,8 +13,8 @@ TASKS = Path("/proc/self/task")
 
 
 class CoreWaitMeter:
-    """Passes records on. To each it adds the longest time for which, during the step, a thread of this process was
-    ready to run while other threads occupied the cores. Call it in the thread that executes steps.
+    """Passes records on, after adding to each the longest time for which a thread of this process was ready to run
+    during the step while other threads occupied the cores. Call it in the thread that executes steps.
 
     The main thread is left out if another thread executes steps: it answers requests, and no step waits for it. If a
     thread waited for a core after the last step, to wake up for this one, that time counts towards this step.

@@ -192,7 +192,9 @@ class Grammars:
         return f"it is longer than {MAX_BYTES} bytes" if len(grammar.encode()) > MAX_BYTES else self._known(grammar)
 
     def _try(self, grammar: str) -> str | None:
-        """Compile a grammar and return why it is refused. It is not kept: another process follows it."""
+        """Compile a grammar and return why it is refused. The result is not kept, since another process follows the
+        grammar.
+        """
         compiled = self._compile(grammar)
         if compiled.matcher.is_error():
             return cut(compiled.matcher.get_error())

@@ -32,9 +32,9 @@ class StageModel:
     """A stage's part of a model, called like the whole model.
 
     In an encoder-decoder, the first decoder layer needs the output of the last encoder layer, so a step with prompts
-    passes the pipeline twice, in the order of the steps. The first pass is `run_encoder`; at its end, the last stage
-    sends the encoder's output to every other stage. The second pass is the call. Under WAA each lane does one of the
-    two: the output of the encode lane's last stage is transferred to every stage of the decode lane, by
+    goes through the pipeline twice, in the order of the steps. The first pass is `run_encoder`; at its end, the last
+    stage sends the encoder's output to every other stage. The second pass is the call. Under WAA each lane does one of
+    the two: the output of the encode lane's last stage is transferred to every stage of the decode lane, by
     `take_encoder_output`.
     """
 
@@ -46,7 +46,7 @@ class StageModel:
 
     @property
     def runs_encoder_first(self) -> bool:
-        """Whether prompts pass the pipeline twice."""
+        """Whether prompts go through the pipeline twice."""
         return isinstance(self.model, EncoderDecoderModel)
 
     def run_encoder(self, batch: Batch, backend: AttentionBackend) -> Tensor | None:

@@ -81,8 +81,9 @@ def pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
 
 
 def encoder_output_pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
-    """Return the pieces of the encoder's output for every decode worker, divided among the last stage's ranks, which
-    all hold it."""
+    """Return one piece for each decode worker: the whole encoder output, sent by one of the last encode stage's ranks.
+    All these ranks hold the output, so the decode workers are divided among them.
+    """
     having = [sender for sender, part in senders.items() if part.is_last]
     return [Piece(having[part.rank % len(having)], receiver) for receiver, part in receivers.items()]
 

@@ -141,7 +141,8 @@ class Worker(OneAtATime):
         self._rows.last_token[self._rows.of(ids)] = fed(np.fromiter(tokens, dtype=np.int64, count=len(tokens)))
 
     def run_encoder(self, step: Step) -> None:
-        """Give requests the step's blocks; run its prompts through the encoder, if prompts pass the pipeline twice.
+        """Give requests the step's blocks; run its prompts through the encoder, if prompts go through the pipeline
+        twice.
 
         The prompts are cut into the same slices as in the second pass; the slices depend on the requests that the step
         decodes.

@@ -164,7 +164,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def pack(arrays: dict[str, np.ndarray]) -> Tensor:
-    """Return all tensors in one piece of memory, which takes one copy to a device. # uint8 [bytes]"""
+    """Return all arrays in one buffer, so that a single copy moves them to a device. # uint8 [bytes]"""
     packed = np.empty(sum(_padded_bytes(array) for array in arrays.values()), dtype=np.uint8)
     begin = 0
     for array in arrays.values():

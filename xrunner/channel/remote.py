@@ -382,7 +382,7 @@ class RemoteEngine:
         self._begin(self._launch(plan))
 
     def close(self) -> None:
-        """End the engine after its current step. An engine that is being restarted in another thread ends there."""
+        """End the engine after its current step. If another thread is restarting the engine, that thread ends it."""
         self._is_closed = True
         self._close(END_S)
 

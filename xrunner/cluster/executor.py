@@ -52,8 +52,9 @@ class RemoteExecutor:
         self._reading_lanes = {
             lane for lane in self._lanes if spec.is_encoder_decoder and len(deployment.lane(lane)) > 1
         } & {"both"}
-        """Lanes in which prompts pass all stages twice, first through the encoder's layers; other steps may pass in
-        between."""
+        """Lanes in which prompts go through all stages twice, first through the encoder's layers; other steps may run
+        in between.
+        """
         self._sockets: Sockets | None = None
         self._first: dict[str, zmq.Socket[bytes]] = {}
         self._control_bytes = 0
@@ -89,7 +90,8 @@ class RemoteExecutor:
         self._in_order: dict[str, deque[int]] = {lane: deque() for lane in self._lanes}
         """Steps under way, in the order in which they began."""
         self._done: dict[int, m.Done] = {}
-        """Steps that ended before an earlier step, whose prompts still had to pass the encoder."""
+        """Steps that ended before an earlier step did, because that step's prompts still had to go through the encoder.
+        """
         self._number = 0
         self._generations: dict[int, Generation] = {}
         self._tables: dict[int, tuple[BlockTable, BlockTable]] = {}

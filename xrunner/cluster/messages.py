@@ -88,7 +88,7 @@ class Work(_Message):
     Attributes:
         tokens: last generated token of each decoding request.
         grown: pairs of a request and a block that it gets.
-        encoder_ran: whether the prompts have passed the encoder's layers.
+        encoder_ran: whether the prompts have gone through the encoder's layers.
     """
 
     number: int

@@ -299,7 +299,7 @@ class Executing:
         return lambda number: answers.send(m.encode(m.Moved(number, self._number)))
 
     def _run_encoder(self, read: m.RunEncoder) -> None:
-        """Run the first pass of a step whose prompts pass the pipeline twice."""
+        """Run the first pass of a step whose prompts go through the pipeline twice."""
         worker = self._worker_of(read.release, read.begin)
         started = time.perf_counter()
         encode = tuple(Chunk(*chunk) for chunk in read.encode)

@@ -1,8 +1,8 @@
 """Attention on a CPU, compiled by numba; reads K/V blocks (float32, bfloat16 or eight bits) in place.
 
 Rows of a sequence that read the same K/V head form spans (`prompts`), each taken by the next free thread. A span's cost
-follows from its context, whether its prompt is whole or a later piece. If too few heads of a decode share a K/V head to
-fill a tile, its queries are computed one at a time (`decodes`; see benchmarks/attention.py).
+follows from its context, both for a whole prompt and for a later piece of one. If too few heads of a decode share a K/V
+head to fill a tile, its queries are computed one at a time (`decodes`; see benchmarks/attention.py).
 """
 
 from __future__ import annotations

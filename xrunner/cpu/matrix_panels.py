@@ -130,7 +130,7 @@ _ROUND = compiled(_round, fastmath={"contract"})
 
 
 def _run(rows: np.ndarray, panels: np.ndarray, packed: Any, y: np.ndarray, relu: bool) -> None:
-    """# of: scales of rows and of outputs, bias"""
+    """# packed: scales of rows and of outputs, bias"""
     count = num_threads()
     # Allocated here: compiled code would free an array once it has taken its address.
     scratch = np.empty((count, SCRATCH), dtype=np.uint8)
@@ -159,7 +159,7 @@ def _multiply(arrays: Any, packed: Any, relu: Any, scratch: Any, first: Any, las
     """Compute the outputs in panels from `first` to `last`.
 
     Args:
-        of: scales of rows and of outputs, bias.
+        packed: scales of rows and of outputs, bias.
         relu: whether to clip results at zero.
     """
     rows, panels, y = arrays

@@ -226,7 +226,7 @@ def _block_depth(depth: int) -> int:
 
 
 def _run(x: np.ndarray, packed: Any, y: np.ndarray, block: int, how: tuple[int, int]) -> None:
-    """# of: panels, what sums begin with, scales of outputs, bias; how: the finish, and the kind"""
+    """# packed: panels, what sums begin with, scales of outputs, bias; how: the finish, and the kind"""
     inputs, count = (x, _NO_SCALES), num_threads()
     if count == 1:
         _multiply_all(inputs, packed, y, block, how)
@@ -288,7 +288,9 @@ def _round_shared(rows: Any, rounded: Any, how: Any, num_threads: Any) -> None:
 
 @njit(**OPTIONS, **INNER)
 def _round(rows: Any, rounded: Any, how: Any, first: Any, last: Any) -> None:
-    """Round rows from `first` to `last`; in eight bits, to unsigned numbers, which the instruction requires."""
+    """Round the rows from `first` to `last`. Eight-bit results are shifted to unsigned numbers, as the instruction
+    requires.
+    """
     x, bits = rows
     numbers, scale = rounded
     size = 1 if how[1] == INT8 else 2

@@ -473,7 +473,7 @@ def _score(
     """Score a tile's queries against keys from `begin` to `end` of a piece; further keys may be scored as well.
 
     Args:
-        held: the number of the piece's keys, and the number of the next piece's keys to prefetch.
+        bounds: the number of the piece's keys, and the number of the next piece's keys to prefetch.
     """
 
 

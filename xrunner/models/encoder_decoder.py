@@ -2,9 +2,9 @@
 
 In a batch, a sequence that is encoded has its whole prompt and the token with which the decoder starts; a sequence that
 decodes has its last token. In the cache, a prompt's slots hold the keys and values of cross-attention, which are
-computed once; the slots after it hold those of the decoder's self-attention. So a request takes as many blocks as in a
-decoder-only model, and frees all of them at once. The encoder's own keys and values last for one layer of one step and
-have blocks of their own.
+computed once; the slots after the prompt's hold the keys and values of the decoder's self-attention. So a request takes
+as many blocks as in a decoder-only model, and frees all of them at once. The encoder's own keys and values last for one
+layer of one step and have blocks of their own.
 """
 
 from __future__ import annotations

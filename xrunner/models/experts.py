@@ -62,7 +62,8 @@ class Router(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """The weighted sum of the experts that the router chooses, plus the shared experts, which every token passes.
+    """The weighted sum of the outputs of the experts that the router chooses, plus the output of the shared experts, to
+    which every token goes.
 
     Args:
         block: builds one expert.

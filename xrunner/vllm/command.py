@@ -22,7 +22,8 @@ MAX_RUNNING = 1024
 """Largest number of concurrent requests for which vLLM prepares batches, if the plan's memory holds more."""
 NIXL_PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 """The variable with the port at which a lane's NixlConnector describes how to reach its K/V; each lane on a host has
-its own."""
+its own port.
+"""
 HOST = "xrunner.vllm.host"
 ANOTHER_LOOP = (
     "the plan is for vLLM's own scheduler, which xgpt's would replace: run the `vllm serve` that `xgpt plan` prints, "

@@ -167,7 +167,7 @@ class Followers:
 
 
 def follow(plan: Plan, machines: Machines, launch: Launch, is_over: Callable[[], bool]) -> None:
-    """Start this machine's workers whenever the first machine starts the engine, until that stops for good.
+    """Start this machine's workers whenever the first machine starts the engine, until the first machine ends for good.
 
     Args:
         is_over: called twice a second; when it returns True, this function returns.

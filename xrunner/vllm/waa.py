@@ -2,7 +2,7 @@
 
 The two-lane rule decides which prompts the encode lane encodes together, and holds them back until all of them fit
 under the decode lane's cap. vLLM's connector moves a request's K/V: when the prompt ends, the encode lane passes the
-K/V to the connector. It also reports where the K/V is, unless the decode lane finds it by the prompt.
+K/V to the connector. The connector also reports where the K/V is, unless the decode lane finds the K/V by the prompt.
 """
 
 from __future__ import annotations

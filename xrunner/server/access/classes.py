@@ -1,4 +1,4 @@
-"""Classes of requests: the priority and bounds of a request, which its key or a header puts into a class."""
+"""Classes of requests: a request's key or a header puts it into a class, which has a priority and bounds."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ class _Template:
 
         Some templates accept a system message only at the beginning, while agents send several, and more of them later.
         For such a template the system messages at the beginning become one, and the text of a later one becomes part of
-        the user's message before it, or a user's message. It stays in its place, so that the K/V of the messages before
-        it can be reused.
+        the user's message before it, or a user's message. The text stays in its place, so that the K/V of the messages
+        before it can be reused.
         """
         if self.takes_instructions_later:
             return list(messages)

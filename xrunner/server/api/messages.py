@@ -255,7 +255,7 @@ class MessagesWriter(BlockWriter):
     """Writes a chat's answer in the format of Anthropic's messages.
 
     Args:
-        max_tokens: the request's; an output that is cut off earlier has filled the context.
+        max_tokens: the request's limit; if an output was cut off with fewer tokens, the reason was a full context.
     """
 
     def __init__(self, model: str, max_tokens: int) -> None:

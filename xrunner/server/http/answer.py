@@ -29,8 +29,9 @@ HEAD_S, COMMENT_S = 1.0, 15.0
 
 
 class Answer(Response):
-    """Submits a request's outputs when it is its turn to be answered; removes them from the engine if the client
-    disconnects."""
+    """Submits a request's outputs once it is the request's turn; removes the outputs from the engine if the client
+    disconnects.
+    """
 
     def __init__(
         self, outputs: Outputs, writer: AnswerWriter, memory: RequestMemory, metrics: Metrics, *, stream: bool

@@ -8,7 +8,7 @@ import h11
 from h11 import RemoteProtocolError
 
 FREE_CHUNKS = 512
-"""Number of chunks of a body whose length is not limited from below."""
+"""Number of a body's chunks that may have any length."""
 CHUNK_BYTES = 512
 """Least mean length of further chunks. Each takes about 40 us, so a body of 16 MiB takes 1.3 s, in slices."""
 

@@ -60,8 +60,9 @@ CHARACTERS_A_TOKEN = 4
 
 
 TRIED_BYTES, PART_BYTES = MAX_BYTES, 1 << 10
-"""Largest size of all parts of a refused JSON schema that are tried, to name the one that is wrong; a shorter part
-counts as `PART_BYTES`. So the search takes no longer than the refused grammar did."""
+"""Largest total size of the parts of a refused JSON schema that are tried, to name the part that is wrong; a shorter
+part counts as `PART_BYTES`. So the search takes no longer than the refused grammar did.
+"""
 MAX_KEY = 60
 """Characters of a property's name in the path of a part."""
 

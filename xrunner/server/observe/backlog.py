@@ -16,7 +16,7 @@ LATE = 0.005
 PER_ANSWER = 0.1
 """The amount by which one late answer changes the caution."""
 FORGOTTEN = 2.0
-"""Number of memory times without observations after which no rate is returned, since refused requests add no
+"""After this multiple of `memory_s` without observations, no rate is returned, since refused requests add no
 observations.
 """
 
