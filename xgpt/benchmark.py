@@ -25,7 +25,7 @@ from xgpt.core.busy import busy_of_workers
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.io import dump_json, read_step_log, sha256
 from xgpt.core.policies.routing import share_of_replica
-from xgpt.core.processes import end_with_parent
+from xgpt.core.processes import end, end_with_parent
 from xgpt.core.progress import Progress, silent
 from xgpt.core.schema import (
     Batching,
@@ -526,11 +526,7 @@ def served(
             raise MachineError(f"the server died with exit code {process.returncode}")
     finally:
         process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process, within_s=30)
         process.stderr.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +27,15 @@ def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIG
         _prctl(PR_SET_PDEATHSIG, sent, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def end(process: subprocess.Popen[bytes] | subprocess.Popen[str], within_s: float = 0.0) -> None:
+    """Wait for the end of a process, and kill it if it does not end in time."""
+    try:
+        process.wait(within_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def is_at_work(process: int) -> bool:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from xgpt.core.errors import MachineError
 from xgpt.core.policies import Request
-from xgpt.core.processes import children_of, is_at_work
+from xgpt.core.processes import children_of, end, is_at_work
 from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import StepRecord
 from xrunner.channel import BUSY_S, LONG_STEP_S, SILENCE_S, STEP_S, EngineLost
@@ -200,12 +200,7 @@ class EngineProcess:
         return any(map(is_at_work, (self._process.pid, *children_of(self._process.pid))))
 
     def end(self, within_s: float) -> None:
-        with suppress(subprocess.TimeoutExpired):
-            if within_s:
-                self._process.wait(within_s)
-                return
-        self._process.kill()
-        self._process.wait()
+        end(self._process, within_s)
 
 
 class RemoteEngine:

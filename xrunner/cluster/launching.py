@@ -192,11 +192,7 @@ class LauncherProcess:
             return
         with contextlib.suppress(BrokenPipeError):
             self._input.close()
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()  # the kernel ends the launcher's workers with it
-            self._process.wait()
+        processes.end(self._process, END_S)  # if it is killed, the kernel ends its workers with it
         self._output.close()
 
     def _write(self, what: msgspec.Struct) -> None:
