@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection
 from typing import Generic, TypeVar
 
 from xgpt.core.errors import XgptError
+from xgpt.core.processes import too_often
 
 FAILURES = 3
 PERIOD_S = 60.0
@@ -43,12 +43,9 @@ class Suspects(Generic[T]):
         Raises:
             EngineFailed: too many steps have failed recently.
         """
-        now_s = time.monotonic()
-        self._failures = [then_s for then_s in self._failures if now_s - then_s < PERIOD_S]
-        if len(self._failures) >= FAILURES:
+        if too_often(self._failures, FAILURES, PERIOD_S):
             last = f"{type(error).__name__}: {error}"
             raise EngineFailed(f"{FAILURES + 1} steps have failed within {PERIOD_S:.0f} s, the last: {last}") from error
-        self._failures.append(now_s)
         culprit = self._tried if self._tried in under_way else None
         if culprit is None and len(under_way) == 1 and self._suspected.issuperset(under_way):
             (culprit,) = under_way

@@ -1,4 +1,4 @@
-"""End processes with their parent, find out whether a process hangs, and stop on signals."""
+"""End processes with their parent, find out whether they hang or fail too often, and stop on signals."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -64,6 +65,13 @@ def children_of(process: int) -> list[int]:
         for thread in Path(f"/proc/{process}/task").iterdir():
             started += map(int, (thread / "children").read_text().split())
     return started
+
+
+def too_often(failures_s: list[float], most: int, period_s: float) -> bool:
+    """Add a failure that happens now, and return whether more than `most` of them lie within the last `period_s`."""
+    now_s = time.monotonic()
+    failures_s[:] = [*(then_s for then_s in failures_s if now_s - then_s < period_s), now_s]
+    return len(failures_s) > most
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xgpt.core.errors import InputError, MachineError
+from xgpt.core.processes import too_often
 from xgpt.core.schema import Plan
 from xgpt.serving.admin import admin_server
 from xgpt.serving.running import running
@@ -159,9 +160,7 @@ class Gateway:
                 continue
             else:
                 why = f"the gateway has not answered for {HANG_S:g} s"
-            now_s = time.monotonic()
-            lost_s = [*(then_s for then_s in lost_s if now_s - then_s < PERIOD_S), now_s]
-            if len(lost_s) > RESTARTS:
+            if too_often(lost_s, RESTARTS, PERIOD_S):
                 raise MachineError(f"{why}, {len(lost_s)} times within {PERIOD_S / 60:.0f} minutes")
             logger.error("%s; starting it again", why)
             await self._kill(self._process)

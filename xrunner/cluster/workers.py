@@ -15,7 +15,7 @@ from typing import Self
 import zmq
 
 from xgpt.core.errors import MachineError, XgptError
-from xgpt.core.processes import is_at_work
+from xgpt.core.processes import is_at_work, too_often
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.launching import THIS_MACHINE, LauncherSettings, MachineGroup, MachineLauncher, StartWorkers
@@ -241,13 +241,10 @@ class Workers:
             self.renew()
             return
         self._noticed.clear()
-        now = time.monotonic()
-        self._restarts = [then for then in self._restarts if now - then < PERIOD_S]
-        if len(self._restarts) >= RESTARTS:
+        if too_often(self._restarts, RESTARTS, PERIOD_S):
             raise MachineError(
                 f"workers have died {RESTARTS + 1} times within {PERIOD_S:.0f} s, the last time: {self._shared.lost}"
             )
-        self._restarts.append(now)
         self.renew()
 
     def renew(self) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from collections.abc import Iterator
 
 from xgpt.core.errors import MachineError
 from xgpt.core.policies import Request
+from xgpt.core.processes import too_often
 from xrunner.channel.remote import RemoteEngine
 from xrunner.generation import NO_TOKEN, Generation, Token
 from xrunner.recovery import Ledger
@@ -86,14 +86,11 @@ class Handover:
         Raises:
             MachineError: the engine was lost too often.
         """
-        now_s = time.monotonic()
-        self._lost_s = [then_s for then_s in self._lost_s if now_s - then_s < PERIOD_S]
-        if len(self._lost_s) >= RESTARTS:
+        if too_often(self._lost_s, RESTARTS, PERIOD_S):
             times, minutes = RESTARTS + 1, PERIOD_S / 60
             raise MachineError(
                 f"the engine was lost {times} times within {minutes:.0f} minutes, the last time: {error}"
             )
-        self._lost_s.append(now_s)
         ended = [] if self._tried is None else [self._end(self._tried, f"the engine fails with this request: {error}")]
         return ended + self._take_back(engine, 1)
 
