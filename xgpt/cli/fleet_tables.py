@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from xgpt.cli.render import table
-from xgpt.reporting.plan_text import settings_text
+from xgpt.reporting.plan_text import bounds_in_words, settings_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 def summary(fleet: FleetPlan) -> Iterator[object]:
     """Yield the bounds, the replicas, the day, and its cost compared with other fleets."""
     constraint, plan = fleet.constraint, fleet.kinds[0].plan
-    bounds = {"latency": constraint.latency_bound_s, "ttft": constraint.ttft_s, "tpot": constraint.tpot_s}
-    kept = ", ".join(f"{name} {bound:g} s" for name, bound in bounds.items() if bound is not None)
-    yield f"{plan.model.name}, {fleet.name}: {100 * constraint.quantile:g}% of the day's requests keep {kept}"
+    bounds = f"{100 * constraint.quantile:g}% of the day's requests keep {bounds_in_words(constraint)}"
+    yield f"{plan.model.name}, {fleet.name}: {bounds}"
     yield kinds_table(fleet)
     yield day_table(fleet)
     yield costs_table(fleet)
@@ -71,12 +70,7 @@ def day_table(fleet: FleetPlan) -> Table:
                 f"{_clock(first * fleet.interval_s)} - {_clock((first + len(intervals)) * fleet.interval_s)}",
                 f"{min(one.rate_per_s for one in intervals):.2f} - {max(one.rate_per_s for one in intervals):.2f}",
                 str(intervals[0].lengths),
-                ", ".join(
-                    f"{count} {kind.name}"
-                    for count, kind in zip(intervals[0].replicas, fleet.kinds, strict=True)
-                    if count
-                )
-                or "none",
+                fleet.in_words(intervals[0].replicas) or "none",
                 f"{100 * min(kept):.1f}%" if kept else "-",
             ]
         )
@@ -90,10 +84,8 @@ def costs_table(fleet: FleetPlan) -> Table:
         cost = [f"{figures.cost:.4g}"] if fleet.is_priced else []
         return [name, *cost, f"{figures.device_hours:.1f}", str(figures.starts), f"{100 * figures.share_kept:.2f}%"]
 
-    constant = ", ".join(
-        f"{count} {kind.name}" for count, kind in zip(fleet.constant.replicas, fleet.kinds, strict=True) if count
-    )
-    rows = [row("planned", fleet.planned), row(f"constant: {constant}", fleet.constant.figures)]
+    constant = f"constant: {fleet.in_words(fleet.constant.replicas)}"
+    rows = [row("planned", fleet.planned), row(constant, fleet.constant.figures)]
     columns = ["fleet", *(["cost"] if fleet.is_priced else []), "device-hours", "starts", "kept"]
     return table("the day's cost", columns, rows)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from xgpt.core.schema.fleet import FleetFigures, FleetPlan
 from xgpt.pages import charts, render
-from xgpt.reporting.plan_text import settings_text
+from xgpt.reporting.plan_text import bounds_in_words, settings_text
 
 if TYPE_CHECKING:
     from xgpt.pages.charts import Chart
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 def fleet_report(fleet: FleetPlan) -> str:
     """Return the page, as HTML that loads no other files."""
     constraint, plan = fleet.constraint, fleet.kinds[0].plan
-    bounds = {"latency": constraint.latency_bound_s, "first token": constraint.ttft_s, "a token": constraint.tpot_s}
-    kept = ", ".join(f"{name} within {bound:g} s" for name, bound in bounds.items() if bound is not None)
+    constant = f"constant: {fleet.in_words(fleet.constant.replicas)}"
     saved = 1 - fleet.planned.cost / fleet.constant.figures.cost if fleet.constant.figures.cost else 0.0
     return render(
         "fleet.html",
         heading=f"{plan.model.name}: {fleet.name}",
-        subject=f"{100 * constraint.quantile:g}% of the day's requests: {kept}; intervals of {fleet.interval_s:g} s",
+        subject=f"{100 * constraint.quantile:g}% of the day's requests: {bounds_in_words(constraint)}; intervals of "
+        f"{fleet.interval_s:g} s",
         priced=fleet.is_priced,
         cards=[
             *([{"label": "the day's cost", "value": f"{fleet.planned.cost:.4g}"}] if fleet.is_priced else []),
@@ -31,7 +31,7 @@ def fleet_report(fleet: FleetPlan) -> str:
             {"label": "optimum at most lower by", "value": f"{100 * fleet.gap:.2f}%"},
         ],
         chart=_day(fleet),
-        costs=[_row("planned", fleet.planned), _row(f"constant: {_counted(fleet)}", fleet.constant.figures)],
+        costs=[_row("planned", fleet.planned), _row(constant, fleet.constant.figures)],
         kinds=[
             {
                 "name": kind.name,
@@ -60,11 +60,6 @@ def _row(name: str, figures: FleetFigures) -> dict[str, str]:
         "starts": str(figures.starts),
         "kept": f"{100 * figures.share_kept:.2f}%",
     }
-
-
-def _counted(fleet: FleetPlan) -> str:
-    pairs = zip(fleet.constant.replicas, fleet.kinds, strict=True)
-    return ", ".join(f"{count} {kind.name}" for count, kind in pairs if count)
 
 
 def _day(fleet: FleetPlan) -> Chart:

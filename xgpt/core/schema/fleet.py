@@ -136,6 +136,10 @@ class FleetPlan(Frozen):
         """Length of the day."""
         return self.interval_s * len(self.intervals)
 
+    def in_words(self, replicas: tuple[int, ...]) -> str:
+        """Return the number of replicas of each kind, such as "2 h100, 1 cpu"."""
+        return ", ".join(f"{count} {kind.name}" for count, kind in zip(replicas, self.kinds, strict=True) if count)
+
     def interval_at(self, time_s: float) -> FleetInterval:
         """Return the interval at a time since the start of the day; days repeat."""
         return self.intervals[int(time_s % self.day_s // self.interval_s)]
