@@ -55,7 +55,8 @@ class KvLimits(Protocol):
     def block_size(self) -> int: ...
     @property
     def prompt_blocks(self) -> int: ...
-    def can_ever_fit(self, request: Request) -> bool: ...
+    def can_ever_fit(self, request: Request) -> bool:
+        """Return whether the plan's K/V memory can hold the request if nothing else runs."""
 
 
 class Inside:
@@ -70,22 +71,6 @@ class Inside:
         self.room = Room()
         self.waiting: dict[int, None] = {}
         self.running: dict[int, None] = {}
-
-    @property
-    def kv_blocks(self) -> int:
-        return self.limits.kv_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self.limits.block_size
-
-    @property
-    def prompt_blocks(self) -> int:
-        return self.limits.prompt_blocks
-
-    def can_ever_fit(self, request: Request) -> bool:
-        """Return whether the plan's K/V memory can hold the request if nothing else runs."""
-        return self.limits.can_ever_fit(request)
 
     @property
     def num_waiting(self) -> int:

@@ -201,14 +201,14 @@ class Servicer(pb_grpc.VllmEngineServicer):
             uptime_seconds=time.monotonic() - self._since_s,
             server_type="vllm-grpc",
             data_parallel_size=1,
-            block_size=pool.block_size,
+            block_size=pool.limits.block_size,
             constrained_decoding_start="first_token",
         )
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadsResponse:
         """Return the load of the engine, of all of its replicas together."""
         pool, waiting = self._engine.remote.pool, len(self._engine.backlog)
-        used, total = pool.reserved_blocks * pool.block_size, pool.kv_blocks * pool.block_size
+        used, total = pool.reserved_blocks * pool.limits.block_size, self._engine.capacity
         load = pb.SchedulerLoad(
             num_running_reqs=pool.num_running,
             num_waiting_reqs=waiting,

@@ -176,7 +176,7 @@ class EngineClient:
         """Number of tokens that the K/V pool holds, and so the largest number that one request's prompt and output can
         have together.
         """
-        return self.remote.pool.kv_blocks * self.remote.pool.block_size
+        return self.remote.pool.limits.kv_blocks * self.remote.pool.limits.block_size
 
     def check_open(self) -> None:
         """Raise ApiError if no request may begin: 500, the engine has failed; 503, the server shuts down."""
@@ -191,10 +191,10 @@ class EngineClient:
         Raises:
             ApiError: 400, the request would wait for ever, and block all others.
         """
-        pool = self.remote.pool
+        limits = self.remote.pool.limits
         request = Request(-1, num_tokens, allowance.max_output, promised_output=allowance.promised_output)
-        if not pool.can_ever_fit(request):
-            most = pool.prompt_blocks * pool.block_size
+        if not limits.can_ever_fit(request):
+            most = limits.prompt_blocks * limits.block_size
             raise ApiError(
                 400,
                 f"prompt: {num_tokens} tokens and max_tokens {allowance.max_output} are more than the plan's stages "

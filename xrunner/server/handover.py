@@ -117,7 +117,7 @@ class Handover:
             generation.id, len(generation.prompt), generation.max_output, promised_output=generation.promised_output
         )
         begun.generated = generation.max_output
-        resumes, fits = engine.resumes(generation), engine.pool.can_ever_fit
+        resumes, fits = engine.resumes(generation), engine.pool.limits.can_ever_fit
         self._ledger.anew(begun, lambda request: resumes and fits(request))
         return engine.repeats(generation) or not self._ledger.has_begun(generation.id)
 

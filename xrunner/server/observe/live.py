@@ -101,7 +101,7 @@ class Live:
             **self._watch.recent.figures(),
             "running": pool.num_running,
             "waiting": len(self._backlog),
-            "kv_share": pool.reserved_blocks / pool.kv_blocks,
+            "kv_share": pool.reserved_blocks / pool.limits.kv_blocks,
             "step_ratio": self._watch.step_ratio,
         }
 

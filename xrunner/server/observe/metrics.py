@@ -78,7 +78,7 @@ class Metrics:
         self._gauge("xgpt_requests_waiting", "Requests that wait to start.", lambda: engine.pool.num_waiting)
         self._gauge("xgpt_kv_blocks_used", "K/V blocks reserved for requests.", lambda: engine.pool.reserved_blocks)
         self._gauge("xgpt_kv_blocks_kept", "K/V blocks cached for later requests.", lambda: engine.pool.kept_blocks)
-        self._gauge("xgpt_kv_blocks", "Blocks of K/V memory.", lambda: engine.pool.kv_blocks)
+        self._gauge("xgpt_kv_blocks", "Blocks of K/V memory.", lambda: engine.pool.limits.kv_blocks)
         self._gauge(
             "xgpt_preemptions",
             "Number of preemptions since the start: requests that lost their K/V and were encoded again.",

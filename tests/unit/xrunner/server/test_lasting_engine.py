@@ -33,7 +33,7 @@ class CountingEngine:
         self._bad = bad
         self._made: dict[int, int] = {}
         self._near, self._far = socket.socketpair()
-        self.pool = SimpleNamespace(can_ever_fit=lambda request: True)
+        self.pool = SimpleNamespace(limits=SimpleNamespace(can_ever_fit=lambda request: True))
         self.on_refused = self.refused.append
         self._listeners: list[Any] = []
 
