@@ -81,6 +81,7 @@ def num_params(spec: ModelShape, *, active: bool = False) -> int:
     """Number of weights in matrices, or of those that a token passes; biases, norms and positions are under 1%."""
     idle = 0
     if active and spec.experts is not None:
-        idle = spec.num_expert_layers() * (spec.experts.number - spec.experts.active) * spec.expert_params
+        layers = sum(len(kind.layers) for kind in spec.kinds if kind.experts is not None)
+        idle = layers * (spec.experts.number - spec.experts.active) * spec.expert_params
     encoder = spec.num_encoder_layers * spec.encoder_layer_params
     return spec.embedding_params + encoder + spec.decoder_params() - idle

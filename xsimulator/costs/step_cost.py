@@ -276,11 +276,6 @@ class LaneCost:
             ]
         return found
 
-    @property
-    def decode_steps(self) -> Callable[[int, float], float]:
-        """The function (requests, tokens attended to) -> seconds of decode-only steps on a lane of one stage."""
-        return self._decoding[0]
-
     @cached_property
     def _decoding(self) -> list[_DecodeSteps]:
         return [_DecodeSteps(self, kind) for kind in range(len(self.kinds))]

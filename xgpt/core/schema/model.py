@@ -311,11 +311,6 @@ class ModelSpec(ModelShape):
         """Number of weights of one expert."""
         return max(self.sizes.expert(kind) for kind in self.kinds)
 
-    def num_expert_layers(self, first: int = 0, last: int | None = None) -> int:
-        """Return the number of layers with experts among [first, last)."""
-        last = self.num_layers if last is None else last
-        return sum(kind.count(first, last) for kind in self.kinds if kind.experts is not None)
-
     @property
     def encoder_layer_params(self) -> int:
         return self.attention_params + self.ffn_params
