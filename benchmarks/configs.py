@@ -62,7 +62,7 @@ def configs(folder: Path) -> Iterator[Read]:
             yield Read(name, config.get("model_type", ""), None, None, None, str(error))
             continue
         built, note = built_by_transformers(config)
-        read = (spec.decoder_params() + spec.embedding_params) / 1e9
+        read = (spec.decoder_params + spec.embedding_params) / 1e9
         yield Read(name, config["model_type"], read, built, stored_gib(spec), note)
 
 

@@ -81,7 +81,8 @@ def num_params(spec: ModelShape, *, active: bool = False) -> int:
     """Number of weights in matrices, or of those that a token passes; biases, norms and positions are under 1%."""
     idle = 0
     if active and spec.experts is not None:
-        layers = sum(len(kind.layers) for kind in spec.kinds if kind.experts is not None)
-        idle = layers * (spec.experts.number - spec.experts.active) * spec.expert_params
+        idle = (spec.experts.number - spec.experts.active) * sum(
+            len(kind.layers) * spec.sizes.expert(kind) for kind in spec.kinds
+        )
     encoder = spec.num_encoder_layers * spec.encoder_layer_params
-    return spec.embedding_params + encoder + spec.decoder_params() - idle
+    return spec.embedding_params + encoder + spec.decoder_params - idle

@@ -182,8 +182,8 @@ def test_a_token_reads_its_experts_alone() -> None:
     rest = subject.profile.layer(1).rest
     seconds = dict(zip(rest.points, rest.seconds, strict=True))
     bandwidth = 4.8e12 * subject.cluster.device.efficiency.weights  # type: ignore[union-attr]
-    of_one = 2 * (subject.model.attention_params + 2 * subject.model.expert_params) / bandwidth
-    of_many = 2 * (subject.model.attention_params + 8 * subject.model.expert_params) / bandwidth
+    attention, expert = subject.model.attention_params, subject.model.sizes.expert(subject.model.kinds[0])
+    of_one, of_many = (2 * (attention + number * expert) / bandwidth for number in (2, 8))
     assert of_one < seconds[1] < of_one + 40e-6
     assert of_many < seconds[64] < of_many + 40e-6
     assert seconds[8192] == pytest.approx(2 * seconds[4096], rel=0.05)

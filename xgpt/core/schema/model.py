@@ -294,22 +294,9 @@ class ModelSpec(ModelShape):
         return self.sizes.mixer(self.kinds[0])
 
     @property
-    def query_params(self) -> int:
-        """Number of weights that compute queries from the hidden state, or from the query vector of latent
-        attention.
-        """
-        rank = None if self.latent is None else self.latent.q_rank
-        return (rank or self.hidden_size) * self.num_heads * self.head_dim
-
-    @property
     def ffn_params(self) -> int:
         """Number of weights of a feed-forward block without experts."""
         return self.sizes.products * self.hidden_size * self.ffn_size
-
-    @property
-    def expert_params(self) -> int:
-        """Number of weights of one expert."""
-        return max(self.sizes.expert(kind) for kind in self.kinds)
 
     @property
     def encoder_layer_params(self) -> int:
@@ -318,13 +305,13 @@ class ModelSpec(ModelShape):
     @property
     def decoder_layer_params(self) -> int:
         """Mean number of weights of a decoder layer, with cross-attention in encoder-decoders."""
-        return self.decoder_params() // self.num_layers
+        return self.decoder_params // self.num_layers
 
-    def decoder_params(self, first: int = 0, last: int | None = None) -> int:
-        """Return the number of weights of decoder layers [first, last), by default of all."""
-        last, sizes = self.num_layers if last is None else last, self.sizes
-        cross = (last - first) * self.attention_params if self.is_encoder_decoder else 0
-        return cross + sum(kind.count(first, last) * sizes.whole(kind) for kind in self.kinds)
+    @property
+    def decoder_params(self) -> int:
+        """Number of weights of all decoder layers."""
+        cross = self.num_layers * self.attention_params if self.is_encoder_decoder else 0
+        return cross + sum(len(kind.layers) * self.sizes.whole(kind) for kind in self.kinds)
 
     @property
     def embedding_params(self) -> int:

@@ -46,7 +46,7 @@ def test_a_model_has_as_many_weights_as_the_one_that_transformers_builds(family:
         model = AutoModelForCausalLM.from_config(config)
     weights = sum(w.numel() for name, w in model.named_parameters() if w.dim() > 1 and "bias" not in name)
     # Gates of one output, and vectors that mix streams, are left out.
-    assert spec.decoder_params() + spec.embedding_params == pytest.approx(weights, rel=2e-5)
+    assert spec.decoder_params + spec.embedding_params == pytest.approx(weights, rel=2e-5)
 
 
 PARTIAL: dict[str, dict[str, Any]] = {
@@ -68,7 +68,7 @@ def test_sizes_that_follow_from_others_are_no_constants(family: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes))
     weights = sum(w.numel() for name, w in model.named_parameters() if w.dim() > 1 and "bias" not in name)
-    assert spec.decoder_params() + spec.embedding_params == pytest.approx(weights, rel=2e-5)
+    assert spec.decoder_params + spec.embedding_params == pytest.approx(weights, rel=2e-5)
 
 
 KEPT = {
@@ -112,7 +112,7 @@ def plan(spec: ModelSpec) -> Any:
 @pytest.mark.long
 def test_a_model_of_linear_and_full_attention_is_planned_with_its_states_set_aside() -> None:
     spec = spec_of(QWEN3_NEXT, "Qwen3-Next-80B-A3B")
-    assert spec.decoder_params() + spec.embedding_params == pytest.approx(79.67e9, rel=2e-3)
+    assert spec.decoder_params + spec.embedding_params == pytest.approx(79.67e9, rel=2e-3)
     found = plan(spec).best
     assert found.admission.max_running is not None
     assert max(found.estimate.memory_bytes) <= found.cluster.device.memory_bytes * found.cluster.device.usable_memory
@@ -145,7 +145,7 @@ def test_official_configs_have_the_parameters_that_are_published() -> None:
     wrong = {}
     for name, (_, total, active) in PUBLISHED["models"].items():
         spec = official(name)
-        found = (spec.decoder_params() + spec.embedding_params) / 1e9
+        found = (spec.decoder_params + spec.embedding_params) / 1e9
         if found != pytest.approx(total, rel=0.015):
             wrong[name] = found
         head = spec.embedding_params * (0.5 if not spec.tie_embeddings else 1) / 1e9
@@ -187,7 +187,7 @@ def test_official_configs_keep_the_published_bytes_of_a_token(name: str) -> None
 def test_layers_that_share_keys_and_values_may_have_a_wider_feed_forward_block() -> None:
     sizes = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": 1024, "hidden_size": 512}
     widths = {wide: spec_like("gemma4_text", **sizes, use_double_wide_mlp=wide)[0] for wide in (False, True)}
-    assert widths[True].decoder_params() - widths[False].decoder_params() == 2 * 3 * 512 * 1024
+    assert widths[True].decoder_params - widths[False].decoder_params == 2 * 3 * 512 * 1024
 
 
 def active_params(spec: ModelSpec) -> int:
@@ -282,7 +282,7 @@ def test_families_of_vllm_s_fixtures_that_are_not_read_say_why(family: str, why:
 
 @pytest.mark.parametrize(("family", "like"), [("paddleocr_vl", "ernie4_5"), ("hunyuan_vl", "hunyuan_v1_dense")])
 def test_language_models_of_readers_of_images_are_those_that_they_are_built_on(family: str, like: str) -> None:
-    assert spec_like(family)[0].decoder_params() == spec_like(like)[0].decoder_params()
+    assert spec_like(family)[0].decoder_params == spec_like(like)[0].decoder_params
 
 
 KV_PUBLISHED = {
@@ -336,5 +336,5 @@ def test_layers_that_take_the_index_of_another_are_found_without_a_list_of_them(
 def test_longcat_flash_has_the_parameters_of_its_report() -> None:
     """560 billion, of which 18.6 to 31.3 are active, 27 on average (arXiv 2509.01322)."""
     spec, _ = spec_like("longcat_flash")
-    assert (spec.decoder_params() + spec.embedding_params) / 1e9 == pytest.approx(560, rel=0.01)
+    assert (spec.decoder_params + spec.embedding_params) / 1e9 == pytest.approx(560, rel=0.01)
     assert active_params(spec) / 1e9 == pytest.approx(27, rel=0.05)
