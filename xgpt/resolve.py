@@ -116,7 +116,7 @@ def load_engine(name: str) -> EngineSpec:
     if name.startswith("xgpt-vllm"):
         return load_engine(name.removeprefix("xgpt-")).with_xgpt
     newest = [known for known in config_names("engines") if known.rpartition("-")[0] in (name, FRAMEWORKS.get(name))]
-    chosen = max(newest, key=_version_of) if newest else name
+    chosen = max(newest, key=version_of) if newest else name
     return parse(load_yaml(find_config("engines", chosen), "engine"), EngineSpec, "engine")
 
 
@@ -135,7 +135,8 @@ def engine_of(profile: Profile) -> EngineSpec | None:
     return next((e for e in engines if (e.framework, e.version) == (profile.engine, profile.engine_version)), None)
 
 
-def _version_of(name: str) -> tuple[int, ...]:
+def version_of(name: str) -> tuple[int, ...]:
+    """Return the version at the end of an engine's name."""
     return tuple(map(int, name.rpartition("-")[2].split(".")))
 
 

@@ -35,7 +35,7 @@ from xgpt.core.schema import (
 )
 from xgpt.problems import resolve
 from xgpt.requests import PlanRequest
-from xgpt.resolve import load_cluster, load_engine, load_trace
+from xgpt.resolve import load_cluster, load_engine, load_trace, version_of
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.objectives.capacities import predicted_rate, with_capacities, with_capacity
 from xscheduler.problem import Problem
@@ -220,15 +220,11 @@ def engine_name(current: CurrentEngine) -> str:
     """Return the known engine that is closest to the deployment's engine: the newest version that is not newer than the
     deployment's, or else the oldest version.
     """
-
-    def version(name: str) -> tuple[int, ...]:
-        return tuple(map(int, name.rpartition("-")[2].split(".")))
-
-    known = sorted((name for name in config_names("engines") if name.startswith(f"{current.framework}-")), key=version)
     if current.version is None:
-        return known[-1]
-    up_to = [name for name in known if version(name) <= version(f"x-{current.version}")]
-    return up_to[-1] if up_to else known[0]
+        return load_engine(current.framework).name
+    known = [name for name in config_names("engines") if name.startswith(f"{current.framework}-")]
+    up_to = [name for name in known if version_of(name) <= version_of(f"x-{current.version}")]
+    return max(up_to, key=version_of) if up_to else min(known, key=version_of)
 
 
 def _runs_in(current: CurrentEngine, engine: EngineSpec) -> bool:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from xgpt.checkpoints import hub
 from xgpt.core.errors import InputError
-from xgpt.core.io import config_names, dump_json
+from xgpt.core.io import dump_json
 from xgpt.core.schema import Plan
 from xgpt.core.version import __version__
 from xgpt.exporting.compose import compose_files
@@ -20,6 +20,7 @@ from xgpt.exporting.kubernetes import RAY_PORT, kubernetes_files
 from xgpt.exporting.packages import MAKE_WHEEL, PORT, WHEEL, beside_vllm, pinned
 from xgpt.exporting.platforms import dynamo_files, llmd_files
 from xgpt.reporting.engine_command import engine_command
+from xgpt.resolve import load_engine
 from xgpt.serving.checking import check_vllm_runs, nodes_of
 from xprofiler.store import check_engine
 from xrunner.vllm import TESTED_VERSION
@@ -75,8 +76,8 @@ def check_target(plan: Plan, target: Target) -> None:
     if (None if engine is None else engine.framework) in FRAMEWORKS[target]:
         return
     starts = str(FRAMEWORKS[target][0])
-    known = [name for name in config_names("engines") if name.startswith(f"{starts}-")]
-    to_plan = f"plan with `xgpt plan --engine {max(known) if known else 'xgpt'}`"
+    newest = load_engine("xgpt" if starts == "native" else starts).name
+    to_plan = f"plan with `xgpt plan --engine {newest}`"
     if engine is None:
         raise InputError("to", target, f"the plan is for no particular engine: {to_plan}")
     takes = [name for name, frameworks in FRAMEWORKS.items() if engine.framework in frameworks]

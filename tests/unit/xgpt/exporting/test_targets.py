@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import cache
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -10,6 +12,7 @@ import yaml
 
 import xgpt
 from xgpt.core.errors import InputError
+from xgpt.core.io import configs_dir
 from xgpt.core.schema import Plan
 from xgpt.exporting.export import FRAMEWORKS, Target, check_target, export
 from xgpt.resolve import load_engine
@@ -50,6 +53,18 @@ def test_a_plan_for_another_engine_is_refused_with_the_engine_to_plan_for() -> N
         export(planned(), "sglang")
     with pytest.raises(InputError, match=r"for tensorrt-llm-1\.0: .*, or run the command that `xgpt plan` prints"):
         export(plan_for("tensorrt-llm"), "vllm")
+
+
+def test_the_engine_to_plan_for_is_the_newest_version_by_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned()
+    engines = shutil.copytree(configs_dir() / "engines", tmp_path / "engines")
+    older = (engines / "sglang-0.5.yaml").read_text()
+    (engines / "sglang-0.10.yaml").write_text(older.replace("sglang-0.5", "sglang-0.10"))
+    monkeypatch.setattr("xgpt.core.io.configs_dir", lambda: tmp_path)
+    with pytest.raises(InputError, match=r"plan with `xgpt plan --engine sglang-0\.10`"):
+        check_target(plan, "sglang")
 
 
 def test_compose_starts_the_planned_command_on_the_plans_devices_for_each_replica() -> None:
