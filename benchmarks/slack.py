@@ -38,7 +38,7 @@ from xgpt.core.io import dump_json
 from xgpt.core.rates import rate_of
 from xgpt.core.schema import AdmissionOrder, ChunkedSettings, Plan, Profile, RequestClass, SlackBudget
 from xgpt.core.schema.policy import PolicyChoice
-from xgpt.core.workload import poisson_arrivals, sample
+from xgpt.core.workload import gamma_arrivals, sample
 from xgpt.problems import resolve
 from xgpt.reporting.plan_text import settings_text
 from xgpt.requests import plan_request
@@ -359,7 +359,7 @@ def _of_classes(name: str, plan: Plan, rate: float, profile: Profile, count: int
     )
     plan = plan.model_copy(update={"constraint": plan.constraint.with_classes(classes)})
     inputs, outputs = sample(plan.workload, count, rng)
-    arrivals_ns = (1e9 * poisson_arrivals(rate * total, count, rng)).astype(int)
+    arrivals_ns = (1e9 * gamma_arrivals(rate * total, count, 1.0, rng)).astype(int)
     accounts = accounts_of(plan, count)
     kinds = [account.of_class for account in accounts]
     longest = plan.workload.output.lengths[-1]

@@ -50,9 +50,7 @@ if TYPE_CHECKING:
     from xgpt.benchmark import Benched
     from xgpt.calibrating import CalibratedLoads
     from xgpt.comparing.compare import Compared, OnStart
-    from xgpt.core.arrival_process import ArrivalProcess
     from xgpt.core.progress import Progress
-    from xgpt.core.schema.fleet import FleetPlan
     from xgpt.diagnosis import Finding
     from xgpt.exporting.export import Target
     from xgpt.keywords import (
@@ -188,10 +186,12 @@ def fleet(
         InfeasibleError: no replica keeps the bounds, or the devices cannot serve the load.
         MachineError: this machine cannot be measured.
     """
-    from xgpt.fleet_planning import plan_fleet
+    from xgpt.fleet_planning import plan_fleet_of
+    from xscheduler.fleet.day_load import read_day
 
     given: dict[str, Any] = {"trace": trace, "latency_bound_s": latency_bound_s, **asked}
-    return plan_fleet(request_of(FleetRequest, given), progress)
+    request = request_of(FleetRequest, given)
+    return plan_fleet_of(read_day(request.trace, request.seed), request, progress)
 
 
 @_takes(AutoscaleRequest)

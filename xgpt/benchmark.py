@@ -320,7 +320,8 @@ def _report(
     pace = None if steps is None else steps.ratio
     predicted = _claimed(plan, load) or _simulated(plan, profile, load, drawn, 1.0)
     at_pace = {} if pace is None else _simulated(plan, profile, load, drawn, pace)
-    usually = [] if profile is None or not profile.is_served else _at_usual_paces(plan, profile, load, drawn)
+    usual_paces = () if profile is None or not profile.is_served else usual(profile.device)
+    usually = [_simulated(plan, profile, load, drawn, pace) for pace in usual_paces]
     ranges = [predicted, *usually] if usually else []
     if pace is not None:
         record(plan, pace * plan.profile.slowdown)
@@ -366,11 +367,6 @@ def _report(
         end_to_end_p99_s=_quantile(whole_s, 0.99),
         failures=tuple(sorted({result.error for result in results if result.error is not None}))[:5],
     )
-
-
-def _at_usual_paces(plan: Plan, profile: Profile, load: Load, drawn: Drawn) -> list[dict[str, float]]:
-    """Return the figures of the requests at the fastest and the slowest usual pace of this machine."""
-    return [_simulated(plan, profile, load, drawn, pace) for pace in usual(profile.device)]
 
 
 def _core_waits(

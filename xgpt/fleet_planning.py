@@ -1,4 +1,4 @@
-"""Plan a day's fleet from a request: read the day, build each cluster's problem, and plan."""
+"""Plan a day's fleet from a request: build each cluster's problem, and plan."""
 
 from __future__ import annotations
 
@@ -11,26 +11,17 @@ from xgpt.core.schema.fleet import FleetPlan
 from xgpt.problems import resolve
 from xgpt.requests import FleetRequest, as_plan_request
 from xgpt.resolve import workload_of
-from xscheduler.fleet.day_load import Day, cut, read_day
+from xscheduler.fleet.day_load import Day, cut
 from xscheduler.fleet.planning import FleetCluster, plan_day
-
-
-def plan_fleet(request: FleetRequest, progress: Progress | None = None) -> FleetPlan:
-    """Return the cheapest fleet of a day.
-
-    Raises:
-        InputError: an argument is not accepted, or the trace is malformed.
-        InfeasibleError: no replica keeps the bounds, or the devices cannot serve the load.
-        MachineError: this machine cannot be measured.
-    """
-    return plan_fleet_of(read_day(request.trace, request.seed), request, progress)
 
 
 def plan_fleet_of(day: Day, request: FleetRequest, progress: Progress | None = None) -> FleetPlan:
     """Return the cheapest fleet of a day that has been read; the request's trace is ignored.
 
     Raises:
-        XgptError: as `plan_fleet` does.
+        InputError: an argument is not accepted.
+        InfeasibleError: no replica keeps the bounds, or the devices cannot serve the load.
+        MachineError: this machine cannot be measured.
     """
     intervals = cut(day, request.interval_s)
     among: Mapping[str, float | None] = request.among or {}

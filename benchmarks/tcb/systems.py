@@ -21,7 +21,7 @@ from xgpt.core.policies.request import Request
 from xgpt.core.policies.tcb import RowBatch, concatenated_rows, even_rows, padded_rows
 from xgpt.core.schema import AdmissionOrder, TruncatedNormal
 from xgpt.core.schema.step_log import StepRecord
-from xgpt.core.workload import histogram, poisson_arrivals
+from xgpt.core.workload import gamma_arrivals, histogram
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 
 MEAN, SHORTEST, LONGEST = 20.0, 3, 100
@@ -44,7 +44,7 @@ def draw(rate: float, seconds: float, variance: float, slack_s: tuple[float, flo
     num = max(1, round(rate * seconds))
     lengths = histogram(TruncatedNormal(mean=MEAN, sd=variance**0.5, min=SHORTEST, max=LONGEST))
     inputs, outputs = rng.choice(lengths.lengths, (2, num), p=lengths.probabilities)
-    arrivals = (1e9 * poisson_arrivals(rate, num, rng)).astype(np.int64)
+    arrivals = (1e9 * gamma_arrivals(rate, num, 1.0, rng)).astype(np.int64)
     deadlines = arrivals + (1e9 * rng.uniform(*slack_s, num)).astype(np.int64)
     requests = tuple(
         Request(i, int(n), int(out), int(a), int(d))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -65,6 +66,14 @@ def children_of(process: int) -> list[int]:
         for thread in Path(f"/proc/{process}/task").iterdir():
             started += map(int, (thread / "children").read_text().split())
     return started
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a free port of one of this machine's addresses."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
+        found.bind((host, 0))
+        port: int = found.getsockname()[1]
+        return port
 
 
 def too_often(failures_s: list[float], most: int, period_s: float) -> bool:

@@ -184,15 +184,6 @@ def _draw(histogram: Histogram, n: int, rng: np.random.Generator, *, stratified:
     return np.asarray(histogram.lengths, dtype=np.int64)[np.minimum(index, last)]
 
 
-def poisson_arrivals(rate: float, n: int, rng: np.random.Generator) -> Floats:
-    """Return the arrival times in seconds, [n], of a Poisson process of `rate` requests a second.
-
-    Raises:
-        InputError: the rate is not positive.
-    """
-    return gamma_arrivals(rate, n, 1.0, rng)
-
-
 def gamma_arrivals(rate: float, n: int, cv: float, rng: np.random.Generator) -> Floats:
     """Return arrival times in seconds, [n], with gamma-distributed gaps: bursts for `cv` above 1, Poisson at 1.
 

@@ -35,8 +35,6 @@ from xgpt.pages import render_ui
 from xgpt.resolve import load_workload
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
-    from starlette.requests import Request
     from starlette.responses import Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 

@@ -97,7 +97,7 @@ def _deployment(plan: Plan, names: Names) -> dict[str, str]:
     image = f"xgpt-vllm:{__version__}-{TESTED_VERSION}" if in_vllm else f"xgpt:{__version__}"
     work = PodSpec(
         image,
-        _serve(names, PORT, ["--engine", "vllm"] if in_vllm else []),
+        serving_command(names, PORT, ["--engine", "vllm"] if in_vllm else []),
         plan.devices_per_replica,
         ports={"http": PORT},
         probed="http",
@@ -139,9 +139,9 @@ def _leader_worker_set(plan: Plan, names: Names) -> dict[str, str]:
             accepted = "its lanes need separate groups: use `--to llm-d` or `--to dynamo`"
             raise InputError("plan.policy", plan.policy.kind, accepted)
         meet, env = ["--engine", "vllm", *MEET], list[Object]()
-        leads, follows = _serve(names, PORT, meet), follower_command(meet)
+        leads, follows = serving_command(names, PORT, meet), follower_command(meet)
     else:
-        leads = ["sh", "-c", f"{RAY_HEAD} && exec {shlex.join(_serve(names, PORT, ['--ray', 'auto']))}"]
+        leads = ["sh", "-c", f"{RAY_HEAD} && exec {shlex.join(serving_command(names, PORT, ['--ray', 'auto']))}"]
         follows = RAY_WORKER
         env = [{"name": "RAY_AUTH_MODE", "value": "token"}, of_secret(TOKEN_VARIABLE, f"{names.name}-cluster", "token")]
         instructions = (
@@ -185,18 +185,13 @@ def group_of_pods(plan: Plan, names: Names, size: int, leader: Object, worker: O
     return {**GROUP, "metadata": meta, "spec": {"replicas": plan.replicas, "leaderWorkerTemplate": template}}
 
 
-def _serve(names: Names, port: int, more: Sequence[str]) -> list[str]:
+def serving_command(names: Names, port: int, more: Sequence[str]) -> list[str]:
     """Return the command of a pod that answers requests."""
     hosts = [names.name, *(f"{names.name}.$(NAMESPACE){end}" for end in ("", ".svc", ".svc.cluster.local"))]
     command = ["python3", "-m", "xgpt", "serve", f"{ETC}/plan/plan.json", *more]
     command += ["--host", "0.0.0.0", "--port", str(port), "--api-key-file", f"{ETC}/keys/keys"]
     command += [word for host in hosts for word in ("--allowed-host", host)]
     return [*command, "--shutdown-delay", str(LEAVE_S), "--drain-timeout", str(DRAIN_S)]
-
-
-def serving_command(names: Names, port: int, meet: Sequence[str] = ()) -> list[str]:
-    """Return the command of a pod with vLLM that a gateway reaches by address only."""
-    return _serve(names, port, ["--engine", "vllm", *meet])
 
 
 def follower_command(meet: Sequence[str]) -> list[str]:

@@ -252,7 +252,7 @@ def _with_xgpt(plan: Plan, names: Names, image: str, lane: LaneName, nodes: int)
     """Return `xgpt serve` with vLLM as the worker of a lane."""
     return PodSpec(
         image,
-        serving_command(names, FRONT_PORT, MEET if nodes > 1 else ()),
+        serving_command(names, FRONT_PORT, ["--engine", "vllm", *(MEET if nodes > 1 else ())]),
         _devices(plan, lane) // nodes,
         ports={"http": FRONT_PORT},
         probed="http",

@@ -9,13 +9,9 @@ import base64
 import hashlib
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
 
 
 @cache

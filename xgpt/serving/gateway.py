@@ -11,7 +11,6 @@ import asyncio
 import json
 import logging
 import signal
-import socket
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xgpt.core.errors import InputError, MachineError
-from xgpt.core.processes import too_often
+from xgpt.core.processes import free_port, too_often
 from xgpt.core.schema import Plan
 from xgpt.serving.admin import admin_server
 from xgpt.serving.running import running
@@ -125,7 +124,7 @@ class Gateway:
     """
 
     def __init__(self, plan: Plan, request: ServeRequest, engine_port: int) -> None:
-        self.port = request.port or _free_port(request.host)
+        self.port = request.port or free_port(request.host)
         self._host, self._model = request.host, plan.model.name
         self._arguments = gateway_arguments(plan, request, self.port, engine_port)
         self._process: Process | None = None
@@ -206,7 +205,7 @@ def gateway_arguments(plan: Plan, request: ServeRequest, port: int, engine_port:
         "--shutdown-grace-period-secs": round(request.drain_s or 30),
         "--history-memory-max-responses": 1024,
         "--prometheus-host": "127.0.0.1",
-        "--prometheus-port": _free_port("127.0.0.1"),
+        "--prometheus-port": free_port(),
         "--log-level": {"warning": "warn", "info": "warn"}.get(request.log_level, request.log_level),
         "--worker-startup-check-interval": 1,
     }
@@ -268,13 +267,6 @@ async def _started(arguments: list[str]) -> Process:
     with suppress(ConnectionError):
         await process.stdin.drain()
     return process
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
-        found.bind((host, 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 def _shown(host: str) -> str:

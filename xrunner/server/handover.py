@@ -92,13 +92,10 @@ class Handover:
                 f"the engine was lost {times} times within {minutes:.0f} minutes, the last time: {error}"
             )
         ended = [] if self._tried is None else [self._end(self._tried, f"the engine fails with this request: {error}")]
-        return ended + self._take_back(engine, 1)
+        return ended + self.take_back(engine, losses=1)
 
-    def take_back(self, engine: RemoteEngine) -> list[Token]:
-        """Make all requests wait for an engine that is restarted on purpose; like `lose`, without counting a loss."""
-        return self._take_back(engine, 0)
-
-    def _take_back(self, engine: RemoteEngine, losses: int) -> list[Token]:
+    def take_back(self, engine: RemoteEngine, losses: int = 0) -> list[Token]:
+        """Make all requests wait for an engine that is restarted, by default on purpose: not counted as a loss."""
         ended, requests = [], {*self._waiting, *self._suspects}
         self._tried = None
         self._waiting.clear()

@@ -8,7 +8,6 @@ K/V to the connector. The connector also reports where the K/V is, unless the de
 from __future__ import annotations
 
 import shutil
-import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing import Any
 from xgpt.core import policies
 from xgpt.core.errors import InputError
 from xgpt.core.policies import Request, Step
+from xgpt.core.processes import free_port
 from xgpt.core.schema import LaneName, Plan
 from xrunner.channel.messages import Began, Cancel, Down, Follow, Refused, Rested, Room, Stepped, Submit, Up
 from xrunner.generation import Generation, Token
@@ -90,15 +90,8 @@ def waa_launches(plan: Plan, directory: Path) -> list[Launch]:
     for lane in LANES:
         config = {"front": str(directory), "lane": lane}
         started = launch_lane(plan, lane, connector_of(plan, directory), config=config)
-        commands.append(replace(started, variables=started.variables | {NIXL_PORT_VARIABLE: str(_free_port())}))
+        commands.append(replace(started, variables=started.variables | {NIXL_PORT_VARIABLE: str(free_port())}))
     return commands
-
-
-def _free_port() -> int:
-    """Return a free port of this machine's loopback."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 class WaaLanes(Lanes):

@@ -14,7 +14,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.io import load_yaml, parse
 from xgpt.core.schema import Frozen, Histogram, Workload
 from xgpt.core.traces import read_lengths
-from xgpt.core.workload import histogram_of, poisson_arrivals, sample
+from xgpt.core.workload import gamma_arrivals, histogram_of, sample
 from xgpt.resolve import load_workload
 from xsimulator.fleet import Requests
 
@@ -102,7 +102,7 @@ def _drawn(spec: DaySpec, rng: np.random.Generator) -> Day:
         seconds = 3600 * stage.hours
         workload, count = load_workload(stage.workload), int(rng.poisson(stage.rate_per_s * seconds))
         if count:
-            times = poisson_arrivals(1.0, count + 1, rng)
+            times = gamma_arrivals(1.0, count + 1, 1.0, rng)
             arrivals_s = start_s + seconds * times[:-1] / times[-1]  # uniform, given their number
             parts.append(Requests(*sample(workload, count, rng), arrivals_s))
         start_s += seconds

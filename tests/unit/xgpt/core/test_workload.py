@@ -151,7 +151,7 @@ def test_arrivals_have_the_rate_and_the_burstiness(cv: float) -> None:
 
 
 def test_poisson_counts_have_variance_equal_to_mean() -> None:
-    times = workload.poisson_arrivals(10.0, 50_000, rng())
+    times = workload.gamma_arrivals(10.0, 50_000, 1.0, rng())
     counts = np.bincount(times.astype(int))[:-1]
     assert counts.mean() == pytest.approx(10, rel=0.03)
     assert counts.var() == pytest.approx(10, rel=0.1)

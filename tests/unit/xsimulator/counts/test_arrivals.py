@@ -11,7 +11,7 @@ from tests.contract.scenarios import problem
 from tests.contract.test_counts import by_counts, one_by_one
 from tests.rings import few
 from xgpt.core.schema import Constraint, Plan
-from xgpt.core.workload import poisson_arrivals, sample
+from xgpt.core.workload import gamma_arrivals, sample
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.problem import Problem
 from xsimulator.capacity import PRECISION, CapacitySearch, Trial, capacity
@@ -42,7 +42,7 @@ def stream(plan: Plan, load: float, num_requests: int) -> Stream:
     rng = np.random.default_rng(3)
     inputs, outputs = sample(plan.workload, num_requests, rng)
     rate = load * plan.estimate.throughput_rps / plan.replicas
-    arrivals = (1e9 * poisson_arrivals(rate, num_requests, rng)).astype(int)
+    arrivals = (1e9 * gamma_arrivals(rate, num_requests, 1.0, rng)).astype(int)
     return Stream(inputs.tolist(), outputs.tolist(), plan.workload.output.lengths[-1], arrivals.tolist())
 
 
