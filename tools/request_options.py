@@ -104,8 +104,8 @@ def _kind(annotation: Any, metadata: list[Any]) -> dict[str, Any]:
 
 
 def keywords_pyi() -> str:
-    """Return the text of xgpt/keywords.pyi: a typed dictionary for the keyword arguments of each request."""
-    head = [
+    """Return the text of xgpt/keywords.pyi: a typed dictionary for each class of requests, with the same bases."""
+    lines = [
         "# ruff: noqa: E501",
         '"""The keyword arguments of `xgpt.api`, as editors and type checkers see them: made from `xgpt.requests`."""',
         "",
@@ -115,21 +115,28 @@ def keywords_pyi() -> str:
         "",
         "from xgpt.core.schema import ClusterSpec, EngineSpec, ModelSpec, Profile, Workload",
     ]
-    return "\n".join([*head, *(line for each in REQUESTS.items() for line in _typed_dict(*each))]) + "\n"
+    names = {request: f"{command.title()}Keywords" for command, request in REQUESTS.items()}
+    parents = dict.fromkeys(kind for request in names for kind in reversed(request.__mro__))
+    kinds = [kind for kind in parents if issubclass(kind, RequestBase) and kind is not RequestBase]
+    keys: dict[type[RequestBase], set[str]] = {RequestBase: POSITIONAL}
+    for kind in kinds:
+        below = [other for other in kinds if issubclass(other, kind) and other is not kind]
+        declared_below = {name for other in below for name in inspect.get_annotations(other)}
+        inherited = set().union(*(keys[base] for base in kind.__bases__))
+        own = [name for name in kind.model_fields if name not in inherited | declared_below]
+        keys[kind] = inherited.union(own)
+        bases = ", ".join(base.__name__ for base in kind.__bases__ if base is not RequestBase) or "TypedDict"
+        lines += ["", f"class {names.get(kind, kind.__name__)}({bases}, total=False):{'' if own else ' ...'}"]
+        texts = descriptions(kind)
+        for name in own:
+            field = kind.model_fields[name]
+            lines.append(f"    {name}: {_spelt(field.annotation, optional=not field.is_required())}")
+            lines.append(f'    """{texts[name]}"""')
+    return "\n".join(lines) + "\n"
 
 
 POSITIONAL = {"latency_bound_s", "lengths", "trace"}
 """Fields that are arguments of their own in `xgpt.api`."""
-
-
-def _typed_dict(command: str, request: type[RequestBase]) -> Iterator[str]:
-    texts = descriptions(request)
-    yield ""
-    yield f"class {command.title()}Keywords(TypedDict, total=False):"
-    for name, field in request.model_fields.items():
-        if name not in POSITIONAL:
-            yield f"    {name}: {_spelt(field.annotation, optional=not field.is_required())}"
-            yield f'    """{texts[name]}"""'
 
 
 def _spelt(annotation: Any, *, optional: bool) -> str:

@@ -7,7 +7,7 @@ from typing import Literal, TypedDict
 
 from xgpt.core.schema import ClusterSpec, EngineSpec, ModelSpec, Profile, Workload
 
-class PlanKeywords(TypedDict, total=False):
+class Speculated(TypedDict, total=False):
     speculative: Literal["eagle3", "eagle", "mtp", "ngram"] | None
     """Method of drafting. eagle, eagle3: a trained head; mtp: the model's layer for multi-token prediction; ngram: a search in the text so far. The number of draft tokens is chosen with the schedule, and is 0 if drafts gain nothing."""
     speculative_tokens: int | None
@@ -16,16 +16,24 @@ class PlanKeywords(TypedDict, total=False):
     """Acceptance of drafts, with `speculative`. Either the shares of steps in which at least one draft token is accepted, at least two, and so on; or a single share, the probability that a draft token is accepted if all those before it are; or a server's metrics page (vLLM, SGLang), saved to a file."""
     draft_model: str | PathLike[str] | None
     """Checkpoint of the draft, for the engine's command."""
+
+class ArrivalFields(TypedDict, total=False):
     burstiness: float | None
     """Coefficient of variation of the gaps between arrivals: 1 for Poisson, above 1 for bursts."""
+
+class Policy(TypedDict, total=False):
     policy: Literal["auto", "exegpt", "rra", "waa", "waa-c", "waa-m", "chunked", "orca", "static", "slack"] | None
     """Kind of schedule. rra: alternately encode a batch of prompts and run several decode steps. waa: some devices encode and the others decode; waa-c divides them by computation, waa-m by memory. chunked: each step decodes and encodes chunks of prompts. orca: the same with whole prompts. static: a batch runs until all its requests have finished. slack: chunked, with as many prompt tokens in a step as the slack of running requests under `tpot_s` allows, tuned by simulation. exegpt: the better of rra and waa. auto: the best of all except slack."""
+
+class BoundFields(TypedDict, total=False):
     ttft_s: float | None
     """Bound on the time to first token, in seconds."""
     tpot_s: float | None
     """Bound on the mean time per output token, in seconds."""
     headroom: float | None
     """Share by which steps may take longer than predicted before a bound is broken."""
+
+class ObjectiveAndShares(BoundFields, total=False):
     objective: Literal["arrivals", "saturated"] | None
     """What to maximise. arrivals: the highest Poisson arrival rate that keeps the bounds, waiting included. saturated: throughput while requests are always waiting, with latency from admission, as in ExeGPT."""
     quantile: float | None
@@ -36,6 +44,8 @@ class PlanKeywords(TypedDict, total=False):
     """Share of requests that must keep `ttft_s`, separately from the other bounds, as in MLPerf's server scenario."""
     tpot_quantile: float | None
     """Share of requests that must keep `tpot_s`, separately from the other bounds."""
+
+class ModelAndDevices(TypedDict, total=False):
     model: str | PathLike[str] | ModelSpec | None
     """Model: a shipped name, a YAML file, a checkpoint directory, or a Hugging Face id."""
     config: str | PathLike[str] | None
@@ -46,12 +56,16 @@ class PlanKeywords(TypedDict, total=False):
     """Data type of matrix products."""
     kv_dtype: Literal["float32", "float16", "bfloat16", "int8", "float8"] | None
     """Data type of keys and values: int8 on CPUs; float8 on GPUs, for plans only."""
+
+class ProblemFields(ModelAndDevices, total=False):
     price: float | None
     """Price of one device for an hour, in any currency."""
     profile: str | PathLike[str] | Profile | None
     """Profile (step times) to plan from."""
     engine: str | PathLike[str] | EngineSpec | None
     """Engine that will run the plan: a shipped name (vllm-0.15, tensorrt-llm-1.0, …; vllm: its newest version) or a YAML file."""
+
+class ProblemRequest(ProblemFields, ObjectiveAndShares, total=False):
     workload: str | PathLike[str] | Workload | None
     """Request lengths: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
     shared_prefix: int | None
@@ -60,6 +74,8 @@ class PlanKeywords(TypedDict, total=False):
     """Method of search; exhaustive needs `objective=saturated`."""
     kv: Literal["reserve", "quantile"] | None
     """How memory for keys and values is reserved. reserve: each request's maximum. quantile: as many requests enter as fit 99.9% of the time, and the newest is preempted if they do not fit, as in vLLM."""
+
+class PlanKeywords(ProblemRequest, Policy, ArrivalFields, Speculated, total=False):
     arrival_rate_per_s: float | None
     """Requests a second that the plan must sustain; the latency bound then counts from arrival."""
     api_servers: int | None
@@ -75,31 +91,7 @@ class PlanKeywords(TypedDict, total=False):
     fix: Mapping[str | PathLike[str], int] | None
     """Fix a control variable, such as token_budget=8192 or max_batch=128. Variables of the placement are tp, ep, pp, replicas and tp_devices. The last is the number of a replica's devices that form tensor-parallel groups: on three devices, tp=2 with tp_devices=2 gives a stage of two devices and a stage of one. With `order=das`, eta_percent can also be fixed, and so can row_tokens (L in TCB) and row_batches for a plan that runs in rows; row_batches=2 lets a batch enter the slots that the previous batch has freed. Policies without the variable are left out. Repeatable."""
 
-class FleetKeywords(TypedDict, total=False):
-    policy: Literal["auto", "exegpt", "rra", "waa", "waa-c", "waa-m", "chunked", "orca", "static", "slack"] | None
-    """Kind of schedule. rra: alternately encode a batch of prompts and run several decode steps. waa: some devices encode and the others decode; waa-c divides them by computation, waa-m by memory. chunked: each step decodes and encodes chunks of prompts. orca: the same with whole prompts. static: a batch runs until all its requests have finished. slack: chunked, with as many prompt tokens in a step as the slack of running requests under `tpot_s` allows, tuned by simulation. exegpt: the better of rra and waa. auto: the best of all except slack."""
-    ttft_s: float | None
-    """Bound on the time to first token, in seconds."""
-    tpot_s: float | None
-    """Bound on the mean time per output token, in seconds."""
-    headroom: float | None
-    """Share by which steps may take longer than predicted before a bound is broken."""
-    model: str | PathLike[str] | ModelSpec | None
-    """Model: a shipped name, a YAML file, a checkpoint directory, or a Hugging Face id."""
-    config: str | PathLike[str] | None
-    """config.json of the model, for a Hugging Face id as `model` or in place of `model`. Nothing is downloaded."""
-    cluster: str | PathLike[str] | ClusterSpec | None
-    """Devices: local (this machine), local:N (N of its cores), a shipped name, or a YAML file."""
-    dtype: Literal["float32", "float16", "bfloat16", "int8", "float8"] | None
-    """Data type of matrix products."""
-    kv_dtype: Literal["float32", "float16", "bfloat16", "int8", "float8"] | None
-    """Data type of keys and values: int8 on CPUs; float8 on GPUs, for plans only."""
-    price: float | None
-    """Price of one device for an hour, in any currency."""
-    profile: str | PathLike[str] | Profile | None
-    """Profile (step times) to plan from."""
-    engine: str | PathLike[str] | EngineSpec | None
-    """Engine that will run the plan: a shipped name (vllm-0.15, tensorrt-llm-1.0, …; vllm: its newest version) or a YAML file."""
+class FleetKeywords(ProblemFields, BoundFields, Policy, total=False):
     attain: float | None
     """Share of the day's requests that must keep the bounds."""
     among: Mapping[str | PathLike[str], float] | None
@@ -117,17 +109,7 @@ class FleetKeywords(TypedDict, total=False):
     seed: int | None
     """Seed of the requests drawn from rates over hours."""
 
-class ProfileKeywords(TypedDict, total=False):
-    model: str | PathLike[str] | ModelSpec | None
-    """Model: a shipped name, a YAML file, a checkpoint directory, or a Hugging Face id."""
-    config: str | PathLike[str] | None
-    """config.json of the model, for a Hugging Face id as `model` or in place of `model`. Nothing is downloaded."""
-    cluster: str | PathLike[str] | ClusterSpec | None
-    """Devices: local (this machine), local:N (N of its cores), a shipped name, or a YAML file."""
-    dtype: Literal["float32", "float16", "bfloat16", "int8", "float8"] | None
-    """Data type of matrix products."""
-    kv_dtype: Literal["float32", "float16", "bfloat16", "int8", "float8"] | None
-    """Data type of keys and values: int8 on CPUs; float8 on GPUs, for plans only."""
+class ProfileKeywords(ModelAndDevices, total=False):
     engine: Literal["native", "vllm"] | None
     """Engine whose steps are measured."""
     import_from: str | PathLike[str] | None
@@ -135,19 +117,21 @@ class ProfileKeywords(TypedDict, total=False):
     framework: str | PathLike[str] | None
     """Engine whose kernels are imported: vllm, sglang, trtllm, or a version of one, as in vllm-0.15."""
 
-class SimulateKeywords(TypedDict, total=False):
-    burstiness: float | None
-    """Coefficient of variation of the gaps between arrivals: 1 for Poisson, above 1 for bursts."""
+class OfAPlan(TypedDict, total=False):
     profile: str | PathLike[str] | Profile | None
     """Profile from which the plan was made."""
+
+class LoadFields(OfAPlan, total=False):
     workload: str | PathLike[str] | Workload | None
     """Lengths of these requests: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
-    num_requests: int | Literal["all"] | None
-    """Number of measured requests; all: the whole trace, with `own_times`. Some more run before and after them."""
     arrival_rate_per_s: float | Sequence[tuple[float, float | None]] | None
     """Poisson arrivals a second, or stages of them: 2:60,8:30,2 means 2 a second for 60 s, 8 a second for 30 s, then 2 a second."""
     seed: int | None
     """Seed of lengths and arrivals."""
+
+class SimulateKeywords(LoadFields, ArrivalFields, total=False):
+    num_requests: int | Literal["all"] | None
+    """Number of measured requests; all: the whole trace, with `own_times`. Some more run before and after them."""
     clients: int | None
     """Number of clients of a closed loop, in place of arrivals: each client sends its next request when its previous one has ended."""
     own_times: bool | None
@@ -155,47 +139,7 @@ class SimulateKeywords(TypedDict, total=False):
     since_s: float | None
     """With `own_times`: seconds after the trace's first request at which the replay begins."""
 
-class CompareKeywords(TypedDict, total=False):
-    ttft_s: float | None
-    """Bound on the time to first token, in seconds."""
-    tpot_s: float | None
-    """Bound on the mean time per output token, in seconds."""
-    headroom: float | None
-    """Share by which steps may take longer than predicted before a bound is broken."""
-    objective: Literal["arrivals", "saturated"] | None
-    """What to maximise. arrivals: the highest Poisson arrival rate that keeps the bounds, waiting included. saturated: throughput while requests are always waiting, with latency from admission, as in ExeGPT."""
-    quantile: float | None
-    """Share of requests that must keep the bounds."""
-    sla: Literal["length", "request"] | None
-    """With `objective=saturated`: the latency that must keep the bound. length: that of a request whose output length is at the quantile. request: the quantile over all requests, by simulation."""
-    ttft_quantile: float | None
-    """Share of requests that must keep `ttft_s`, separately from the other bounds, as in MLPerf's server scenario."""
-    tpot_quantile: float | None
-    """Share of requests that must keep `tpot_s`, separately from the other bounds."""
-    model: str | PathLike[str] | ModelSpec | None
-    """Model: a shipped name, a YAML file, a checkpoint directory, or a Hugging Face id."""
-    config: str | PathLike[str] | None
-    """config.json of the model, for a Hugging Face id as `model` or in place of `model`. Nothing is downloaded."""
-    cluster: str | PathLike[str] | ClusterSpec | None
-    """Devices: local (this machine), local:N (N of its cores), a shipped name, or a YAML file."""
-    dtype: Literal["float32", "float16", "bfloat16", "int8", "float8"] | None
-    """Data type of matrix products."""
-    kv_dtype: Literal["float32", "float16", "bfloat16", "int8", "float8"] | None
-    """Data type of keys and values: int8 on CPUs; float8 on GPUs, for plans only."""
-    price: float | None
-    """Price of one device for an hour, in any currency."""
-    profile: str | PathLike[str] | Profile | None
-    """Profile (step times) to plan from."""
-    engine: str | PathLike[str] | EngineSpec | None
-    """Engine that will run the plan: a shipped name (vllm-0.15, tensorrt-llm-1.0, …; vllm: its newest version) or a YAML file."""
-    workload: str | PathLike[str] | Workload | None
-    """Request lengths: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
-    shared_prefix: int | None
-    """Length of a common prefix of all prompts, such as a system prompt, whose keys and values are computed once. A trace that contains its prompts' prefixes needs no such option."""
-    search: Literal["branch-and-bound", "exhaustive", "optuna"] | None
-    """Method of search; exhaustive needs `objective=saturated`."""
-    kv: Literal["reserve", "quantile"] | None
-    """How memory for keys and values is reserved. reserve: each request's maximum. quantile: as many requests enter as fit 99.9% of the time, and the newest is preempted if they do not fit, as in vLLM."""
+class CompareKeywords(ProblemRequest, total=False):
     current: str | PathLike[str] | None
     """The current deployment, to be scored in the same table: a command of vLLM, SGLang or TensorRT-LLM, a docker run, or a Compose file, pod manifest or Helm values that start one."""
     measure: bool | None
@@ -205,15 +149,17 @@ class CompareKeywords(TypedDict, total=False):
     seed: int | None
     """With `measure`: seed of lengths."""
 
-class ServeKeywords(TypedDict, total=False):
+class Replanning(TypedDict, total=False):
     replan_policies: Literal["pinned", "all"] | None
     """Policies that re-planning may choose. pinned: those that were requested for the plan, with their fixed values. all: every policy."""
+
+class EngineFields(TypedDict, total=False):
     engine: Literal["native", "vllm"] | None
     """Engine that runs the plan: xgpt's own, or vLLM with xgpt's schedule."""
     batching: Literal["flat", "padded", "rows", "slots"] | None
     """Layout of a batch. flat: without padding. padded: a row for each request. rows: several requests in each row, one after the other. slots: rows divided into slots, each freed when its request has finished. All except flat need a plan of policy static for one device."""
-    profile: str | PathLike[str] | Profile | None
-    """Profile from which the plan was made."""
+
+class Served(OfAPlan, EngineFields, Replanning, total=False):
     checkpoint: str | PathLike[str] | None
     """Directory of the weights."""
     replan: bool | None
@@ -230,6 +176,8 @@ class ServeKeywords(TypedDict, total=False):
     """With xgpt's own engine: address of the Ray cluster whose machines run the plan; `auto`: the one that this machine is part of."""
     dry_run: bool | None
     """Check devices, memory and checkpoint, and start nothing."""
+
+class RequestLimits(TypedDict, total=False):
     max_waiting: int | None
     """Largest number of waiting requests; further requests get 429."""
     answer_within_s: float | None
@@ -246,6 +194,8 @@ class ServeKeywords(TypedDict, total=False):
     """Seconds within which running requests may finish after SIGTERM."""
     shutdown_delay_s: float | None
     """Seconds after SIGTERM for which requests are still accepted while /ready answers 503, so that load balancers stop sending."""
+
+class Endpoint(TypedDict, total=False):
     host: str | PathLike[str] | None
     """Address to listen on; an address that other machines can reach needs `api_key_file`."""
     port: int | None
@@ -266,6 +216,8 @@ class ServeKeywords(TypedDict, total=False):
     """The HTTP server. smg: the Shepherd Model Gateway, in front of an engine in a separate process."""
     admin_port: int | None
     """With `front=smg`: port of pages, plan and metrics; 0: any."""
+
+class ServeKeywords(Endpoint, RequestLimits, Served, total=False):
     log_level: Literal["debug", "info", "warning", "error"] | None
     """Least severity of logged messages."""
     otlp_endpoint: str | PathLike[str] | None
@@ -291,21 +243,9 @@ class AutoscaleKeywords(TypedDict, total=False):
     port: int | None
     """Port of the metric; 0: any free one."""
 
-class BenchKeywords(TypedDict, total=False):
-    engine: Literal["native", "vllm"] | None
-    """Engine that runs the plan: xgpt's own, or vLLM with xgpt's schedule."""
-    batching: Literal["flat", "padded", "rows", "slots"] | None
-    """Layout of a batch. flat: without padding. padded: a row for each request. rows: several requests in each row, one after the other. slots: rows divided into slots, each freed when its request has finished. All except flat need a plan of policy static for one device."""
-    profile: str | PathLike[str] | Profile | None
-    """Profile from which the plan was made."""
-    workload: str | PathLike[str] | Workload | None
-    """Lengths of these requests: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
+class BenchKeywords(LoadFields, EngineFields, total=False):
     num_requests: int | None
     """Number of measured requests; some more run before and after them."""
-    arrival_rate_per_s: float | Sequence[tuple[float, float | None]] | None
-    """Poisson arrivals a second, or stages of them: 2:60,8:30,2 means 2 a second for 60 s, 8 a second for 30 s, then 2 a second."""
-    seed: int | None
-    """Seed of lengths and arrivals."""
     saturated: bool | None
     """Keep requests always waiting, even if the plan was made for arrivals."""
     concurrency: int | None
@@ -317,22 +257,14 @@ class BenchKeywords(TypedDict, total=False):
     ca_file: str | PathLike[str] | None
     """Certificate authorities (PEM) for an https URL."""
 
-class CalibrateKeywords(TypedDict, total=False):
-    profile: str | PathLike[str] | Profile | None
-    """Profile from which the plan was made."""
+class CalibrateKeywords(OfAPlan, total=False): ...
 
-class ReplanKeywords(TypedDict, total=False):
-    replan_policies: Literal["pinned", "all"] | None
-    """Policies that re-planning may choose. pinned: those that were requested for the plan, with their fixed values. all: every policy."""
-    profile: str | PathLike[str] | Profile | None
-    """Profile from which the plan was made."""
+class ReplanKeywords(OfAPlan, Replanning, total=False):
     horizon_s: float | None
     """Seconds within which a change of placement must compensate for its pause."""
     least_gain: float | None
     """Least gain of throughput, as a share, for which the plan is changed."""
 
-class ReportKeywords(TypedDict, total=False):
-    profile: str | PathLike[str] | Profile | None
-    """Profile from which the plan was made."""
+class ReportKeywords(OfAPlan, total=False):
     seed: int | None
     """Seed of the simulated requests."""
