@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -35,6 +36,9 @@ with suppress(ModuleNotFoundError):  # vLLM's environment does without it
         suppress_health_check=every,
     )
     settings.load_profile("tests")
+
+# A shell starts jobs in the background with Ctrl-C ignored, and all processes of tests would inherit this.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Several test processes share the machine, and the models of tests are too small to gain from a second thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
