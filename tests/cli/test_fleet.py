@@ -69,6 +69,21 @@ def test_a_trace_is_read_with_its_own_times(xgpt: Xgpt) -> None:
     assert fleet["num_requests"] == 6600
 
 
+def test_a_last_interval_that_the_day_covers_in_part_counts_its_own_seconds(xgpt: Xgpt) -> None:
+    """It once counted as a whole: its rate was too low, so each interval got several times the replicas it needs."""
+    rng = np.random.default_rng(0)
+    times = np.sort(rng.uniform(0, 180, 5400))
+    rows = [f"{time:.3f},{rng.integers(50, 500)},{rng.integers(10, 100)}" for time in times]
+    Path("day.csv").write_text("timestamp,input,output\n" + "\n".join(rows) + "\n")
+    ran = xgpt("fleet", "--trace", "day.csv", *ASKED, "--cluster", "a100x16", "--json")
+    assert ran.code == 0, ran.err
+    fleet = json.loads(ran.out)
+    assert [interval["rate_per_s"] for interval in fleet["intervals"]] == pytest.approx([30, 30], rel=0.05)
+    counts = zip(fleet["constant"]["replicas"], fleet["kinds"], strict=True)
+    devices = sum(count * int(kind["name"].rpartition("/")[2]) for count, kind in counts)
+    assert fleet["constant"]["figures"]["device_hours"] == pytest.approx(180 / 3600 * devices, rel=0.01)
+
+
 def test_what_is_wrong_is_said_in_one_line(xgpt: Xgpt, day: Path) -> None:
     Path("untimed.csv").write_text("input,output\n10,10\n")
     asked = ("fleet", *ASKED, "--trace")

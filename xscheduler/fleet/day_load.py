@@ -22,7 +22,8 @@ Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 PARTS = 3
-"""Parts of an interval: the busiest one gives its load."""
+"""Parts of an interval: the busiest one gives its load. A rest of the day that is shorter than a part belongs to the
+last interval, since a few requests in a moment would be a high rate."""
 ALIKE = 0.2
 """Intervals are grouped if their mean lengths differ by at most this share, apart from chance."""
 MOST_GROUPS = 6
@@ -64,6 +65,7 @@ class Intervals:
     """A day in intervals. # each [intervals]
 
     Attributes:
+        seconds: length of each interval; only that of the last one may differ from the others.
         rates: mean requests a second.
         peaks: requests a second in each interval's busiest third.
         groups: index into `lengths` of each interval.
@@ -71,6 +73,7 @@ class Intervals:
         everything: lengths of all requests.
     """
 
+    seconds: Array
     rates: Array
     peaks: Array
     groups: Ints
@@ -118,16 +121,18 @@ def cut(day: Day, interval_s: float) -> Intervals:
     Raises:
         InputError: there would be too many intervals.
     """
-    count = max(1, ceil(day.seconds / interval_s - 1e-9))
+    count = max(1, ceil(day.seconds / interval_s - 1 / PARTS))
     if count > MOST_INTERVALS:
         least = day.seconds / MOST_INTERVALS
         raise InputError("interval_s", interval_s, f"the day would have {count} intervals; give at least {least:.4g} s")
     requests = day.requests
     index = np.minimum((requests.arrivals_s // interval_s).astype(int), count - 1)
-    parts = np.minimum((requests.arrivals_s * PARTS // interval_s).astype(int), PARTS * count - 1)
+    seconds = np.full(count, interval_s)
+    seconds[-1] = day.seconds - (count - 1) * interval_s
+    into_s = requests.arrivals_s - index * interval_s
+    parts = PARTS * index + np.minimum((into_s * PARTS // seconds[index]).astype(int), PARTS - 1)
     arrived = np.bincount(index, minlength=count)
     busiest = np.bincount(parts, minlength=PARTS * count).reshape(count, PARTS).max(axis=1)
-    peaks = busiest * PARTS / interval_s
     groups = _alike(requests, index, count)
     of_request = groups[index]
     longest = int(requests.outputs.max())
@@ -138,7 +143,7 @@ def cut(day: Day, interval_s: float) -> Intervals:
         for group in range(groups.max() + 1)
     )
     everything = _workload(day.name, requests.inputs, requests.outputs, longest)
-    return Intervals(arrived / interval_s, peaks, groups, lengths, everything)
+    return Intervals(seconds, arrived / seconds, busiest * PARTS / seconds, groups, lengths, everything)
 
 
 def _alike(requests: Requests, index: Ints, count: int) -> Ints:

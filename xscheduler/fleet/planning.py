@@ -107,7 +107,7 @@ def plan_day(
         rates=np.asarray([kind.rates_per_s for kind in kinds]).T[intervals.groups],
         prices=np.asarray([kind.price_per_hour for kind in kinds]),
         start_costs=np.asarray([kind.change_cost for kind in kinds]),
-        hours=interval_s / 3600,
+        hours=intervals.seconds / 3600,
         least_stay=max(1, ceil(least_stay_s / interval_s)),
         least=least_replicas,
         limits=tuple(limits),
@@ -242,7 +242,7 @@ def figures_of(model: FleetModel, problem: FleetProblem, counts: Ints, times: Re
     waiting_h = np.asarray([(kind.start_s + kind.drain_s) / 3600 for kind in kinds])
     return FleetFigures(
         cost=cost_of(problem, counts),
-        device_hours=float(problem.hours * (counts @ devices).sum() + starts @ (devices * waiting_h)),
+        device_hours=float(problem.hours @ counts @ devices + starts @ (devices * waiting_h)),
         starts=int(starts.sum()),
         share_kept=share_kept(model, times),
         share_within=share_kept(model, times, headroom=False),

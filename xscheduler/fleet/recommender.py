@@ -170,7 +170,7 @@ class Recommender:
             rates=rates,
             prices=np.asarray([kind.price_per_hour for kind in fleet.kinds]),
             start_costs=np.asarray([kind.change_cost for kind in fleet.kinds]),
-            hours=self._step_s / 3600,
+            hours=np.full(NUM_STEPS, self._step_s / 3600),
             least_stay=max(1, ceil(fleet.least_stay_s / self._step_s)),
             least=fleet.least_replicas,
             limits=self._limits,

@@ -2,7 +2,7 @@
 
 Minimise, over whole numbers n[t, k] of replicas and starts u[t, k],
 
-    sum_t sum_k  price[k] hours n[t, k] + start_cost[k] u[t, k]
+    sum_t sum_k  price[k] hours[t] n[t, k] + start_cost[k] u[t, k]
     subject to   sum_k rate[t, k] n[t, k] >= need[t]              the load is served
                  u[t, k] >= n[t, k] - n[t-1, k]                   more than before are starts
                  sum_{t-stay < s <= t} u[s, k] <= n[t, k]         started replicas stay
@@ -68,7 +68,7 @@ class FleetProblem:
             kinds]
         prices: price of a replica for an hour. # [kinds]
         start_costs: cost of a replica for the time in which it starts and ends without serving. # [kinds]
-        hours: length of an interval.
+        hours: length of each interval. # [intervals]
         least_stay: least number of intervals for which a started replica stays.
         least: least number of replicas at any time.
         limits: limits on devices.
@@ -79,7 +79,7 @@ class FleetProblem:
     rates: Array
     prices: Array
     start_costs: Array
-    hours: float
+    hours: Array
     least_stay: int = 1
     least: int = 0
     limits: tuple[DeviceLimit, ...] = ()
@@ -113,7 +113,7 @@ def starts_of(replicas: Ints, before: Ints | None = None) -> Ints:
 
 def cost_of(problem: FleetProblem, replicas: Ints) -> float:
     """Return the cost of replicas over all intervals, starts included."""
-    running = problem.hours * (replicas @ problem.prices).sum()
+    running = problem.hours @ replicas @ problem.prices
     return float(running + (starts_of(replicas, problem.before) @ problem.start_costs).sum())
 
 
@@ -130,19 +130,19 @@ def solve_fleet(problem: FleetProblem) -> FleetSolution:
 
 def _by_shortest_path(problem: FleetProblem, states: Ints) -> FleetSolution:
     """Return the fleet of least cost if each interval has one of `states`. # [states, kinds]"""
-    running = problem.hours * states @ problem.prices
+    running = np.outer(problem.hours, states @ problem.prices)
     holding = _held(problem, states)
     more = np.maximum(states[None] - states[:, None], 0)
     changing = more @ problem.start_costs
     present = np.zeros(len(states))
     if problem.before is not None:
         present = np.maximum(states - problem.before, 0) @ problem.start_costs
-    reached = np.where(holding[0], present + running, np.inf)
+    reached = np.where(holding[0], present + running[0], np.inf)
     came_from = []
-    for state in holding[1:]:
+    for state, of_interval in zip(holding[1:], running[1:], strict=True):
         ways = reached[:, None] + changing
         came_from.append(ways.argmin(axis=0))
-        reached = np.where(state, ways.min(axis=0) + running, np.inf)
+        reached = np.where(state, ways.min(axis=0) + of_interval, np.inf)
     if not np.isfinite(reached.min(initial=np.inf)):
         raise _not_held(problem)
     path = [int(reached.argmin())]
@@ -181,7 +181,7 @@ def _by_branching(problem: FleetProblem) -> FleetSolution:
         constraints.append(
             LinearConstraint(hstack([_by_interval(devices), csr_array((count, size))]), -np.inf, limit.most)
         )
-    cost = np.concatenate([np.tile(problem.hours * problem.prices, count), np.tile(problem.start_costs, count)])
+    cost = np.concatenate([np.outer(problem.hours, problem.prices).ravel(), np.tile(problem.start_costs, count)])
     found = milp(
         cost,
         constraints=constraints,
@@ -230,8 +230,9 @@ def least_costs(problem: FleetProblem) -> Array:
     """Return the least cost of each interval by itself, independent of its neighbours' fleets. # [intervals]"""
     columns = np.column_stack([problem.needs, problem.rates])
     each, index = np.unique(columns, axis=0, return_inverse=True)
-    costs = [solve_constant(replace(problem, needs=row[:1], rates=row[None, 1:])).cost for row in each]
-    return np.asarray(costs)[index.ravel()]
+    hour = replace(problem, hours=np.ones(1))
+    costs = [solve_constant(replace(hour, needs=row[:1], rates=row[None, 1:])).cost for row in each]
+    return problem.hours * np.asarray(costs)[index.ravel()]
 
 
 def _check(problem: FleetProblem) -> None:

@@ -94,7 +94,7 @@ class FleetPlan(Frozen):
     constraint: Constraint
     """The bounds; the quantile is the share of all requests of the day that must keep them."""
     interval_s: PositiveFloat
-    """Length of an interval, in seconds."""
+    """Length of an interval, in seconds; the last one ends with the day."""
     least_stay_s: NonNegativeFloat
     """Least time for which a started replica runs."""
     least_replicas: NonNegativeInt

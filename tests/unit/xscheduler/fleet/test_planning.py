@@ -1,4 +1,4 @@
-"""The load factor: the day, simulated, says how many replicas a load takes."""
+"""A day in intervals, and the load factor: the day, simulated, says how many replicas a load takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,22 @@ import pytest
 
 from xgpt.core.errors import InfeasibleError
 from xscheduler.fleet import planning
+from xscheduler.fleet.day_load import Day, cut
 from xscheduler.fleet.replica_counts import FleetProblem, solve_fleet
+from xsimulator.fleet import Requests
+
+
+@pytest.mark.parametrize(
+    ("seconds", "lengths"),
+    [(110, [110]), (150, [100, 50]), (200, [100, 100]), (230, [100, 130]), (30, [30]), (200.001, [100, 100.001])],
+)
+def test_a_steady_load_is_as_high_in_a_last_interval_of_another_length(seconds: float, lengths: list[float]) -> None:
+    arrivals_s = np.arange(0, seconds, 0.01)
+    ones = np.ones(len(arrivals_s), int)
+    found = cut(Day("day", Requests(ones, ones, arrivals_s), seconds), 100.0)
+    assert found.seconds == pytest.approx(lengths)
+    assert found.rates == pytest.approx([100.0] * len(lengths), rel=0.01)
+    assert found.peaks == pytest.approx([100.0] * len(lengths), rel=0.01)
 
 
 def settled(monkeypatch: pytest.MonkeyPatch, enough: int) -> tuple[float, int]:
@@ -18,7 +33,7 @@ def settled(monkeypatch: pytest.MonkeyPatch, enough: int) -> tuple[float, int]:
     monkeypatch.setattr(planning, "share_kept", lambda model, share: share)
     simulated: Any = lambda replicas, interval_s: 1.0 if replicas.max() >= enough else 0.5  # noqa: E731
     model: Any = SimpleNamespace(day=SimpleNamespace(requests=range(10)), simulate=simulated)
-    problem = FleetProblem(np.asarray([6.5]), np.ones((1, 1)), np.ones(1), np.ones(1), 1.0)
+    problem = FleetProblem(np.asarray([6.5]), np.ones((1, 1)), np.ones(1), np.ones(1), np.ones(1))
     factor, solution, _ = planning._settled(model, problem, solve_fleet(problem), 0.99, 60.0)
     return factor, int(solution.replicas[0, 0])
 

@@ -65,7 +65,7 @@ def least_by_shortest_path(problem: FleetProblem, most: int) -> float:
             if not _holds(problem, t, np.asarray([n])):
                 continue
             starts = {m: max(0, n - m) * problem.start_costs[0] if t else 0.0 for m in costs}
-            reached[n] = problem.hours * problem.prices[0] * n + min(cost + starts[m] for m, cost in costs.items())
+            reached[n] = problem.hours[t] * problem.prices[0] * n + min(cost + starts[m] for m, cost in costs.items())
         costs = reached
     return min(costs.values())
 
@@ -82,7 +82,7 @@ def problems(draw: st.DrawFn, kinds: int, count: int, least_stay: int) -> FleetP
         np.asarray(rates).reshape(count, kinds),
         np.asarray(prices),
         np.asarray(starts),
-        0.25,
+        np.asarray(draw(st.lists(st.floats(0.1, 0.5), min_size=count, max_size=count))),
         draw(st.integers(1, least_stay)),
         draw(st.integers(0, 1)),
         (limit,),
@@ -146,7 +146,7 @@ def _check_constant(problem: FleetProblem) -> None:
         with pytest.raises(InfeasibleError):
             solve_constant(problem)
         return
-    least = min(problem.hours * 3 * float(state @ problem.prices) for state in kept)
+    least = min(problem.hours.sum() * float(state @ problem.prices) for state in kept)
     assert solve_constant(problem).cost == pytest.approx(least, rel=1e-6)
 
 
@@ -156,22 +156,22 @@ def test_a_start_that_costs_more_than_staying_is_not_made() -> None:
         rates=np.ones((3, 1)),
         prices=np.asarray([1.0]),
         start_costs=np.asarray([0.5]),
-        hours=1.0,
+        hours=np.ones(3),
     )
     assert solve_fleet(day).replicas[:, 0].tolist() == [2, 1, 2]
-    dear = FleetProblem(day.needs, day.rates, day.prices, np.asarray([1.5]), 1.0)
+    dear = FleetProblem(day.needs, day.rates, day.prices, np.asarray([1.5]), day.hours)
     assert solve_fleet(dear).replicas[:, 0].tolist() == [2, 2, 2]
     assert least_costs(dear).sum() == 5.0
 
 
 def test_a_load_of_hardly_anything_needs_a_replica() -> None:
     """The solver itself takes 1e-7 for zero."""
-    day = FleetProblem(np.asarray([1e-7, 0.0]), np.ones((2, 1)), np.ones(1), np.ones(1), 1.0)
+    day = FleetProblem(np.asarray([1e-7, 0.0]), np.ones((2, 1)), np.ones(1), np.ones(1), np.ones(2))
     assert solve_fleet(day).replicas[:, 0].tolist() == [1, 0] and solve_constant(day).cost == 2.0
 
 
 def test_a_load_that_the_devices_cannot_hold_is_refused() -> None:
     limit = DeviceLimit((0,), (2,), 3)
-    day = FleetProblem(np.asarray([2.0]), np.ones((1, 1)), np.ones(1), np.ones(1), 1.0, limits=(limit,))
+    day = FleetProblem(np.asarray([2.0]), np.ones((1, 1)), np.ones(1), np.ones(1), np.ones(1), limits=(limit,))
     with pytest.raises(InfeasibleError, match="at most 3 devices cannot serve 2 requests/s"):
         solve_fleet(day)
