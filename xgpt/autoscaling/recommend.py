@@ -49,7 +49,8 @@ def autoscale(
         MachineError: the port cannot be opened, or with `once` no replica answers.
     """
     ending = stop or Event()
-    began_s = began_at(time.time(), request.day_begins)
+    clock_s = time.time()
+    began_s = time.monotonic() - (clock_s - began_at(clock_s, request.day_begins))
     recommender = Recommender(fleet, device_limits(fleet), request.look_s)
     kinds = [kind.name for kind in fleet.kinds]
     targets = [target_of(text, kinds) for text in request.scrape]
@@ -72,7 +73,11 @@ def autoscale(
 
 @dataclass
 class _Live:
-    """Readings of the live load, and their recommendations."""
+    """Readings of the live load, and their recommendations.
+
+    Attributes:
+        began_s: start of the planned day, on the monotonic clock.
+    """
 
     fleet: FleetPlan
     request: AutoscaleRequest
@@ -98,24 +103,24 @@ class _Live:
 
     def look(self) -> tuple[Recommendation | None, str]:
         """Return the current recommendation (None: unchanged), and a line about it."""
-        now_s = time.time() - self.began_s
-        seconds, self._looked_s = now_s - (self._looked_s or now_s), now_s
+        now_s = time.monotonic() - self.began_s
         rate = self.request.arrival_rate_per_s
         if rate is not None:
-            seconds = seconds or RATE_SPAN_S
+            seconds = RATE_SPAN_S if self._looked_s is None else now_s - self._looked_s
+            self._looked_s = now_s
             self.last = self.recommender.recommend(LoadSample(now_s, seconds, rate * seconds))
             return self.last, f"{rate:.3g} requests/s arrive; {self._in_words(self.last)}"
-        traffic = self.reader.read()
+        traffic = self.reader.read(now_s)
         self.ready = None if traffic is None else traffic.ready
-        if traffic is None or not seconds:
+        if traffic is None or not traffic.seconds:
             self.last = self.recommender.as_planned(now_s)
             why = "no replica answers" if traffic is None else "a rate needs two readings"
             return self.last, f"{why}: replicas as planned for this time of day; {self._in_words(self.last)}"
         lengths = self._lengths(now_s, traffic)
-        sample = LoadSample(now_s, seconds, traffic.num_requests, traffic.waiting, traffic.ready, *lengths)
+        sample = LoadSample(now_s, traffic.seconds, traffic.num_requests, traffic.waiting, traffic.ready, *lengths)
         self.last = self.recommender.recommend(sample)
         return self.last, (
-            f"{traffic.num_requests / seconds:.3g} requests/s arrive, {traffic.waiting:.0f} wait; "
+            f"{traffic.num_requests / traffic.seconds:.3g} requests/s arrive, {traffic.waiting:.0f} wait; "
             f"{self._in_words(self.last)}"
         )
 

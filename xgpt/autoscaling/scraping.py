@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from xgpt.core.errors import InputError
 ENDED = "xgpt_requests_total"
 RUNNING, WAITING = "xgpt_requests_running", "xgpt_requests_waiting"
 PROMPT, OUTPUT = "xgpt_prompt_tokens_total", "xgpt_output_tokens_total"
+BEGAN = "xgpt_prompt_tokens_created"
 TIMEOUT_S = 2.0
 MAX_PAGE_BYTES = 4 << 20
 AT_ONCE = 16
@@ -30,28 +32,35 @@ class Counts(NamedTuple):
 
     Attributes:
         arrived: requests accepted.
-        waiting: requests waiting now.
         ended: requests ended.
         prompt_tokens, output_tokens: tokens of the ended requests.
+        waiting: requests waiting now.
+        age_s: seconds since the start; infinite: unknown.
     """
 
     arrived: float
-    waiting: float
     ended: float
     prompt_tokens: float
     output_tokens: float
+    waiting: float
+    age_s: float
+
+
+NOTHING = Counts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class ScrapedTraffic(NamedTuple):
     """The requests that replicas have received between two readings.
 
     Attributes:
+        seconds: time since the previous reading that a replica answered; 0: there was none.
         num_requests: requests that have arrived.
         ended: number of ended requests, with the tokens of their prompts and outputs.
         waiting: requests that wait now.
         ready: replicas of each kind that answered. # [kinds]
     """
 
+    seconds: float
     num_requests: float
     ended: float
     prompt_tokens: float
@@ -107,34 +116,33 @@ class LoadReader:
         key = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._headers = {"Accept-Encoding": "identity", **key}
         self._tls = httpx.create_ssl_context(trust_env=False)
-        self._before: dict[str, Counts] = {}
-        """The last known counters of every replica, including those that did not answer last time."""
-        self._is_first = True
+        self._before: dict[str, tuple[float, Counts]] = {}
+        """Time and counters of each replica's last reading, including replicas that did not answer last time."""
+        self._read_s: float | None = None
 
-    def read(self) -> ScrapedTraffic | None:
-        """Return the requests that have arrived since the last reading; None: no replica answers.
+    def read(self, now_s: float) -> ScrapedTraffic | None:
+        """Return the requests that have arrived since the last reading that a replica answered; None: no replica
+        answers.
 
-        The first reading counts no arrivals, since the time at which the replicas' counters began is unknown. A
-        restarted replica counts from zero.
+        The first reading counts no arrivals.
+
+        Args:
+            now_s: the present time, on a clock that is never set.
         """
         with ThreadPoolExecutor(AT_ONCE) as pool:
             found = list(pool.map(self._counts, self._addresses()))
         now = {url: (kind, counts) for kind, url, counts in found if counts is not None}
         if not now:
             return None
-        changes = [_change(self._before.get(url), counts) for url, (_, counts) in now.items()]
-        if self._is_first:
-            changes = []
-        self._is_first = False
-        self._before |= {url: counts for url, (_, counts) in now.items()}
-        arrived, _, ended, prompt, output = (
-            sum(column) for column in zip(Counts(0, 0, 0, 0, 0), *changes, strict=True)
-        )
+        seconds = 0.0 if self._read_s is None else now_s - self._read_s
+        changes = [_recent(self._before.get(url), now_s, counts, seconds) for url, (_, counts) in now.items()]
+        self._read_s = now_s
+        self._before |= {url: (now_s, counts) for url, (_, counts) in now.items()}
         ready = [kind for kind, _ in now.values()]
         waiting = sum(counts.waiting for _, counts in now.values())
-        return ScrapedTraffic(
-            arrived, ended, prompt, output, waiting, tuple(ready.count(kind) for kind in range(self._num_kinds))
-        )
+        arrived, ended, prompt, output = (sum(column) for column in zip(*changes, strict=True))
+        by_kind = tuple(ready.count(kind) for kind in range(self._num_kinds))
+        return ScrapedTraffic(seconds, arrived, ended, prompt, output, waiting, by_kind)
 
     def _addresses(self) -> Iterator[tuple[int, str]]:
         """Yield the kind and URL of each replica; a host that does not resolve yields nothing.
@@ -195,11 +203,19 @@ def read_counts(text: str) -> Counts | None:
         return None
     ended = found.get(ENDED, 0.0)
     arrived = ended + found[RUNNING] + found[WAITING]
-    counts = Counts(arrived, found[WAITING], ended, found.get(PROMPT, 0.0), found.get(OUTPUT, 0.0))
-    return counts if all(0 <= count < math.inf for count in counts) else None
+    counts = (arrived, ended, found.get(PROMPT, 0.0), found.get(OUTPUT, 0.0), found[WAITING])
+    age_s = time.time() - found[BEGAN] if math.isfinite(found.get(BEGAN, math.nan)) else math.inf
+    return Counts(*counts, age_s) if all(0 <= count < math.inf for count in counts) else None
 
 
-def _change(before: Counts | None, now: Counts) -> Iterable[float]:
-    if before is None or before.ended > now.ended:
-        return now
-    return (max(0.0, b - a) for a, b in zip(before, now, strict=True))
+def _recent(before: tuple[float, Counts] | None, now_s: float, counts: Counts, seconds: float) -> list[float]:
+    """Return the requests that arrived and ended at a replica in the last seconds, and the tokens of the latter.
+
+    Those since the replica's last reading, or if there was none or it has restarted, since its start, are assumed to
+    be spread evenly over that time.
+    """
+    since_s, base = (math.inf, NOTHING) if before is None else (now_s - before[0], before[1])
+    if base.ended > counts.ended or before is None:
+        since_s, base = min(since_s, counts.age_s), NOTHING
+    share = seconds and seconds / max(since_s, seconds)
+    return [share * max(0.0, b - a) for a, b in zip(base[:4], counts[:4], strict=True)]

@@ -8,15 +8,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 import xgpt
 from tests.fleets import fleet_of
-from xgpt.autoscaling.recommend import began_at
+from xgpt.autoscaling.recommend import _Live, began_at
 from xgpt.autoscaling.scraping import LoadReader, ScrapedTraffic, Target, read_counts, target_of
 from xgpt.core.errors import InputError, MachineError
+from xgpt.requests import AutoscaleRequest
+from xscheduler.fleet.recommender import Recommender
 
 
 class Replica:
@@ -24,10 +27,15 @@ class Replica:
 
     def __init__(self) -> None:
         self.ended = self.waiting = 0
+        self.began_s: float | None = None
+        self.answers = True
         self.keys: set[str | None] = set()
 
     def text(self) -> str:
-        return (
+        if not self.answers:
+            return "nothing"
+        began = "" if self.began_s is None else f"xgpt_prompt_tokens_created {self.began_s}\n"
+        return began + (
             f'xgpt_requests_total{{finish_reason="stop"}} {self.ended}.0\n'
             f"xgpt_requests_running 0.0\nxgpt_requests_waiting {self.waiting}.0\n"
             f"xgpt_prompt_tokens_total {100 * self.ended}.0\nxgpt_output_tokens_total {10 * self.ended}.0\n"
@@ -64,26 +72,61 @@ def test_arrivals_are_counted_between_readings_and_anew_after_a_restart() -> Non
     one.ended = 1000
     with serving(one) as url, serving(other) as url_2:
         reader = LoadReader([Target(0, url), Target(1, url_2)], 2, "secret")
-        assert reader.read() == ScrapedTraffic(0, 0, 0, 0, 0, (1, 1))  # since when the thousand have come is not known
+        # The time in which the thousand have come is not known.
+        assert reader.read(100.0) == ScrapedTraffic(0.0, 0, 0, 0, 0, 0, (1, 1))
         one.ended, other.ended, other.waiting = 1030, 20, 5
-        assert reader.read() == ScrapedTraffic(55, 50, 5000, 500, 5, (1, 1))
+        assert reader.read(115.0) == ScrapedTraffic(15.0, 55, 50, 5000, 500, 5, (1, 1))
         one.ended, other.waiting = 7, 0  # it has been restarted
-        assert reader.read() == ScrapedTraffic(7, 7, 700, 70, 0, (1, 1))
+        assert reader.read(130.0) == ScrapedTraffic(15.0, 7, 7, 700, 70, 0, (1, 1))
         assert one.keys == {"Bearer secret"}
-    assert LoadReader([Target(0, url)], 1, None).read() is None
+    assert LoadReader([Target(0, url)], 1, None).read(0.0) is None
 
 
-def test_a_replica_that_missed_a_reading_is_counted_from_the_last_one() -> None:
+def test_a_replica_that_missed_a_reading_is_counted_over_the_time_since_its_last_one() -> None:
     replica = Replica()
-    text = replica.text
     with serving(replica) as url, serving(Replica()) as there:
         reader = LoadReader([Target(0, url), Target(0, there)], 1, None)
         replica.ended = 500
-        reader.read()
-        replica.text = lambda: "nothing"  # type: ignore[method-assign]
-        assert reader.read() == ScrapedTraffic(0, 0, 0, 0, 0, (1,))
-        replica.text, replica.ended = text, 520  # type: ignore[method-assign]
-        assert reader.read() == ScrapedTraffic(20, 20, 2000, 200, 0, (2,))
+        reader.read(0.0)
+        replica.answers = False
+        assert reader.read(15.0) == ScrapedTraffic(15.0, 0, 0, 0, 0, 0, (1,))
+        replica.answers, replica.ended = True, 520
+        assert reader.read(30.0) == ScrapedTraffic(15.0, 10, 10, 1000, 100, 0, (2,))
+
+
+@pytest.mark.parametrize(("began_s_ago", "arrived"), [(None, 0), (10_000, 1500), (5, 1_000_000)])
+def test_a_replica_that_is_first_seen_late_is_counted_over_the_time_since_its_start(
+    began_s_ago: float | None, arrived: float
+) -> None:
+    """All of its million requests once counted as those of one reading."""
+    replica = Replica()
+    replica.answers, replica.ended = False, 1_000_000
+    with serving(replica) as url, serving(Replica()) as there:
+        reader = LoadReader([Target(0, url), Target(0, there)], 1, None)
+        reader.read(0.0)
+        replica.answers, replica.began_s = True, began_s_ago and time.time() - began_s_ago
+        traffic = reader.read(15.0)
+    assert traffic is not None and traffic.num_requests == pytest.approx(arrived, rel=0.01)
+
+
+@pytest.mark.parametrize("missed", [0, 40])
+def test_missed_readings_and_a_clock_that_is_set_back_leave_a_steady_load_as_it_is(
+    missed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The requests of ten minutes without an answer once counted as those of 15 s."""
+    now_s, wanted, fleet, replica = 900.0, [], fleet_of([4.0] * 12), Replica()
+    clock = SimpleNamespace(monotonic=lambda: now_s, time=lambda: now_s - 3600 * (now_s > 1200))
+    monkeypatch.setattr("xgpt.autoscaling.recommend.time", clock)
+    with serving(replica) as url:
+        request = AutoscaleRequest(scrape=(url,))
+        live = _Live(fleet, request, Recommender(fleet), LoadReader([Target(0, url)], 1, None), 0.0)
+        for number in range(60):
+            replica.answers = not 10 <= number < 10 + missed
+            found, note = live.look()
+            assert found is not None and (number == 0 or "4 requests/s arrive" in note or not replica.answers)
+            wanted.append(found.replicas[0])
+            now_s, replica.ended = now_s + 15, replica.ended + 60
+    assert set(wanted) <= {2, 3}
 
 
 @pytest.mark.parametrize(
@@ -126,7 +169,7 @@ def test_a_hostile_replica_does_not_hold_up_the_reading_of_the_others(
         thread.start()
         reader = LoadReader([Target(0, f"http://127.0.0.1:{listener.getsockname()[1]}"), Target(0, url)], 1, None)
         begin_s = time.monotonic()
-        assert reader.read() == ScrapedTraffic(0, 0, 0, 0, 0, (1,))
+        assert reader.read(0.0) == ScrapedTraffic(0.0, 0, 0, 0, 0, 0, (1,))
         assert time.monotonic() - begin_s < 5
         thread.join()
 
