@@ -298,6 +298,10 @@ class FleetRequest(ProblemFields, BoundFields, Policy):
 
     group: ClassVar[str] = "Fleet"
     most_used: ClassVar[tuple[str, ...]] = ("trace", "latency_bound_s", "model", "cluster", "output")
+    latency_bound_s: Annotated[
+        PositiveFloat | None, BeforeValidator(_none_if_inf), Option("--latency-bound", "S|inf", "bound")
+    ] = None
+    """Seconds from its arrival within which a request must end, or inf for no bound."""
     trace: Annotated[Path, Option(metavar="FILE", is_required=True)]
     """A day's requests with their times (CSV, JSON lines), or its rates and workloads over hours (YAML)."""
     attain: Annotated[Share, Option(metavar="SHARE")] = 0.99

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -54,6 +55,13 @@ def test_a_command_has_the_options_of_its_request_and_no_second_ones(name: str) 
     }
     assert of_request == declared.keys() - unset
     assert others <= {"output", "engine_output", "force", "as_json", "calibrate", "timeline", "simulated_trace"}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_text_sets_no_option_that_the_command_lacks(name: str) -> None:
+    texts = descriptions(REQUESTS[name])
+    for field in REQUESTS[name].model_fields:
+        assert set(re.findall(r"`(\w+)=", texts[field])) <= REQUESTS[name].model_fields.keys(), field
 
 
 def declarations() -> dict[tuple[str, str], set[str]]:

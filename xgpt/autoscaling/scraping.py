@@ -21,6 +21,7 @@ ENDED = "xgpt_requests_total"
 RUNNING, WAITING = "xgpt_requests_running", "xgpt_requests_waiting"
 PROMPT, OUTPUT = "xgpt_prompt_tokens_total", "xgpt_output_tokens_total"
 BEGAN = "xgpt_prompt_tokens_created"
+"""The time at which a counter began, which prometheus_client adds: here, the start of the server."""
 TIMEOUT_S = 2.0
 MAX_PAGE_BYTES = 4 << 20
 AT_ONCE = 16
