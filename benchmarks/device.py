@@ -134,7 +134,8 @@ def equality(device: str, small: bool) -> list[dict[str, Any]]:
     if small:
         models = {"llama, small": (LLAMA[0], LLAMA[1] | SMALL)}
     dtypes: tuple[DType, ...] = ("float32",) if device == "cpu" else ("float32", "float16", "bfloat16")
-    click.echo("| model | dtype | logits of prompts, decodes: off the reference by | equal tokens | transformers' |")
+    apart = "largest difference from the reference's logits: prompts, decodes"
+    click.echo(f"| model | dtype | {apart} | share of tokens equal to the reference's | share equal to transformers' |")
     click.echo(f"|{'---|' * 5}")
     rows = []
     for name, config in models.items():

@@ -31,8 +31,8 @@ class Part(NamedTuple):
 
     Attributes:
         make: makes them.
-        kind: "forms": closed forms and simulations of seconds; "search": searches for schedules; "measure": runs on
-            this machine.
+        kind: "forms": closed forms and short simulations; "search": searches for schedules; "measure": runs on this
+            machine.
     """
 
     make: Callable[[], Iterable[Found]]
@@ -64,24 +64,32 @@ PARTS = {
     "tcb-served": Part(measured.tcb_served, "measure"),
 }
 
+HOW = {
+    "forms": "from closed forms and short simulations",
+    "search": "by searching for schedules",
+    "measure": "by measuring on this machine",
+}
+"""How a kind of part is computed, in words."""
+
 PAGE = """# The papers' figures
 
-This page compares figures that ExeGPT (ASPLOS '24), ORCA (OSDI '22), PeriFlow's article and TCB (ICPP '22) state with
-ours. Unless a row says "measured", our figure is a prediction. It uses profiles computed from datasheets with one set
+This page compares our figures with those in ExeGPT (ASPLOS '24), ORCA (OSDI '22), PeriFlow's article and TCB (ICPP
+'22). Unless a row says "measured", our figure is a prediction. It uses profiles computed from datasheets with one set
 of efficiencies for each kind of device (`configs/devices`), the closed forms and the simulated engine of `xsimulator`
-and, if a schedule is searched for, `xscheduler` (`--objective saturated`). No parameter was set for a single row.
-"Holds if" is the goal of a row. If a row does not hold, the last column names the assumption that decides, and the
-value at which the row would hold.
+and, if a schedule is searched for, `xscheduler` (`--objective saturated`). No parameter was adjusted to make an
+individual row fit. "Holds if" is the goal of a row. If a row does not hold, the outcome depends on an assumption; the
+column "assumption that decides" names this assumption and the value at which the row would hold.
 
 Statements without a figure are left out, and so is ExeGPT's Table 4 (seconds to load weights over PCIe), whose slowest
 rate the planner uses for GPUs; [several devices](devices.md) measures loading on CPUs. [Formulas](formulas.md) corrects
-two of ExeGPT's.
+two of ExeGPT's formulas.
 
-SLA (a) bounds the quantile of all requests; SLA (b) bounds a request whose output has the quantile's length (ExeGPT
-7.6). TNB pads requests to the longest of a batch, TTB batches requests of similar lengths as TurboTransformers does,
-and TCB concatenates requests. das is TCB's order of admission, and fcfs the order of arrival. Variance is that of the
-lengths. Unless a row says otherwise, four times as many requests arrive as TNB can serve. `python -m benchmarks.papers
-PART` computes a part's rows.
+FT is FasterTransformer. SLA (a) bounds a quantile of the latencies of all requests; SLA (b) bounds the latency of a
+request whose output has the quantile's length (ExeGPT 7.6). TNB pads requests to the longest of a batch, TTB batches
+requests of similar lengths as TurboTransformers does, and TCB concatenates requests. das is TCB's order of admission,
+and fcfs the order of arrival. "Variance" is the variance of the lengths. Unless a row about TCB says otherwise, four
+times as many requests arrive as TNB can serve. "A over B" is A's throughput divided by B's, unless a row names another
+figure; "over FT" is our throughput divided by FT's. `python -m benchmarks.papers PART` computes the rows of a part.
 
 """
 
@@ -131,7 +139,7 @@ def page(parts: Mapping[str, Sequence[Found]], commit: str) -> str:
     for name, found in parts.items():
         make = PARTS[name].make
         tables = "".join(f"\n{as_markdown(one, 3)}" for one in found if isinstance(one, Table))
-        text += f"\n## {name}\n\n`{make.__module__}.{make.__name__}`, {PARTS[name].kind}\n{tables}"
+        text += f"\n## {name}\n\nComputed by `{make.__module__}.{make.__name__}` {HOW[PARTS[name].kind]}.\n{tables}"
     return text
 
 

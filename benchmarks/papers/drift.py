@@ -49,14 +49,14 @@ def figure_11() -> Iterator[Claim]:
         for sla, paper, margin, capped in zip("ab", papers, grown, kept, strict=True):
             yield judged(
                 "ExeGPT Fig. 11",
-                f"by how much the bound must be tightened for {name}, {TASK}, WAA, SLA ({sla})",
+                f"tightening of the bound that is needed for {name}, {TASK}, WAA, SLA ({sla})",
                 f"{paper}%",
                 f"{margin:.0f}%",
                 f"within {WITHIN} points",
                 abs(margin - paper) <= WITHIN,
-                "the number of requests in decode: here it grows with the mean output, as in the paper's B_D = B_E "
-                "S_D. A plan that is served here caps this number, which costs throughput instead, and needs "
-                f"{capped:.0f}%",
+                "the number of requests in decode: in this row it grows with the mean output, as in the paper's B_D = "
+                "B_E S_D. `xgpt serve` caps this number instead, at a cost in throughput; the bound then needs "
+                f"tightening by {capped:.0f}%",
             )
 
 
@@ -94,12 +94,14 @@ def drift_of_rra() -> Iterator[Claim]:
         )
         yield judged(
             "ExeGPT 7.6",
-            f"RRA, {TASK}, {name}: kept schedule against the adjusted one, throughput and latency, at most",
+            f"RRA, {TASK}, {name}: largest differences in throughput and latency between the kept and the "
+            "adjusted schedule",
             f"under {most_throughput:g}%, {most_latency:g}%",
             f"{throughput:.0f}%, {latency:.0f}%",
             "within 5 points of both",
             throughput <= most_throughput + 5 and latency <= most_latency + 5,
-            "how steeply throughput rises with latency near the bound. With the bound at a share of FT's latencies: "
+            "how steeply throughput rises with latency near the bound. By the share of FT's latencies that the "
+            "bound is: "
             f"{shown}",
         )
 

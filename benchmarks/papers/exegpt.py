@@ -98,8 +98,8 @@ def tables_6_and_7() -> Iterator[Claim]:
         _decode_stage_s(two, here),
         0.2,
         "s",
-        f"the number of requests that a stage decodes at a time, which the paper does not state: here {here}; it holds "
-        f"at {needed}",
+        f"the number of requests that a stage decodes at a time, which the paper does not state: here {here}; the row "
+        f"holds at {needed}",
     )
     yield from ranges_of_table_7()
 
@@ -126,7 +126,10 @@ def ranges_of_table_7() -> Iterator[Claim]:
     decodes = [span for span in of_waa if span.step.decode]
     running = [len(span.step.decode) for span in decodes]
     varies, smaller = np.std(running) / np.mean(running), _range([span for span in of_smaller if span.step.decode])
-    tokens = "the limit on the tokens of a batch: here prompts enter up to a mean number of tokens"
+    tokens = (
+        "the limit on the tokens of a batch: here prompts are added so that a batch has a given number of "
+        "tokens on average"
+    )
     for policy, phase, paper, spans, why in (
         ("RRA", "encode", 7.1, of_rra, tokens),
         (
@@ -135,7 +138,7 @@ def ranges_of_table_7() -> Iterator[Claim]:
             2.4,
             of_rra,
             "the iterations that are compared: here all of them, although each has fewer requests than the previous "
-            "one until the next encoding. Among iterations at the same distance from an encoding, it is "
+            "one until the next encoding. Among iterations at the same distance from an encoding, the range is "
             f"±{np.mean(alike):.1f}%",
         ),
         ("WAA", "encode", 11.8, of_waa, tokens),
@@ -145,7 +148,8 @@ def ranges_of_table_7() -> Iterator[Claim]:
             5.5,
             of_waa,
             f"the variation of the number of requests in decode from step to step: here {varies:.0%} (standard "
-            f"deviation); it holds up to {varies * 5.5 / _range(decodes):.0%}. With B_E 4 it is ±{smaller:.1f}%",
+            f"deviation); the row holds up to {varies * 5.5 / _range(decodes):.0%}. With B_E 4 the range is "
+            f"±{smaller:.1f}%",
         ),
     ):
         ours = _range([span for span in spans if bool(span.step.encode) == (phase == "encode")])
@@ -206,7 +210,8 @@ def figure_4() -> Iterator[Claim]:
         # The first token comes of encoding; the paper's two are those of decoding.
         requests = [SimulatedRequest(i, 8, tokens + 1, tokens + 1) for i in range(batch)]
         stages = SimulatedEngine(schedule, EvenStages(batch), requests).run()[-1].end_ns / 1e9
-        what = f"stages' times until two tokens are decoded, micro-batches: {microbatches}"
+        noun = "micro-batch" if microbatches == 1 else "micro-batches"
+        what = f"time until two tokens are decoded, in times of one stage; {microbatches} {noun}"
         yield within("ExeGPT Fig. 4", what, round(paper, 2), stages, 0.01, "stages")
 
 
@@ -253,23 +258,22 @@ def figures_6_and_8() -> Iterator[Found]:
     small, large = bars()
     unbounded = [row for row in large if row.bound_s is None]
     for source, what, paper, group, only in (
-        ("ExeGPT Fig. 6", "over FT, small and mid models, mean", 2.0, small, None),
-        ("ExeGPT Fig. 8", "over FT, large models, RRA, mean", 3.2, large, "rra"),
-        ("ExeGPT 7.4", "over FT, large models, RRA, no bound, mean", 2.2, unbounded, "rra"),
+        ("ExeGPT Fig. 6", "over FT, mean of small and mid models", 2.0, small, None),
+        ("ExeGPT Fig. 8", "RRA over FT, mean of large models", 3.2, large, "rra"),
+        ("ExeGPT 7.4", "RRA over FT without a bound, mean of large models", 2.2, unbounded, "rra"),
     ):
         over = _known([_over(row, only=only) for row in group])
         alike = _known([_over(row, at_quantile=True, only=only) for row in group])
         static = _mean(_known([row.over_static for row in group]))
         why = (
             "the output length for which FT must keep the bound: the longest one, as in the paper's 7.1. With the "
-            f"99th percentile, as for all others, it is {_mean(alike):.2f}x, and over static batches at their best "
-            "placement "
-            f"{static:.2f}x"
+            f"99th percentile, as for all other systems, the ratio is {_mean(alike):.2f}x; over static batches at "
+            f"their best placement, it is {static:.2f}x"
         )
         yield within(source, what, paper, _mean(over), 0.35, "x", why)
     for source, what, paper, group, only in (
-        ("ExeGPT 7.3", "over FT, small and mid models, at most", 5.4, small, None),
-        ("ExeGPT 7.4", "over FT, large models, RRA, at most", 15.2, large, "rra"),
+        ("ExeGPT 7.3", "over FT, largest ratio of small and mid models", 5.4, small, None),
+        ("ExeGPT 7.4", "RRA over FT, largest ratio of large models", 15.2, large, "rra"),
     ):
         known = [row for row in group if _over(row, only=only) is not None]
         top = max(known, key=lambda row: _over(row, only=only) or 0.0)
@@ -277,11 +281,11 @@ def figures_6_and_8() -> Iterator[Found]:
         where = f"{top.model} on {top.cluster}, {top.workload}, {_bound(top)}"
         why = (
             f"{where}: the largest ratio occurs where FT's smallest batches just keep the bound for their longest "
-            f"output; with the 99th percentile's length it is {alike:.2f}x"
+            f"output; with the 99th percentile's length the largest ratio is {alike:.2f}x"
         )
         yield within(source, what, paper, _over(top, only=only) or 0.0, 0.4, "x", why)
     all_over = [*(_over(row) for row in small), *(_over(row, only="rra") for row in large)]
-    what = "over FT, all scenarios of both figures, mean"
+    what = "over FT, mean of all scenarios of both figures"
     yield within("ExeGPT abstract", what, 2.9, _mean(_known(all_over)), 0.35, "x", "FT's bound, as in the rows above")
     yield from _at_the_highest_gain()
     yield from _memory_of_two_copies()
@@ -296,8 +300,8 @@ def figures_6_and_8() -> Iterator[Found]:
         (*columns, "over FT", "over FT at p99"),
         tuple(rows),
         "FT must keep the bound for its longest output, as in the paper; `FT at p99` must keep it, like all others, "
-        "for an output at the 99th percentile of lengths. `python -m benchmarks.scheduler --check` sweeps the same "
-        "spaces whole.",
+        "for an output at the 99th percentile of lengths. `python -m benchmarks.scheduler --check` evaluates "
+        "every setting of the same spaces.",
     )
 
 
@@ -315,24 +319,26 @@ def _at_the_highest_gain() -> Iterator[Claim]:
     size = batches[ft.longest <= STATED_BOUND_S][-1]
     fewer = batches[ft.throughput <= row.throughput_rps / (0.6 * most)][-1]
     bounded = (
-        f"the size of FT's batches under the bound: here {size}, which keep it for their longest output; it holds with "
-        f"{fewer} or fewer"
+        f"the size of FT's batches: here {size}, the largest that keep the bound for the longest output; the row holds "
+        f"with {fewer} or fewer"
     )
     largest = int(batches[ft.throughput.argmax()])
     as_slow = int(batches[np.abs(ft.latency - 47).argmin()])
     unbounded = (
         f"the size of FT's largest batch: here {largest} requests, which fit beside the weights in nine tenths of "
-        f"memory, each with K/V for its longest output; with {as_slow} it takes 47 s"
+        f"memory, each with K/V for its longest output; a batch of {as_slow} takes 47 s"
     )
     at_bound = (
-        "which setting that keeps the bound is the fastest: the more steeply throughput rises with latency, the nearer "
-        "its latency is to the bound"
+        "how near the best setting's latency is to the bound: the more steeply throughput rises with "
+        "latency, the nearer"
     )
     yield within("ExeGPT 7.3", f"{where}: latency", 7.8, row.latency_s, 0.15, "s", at_bound)
     yield within("ExeGPT 7.3", f"{where}: over FT", most, over, 0.4, "x", bounded)
     yield within("ExeGPT 7.3", "gpt3-39b, summarization, no bound: FT's latency", 47, slowest, 0.15, "s", unbounded)
     better = slowest / row.latency_s
-    yield within("ExeGPT 7.3", f"{where}: FT's latency without a bound over ours", 6, better, 0.3, "x", unbounded)
+    yield within(
+        "ExeGPT 7.3", f"{where}: FT's latency without a bound, divided by ours", 6, better, 0.3, "x", unbounded
+    )
 
 
 def _memory_of_two_copies() -> Iterator[Claim]:
@@ -345,25 +351,26 @@ def _memory_of_two_copies() -> Iterator[Claim]:
         yield judged(
             "ExeGPT 7.4",
             f"WAA, {model} on {cluster}",
-            "fails for memory",
-            "fails for memory" if plan is None else f"runs, {plan.estimate.throughput_rps:.2f} req/s at most",
-            "it fails",
+            "runs out of memory",
+            "runs out of memory" if plan is None else f"runs, {plan.estimate.throughput_rps:.2f} req/s at most",
+            "WAA runs out of memory",
             plan is None,
             f"the other contents of memory: two copies of the weights, divided evenly, take {weights / 1e9:.0f} of "
-            f"{device / 1e9:.0f} GB on each device; it fails if buffers and the K/V of the smallest batch take more "
+            f"{device / 1e9:.0f} GB on each device; memory is too small if buffers and the K/V of the smallest "
+            "batch take more "
             f"than {1 - weights / device:.0%} of it",
         )
 
 
 def _cost_of_scheduling(rows: Sequence[Row]) -> Iterator[Claim]:
     slowest = max(row.seconds for row in rows)
-    what = "scheduling, RRA and WAA, slowest"
+    what = "longest time to find a schedule, RRA and WAA"
     yield judged("ExeGPT 7.7", what, "5 minutes", f"{slowest:.2f} s", "at most 300 s", slowest <= 300)
     times = min(row.space_size / row.evaluations for row in rows if row.evaluations)
     yield judged(
         "ExeGPT 7.7",
-        "exhaustive search over branch and bound, at least",
-        "60x (five hours over five minutes)",
+        "exhaustive search relative to branch and bound, at least",
+        "60x (five hours, five minutes)",
         f"{times:.0f}x as many settings",
         "at least 60x",
         times >= 60,
@@ -420,7 +427,7 @@ def figure_7() -> Iterator[Claim]:
         "everywhere",
         all(ratio < 1 for ratio in ratios[0.0]),
         "the cost of a step beyond its kernels: here 0.2 ms in every system. With slower steps of ORCA (the paper's "
-        f"executor in Python was not hidden behind kernels), FT is above at {shown}",
+        f"executor in Python was not hidden behind kernels), FT is above ORCA at {shown}",
     )
 
 
@@ -436,13 +443,13 @@ def figure_9() -> Iterator[Claim]:
         share = 100 * weights / memory
         yield judged(
             "ExeGPT Fig. 9",
-            f"memory for the model that WAA uses beyond FT's, {model}, no bound, of all memory",
+            f"WAA's extra memory for weights compared with FT, as a share of all memory: {model}, no bound",
             f"{paper}%",
             f"{share:.1f}%",
             "within 5 points",
             abs(share - paper) <= 5,
             "the base of the share: a second copy is 100% of the first, so the figure is read as a share of all "
-            f"memory, here of the {memory / 1e9:.0f} GB that may be used; it is {paper}% of "
+            f"memory, here of the {memory / 1e9:.0f} GB that may be used; the second copy is {paper}% of "
             f"{weights / 1e7 / paper:.0f} GB",
         )
         kv = sum(stage.kv_blocks * (stage.decode_layers[1] - stage.decode_layers[0]) for stage in waa.stages)
@@ -464,28 +471,30 @@ def figure_10() -> Iterator[Claim]:
     found = {longest: _on_real_lengths(longest) for longest in LONGEST_OUTPUTS}
     here = found[LONGEST_OUTPUTS[0]]
     others = "; ".join(
-        f"with {longest} it is {np.mean(figures.over):.1f}x on average and {max(figures.over):.1f}x at most"
+        f"with {longest} the ratio is {np.mean(figures.over):.1f}x on average and {max(figures.over):.1f}x at most"
         for longest, figures in found.items()
         if figures is not here
     )
     why = (
-        "the longest output, for which FT's batches wait and must keep the bound (the paper attributes its gain to "
-        f"this long tail): here {LONGEST_OUTPUTS[0]} tokens of Azure's traces, in a context of "
-        f"{CONTEXT}, not the outputs of WMT, Alpaca and CNN; {others}. If FT must keep the bound only for the 99th "
-        f"percentile's length, it is {np.mean(here.over_at_quantile):.1f}x on average and "
+        "the longest output: FT's batches wait for it and must keep the bound for it (the paper attributes its gain "
+        f"to this long tail). Here it has {LONGEST_OUTPUTS[0]} tokens, in a context of "
+        f"{CONTEXT}, and lengths are from Azure's traces, not from WMT, Alpaca and CNN; {others}. If FT must "
+        "keep the bound only for the 99th "
+        f"percentile's length, the ratio is {np.mean(here.over_at_quantile):.1f}x on average and "
         f"{max(here.over_at_quantile):.1f}x at most"
     )
     yield within("ExeGPT Fig. 10", "over FT on real lengths, mean", 4.4, float(np.mean(here.over)), 0.35, "x", why)
-    yield within("ExeGPT Fig. 10", "over FT on real lengths, at most", 8.7, max(here.over), 0.4, "x", why)
+    yield within("ExeGPT Fig. 10", "over FT on real lengths, largest ratio", 8.7, max(here.over), 0.4, "x", why)
     yield judged(
         "ExeGPT Fig. 10",
-        f"planned on {NUM_PLANNED} lengths, run on all: bounds kept",
+        f"bounds that are kept if plans are made from {NUM_PLANNED} lengths and run on all",
         "all",
         f"{sum(share <= 1 for share in here.of_bound)} of {len(here.of_bound)}",
         "all",
         max(here.of_bound) <= 1,
-        "the lengths that were seen, since plans here have no headroom: the slowest request of the quantile's length "
-        f"takes {max(here.of_bound):.3f} times its bound; it holds if plans have that much more headroom",
+        "the lengths that the plan is made from, since plans here have no headroom: the slowest request of the "
+        f"quantile's length takes {max(here.of_bound):.3f} times its bound; the row holds if plans have that "
+        "much more headroom",
     )
 
 

@@ -26,12 +26,13 @@ MODELS_OF_7_8 = ("t5-11b", "gpt3-39b", "gpt3-101b")
 WHY_TABLE_5 = {
     "waa.tp_devices": "the number of micro-batches that decode, which the paper does not state. With fewer of them "
     "than stages, some stages idle, and then fewer and faster stages serve more. With at least as "
-    "many as stages it is {}",
+    "many as stages, the shares are {}",
     "waa.decode_microbatches": "whether stages idle. Up to one micro-batch for each stage, more micro-batches serve "
     "more, as in the paper's own Figure 4 (two tokens in 3 2/3 stages' times, not 7), "
-    "although its sec. 4.2 says less. Beyond that number they serve less and, since no "
-    "stage idles, take longer ({}). Both fall only if something else fills the idle "
-    "stages, which the paper does not name",
+    "although its sec. 4.2 says that they serve less. Beyond that number they serve less "
+    "and, since no stage idles, take longer ({}). Throughput and latency both fall with "
+    "the number of micro-batches only if something else fills the idle stages, which the "
+    "paper does not name",
 }
 TABLE_5: dict[str, dict[str, tuple[float, float]]] = {
     f"{policy}.{variable}": {"summarization": summarization, "translation": translation}
@@ -67,7 +68,7 @@ def table_5() -> Iterator[Found]:
                 why = why.format(f"{latencies:.1f}%, {throughputs:.1f}%")
             yield judged(
                 "ExeGPT Table 5",
-                f"not monotone at 5%, latency and throughput: gpt3-39b, {task}, {variable}, {steps} points",
+                f"points not monotone in latency, in throughput at 5%: gpt3-39b, {task}, {variable}, {steps} points",
                 f"{papers[0]}%, {papers[1]}%",
                 f"{ours[0]:.1f}%, {ours[1]:.1f}%",
                 "at most the paper's, or 1%",
@@ -137,20 +138,20 @@ def of_layouts(seen: Mapping[Case, Sequence[float]]) -> Iterator[Found]:
     over = rps["rows"] / middle["padded", TNB_BATCH, "fcfs"]
     yield within(
         "TCB Fig. 11",
-        "TCB over TNB, fcfs, served here (measured)",
+        "TCB over TNB, fcfs, served by xgpt (measured)",
         3.33,
         over,
         0.15,
         "x",
         f"the speed of a larger batch on the machine: here batches of {BATCH} against {TNB_BATCH}, in proportion to "
-        f"the paper's 64 rows of 400 tokens against 64 requests; with {BATCH} in both it is "
+        f"the paper's 64 rows of 400 tokens against 64 requests; with {BATCH} in both, the ratio is "
         f"{rps['rows'] / rps['padded']:.2f}x",
     )
     for order, slots in (("das", "slots of Algorithm 2"), ("fcfs", "slots as long as the longest prompt")):
         ratio = middle["slots", BATCH, order] / middle["rows", BATCH, order]
         yield judged(
             "TCB 4.2.2",
-            f"{slots}, cleaned early, over rows, {order}, served here (measured)",
+            f"{slots}, freed early, over rows, {order}, served by xgpt (measured)",
             "additional performance improvement",
             f"{ratio:.2f}x",
             "above 1",
@@ -163,5 +164,5 @@ def of_layouts(seen: Mapping[Case, Sequence[float]]) -> Iterator[Found]:
     ]
     rounds = tuple(f"round {number + 1}" for number in range(ROUNDS))
     note = f"Requests a second, width {WIDTH}: `xgpt bench PLAN --batching LAYOUT`."
-    columns = ("layout", "batch at most", "order", *rounds, "median")
+    columns = ("layout", "largest batch", "order", *rounds, "median")
     yield Table("TCB's layouts behind the endpoint", columns, tuple(cells), note)

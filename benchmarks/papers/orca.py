@@ -234,13 +234,13 @@ def figure_9() -> Iterator[Found]:
         apart = min(one.batched / one.apart for one in times)
         yield within(
             f"ORCA Fig. {name}",
-            f"engines alone, {model}, batches of 1 to 8: FT's time over ORCA's",
+            f"engines without schedulers, {model}, batches of 1 to 8: FT's time over ORCA's",
             1.0,
             fused,
             0.2,
             "x",
             "the gain from fusing: ORCA puts the thread blocks of all requests' attention into one kernel (sec. 5); "
-            f"with a kernel for each request it is {apart:.2f}x",
+            f"with a kernel for each request, the ratio is {apart:.2f}x",
         )
         memory = LaneMemory(
             subject.model, subject.cluster, Precision.of(subject.profile.dtype, "gpu"), cost.stages, BLOCK
@@ -248,7 +248,8 @@ def figure_9() -> Iterator[Found]:
         largest = int(memory.blocks_beside(NUM_TOKENS)[0] * BLOCK // subject.model.max_context)
         yield judged(
             f"ORCA Fig. {name}",
-            f"the smallest batch that FT has no memory for, {model}, K/V for {subject.model.max_context} tokens each",
+            f"the smallest batch for which FT has too little memory, {model}, K/V for "
+            f"{subject.model.max_context} tokens each",
             f"{first_missing}, of batches that are powers of two",
             str(largest + 1),
             f"from {first_missing // 2 + 1} to {first_missing}",
@@ -263,7 +264,7 @@ def figure_9() -> Iterator[Found]:
             ratios = [f"{1 + NUM_TOKENS * ms / 1e3 / seconds:.2f}" for ms in CONTROL_MS]
             rows.append((str(batch), str(prompt), f"{1e3 * seconds / NUM_TOKENS:.1f}", *ratios))
     yield Table(
-        "ORCA Figure 9c: FT's time over ORCA's, by what FT's control messages cost",
+        "ORCA Figure 9c: FT's time over ORCA's, by the cost of FT's control messages in an iteration",
         ("batch", "prompt", "ms an iteration", *(f"{ms:g} ms more" for ms in CONTROL_MS)),
         tuple(rows),
         "175B on two stages of eight devices, not pipelined, 32 tokens. The paper's ratio is up to 1.47. FT exchanges "
@@ -276,13 +277,14 @@ def figure_9() -> Iterator[Found]:
     here, there = (" to ".join(f"{edge * ms:.0f}" for edge in edges) for ms in (iteration_ms, PAPER_TOKEN_MS))
     yield within(
         "ORCA Fig. 9c",
-        "engines alone, 175B: FT's time over ORCA's, at most",
+        "engines without schedulers, 175B: FT's time over ORCA's, largest ratio",
         paper,
         float(rows[0][3]),
         tolerance,
         "x",
-        "the cost of FT's control messages in an iteration, which is not predicted: the figure of 1x is without them. "
-        f"It holds at {here} ms if an iteration takes {iteration_ms:.0f} ms as here, and at {there} ms at the paper's "
+        "the cost of FT's control messages in an iteration, which is not predicted: the ratio of 1x is without them. "
+        f"The row holds at {here} ms if an iteration takes {iteration_ms:.0f} ms as here, and at {there} ms at "
+        "the paper's "
         f"{PAPER_TOKEN_MS:.0f} ms",
     )
 
@@ -292,7 +294,7 @@ def figure_10a() -> Iterator[Found]:
     yield from _figure_10("10a", "gpt3-101b")
     workload = workload_of("orca", "gpt3-101b")
     peak = FasterTransformer(problem_of("gpt3-101b", workload)).peak_rps(workload, 8)
-    why = f"the length of FT's iterations: it is 0.49 if they take {peak / 0.49:.1f} times as long"
+    why = f"the length of FT's iterations: if they take {peak / 0.49:.1f} times as long, the peak is 0.49"
     yield within("ORCA Fig. 10a", "peak of FT, 101B", 0.49, peak, 0.3, "req/s", why)
 
 
@@ -300,13 +302,16 @@ def figure_10b() -> Iterator[Found]:
     """175B, and the two rates that the text states: 0.185 and 6.81 req/s at twice one request's time a token."""
     yield from _figure_10("10b", MODEL)
     at = at_twice_one_request()
-    what = f"175B, at twice one request's time per token, {2e3 * at.token_s:.0f} ms here and 190 ms there"
+    what = (
+        "175B, rate at which a request takes twice as long per token as when it runs alone "
+        f"({2e3 * at.token_s:.0f} ms here, 190 ms in the paper)"
+    )
     yield at_least("ORCA Fig. 10b", f"{what}: orca(128) over FT", 36.9, at.orca / at.ft, "x")
     for name, paper, ours in (("orca(128)", 6.81, at.orca), ("FT", 0.185, at.ft)):
         slower = PAPER_TOKEN_MS / 1e3 / at.token_s
         why = (
-            f"the length of an iteration: {1e3 * at.token_s:.0f} ms here, {PAPER_TOKEN_MS:.0f} ms there. If all were "
-            f"{slower:.1f} times as long, as there, it would be {ours / slower:.3g} req/s"
+            f"the length of an iteration: {1e3 * at.token_s:.0f} ms here, {PAPER_TOKEN_MS:.0f} ms in the paper. If all "
+            f"iterations were {slower:.1f} times as long, as in the paper, the rate would be {ours / slower:.3g} req/s"
         )
         yield within("ORCA Fig. 10b", f"{what}: {name}", paper, ours, 0.3, "req/s", why)
 
@@ -317,7 +322,8 @@ def figure_10c() -> Iterator[Found]:
     at = at_twice_one_request("gpt3-341b")
     yield at_least(
         "ORCA Fig. 10c",
-        f"341B, at twice one request's time per token, {2e3 * at.token_s:.0f} ms here: orca(128) over FT",
+        "341B, rate at which a request takes twice as long per token as when it runs alone "
+        f"({2e3 * at.token_s:.0f} ms here): orca(128) over FT",
         10,
         at.orca / at.ft,
         "x",
@@ -353,7 +359,7 @@ def _at_every_load(source: str, model: str, orca: np.ndarray, ft: np.ndarray) ->
             source,
             "101B under heavier load: ORCA's latency below FT's, and rates that FT does not sustain",
             "significantly lower; higher throughput",
-            f"below from {RATES[first]:g} req/s; FT up to {RATES[np.isfinite(ft).sum() - 1]:g} req/s, ORCA up to "
+            f"lower from {RATES[first]:g} req/s; FT up to {RATES[np.isfinite(ft).sum() - 1]:g} req/s, ORCA up to "
             f"{RATES[np.isfinite(orca).sum() - 1]:g}",
             "lower, higher",
             bool(np.isfinite(orca).sum() > np.isfinite(ft).sum()),
@@ -392,14 +398,14 @@ def figure_11() -> Iterator[Found]:
     least = min(size for size, ratio in over.items() if ratio > 1)
     yield judged(
         "ORCA Fig. 11",
-        "ORCA over FT (batches of 8), highest throughput by ORCA's largest batch",
-        "above, but for batches of 1",
+        "ORCA over FT with batches of 8, by ORCA's largest batch",
+        "above 1 except with batches of 1",
         ", ".join(f"{size}: {ratio:.1f}x" for size, ratio in over.items()),
-        "above 1 for all but 1",
+        "above 1 except with batches of 1",
         all((ratio > 1) == (size > 1) for size, ratio in over.items()),
         f"the length of an iteration of eight requests, relative to one of a single request: {8 / gain:.2f} times "
-        f"here, so batches from {least} on are above. With two micro-batches under way, batches of 2 would be above if "
-        "it were 2 or more",
+        f"here, so ORCA is above FT with batches from {least} on. With two micro-batches in the pipeline, ORCA with "
+        "batches of 2 would be above FT if this ratio were 2 or more",
     )
     medians = [curve(system(kind, alike, size), alike, normalised=False) for kind, size in SYSTEMS.values()]
     yield Table(

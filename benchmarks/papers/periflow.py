@@ -29,19 +29,19 @@ def claims() -> Iterator[Found]:
     wasted = 1 - batches.sum() / (8 * longest.sum())
     yield judged(
         "PeriFlow",
-        "share of a batch's computation that is for requests that have ended, batches of 8",
-        "some; none by iteration",
+        "share of a batch's computation for requests that have ended, batches of 8",
+        "some; none with iteration-level scheduling",
         f"{100 * wasted:.0f}%; 0%",
-        "above 0, and 0 by iteration",
+        "above 0; 0 with iteration-level scheduling",
         wasted > 0,
     )
     late = float(((longest - batches) / batches).mean())
     yield judged(
         "PeriFlow",
-        "a request that ends early waits for its batch, over its own length",
-        "cannot return promptly; returns at once by iteration",
+        "time that a finished request waits for its batch, relative to its own length",
+        "cannot return promptly; returns at once with iteration-level scheduling",
         f"{late:.1f} times its own tokens on average; 0",
-        "above 0, and 0 by iteration",
+        "above 0; 0 with iteration-level scheduling",
         late > 0,
     )
     demand = orca.draw(workload, RATE)
@@ -52,7 +52,7 @@ def claims() -> Iterator[Found]:
     wait_orca = orca.seconds_a_token(orca.lane_cost(orca.problem_of(orca.MODEL, workload)))
     yield judged(
         "PeriFlow",
-        f"a new request's wait at {RATE:g} req/s: for the batch under way, or for the next iteration",
+        f"time that a new request waits at {RATE:g} req/s: for the end of the running batch; for the next iteration",
         "for the whole batch; for an iteration",
         f"{wait_ft:.1f} s on average; {wait_orca:.3f} s",
         "the first above the second",

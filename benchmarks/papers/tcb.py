@@ -86,20 +86,21 @@ def figures_9_to_12() -> Iterator[Found]:
         if baseline == "TTB":
             capped = {float(cap): over(baseline, order, variance, cap=cap, which=which) for cap in CAPS if cap}
             why = (
-                "the number of requests in a batch of TTB: here as many as in TCB's, about 1,240; it holds "
-                f"{band(paper, capped)} of them (the paper gives TNB and TCB 64 rows; with 64, {capped[64.0]:.2f}x)"
+                "the number of requests in a batch of TTB: here as many as in TCB's, about 1,240; the row "
+                f"holds {band(paper, capped)} of them (the paper gives TNB and TCB 64 rows; with 64, "
+                f"{capped[64.0]:.2f}x)"
             )
         else:
             slower = {step_ms: over(baseline, order, variance, step_ms, which=which) for step_ms in STEPS_MS}
             why = (
                 "the fixed cost of a step, which larger batches pay less often: here 0.2 ms, as on a V100 with "
-                f"compiled code; it holds {band(paper, slower)} ms more, as if Python launches each kernel (the "
+                f"compiled code; the row holds {band(paper, slower)} ms more, as if Python launches each kernel (the "
                 f"highest ratio is {max(slower.values()):.2f}x, at {max(slower, key=lambda s: slower[s]):g} ms)"
             )
         yield within(source, what, paper, ours, 1 - LEAST, "x", why)
     cases: tuple[tuple[AdmissionOrder, float], ...] = (("das", 20.0), ("fcfs", 20.0), ("fcfs", 100.0))
     yield Table(
-        "Requests a second that each system serves, of arrivals at four times TNB's saturation",
+        "Requests a second that each system serves, with four times as many arrivals as TNB can serve",
         ("order, variance", *SYSTEMS),
         tuple(
             (
@@ -111,8 +112,8 @@ def figures_9_to_12() -> Iterator[Found]:
             )
             for order, variance in cases
         ),
-        "On the simulated V100, in float16. 'Flattened' is one batch without rows; 'iteration' is the engine as `xgpt "
-        "serve` runs it.",
+        "On the simulated V100, in float16. 'Flattened' is one batch without rows; 'iteration' is iteration-level "
+        "scheduling, as in `xgpt serve`.",
     )
 
 
@@ -128,7 +129,7 @@ def crossover() -> Iterator[Found]:
         "serve). Left of the crossover (a "
         "ratio of 1), concatenation wins because its batch is larger, not because its rows are fuller."
     )
-    yield Table("TCB over its baselines: the crossover", ("ms a step more", "TNB", *names), tuple(rows), note)
+    yield Table("TCB over its baselines: the crossover", ("ms more a step", "TNB", *names), tuple(rows), note)
     ratios = [
         served("TCB", "das", load=load)[0] / served(name, "das", load=load)[0]
         for load in LOADS
@@ -136,10 +137,11 @@ def crossover() -> Iterator[Found]:
     ]
     yield judged(
         "TCB Fig. 10",
-        f"TCB over TNB and TTB at {', '.join(f'{load:g}' for load in LOADS)} times what TNB serves, das, the least",
+        f"TCB over TNB and TTB at {', '.join(f'{load:g}' for load in LOADS)} times the arrivals that TNB can "
+        "serve, das, least ratio",
         "always above",
         f"{min(ratios):.3f}x",
-        "at least 0.99 (below saturation all serve everything)",
+        "at least 0.99 (below saturation all systems serve all requests)",
         min(ratios) >= 0.99,
         "the number of requests in a batch of TTB, as above",
     )
@@ -163,8 +165,8 @@ def slots() -> Iterator[Found]:
         yield within(source, f"slots over pure rows, {rows} rows", paper, best, 0.15, "x", why)
     columns = tuple(alike[0])
     yield Table(
-        "Slots over pure rows",
-        ("answers", *columns),
+        "Slots compared with pure rows",
+        ("lengths of answers", *columns),
         tuple(
             (name, *(str(row[column]) for column in columns))
             for name, found in (("as prompts", alike), ("end anywhere", anywhere))
@@ -207,7 +209,12 @@ def orders_and_overhead() -> Iterator[Found]:
     cells = [str(row["share of batch time"]) for row in costs]
     shares = [float(cell[:-1]) for cell in cells if cell.endswith("%")]
     yield judged(
-        "TCB Fig. 16", "DAS's computing time, of a batch's", "2%", f"{max(shares):.2g}%", "at most 2%", max(shares) <= 2
+        "TCB Fig. 16",
+        "DAS's computing time, as a share of a batch's time",
+        "2%",
+        f"{max(shares):.2g}%",
+        "at most 2%",
+        max(shares) <= 2,
     )
     yield _table("Orders of admission on concatenated rows (Figure 15): utility a second", found)
     yield _table("Computing time of DAS (Figure 16), on this machine beside batches of the simulated V100", costs)
@@ -227,7 +234,7 @@ def competitive_ratio() -> Iterator[Found]:
     least = min(das, key=lambda one: one.least)
     yield judged(
         "TCB Thm. 5.1",
-        "DAS's utility over the offline optimum's, the least of all instances",
+        "DAS's utility over that of the offline optimum, least of all instances",
         "at least 0.200 (eta 0.5), 0.138 (0.2, 0.8)",
         f"{least.least:.3f} ({least.order}; {least.case}); mean {np.mean([one.mean for one in das]):.3f}",
         "above the constant everywhere",
@@ -244,9 +251,17 @@ def competitive_ratio() -> Iterator[Found]:
         )
         for one in _drawn()
     )
-    columns = ("instances", "order", "constant", "least", "mean", "drawn", "optima proven")
+    columns = (
+        "kind of instance",
+        "order",
+        "constant of Theorem 5.1",
+        "least ratio",
+        "mean ratio",
+        "instances",
+        "optima proven",
+    )
     note = (
-        "The utility of DAS, which works online, relative to the offline optimum (from all "
-        "schedules, or by scipy's integer programming)."
+        "The utility of DAS, which works online, relative to the offline optimum (computed "
+        "from all schedules, or by scipy's integer programming)."
     )
     yield Table("DAS against the optimum", columns, rows, note)
