@@ -262,7 +262,8 @@ def main(
     state.mkdir(parents=True, exist_ok=True)
     ends_s, missing = time.monotonic() + seconds, list[str]()
     lines = [
-        "| load | fleet | within the bounds | the same, headroom free | device-hours | of the optimum's | starts |"
+        "| load | fleet | requests within the bounds | within the bounds less the headroom | device-hours | "
+        "device-hours / clairvoyant | starts |"
     ]
     lines.append("|---|---|---|---|---|---|---|")
     for case in cases(traces, mooncake):

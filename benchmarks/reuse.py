@@ -51,19 +51,19 @@ REPEATS = 7
 PARTS = ("served-*", "gain", "curve", "overhead", "soak")
 SERVED = """## Planned and measured, latency within {bound:g} s
 
-`python -m benchmarks.reuse served --requests {count} --latency-bound {bound:g}`: OPT-125M (random weights), chunked,
-on {device}, with memory limited to {memory} GiB so that it must be divided. Requests of an agent's tools are always
-waiting. Each has one of {prompts} common prompts ({prompt_tokens} tokens on average; the n-th prompt has a probability
-in proportion to n^-0.8), a question of {mean_input:.0f} tokens, and an answer of {mean_output:.0f}. The simulated
-engine runs the same requests as the machine; {count} are measured. TTFT, and latency at the quantile's length, count
-from admission. "At the pace" is the error against a simulation in which each step's time is multiplied by the pace: the
-measured over the predicted time of the run's steps.
+`python -m benchmarks.reuse served --requests {count} --latency-bound {bound:g}` serves OPT-125M (random weights),
+chunked, on {device}, with memory limited to {memory} GiB so that it must be divided. Requests of an agent's tools are
+always waiting. Each has one of {prompts} common prompts ({prompt_tokens} tokens on average; the n-th prompt has a
+probability in proportion to n^-0.8), a question of {mean_input:.0f} tokens, and an answer of {mean_output:.0f}. The
+simulated engine runs the same requests as the machine; {count} are measured. TTFT, and latency at the quantile's
+length, count from admission. "At the pace" is the error relative to a simulation in which each step's time is
+multiplied by the pace, which is the measured time of the run's steps divided by their predicted time.
 
-| plan | reuse | budget | batch | closed form, req/s | simulated | measured | error | at the pace | pace |
+| plan | reuse | token budget | largest batch | req/s: closed form | simulated | measured | error | at the pace | pace |
 |---|---|---|---|---|---|---|---|---|---|
 {rates}
 
-| plan | reuse | TTFT simulated | measured | error | at the pace | found, simulated | measured |
+| plan | reuse | TTFT simulated | measured | error | at the pace | share found in the cache, simulated | measured |
 |---|---|---|---|---|---|---|---|
 {firsts}
 
@@ -73,9 +73,10 @@ measured over the predicted time of the run's steps.
 
 {gain}
 """
-CURVE = """`python -m benchmarks.reuse curve`: the share of prompt tokens found, predicted in one pass over the trace,
-and replayed block by block on the engine's own blocks. `conversation_trace` and `synthetic_trace` are of Mooncake's
-FAST'25 release. Of its third trace, `toolagent_trace`, only 93 rows were available (`toolagent_extract`)."""
+CURVE = """`python -m benchmarks.reuse curve` predicts the share of prompt tokens that are found in the cache in one
+pass over the trace ("predicted"), and replays the trace block by block on the engine's own blocks ("replayed").
+`conversation_trace` and `synthetic_trace` are from Mooncake's FAST'25 release. Of its third trace,
+`toolagent_trace`, only 93 rows were available (`toolagent_extract`)."""
 
 
 @click.group()
@@ -122,11 +123,15 @@ def overhead(work: Path, requests: int) -> None:
     with _part(work, "overhead") as lines:
         lines += ["## Overhead", ""]
         lines.append(
-            f"`python -m benchmarks.reuse overhead`: CPU time of one pinned thread, the lowest of {REPEATS} rounds of "
-            f"{requests} requests. A line fitted to the figures gives {request:.1f} us for each request and {each:.2f} "
-            f"us for each block of {BLOCK} tokens."
+            "`python -m benchmarks.reuse overhead` measures CPU time of one pinned thread; figures are the lowest of "
+            f"{REPEATS} rounds of {requests} requests. A line fitted to the figures gives {request:.1f} us for each "
+            f"request and {each:.2f} us for each block of {BLOCK} tokens."
         )
-        lines += ["", "| blocks of a prompt | hashed, us | rule, us | together | the line |", "|---|---|---|---|---|"]
+        lines += [
+            "",
+            "| blocks of a prompt | hashing, us | scheduling rule, us | together | by the fitted line |",
+            "|---|---|---|---|---|",
+        ]
         for count, (hashed, ruled) in zip(counts, found, strict=True):
             line = request + each * count
             lines.append(f"| {count} | {hashed:.1f} | {ruled:.1f} | {hashed + ruled:.1f} | {line:.1f} |")
@@ -160,8 +165,12 @@ def soak(work: Path, requests: int) -> None:
     """Run requests that share, grow, are preempted and cancelled through the engine, and count its blocks."""
     rng = np.random.default_rng(0)
     with _part(work, "soak") as lines:
-        lines += ["## No block lost", "", "`python -m benchmarks.reuse soak`: requests that share, grow, are preempted"]
-        lines += ["and cancelled; after them every block can be handed out again, each once.", ""]
+        lines += [
+            "## No block lost",
+            "",
+            "`python -m benchmarks.reuse soak` sends requests that share blocks, grow, are",
+        ]
+        lines += ["preempted and are cancelled. Afterwards every block can be allocated again, exactly once.", ""]
         for kv in ("reserve", "quantile"):
             preempted, seconds = _soaked(kv, requests, rng)
             lines.append(f"- `{kv}`: {requests} requests in {seconds:.0f} s, {preempted} preemptions, no block lost")
@@ -270,7 +279,7 @@ def served(work: Path, requests: int, latency_bound: float) -> None:
     steps, aware, unaware = _planned(work, trace, MEMORY_GIB, latency_bound)
     rates, firsts, latencies, measured = [], [], [], []
     for name, plan, reuse in (
-        ("weighs batch against cache", aware, True),
+        ("weighs batch size against cache", aware, True),
         ("ignores reuse", unaware, True),
         ("ignores reuse", unaware, False),
     ):
@@ -294,8 +303,8 @@ def served(work: Path, requests: int, latency_bound: float) -> None:
     gained = (
         f"The plan that weighs the batch against the cache serves {measured[0].rate / measured[1].rate:.2f} times as "
         f"much as the plan that ignores reuse, and {measured[0].rate / measured[2].rate:.2f} times as much as that "
-        f"plan with reuse off. If all three runs had the same pace, it would be {even[0] / even[1]:.2f} and "
-        f"{even[0] / even[2]:.2f} times."
+        f"plan with reuse off. At the same pace in all three runs, it would serve {even[0] / even[1]:.2f} and "
+        f"{even[0] / even[2]:.2f} times as much."
     )
     with _part(work, f"served-{latency_bound:g}") as lines:
         tables = {"rates": rates, "firsts": firsts, "latencies": latencies}
@@ -316,11 +325,15 @@ def gain(work: Path, requests: int) -> None:
     with _part(work, "gain") as lines:
         lines += ["## Gain by memory and bound", ""]
         lines.append(
-            f'`python -m benchmarks.reuse gain`: the same plans, simulated on {requests} requests. "Weighs" is a plan '
-            'that counts on reuse. "Ignores" is planned from lengths only, and served with reuse. "Off" is the latter '
+            f'`python -m benchmarks.reuse gain` simulates the same plans on {requests} requests. "Weighs" is a plan '
+            'that counts on reuse. "Ignores" is planned from lengths only, and served with reuse. "Off" is the second '
             "plan, served without reuse."
         )
-        lines += ["", "| memory, GiB | bound, s | batches | weighs, req/s | ignores | off | over ignores | over off |"]
+        lines += [
+            "",
+            "| memory, GiB | bound, s | largest batches | weighs, req/s | ignores | off | weighs / ignores | "
+            "weighs / off |",
+        ]
         lines.append("|---|---|---|---|---|---|---|---|")
         for memory in SIZES_GIB:
             for bound in BOUNDS_S:

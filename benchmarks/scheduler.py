@@ -266,8 +266,9 @@ def _swept(row: Row) -> str:
 def markdown(rows: Sequence[Row]) -> str:
     """A line for each model, cluster and choice of policies, and one for each search."""
     lines = [
-        "| model, devices | policies | searches | over FT | over static | chosen | s, median / most | "
-        "looked at, most | gap, most |",
+        "| model, devices | policies | searches | plan over FT, mean (range) | plan over static, mean | chosen "
+        "policies | "
+        "seconds, median / most | largest share of settings evaluated | largest gap |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     groups: dict[tuple[str, str], list[Row]] = {}

@@ -144,7 +144,8 @@ def main(
     chosen |= {Path(trace).stem: (trace, 1.0) for trace in traces}
     rows: list[Row] = []
     click.echo(
-        "| model | load | TTFT, TPOT | fixed budget | slack | gain | any rule's, at most | search's draw: fixed | "
+        "| model | load | TTFT, TPOT | fixed budget | slack | gain | bound on any gain | draw of the search: "
+        "fixed budget | "
         "in time | slack | s |"
     )
     click.echo("|---|---|---|---|---|---|---|---|---|---|---|")
@@ -396,7 +397,9 @@ CROSSOVERS = (("llama-3.1-8b", 1, "azure-conv"), ("llama-3.1-8b", 1, "chat-long"
 
 def crossovers() -> Iterator[str]:
     """The cost of mixed steps from which on exclusive ones serve more, in closed form and simulated."""
-    yield "| model | load | closed form | simulated | exclusive over mixed at 0%, closed form | simulated |"
+    yield (
+        "| model | load | lengthening: closed form | simulated | throughput of rra / chunked: closed form | simulated |"
+    )
     yield "|---|---|---|---|---|---|"
     for model, devices, workload in CROSSOVERS:
         asked = plan_request(model=model, cluster="h100x8", devices=devices, workload=workload, objective="saturated")

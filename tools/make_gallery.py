@@ -77,7 +77,7 @@ CHAT = "--workload chat-short --ttft 2 --ttft-quantile 0.99"
 ENTRIES = (
     Entry(
         "cheaper-device",
-        "Which is cheaper for a chat whose first token comes within 2 s for 99%: four A100 or one H200?",
+        "Which is cheaper for a chat in which 99% of first tokens come within 2 s: four A100 or one H200?",
         {
             "4 x A100": f"{PLAN} 20 --model llama-3.1-8b --cluster a100x16 --devices 4 {CHAT}",
             "1 x H200": f"{PLAN} 20 --model llama-3.1-8b --cluster h200x1 {CHAT}",
@@ -86,13 +86,13 @@ ENTRIES = (
         "arrivals/s",
         lambda found: (
             f"Four A100 serve {rate(found['4 x A100']):.0f} requests a second, and one H200 serves "
-            f"{rate(found['1 x H200']):.0f}. At 1.40 an hour for an A100 and 2.90 for an H200, a million requests cost "
-            f"{price(found['4 x A100'], 1.4):.1f} on the A100 and {price(found['1 x H200'], 2.9):.1f} on the H200."
+            f"{rate(found['1 x H200']):.0f}. If an A100 costs 1.40 an hour and an H200 2.90, a million requests cost "
+            f"{price(found['4 x A100'], 1.4):.1f} on the A100s and {price(found['1 x H200'], 2.9):.1f} on the H200."
         ),
     ),
     Entry(
         "three-gpus",
-        "What does the third of three H200 add for Llama 3.1 70B, where tensor parallelism takes powers of two?",
+        "What does a third H200 add for Llama 3.1 70B, if tensor parallelism needs a power of two?",
         {f"{count} devices": f"{PLAN} 30 {H200} --devices {count}" for count in (2, 3, 4)},
         rate,
         "arrivals/s",
@@ -101,7 +101,7 @@ ENTRIES = (
             f"{rate(found['3 devices']):.2f}, and four serve {rate(found['4 devices']):.2f}. On three, "
             f"{policy(found['3 devices'])} runs in stages of "
             f"{' and '.join(str(stage.tp) for stage in found['3 devices'].stages)} devices: partial tensor "
-            "parallelism uses a device that uniform stages would leave idle."
+            "parallelism uses a device that equal stages would leave idle."
         ),
     ),
     Entry(
@@ -117,7 +117,7 @@ ENTRIES = (
         lambda found: (
             f"Under a bound of 8 s chunked prefill serves {ratio(found, 'chunked, 8', 'rra, 8', throughput):.2f} times "
             f"as much, and under 64 s {ratio(found, 'chunked, 64', 'rra, 64', throughput):.2f} times as much. RRA has "
-            "separate phases, so a request waits until the next encode phase; a loose bound leaves time for that."
+            "separate phases, so a request waits until the next encode phase; a loose bound leaves time for this wait."
         ),
         series="latency bound, s",
     ),
@@ -146,10 +146,10 @@ ENTRIES = (
         "arrivals/s",
         lambda found: (
             f"The plan for arrivals ({policy(found['arrivals'])}) keeps the bound up to {rate(found['arrivals']):.1f} "
-            f"requests a second, and the one for saturation ({policy(found['saturated'])}) up to "
+            f"requests a second, and the plan for saturation ({policy(found['saturated'])}) up to "
             f"{rate(found['saturated']):.1f}. While requests are always waiting, the second plan serves "
-            f"{throughput(found['saturated']) / throughput(found['arrivals']):.2f} times as much. But requests that "
-            f"arrive one by one also wait."
+            f"{throughput(found['saturated']) / throughput(found['arrivals']):.2f} times as much. But the bound "
+            f"includes the time that arriving requests wait."
         ),
     ),
     Entry(
@@ -159,25 +159,26 @@ ENTRIES = (
         rate,
         "arrivals/s",
         lambda found: (
-            f"For 90% of requests the rate is {rate(found['0.9']):.1f} a second, for 99% {rate(found['0.99']):.1f}, "
-            f"for 99.9% {rate(found['0.999']):.1f}. The longest outputs decide the rate for nearly all requests."
+            f"If 90% of requests must keep the bound, the rate is {rate(found['0.9']):.1f} a second; for 99% it is "
+            f"{rate(found['0.99']):.1f}, and for 99.9% {rate(found['0.999']):.1f}. If nearly all requests must keep it, the "
+            f"longest outputs determine the rate."
         ),
     ),
     Entry(
         "how-many",
-        "How many H100 does Llama 3.1 70B take at 2, 6 and 12 requests a second under 15 s?",
+        "How many H100 does Llama 3.1 70B need for 2, 6 and 12 requests a second within 15 s?",
         {f"{each}/s": f"{PLAN} 15 {LLAMA70} --arrival-rate {each} --devices auto" for each in (2, 6, 12)},
         lambda plan: float(plan.num_devices),
         "devices",
         lambda found: (
-            "The model takes "
+            "The model needs "
             + ", ".join(f"{plan.num_devices} for {label}" for label, plan in found.items())
-            + ". Even one replica must hold all weights, so the first request a second costs most."
+            + ". Even a single replica must hold all weights, so the first request a second costs most."
         ),
     ),
     Entry(
         "batching",
-        "What is iteration-level batching worth against static batches?",
+        "How much more does iteration-level batching serve than static batches?",
         {kind: f"{PLAN} 20 --policy {kind} {LLAMA8}" for kind in ("static", "orca", "chunked")},
         rate,
         "arrivals/s",
@@ -214,7 +215,7 @@ ENTRIES = (
             f"With 3 of 30 billion parameters active, {ratio(found, 'Qwen3-30B-A3B', 'Qwen3-32B'):.1f} times as many "
             f"requests keep the bound of 30 s: {rate(found['Qwen3-30B-A3B']):.1f} a second instead of "
             f"{rate(found['Qwen3-32B']):.1f}. "
-            "A large batch still reads all experts, so the gain is below the ratio of the parameters."
+            "A large batch still reads all experts, so the gain is smaller than the ratio of active parameters."
         ),
     ),
     Entry(
@@ -240,7 +241,7 @@ ENTRIES = (
         "arrivals/s",
         lambda found: (
             f"With the loop, the captured batches and the scheduling of vLLM 0.32, the same device serves "
-            f"{ratio(found, 'vllm-0.32', 'vllm-0.10'):.2f} times as many requests as with those of 0.10. "
+            f"{ratio(found, 'vllm-0.32', 'vllm-0.10'):.2f} times as many requests as with those of vLLM 0.10. "
             "The folder configs/engines has the figures of each engine, with their sources."
         ),
     ),
@@ -296,7 +297,7 @@ def draw(entry: Entry, found: Found, path: Path) -> None:
 def page(entries: Sequence[tuple[Entry, Found]]) -> str:
     """The gallery in Markdown."""
     parts = [
-        "# Gallery\n\nQuestions that plans answer. The commands below each figure give its numbers, with profiles that "
+        "# Gallery\n\nEach section answers a question with plans. The commands below a figure give its numbers, with profiles that "
         + "are computed from\ndatasheets; `make gallery` makes this page.\n"
     ]
     for entry, found in entries:
