@@ -160,8 +160,8 @@ ENTRIES = (
         "arrivals/s",
         lambda found: (
             f"If 90% of requests must keep the bound, the rate is {rate(found['0.9']):.1f} a second; for 99% it is "
-            f"{rate(found['0.99']):.1f}, and for 99.9% {rate(found['0.999']):.1f}. If nearly all requests must keep it, the "
-            f"longest outputs determine the rate."
+            f"{rate(found['0.99']):.1f}, and for 99.9% {rate(found['0.999']):.1f}. If nearly all requests must keep "
+            "it, the longest outputs determine the rate."
         ),
     ),
     Entry(
@@ -297,8 +297,8 @@ def draw(entry: Entry, found: Found, path: Path) -> None:
 def page(entries: Sequence[tuple[Entry, Found]]) -> str:
     """The gallery in Markdown."""
     parts = [
-        "# Gallery\n\nEach section answers a question with plans. The commands below a figure give its numbers, with profiles that "
-        + "are computed from\ndatasheets; `make gallery` makes this page.\n"
+        "# Gallery\n\nEach section answers a question with plans. The commands below a figure give its numbers, with "
+        "profiles that are\ncomputed from datasheets; `make gallery` makes this page.\n"
     ]
     for entry, found in entries:
         commands = "\n".join(f"    {command}" for command in entry.commands.values())
