@@ -262,10 +262,12 @@ def compare(seed: int, number: int) -> dict[str, object]:
 @click.command()
 @click.option("--cases", default=300, show_default=True)
 @click.option("--seed", default=0, show_default=True)
-@click.option("--part", default="0/1", show_default=True, help="of as many processes, the cases of this one")
-@click.option("--seconds", type=float, help="begin no case after this time")
+@click.option("--part", default="0/1", show_default=True, help="share of the cases: 0/2 and 1/2 are the two halves")
+@click.option("--seconds", type=float, help="time after which no case begins")
 @click.option(
-    "--jsonl", type=click.Path(path_type=Path), help="write every case here as it ends; cases that stand there stay"
+    "--jsonl",
+    type=click.Path(path_type=Path),
+    help="write every finished case here; cases in this file are not run again",
 )
 def main(cases: int, seed: int, part: str, seconds: float | None, jsonl: Path | None) -> None:
     """Compare random cases, and print the errors of each policy and every outlier."""

@@ -68,7 +68,7 @@ def _stretch(bench: Bench, batch: int, seconds: float, others: OtherWork) -> Str
 @click.option("--model", default="opt-125m", show_default=True)
 @click.option("--dtype", default=None)
 @click.option("--batch", default=32, show_default=True, help="Requests in each step.")
-@click.option("--seconds", default=2.0, show_default=True, help="Of each stretch.")
+@click.option("--seconds", default=2.0, show_default=True, help="Duration of each stretch.")
 @click.option("--rounds", default=6, show_default=True)
 def main(model: str, dtype: str | None, batch: int, seconds: float, rounds: int) -> None:
     """Measure stretches by turns, and print what each kind and share of other work costs."""

@@ -67,8 +67,10 @@ class Attacked:
 @click.option("--attack", type=click.Choice(["bounds", "brute", "nearest"]), default="bounds", show_default=True)
 @click.option("--problems", type=int, default=5000, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--seconds", type=float, help="Begin no problem after this time.")
-@click.option("--scale", type=float, default=1.0, show_default=True, help="Factor on the stated rates.")
+@click.option("--seconds", type=float, help="Time after which no problem begins.")
+@click.option(
+    "--scale", type=float, default=1.0, show_default=True, help="Factor by which the stated rates are multiplied."
+)
 def main(lines: Path, attack: str, problems: int, seed: int, seconds: float | None, scale: float) -> None:
     rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []
     done, ends = {row["problem"] for row in rows}, time.monotonic() + (seconds or 1e9)

@@ -226,7 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0, help="number of the first checkpoint")
     parser.add_argument("--count", type=int, default=40)
-    parser.add_argument("--again", action="store_true", help="run what is there anew")
+    parser.add_argument("--again", action="store_true", help="run finished checkpoints again")
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
     import torch

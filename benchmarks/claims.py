@@ -40,9 +40,9 @@ No plan made for a tighter bound keeps 2% more under a looser one than the plan 
 @click.option("--rates", is_flag=True, help="Try arrival rates instead of saturated plans.")
 @click.option("--first", type=int, default=0, show_default=True)
 @click.option("--count", type=int, default=5000, show_default=True)
-@click.option("--part", default="0/1", show_default=True, help="Of as many processes, the cases of this one.")
-@click.option("--seconds", type=float, help="Begin no case after this time.")
-@click.option("--markdown", "page", type=click.Path(path_type=Path), help="Write what stands in LINES there.")
+@click.option("--part", default="0/1", show_default=True, help="Share of the cases: 0/2 and 1/2 are the two halves.")
+@click.option("--seconds", type=float, help="Time after which no case begins.")
+@click.option("--markdown", "page", type=click.Path(path_type=Path), help="Write the cases of LINES to this page.")
 def main(lines: Path, rates: bool, first: int, count: int, part: str, seconds: float | None, page: Path | None) -> None:
     number, parts = map(int, part.split("/"))
     rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []

@@ -204,9 +204,9 @@ def _reason(error: XgptError) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path)
-    parser.add_argument("--suffix", default="", help="only files of this ending")
+    parser.add_argument("--suffix", default="", help="read only files with this ending")
     parser.add_argument("--configs", type=Path, help="folder of config.json files")
-    parser.add_argument("--part", default="1/1", help="as 2/4, the second quarter of the commands")
+    parser.add_argument("--part", default="1/1", help="share of the commands: 2/4 is the second quarter")
     parser.add_argument("--markdown", action="store_true")
     given = parser.parse_args()
     edge = "| " if given.markdown else ""

@@ -306,10 +306,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 @click.command()
-@click.option("--trace", "path", required=True, metavar="FILE", help="Requests, as xgpt plan --workload reads them.")
-@click.option("--requests", "num_requests", default=2000, show_default=True, help="Requests that are measured.")
-@click.option("--measured", "is_measured", is_flag=True, help="Run a scaled down trace on this machine instead.")
-@click.option("--seconds", default=400.0, show_default=True, help="Of measuring, in whole rounds.")
+@click.option("--trace", "path", required=True, metavar="FILE", help="Trace, as for xgpt plan --workload.")
+@click.option("--requests", "num_requests", default=2000, show_default=True, help="Number of measured requests.")
+@click.option("--measured", "is_measured", is_flag=True, help="Run a scaled-down trace on this machine instead.")
+@click.option("--seconds", default=400.0, show_default=True, help="Duration of measuring, in whole rounds.")
 def main(path: str, num_requests: int, is_measured: bool, seconds: float) -> None:
     """Simulate, or measure, each setting under each order of arrival."""
     trace = load_trace(path)

@@ -107,9 +107,11 @@ class Twins(NamedTuple):
 
 
 @click.command()
-@click.option("--part", "parts", type=click.Choice(PARTS), multiple=True, help="All.")
-@click.option("--small", is_flag=True, help="Small models, few seconds.")
-@click.option("--seconds", default=90.0, show_default=True, help="For the roofline.")
+@click.option(
+    "--part", "parts", type=click.Choice(PARTS), multiple=True, help="Part to run; may be repeated.  [default: all]"
+)
+@click.option("--small", is_flag=True, help="Use small models and few seconds.")
+@click.option("--seconds", default=90.0, show_default=True, help="Duration of the roofline.")
 def main(parts: tuple[str, ...], small: bool, seconds: float) -> None:
     """Each part in turn."""
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -216,10 +216,17 @@ def steady(lab: Lab, workload: Workload, factor: float, seed: int, slowdown: flo
 
 @click.command()
 @click.argument("parts", nargs=-1, type=click.Choice(("real", "shifts", "stationary", *ON_TWO)))
-@click.option("--num-requests", default=900, show_default=True, help="After the shift; a third as many before it.")
-@click.option("--factor", default=3.0, show_default=True, help="Latency bound over the nearest that some plan keeps.")
+@click.option(
+    "--num-requests", default=900, show_default=True, help="Requests after the shift; before it, a third as many."
+)
+@click.option(
+    "--factor",
+    default=3.0,
+    show_default=True,
+    help="Latency bound, as a multiple of the nearest bound that can be kept.",
+)
 @click.option("--seed", default=0, show_default=True)
-@click.option("--refresh", is_flag=True, help="Measure the profile anew.")
+@click.option("--refresh", is_flag=True, help="Measure the profile again.")
 def main(parts: tuple[str, ...], num_requests: int, factor: float, seed: int, *, refresh: bool) -> None:
     """Shift lengths in mid-run, with and without re-planning."""
     rows: list[Row] = []

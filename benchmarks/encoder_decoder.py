@@ -194,9 +194,11 @@ class Kept:
 
 @click.command()
 @click.option("--cluster", default="local:2", show_default=True)
-@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Only this one; may be repeated.")
-@click.option("--seconds", default=12.0, show_default=True, help="That each plan is measured, about.")
-@click.option("--work", type=click.Path(path_type=Path), help="Keeps the checkpoint, its profile and what is found.")
+@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Run only this part; may be repeated.")
+@click.option("--seconds", default=12.0, show_default=True, help="Approximate time for which each plan is measured.")
+@click.option(
+    "--work", type=click.Path(path_type=Path), help="Folder that keeps the checkpoint, its profile and the results."
+)
 def main(cluster: str, parts: tuple[str, ...], seconds: float, work: Path | None) -> None:
     with TemporaryDirectory() as name:
         directory = (work or Path(name)) / cluster.replace(":", "-")

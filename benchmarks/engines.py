@@ -137,10 +137,16 @@ PRECISIONS: tuple[RunDType, ...] = ("float32", "bfloat16", "int8")
 @click.option(
     "--workload", "kinds", type=click.Choice(list(WORKLOADS)), multiple=True, default=("mixed",), show_default=True
 )
-@click.option("--engine", "engines", type=click.Choice(list(ENGINES)), multiple=True, help="All where none is named.")
+@click.option(
+    "--engine",
+    "engines",
+    type=click.Choice(list(ENGINES)),
+    multiple=True,
+    help="Engine to measure; may be repeated. [default: all]",
+)
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--requests", "num_requests", default=NUM_REQUESTS, show_default=True)
-@click.option("--python", "pythons", multiple=True, metavar="ENGINE=PATH", help="An environment that is there already.")
+@click.option("--python", "pythons", multiple=True, metavar="ENGINE=PATH", help="Existing environment of an engine.")
 @click.option("--budget", "budgets", type=int, multiple=True, default=(DEFAULT_BUDGET,), show_default=True)
 @click.option("--longest-first", is_flag=True, help="Sort the requests by their outputs, for every engine.")
 @click.option("--append", is_flag=True, help="Keep the runs of earlier calls with the same requests.")

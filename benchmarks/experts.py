@@ -112,10 +112,10 @@ def row(case: Case, framework: str | None, kv_dtype: DType | None) -> str:
 
 
 @click.command()
-@click.option("--only", "model", help="Cases of this model alone.")
-@click.option("--framework", help="Step times of this engine's kernels, from others' tables; otherwise a datasheet's.")
+@click.option("--only", "model", help="Run only the cases of this model.")
+@click.option("--framework", help="Use imported step times of this engine's kernels instead of a datasheet.")
 @click.option("--kv-dtype", type=click.Choice(["bfloat16", "float8"]))
-@click.option("--markdown", type=click.Path(path_type=Path), help="Write the table here, too.")
+@click.option("--markdown", type=click.Path(path_type=Path), help="Also write the table here.")
 def main(model: str | None, framework: str | None, kv_dtype: DType | None, markdown: Path | None) -> None:
     lines = [HEADER]
     print(HEADER)

@@ -253,9 +253,9 @@ def cases(traces: Path | None, mooncake: Path | None) -> list[Case]:
 @click.argument("state", type=click.Path(path_type=Path))
 @click.option("--traces", type=click.Path(path_type=Path), help="Folder of the Azure traces.")
 @click.option("--mooncake", type=click.Path(path_type=Path), help="Mooncake's conversation trace.")
-@click.option("--cases", "names", help="Only these.")
-@click.option("--seconds", type=float, default=1e9, help="Begin nothing after this time.")
-@click.option("--markdown", "page", type=click.Path(path_type=Path), help="Write the table there.")
+@click.option("--cases", "names", help="Run only these cases.")
+@click.option("--seconds", type=float, default=1e9, help="Time after which no case begins.")
+@click.option("--markdown", "page", type=click.Path(path_type=Path), help="Write the table to this file.")
 def main(
     state: Path, traces: Path | None, mooncake: Path | None, names: str | None, seconds: float, page: Path | None
 ) -> None:

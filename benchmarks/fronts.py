@@ -71,7 +71,7 @@ async def measured(server: Served, model: str, seconds: float) -> tuple[float, f
 
 @click.command()
 @click.option("--rounds", default=5, show_default=True)
-@click.option("--seconds", default=5.0, show_default=True, help="Of load in each round.")
+@click.option("--seconds", default=5.0, show_default=True, help="Duration of the load in each round.")
 def main(rounds: int, seconds: float) -> None:
     """Measure both fronts in turns."""
     with ExitStack() as at_end:

@@ -53,7 +53,12 @@ USES = {
 
 
 @click.command()
-@click.option("--capability", default=90, show_default=True, help="Of the GPU: 80 for an A100, 90 for an H100 or H200.")
+@click.option(
+    "--capability",
+    default=90,
+    show_default=True,
+    help="Compute capability of the GPU: 80 for an A100, 90 for an H100 or H200.",
+)
 @click.option("--json", "as_json", is_flag=True)
 def main(capability: int, as_json: bool) -> None:
     """One row a kernel."""

@@ -215,10 +215,16 @@ def _serves(pid: int, plan_path: str) -> bool:
 @click.command()
 @click.argument("parts", nargs=-1, type=click.Choice(("streams", "overload", "sigterm")))
 @click.option("--num-streams", default=1600, show_default=True)
-@click.option("--num-tokens", type=click.IntRange(1, MOST_TOKENS), help="Of each stream.  [default: by the pace]")
+@click.option(
+    "--num-tokens", type=click.IntRange(1, MOST_TOKENS), help="Tokens of each stream.  [default: chosen by the pace]"
+)
 @click.option("--max-batch", default=64, show_default=True, help="Streams in decode at once; the others wait.")
 @click.option(
-    "--seconds", type=click.FloatRange(PACE_S, min_open=True), default=60.0, show_default=True, help="Of overload."
+    "--seconds",
+    type=click.FloatRange(PACE_S, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="Duration of the overload.",
 )
 @click.option("--seed", default=0, show_default=True)
 def main(

@@ -82,12 +82,14 @@ class Row(NamedTuple):
 @click.option("--model", default="opt-125m", show_default=True)
 @click.option("--workload", "workloads", multiple=True, default=WORKLOADS, show_default=True)
 @click.option("--policy", default="auto", show_default=True)
-@click.option("--dtype", type=click.Choice(get_args(RunDType)), help="As `xgpt plan` takes it where none is given.")
-@click.option("--every-policy", is_flag=True, help="Measure each policy's plan saturated, not the best one alone.")
+@click.option("--dtype", type=click.Choice(get_args(RunDType)), help="Data type.  [default: as in `xgpt plan`]")
+@click.option("--every-policy", is_flag=True, help="Measure each policy's plan at saturation, not only the best one.")
 @click.option("--alone", is_flag=True, help="Also run each load's requests on an engine without an endpoint.")
 @click.option("--quick", is_flag=True, help="End within 11 minutes.")
-@click.option("--kept", is_flag=True, help="Take the profile that is kept on this machine, if there is one.")
-@click.option("--seconds", type=float, help=f"Of each load.  [default: {SECONDS:g}; with --quick {QUICK_SECONDS:g}]")
+@click.option("--kept", is_flag=True, help="Use the cached profile of this machine, if there is one.")
+@click.option(
+    "--seconds", type=float, help=f"Duration of each load.  [default: {SECONDS:g}; with --quick {QUICK_SECONDS:g}]"
+)
 @click.option("--seed", default=0, show_default=True)
 def main(
     model: str,

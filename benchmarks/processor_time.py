@@ -96,8 +96,8 @@ def row(plan: Plan, profile: Profile, log: list[StepRecord], num_requests: int) 
 @click.command()
 @click.option("--model", required=True, metavar="NAME|DIRECTORY")
 @click.option("--workload", default="chat-short", show_default=True)
-@click.option("--requests", "num_requests", default=150, show_default=True, help="Requests that are measured.")
-@click.option("--bound", "bound_s", default=8.0, show_default=True, help="The latency bound, in processor time.")
+@click.option("--requests", "num_requests", default=150, show_default=True, help="Number of measured requests.")
+@click.option("--bound", "bound_s", default=8.0, show_default=True, help="Latency bound, in processor time.")
 @click.option("--rounds", default=2, show_default=True)
 def main(model: str, workload: str, num_requests: int, bound_s: float, rounds: int) -> None:
     """Profile, plan and run each policy."""

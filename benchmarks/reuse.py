@@ -270,7 +270,7 @@ class Shown(NamedTuple):
 
 
 @main.command()
-@click.option("--requests", default=60, show_default=True, help="That are measured, once as many run as may.")
+@click.option("--requests", default=60, show_default=True, help="Requests that are measured after the batch is full.")
 @click.option("--latency-bound", default=60.0, show_default=True, help="Seconds.")
 @click.pass_obj
 def served(work: Path, requests: int, latency_bound: float) -> None:

@@ -77,11 +77,15 @@ class Point:
 
 @click.command()
 @click.option("--model", default="opt-125m", show_default=True)
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The GPU where there is one.")
-@click.option("--dtype", type=click.Choice(get_args(RunDType)), help="float32 on a CPU, else bfloat16.")
-@click.option("--seconds", default=120.0, show_default=True, help="For all rounds; the first is always finished.")
-@click.option("--context", default=128, show_default=True, help="Of decodes that rise in batch.")
-@click.option("--batch", default=16, show_default=True, help="Of decodes that rise in context.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Device.  [default: the GPU, if there is one]")
+@click.option(
+    "--dtype", type=click.Choice(get_args(RunDType)), help="Data type.  [default: float32 on a CPU, otherwise bfloat16]"
+)
+@click.option(
+    "--seconds", default=120.0, show_default=True, help="Duration of all rounds; the first round always finishes."
+)
+@click.option("--context", default=128, show_default=True, help="Context of the decodes with rising batch size.")
+@click.option("--batch", default=16, show_default=True, help="Batch size of the decodes with rising context.")
 def main(model: str, device: str | None, dtype: RunDType | None, seconds: float, context: int, batch: int) -> None:
     """Measure, print a table of each kind, write all of it."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")

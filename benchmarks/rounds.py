@@ -97,7 +97,7 @@ def fit(lanes: list[Lanes]) -> tuple[float, ...]:
 @click.command()
 @click.option("--lanes", "num_lanes", default=2000, show_default=True)
 @click.option("--seed", default=1, show_default=True)
-@click.option("--fit", "fits", is_flag=True, help="find the coefficients anew")
+@click.option("--fit", "fits", is_flag=True, help="fit the coefficients again")
 def main(num_lanes: int, seed: int, fits: bool) -> None:
     """Compare, and print the errors with fewer micro-batches than stages, as many, and more."""
     lanes = list(draw(np.random.default_rng(seed), num_lanes))

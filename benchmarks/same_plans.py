@@ -163,10 +163,10 @@ def _git(*words: str) -> str:
 
 
 @click.command()
-@click.option("--against", default="main", help="The commit to compare with.  [default: main]")
-@click.option("--only", help="One model of the scheduler benchmark, and nothing else.")
-@click.option("--go-on", is_flag=True, help="Keep what an interrupted run of this tree has made.")
-@click.option("--write", "to", type=click.Path(path_type=Path), help="Write this tree's plans there, and end.")
+@click.option("--against", default="main", help="Commit to compare with.  [default: main]")
+@click.option("--only", help="Run only this model of the scheduler benchmark.")
+@click.option("--go-on", is_flag=True, help="Continue an interrupted run of this tree.")
+@click.option("--write", "to", type=click.Path(path_type=Path), help="Only write this tree's plans to this folder.")
 def main(against: str, only: str | None, go_on: bool, to: Path | None) -> None:
     if to is not None:
         write(to, only)

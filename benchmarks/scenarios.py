@@ -57,9 +57,9 @@ CHOSEN = (0, NUM_BOUNDS // 2, NUM_BOUNDS - 1)
 
 @click.command(help=__doc__, context_settings={"max_content_width": 120})
 @click.argument("what", type=click.Choice(["rates", "requests"]))
-@click.option("--only", help="One model.")
-@click.option("--jsonl", "kept", type=click.Path(path_type=Path), help="Keep each row there.")
-@click.option("--markdown", "page", type=click.Path(path_type=Path), help="Write the table there.")
+@click.option("--only", help="Run only this model.")
+@click.option("--jsonl", "kept", type=click.Path(path_type=Path), help="Write each row to this file.")
+@click.option("--markdown", "page", type=click.Path(path_type=Path), help="Write the table to this file.")
 def main(what: str, only: str | None, kept: Path | None, page: Path | None) -> None:
     rows: list[dict[str, Any]] = []
     if kept is not None and kept.is_file():

@@ -340,11 +340,16 @@ def rows_of(model: str, cluster: str, workload: str, choices: Choices = CHOICES,
 
 
 @click.command()
-@click.option("--only", help="One model.")
+@click.option("--only", help="Run only this model.")
 @click.option("--check", is_flag=True, help="Compare with a sweep of all points, or of a sample.")
-@click.option("--again", is_flag=True, help="Search again what has been searched.")
-@click.option("--sla", type=click.Choice(["length", "request"]), default="length", help="request: of all requests.")
-@click.option("--markdown", "page", type=click.Path(path_type=Path), help="Write the table there.")
+@click.option("--again", is_flag=True, help="Search finished cases again.")
+@click.option(
+    "--sla",
+    type=click.Choice(["length", "request"]),
+    default="length",
+    help="The latency that is bounded; request: that of all requests.",
+)
+@click.option("--markdown", "page", type=click.Path(path_type=Path), help="Write the table to this file.")
 def main(only: str | None, check: bool, again: bool, sla: str, page: Path | None) -> None:
     if sla == "request":
         names = [(m, c, w) for m, c, workloads in SCENARIOS for w in workloads if only in (None, m)]

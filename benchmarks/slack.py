@@ -116,10 +116,10 @@ class Row:
 
 
 @click.command(help=__doc__, context_settings={"max_content_width": 120})
-@click.option("--quick", is_flag=True, help="One pair of bounds a load instead of three.")
+@click.option("--quick", is_flag=True, help="Use one pair of bounds for each load instead of three.")
 @click.option("--models", default=",".join(MODELS), show_default=True)
 @click.option("--loads", default=",".join(LOADS), show_default=True)
-@click.option("--trace", "traces", multiple=True, type=click.Path(exists=True), help="A trace as a further load.")
+@click.option("--trace", "traces", multiple=True, type=click.Path(exists=True), help="Trace to use as a further load.")
 @click.option("--json", "path", type=click.Path(path_type=Path))
 @click.option("--overhead", is_flag=True)
 @click.option("--crossover", is_flag=True)

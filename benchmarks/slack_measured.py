@@ -48,8 +48,8 @@ FACTORS = ((4.0, 4.0), (8.0, 4.0))
 @click.option("--model", default="opt-125m", show_default=True)
 @click.option("--workload", default="summarization", show_default=True)
 @click.option("--bounds", multiple=True, type=(float, float), default=FACTORS, show_default=True)
-@click.option("--profile", help="A profile of this machine instead of a new one.")
-@click.option("--seconds", default=400.0, show_default=True, help="Begin no further rate after this.")
+@click.option("--profile", help="Existing profile of this machine.")
+@click.option("--seconds", default=400.0, show_default=True, help="Time after which no further rate begins.")
 @click.option("--engine", type=click.Choice(["native", "vllm"]), default="native", show_default=True)
 def main(
     plan_path: Path | None,

@@ -180,11 +180,16 @@ def simulated_idle(plan: Plan, log: list[StepRecord], busy_ns: Counter[tuple[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="opt-125m")
-    parser.add_argument("--layers", type=int, default=6, help="of the model's; fewer make profile and runs short")
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=6,
+        help="number of the model's layers to keep; with fewer, profile and runs are shorter",
+    )
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--bound", type=float, help="latency bound in seconds; none by default")
     parser.add_argument("--policies", default="rra,waa,orca,chunked,static")
-    parser.add_argument("--profile", help="of local:2; measured, or the cached one, by default")
+    parser.add_argument("--profile", help="profile of local:2; by default the cached one, or a new one")
     parser.add_argument("--traces", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -43,8 +43,10 @@ RESULTS = Path("results/vllm.shift.json")
 @click.option("--profile", "profile_path", required=True)
 @click.option("--workload", default="tcb", show_default=True)
 @click.option("--latency-bound", default=6.0, show_default=True)
-@click.option("--factor", default=1.7, show_default=True, help="Of the lengths after the change, to those before.")
-@click.option("--requests", "num_requests", default=400, show_default=True, help="Before the change, and after it.")
+@click.option("--factor", default=1.7, show_default=True, help="Factor by which the lengths change.")
+@click.option(
+    "--requests", "num_requests", default=400, show_default=True, help="Requests before the change, and again after it."
+)
 @click.option("--seed", default=0, show_default=True)
 def main(
     model: str, profile_path: str, workload: str, latency_bound: float, factor: float, num_requests: int, seed: int

@@ -104,7 +104,7 @@ SAID: dict[str, list[str]] = {
     "dynamo.jsonl": ["`timestamp` is read as milliseconds: 2 requests in 2 s, 0.5 a second"],
     "millis.csv": ["`timestamp` is read as milliseconds: 2 requests in 2 s"],
     "responses.jsonl": ["`created_at` is read as seconds"],
-    "spans.json": ["2 of 4 spans are not requests, or are parts of requests that are counted"],
+    "spans.json": ["2 of 4 spans are left out: they are not requests, or are only parts of requests"],
     "vllm.json": ["1 of 3 rows"],
     "vidur.csv": [],
     "azure.csv": [],

@@ -51,7 +51,7 @@ def from_metrics(path: Path) -> tuple[float, ...]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        says = f"it cannot be read: {error.strerror}; give a share such as 0.75, or a page of metrics"
+        says = f"it cannot be read: {error.strerror}; give a share such as 0.75, or the file of a server's metrics page"
         raise InputError("acceptance", str(path), says) from None
     drafts, accepted, steps = 0.0, dict[int, float](), list[float]()
     for name, labels, value in _samples(text):
@@ -67,7 +67,11 @@ def from_metrics(path: Path) -> tuple[float, ...]:
         return tuple(min(1.0, *shares[: position + 1]) for position in range(len(shares)))
     if steps:
         return _constant(_share_of(sum(steps) / len(steps)), FEW_AHEAD)
-    raise InputError("acceptance", str(path), f"it contains neither {VLLM}drafts_total nor {SGLANG}")
+    raise InputError(
+        "acceptance",
+        str(path),
+        f"it contains neither {VLLM}drafts_total nor {SGLANG}: give the metrics page of a server with drafts",
+    )
 
 
 def _samples(text: str) -> Iterator[tuple[str, str, float]]:

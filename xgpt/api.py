@@ -340,7 +340,7 @@ def simulate(plan: Plan | PathLike, *, keep_steps: bool = False, **asked: Unpack
             raise InputError("clients", request.clients, f"it cannot be combined with `{name}`")
     if request.clients is not None and request.clients < plan.replicas:
         raise InputError(
-            "clients", request.clients, f"the plan has {plan.replicas} replicas: give at least one for each"
+            "clients", request.clients, f"the plan has {plan.replicas} replicas: give at least one client for each"
         )
     if not request.own_times:
         for name, value in (("num_requests", request.num_requests == "all" and "all"), ("since_s", request.since_s)):
@@ -452,16 +452,18 @@ def bench(target: Plan | PathLike, *, progress: Progress | None = None, **asked:
     is_url = isinstance(target, str) and target.startswith(("http://", "https://"))
     if profile is not None and is_url:
         raise InputError(
-            "profile", str(profile), "it needs a plan file: the step times of a server at a URL are not known"
+            "profile", str(profile), "only a plan file can have a profile: leave it out for a server at a URL"
         )
     if is_url and request.calibrate:
         raise InputError(
-            "calibrate", request.calibrate, "it needs a plan file: the step times of a server at a URL are not known"
+            "calibrate", request.calibrate, "only a plan file has a profile to calibrate: leave it out for a URL"
         )
     if request.ca_file is not None and not is_url:
         raise InputError("ca_file", str(request.ca_file), "it needs an https URL")
     if request.batching != "flat" and is_url:
-        raise InputError("batching", request.batching, "it needs a plan file: a server at a URL already runs a plan")
+        raise InputError(
+            "batching", request.batching, "it applies only to a plan file: a server at a URL already runs its own plan"
+        )
     if request.saturated and request.arrival_rate_per_s is not None:
         raise InputError("arrival_rate_per_s", request.arrival_rate_per_s, "it cannot be combined with `saturated`")
     if isinstance(target, str) and not is_url and ":" in target and not Path(target).exists():
@@ -507,7 +509,7 @@ def export(plan: Plan | FleetPlan | PathLike, to: Target) -> dict[str, str]:
 
     if isinstance(plan, FleetPlan) or (not isinstance(plan, Plan) and _is_fleet(plan)):
         if to != "k8s":
-            raise InputError("to", to, "a fleet is exported to k8s only")
+            raise InputError("to", to, "a fleet can be exported only to k8s")
         return fleet_files(_fleet(plan))
     return export(_plan(plan), to)
 
@@ -631,8 +633,8 @@ def _arrivals(load: LoadFields, default: int, burstiness: float = 1.0) -> tuple[
     of_stages = None if arrivals is None else arrivals.num_requests
     if of_stages is not None and load.num_requests is not None:
         accepted = (
-            f"the stages of `arrival_rate_per_s` contain {of_stages} requests: leave this out, or leave out the last "
-            "stage's seconds"
+            f"the stages of `arrival_rate_per_s` contain {of_stages} requests: leave `num_requests` out, or leave out "
+            "the seconds of the last stage"
         )
         raise InputError("num_requests", load.num_requests, accepted)
     return arrivals, of_stages or load.num_requests or default

@@ -515,7 +515,7 @@ def served(
                 break
         else:
             raise MachineError(
-                f"the server did not start: {lines[-1].removeprefix('xgpt: ') if lines else 'no message'}"
+                f"the server did not start: {lines[-1].removeprefix('xgpt: ') if lines else 'it printed no message'}"
             )
         yield line.rpartition("listening on ")[2].strip()
         if process.poll() is not None:

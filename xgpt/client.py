@@ -148,7 +148,7 @@ async def replay(
     if concurrency is not None and concurrency < 1:
         raise InputError("concurrency", concurrency, "a closed loop needs 1 or more")
     if any((request.send_at_s is None) == (concurrency is None) for request in requests):
-        accepted = "a closed loop needs requests without send_at_s, an open loop requests with it"
+        accepted = "requests of a closed loop must not have send_at_s, and those of an open loop must have it"
         raise InputError("concurrency", concurrency, accepted)
     async with _Connections(url, ca_file, api_key) as connections:
         async with connections.one() as connection:
@@ -198,7 +198,7 @@ async def _served_model(connection: Connection, url: str) -> _Model:
         error: object = _message(status, body)
     except (*Failure, msgspec.MsgspecError, IndexError) as failure:
         error = reason_of(failure) if isinstance(failure, OSError) else failure
-    raise MachineError(f"{url.rstrip('/')}/v1/models does not answer as a completions endpoint: {error}")
+    raise MachineError(f"{url.rstrip('/')}/v1/models does not answer like an OpenAI-compatible endpoint: {error}")
 
 
 class _Connections:

@@ -56,7 +56,7 @@ def _python() -> Finding:
     try:
         return Finding(name="versions", value=f"{text}, torch {version('torch')}")
     except PackageNotFoundError:
-        advice = "planning for clusters works; profiling and serving here need pip install 'xgpt-serve[serve]'"
+        advice = "planning for clusters works; to profile and serve on this machine, pip install 'xgpt-serve[serve]'"
         return Finding(name="versions", value=f"{text}, no torch", advice=advice)
 
 
@@ -82,7 +82,7 @@ def instructions(root: Path = Path("/")) -> Finding:
 
 def _load() -> Finding:
     cores, load = num_cores(), os.getloadavg()[0]
-    advice = None if load < 0.5 else "other programs are running: figures measured now are for a busy machine"
+    advice = None if load < 0.5 else "other programs are running: what is measured now holds for a busy machine"
     return Finding(name="load", value=f"{load:.1f} on {cores} cores", advice=advice)
 
 
@@ -95,9 +95,11 @@ def _clock() -> Finding:
         times_s.append(time.perf_counter() - begin_s)
     median_s, slow_s = np.quantile(times_s, [0.5, 0.9])
     spread = slow_s / median_s - 1
-    advice = None if spread < STEADY else "not steady: profile and measure when the machine is idle"
+    advice = None if spread < STEADY else "times are not steady: profile and measure when the machine is idle"
     return Finding(
-        name="clock", value=f"one matrix product in ten takes over {1 + spread:.2f} times the median", advice=advice
+        name="clock",
+        value=f"the slowest tenth of matrix products take over {1 + spread:.2f} times the median",
+        advice=advice,
     )
 
 
@@ -112,10 +114,10 @@ def _profiles() -> list[Finding]:
             broken += 1  # a profile of another version; the machine is measured again when a profile is needed
     measured = [profile for profile in kept if profile.source == "measured"]
     if not measured:
-        advice = "the first plan measures one, which takes about a minute for a small model"
+        advice = "the first plan for this machine measures one, which takes about a minute for a small model"
         return [Finding(name="profiles", value=f"none measured, in {directory}", advice=advice)]
     names = sorted({f"{profile.model.name} in {profile.dtype} on {profile.device}" for profile in measured})
-    others = f", {broken} of other versions" if broken else ""
+    others = f", {broken} of other versions of xgpt" if broken else ""
     layouts = sorted({layout for profile in measured for layout in profile.layouts.values()})
     return [
         Finding(name="profiles", value=f"{len(measured)} measured{others}, in {directory}: {'; '.join(names)}"),
@@ -131,12 +133,12 @@ def _vllm() -> Finding:
             found = python()
             return Finding(name="vLLM", value=f"{version_of(found, packages)}, by {found}")
     except MachineError as error:
-        return Finding(name="vLLM", value="none", advice=f"for --engine vllm: {error}")
+        return Finding(name="vLLM", value="none", advice=f"only --engine vllm needs it: {error}")
 
 
 def _files() -> Finding:
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    advice = f"ulimit -n {most}, for more connections" if limit <= FEW_FILES < most else None
+    advice = f"run ulimit -n {most} to serve more connections" if limit <= FEW_FILES < most else None
     return Finding(name="open files", value=f"{limit} at most", advice=advice)
 
 

@@ -31,7 +31,7 @@ class BoundFields(TypedDict, total=False):
     tpot_s: float | None
     """Bound on the mean time per output token, in seconds."""
     headroom: float | None
-    """Share by which steps may take longer than predicted before a bound is broken."""
+    """Share by which steps may take longer than predicted while the bounds still hold."""
 
 class ObjectiveAndShares(BoundFields, total=False):
     objective: Literal["arrivals", "saturated"] | None
@@ -55,7 +55,7 @@ class ModelAndDevices(TypedDict, total=False):
     dtype: Literal["float32", "float16", "bfloat16", "int8", "float8"] | None
     """Data type of matrix products."""
     kv_dtype: Literal["float32", "float16", "bfloat16", "int8", "float8"] | None
-    """Data type of keys and values: int8 on CPUs; float8 on GPUs, for plans only."""
+    """Data type of keys and values, such as int8 on CPUs, or float8 on GPUs (only for plans)."""
 
 class ProblemFields(ModelAndDevices, total=False):
     price: float | None
@@ -69,7 +69,7 @@ class ProblemRequest(ProblemFields, ObjectiveAndShares, total=False):
     workload: str | PathLike[str] | Workload | None
     """Request lengths: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
     shared_prefix: int | None
-    """Length of a common prefix of all prompts, such as a system prompt, whose keys and values are computed once. A trace that contains its prompts' prefixes needs no such option."""
+    """Number of tokens with which all prompts begin, such as a system prompt; their keys and values are computed once. Not for a trace that already contains the prefixes of its prompts."""
     search: Literal["branch-and-bound", "exhaustive", "optuna"] | None
     """Method of search; exhaustive needs `objective=saturated`."""
     kv: Literal["reserve", "quantile"] | None
@@ -81,13 +81,13 @@ class PlanKeywords(ProblemRequest, Policy, ArrivalFields, Speculated, total=Fals
     api_servers: int | None
     """API server processes of each vLLM command (`--api-server-count`): each tokenises and streams on one core."""
     devices: int | Literal["auto"] | None
-    """Use at most N devices of the cluster; auto: the smallest number that sustains `arrival_rate_per_s`."""
+    """Use at most N devices of the cluster; auto: as few as sustain `arrival_rate_per_s`."""
     among: Mapping[str | PathLike[str], float] | None
-    """Instead of `cluster`: choose the cheapest of these clusters that sustains `arrival_rate_per_s`, with as few devices as possible. PRICE is for one device and hour."""
+    """Instead of `cluster`: choose the cheapest of these clusters that sustains `arrival_rate_per_s`, with as few devices as possible. PRICE is the price of one device for an hour."""
     maximise: str | PathLike[str] | None
     """Your own objective, with `objective=saturated`: an expression over a plan's figures at saturation, such as "tokens / cost" or "throughput if gap < 0.1 else -gap". Figures: throughput, tokens, latency, ttft, tpot, gap, running, encode_batch, idle, devices, replicas, cost. Optuna searches, and nothing is proven."""
     order: Literal["fcfs", "in-time", "sjf", "lpt", "edf", "das"] | None
-    """The waiting request that enters next: fcfs, the earliest arrival; in-time, so that most requests keep `ttft_s`, with the longest prompts last; sjf, the shortest prompt; lpt, the longest output (finishes a given set of requests soonest); edf, the earliest deadline; das, by prompt length and deadline (TCB)."""
+    """The waiting request that enters next. fcfs: the earliest arrival. in-time: by arrival, with the longest prompts last if not all requests can keep `ttft_s`. sjf: the shortest prompt. lpt: the longest output, which finishes a given set of requests soonest. edf: the earliest deadline. das: chosen by prompt length and deadline (TCB)."""
     fix: Mapping[str | PathLike[str], int] | None
     """Fix a control variable, such as token_budget=8192 or max_batch=128. Variables of the placement are tp, ep, pp, replicas and tp_devices. The last is the number of a replica's devices that form tensor-parallel groups: on three devices, tp=2 with tp_devices=2 gives a stage of two devices and a stage of one. With `order=das`, eta_percent can also be fixed, and so can row_tokens (L in TCB) and row_batches for a plan that runs in rows; row_batches=2 lets a batch enter the slots that the previous batch has freed. Policies without the variable are left out. Repeatable."""
 
@@ -95,17 +95,17 @@ class FleetKeywords(ProblemFields, BoundFields, Policy, total=False):
     attain: float | None
     """Share of the day's requests that must keep the bounds."""
     among: Mapping[str | PathLike[str], float] | None
-    """Instead of `cluster`: replicas on any mixture of these clusters. PRICE is for one device and hour."""
+    """Instead of `cluster`: replicas on any mixture of these clusters. PRICE is the price of one device for an hour."""
     devices: int | Mapping[str | PathLike[str], int] | None
     """Use at most N devices of each cluster."""
     interval_s: float | None
     """Length of an interval; within an interval the fleet does not change."""
     least_stay_s: float | None
-    """Least time for which a started replica runs."""
+    """Shortest time for which a started replica runs."""
     startup_s: float | None
-    """Time from ordering a replica until it begins to load weights: the time in which the machine, the image and the engine start."""
+    """Time from ordering a replica until it begins to load weights, in which the machine, the image and the engine start."""
     least_replicas: int | None
-    """Least number of replicas at any time."""
+    """Smallest number of replicas at any time."""
     seed: int | None
     """Seed of the requests drawn from rates over hours."""
 
@@ -141,7 +141,7 @@ class SimulateKeywords(LoadFields, ArrivalFields, total=False):
 
 class CompareKeywords(ProblemRequest, total=False):
     current: str | PathLike[str] | None
-    """The current deployment, to be scored in the same table: a command of vLLM, SGLang or TensorRT-LLM, a docker run, or a Compose file, pod manifest or Helm values that start one."""
+    """The current deployment, which is then scored in the same table: a command of vLLM, SGLang or TensorRT-LLM, or a docker run, Compose file, pod manifest or Helm values that contain one."""
     measure: bool | None
     """Also run each plan on this machine."""
     num_requests: int | None
@@ -179,15 +179,15 @@ class Served(OfAPlan, EngineFields, Replanning, total=False):
 
 class RequestLimits(TypedDict, total=False):
     max_waiting: int | None
-    """Largest number of waiting requests; further requests get 429."""
+    """Largest number of waiting requests; further requests are answered with 429."""
     answer_within_s: float | None
-    """Seconds within which an answer must be complete, waiting included; a request that would take longer gets 429 immediately. CLASS=S: for one of the plan's classes. Repeatable."""
+    """Seconds within which an answer must be complete, waiting included; a request that would take longer is answered with 429 immediately. CLASS=S: for one of the plan's classes. Repeatable."""
     answer_within_of: Mapping[str | PathLike[str], float] | None
     """Seconds within which answers of each of these classes must be complete."""
     request_timeout_s: float | None
     """Seconds after which an incomplete answer ends with 504. 0: no limit."""
     default_max_tokens: int | None
-    """max_tokens of a request that states none."""
+    """max_tokens of requests that do not state it."""
     max_max_tokens: int | None
     """Largest max_tokens that a request may state."""
     drain_s: float | None
@@ -203,11 +203,11 @@ class Endpoint(TypedDict, total=False):
     api_key_file: str | PathLike[str] | None
     """File of API keys, one on each line: [NAME] KEY [SETTINGS]. On SIGHUP the server reads it again."""
     allowed_hosts: Sequence[str | PathLike[str]] | None
-    """Further host name to which requests may be addressed, besides those of this machine. Repeatable."""
+    """Host name that the Host header of requests may have, besides the names of this machine. Repeatable."""
     allowed_origins: Sequence[str | PathLike[str]] | None
     """Origin whose pages may use the server from a browser (CORS), for example https://chat.example. Repeatable."""
     served_model_names: Sequence[str | PathLike[str]] | None
-    """Name of the model in requests, instead of the plan's. Repeatable."""
+    """Name of the model in requests, instead of the name in the plan. Repeatable."""
     ssl_certfile: str | PathLike[str] | None
     """PEM certificate; with it the server speaks HTTPS, TLS 1.2 or newer."""
     ssl_keyfile: str | PathLike[str] | None
@@ -219,7 +219,7 @@ class Endpoint(TypedDict, total=False):
 
 class ServeKeywords(Endpoint, RequestLimits, Served, total=False):
     log_level: Literal["debug", "info", "warning", "error"] | None
-    """Least severity of logged messages."""
+    """Lowest severity of logged messages."""
     otlp_endpoint: str | PathLike[str] | None
     """Send OpenTelemetry traces to this URL; the standard OTEL_... variables are also read."""
     step_log: str | PathLike[str] | None
@@ -233,7 +233,7 @@ class AutoscaleKeywords(TypedDict, total=False):
     arrival_rate_per_s: float | None
     """The current load, in requests a second, instead of `scrape`."""
     once: bool | None
-    """Print the current recommendation, and publish nothing."""
+    """Print the current recommendation once, and publish nothing."""
     look_s: float | None
     """Time between two readings of the load."""
     day_begins: str | PathLike[str] | None
@@ -247,11 +247,11 @@ class BenchKeywords(LoadFields, EngineFields, total=False):
     num_requests: int | None
     """Number of measured requests; some more run before and after them."""
     saturated: bool | None
-    """Keep requests always waiting, even if the plan was made for arrivals."""
+    """Keep requests waiting at all times, even if the plan was made for arrivals."""
     concurrency: int | None
     """With a URL: number of outstanding requests."""
     stream: bool | None
-    """Request streamed answers; with a URL answers are always streamed."""
+    """Ask for streamed answers; from a URL, answers are always streamed."""
     calibrate: bool | None
     """Fit the plan's profile to the measured steps."""
     ca_file: str | PathLike[str] | None
@@ -261,9 +261,9 @@ class CalibrateKeywords(OfAPlan, total=False): ...
 
 class ReplanKeywords(OfAPlan, Replanning, total=False):
     horizon_s: float | None
-    """Seconds within which a change of placement must compensate for its pause."""
+    """Seconds within which the gain of a change of placement must make up for the pause."""
     least_gain: float | None
-    """Least gain of throughput, as a share, for which the plan is changed."""
+    """Smallest gain of throughput, as a share, that justifies a change of plan."""
 
 class ReportKeywords(OfAPlan, total=False):
     seed: int | None

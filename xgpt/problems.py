@@ -94,11 +94,13 @@ def _speculation(request: PlanRequest, model: ModelSpec) -> Speculation | None:
     if method == "mtp" and not model.mtp_layers:
         raise InputError("speculative", method, f"{model.name} has no layer for multi-token prediction")
     if model.is_encoder_decoder:
-        raise InputError("speculative", method, f"{model.name} has an encoder; only decoders are planned with a draft")
+        raise InputError(
+            "speculative", method, f"{model.name} has an encoder; only decoder-only models can have a draft"
+        )
     if any(kind.recurrent is not None for kind in model.kinds) and method == "ngram":
         raise InputError("speculative", method, f"{model.name} has recurrent layers: use mtp")
     if request.devices == "auto":
-        raise InputError("devices", "auto", "with `speculative` give a number")
+        raise InputError("devices", "auto", "with `speculative`, give a number of devices instead")
     shares = shares_of(request.acceptance, request.speculative_tokens)
     tokens = request.speculative_tokens or len(shares)
     if tokens > len(shares):
@@ -123,14 +125,17 @@ def _shared_prefix(request: PlanRequest, model: ModelSpec, workload: Workload, b
         accepted = f"engines cannot cache prefixes of prompts for {model.name}: leave it out"
         raise InputError("shared_prefix", tokens, accepted)
     if constraint.sla == "request" or constraint.maximise is not None:
-        raise InputError("shared_prefix", tokens, "it cannot be combined with `sla=request` and `maximise`")
+        raise InputError("shared_prefix", tokens, "it cannot be combined with `sla=request` or `maximise`")
     if isinstance(request.workload, str):
         trace = load_trace(request.workload)
         if trace is not None and trace.prefixes is not None:
-            raise InputError("shared_prefix", tokens, "the trace already contains the common prefixes of its prompts")
+            raise InputError(
+                "shared_prefix", tokens, "the trace already contains the common prefixes of its prompts: leave it out"
+            )
     if tokens >= workload.input.lengths[-1]:
         longest = workload.input.lengths[-1]
-        raise InputError("shared_prefix", tokens, f"the longest prompt of {workload.name} has {longest} tokens")
+        accepted = f"it must be shorter than the longest prompt of {workload.name}, which has {longest} tokens"
+        raise InputError("shared_prefix", tokens, accepted)
     if tokens < block_size:
         accepted = f"only whole blocks of {block_size} tokens are cached: give at least {block_size}"
         raise InputError("shared_prefix", tokens, accepted)
@@ -218,10 +223,11 @@ def _profile(
         wanted = kv_dtype_of(cluster, given.dtype, request.kv_dtype)
         if wanted != given.kv_dtype:
             accepted = (
-                f"the plan is for {request.kv_dtype}: make a profile with `xgpt profile --kv-dtype`, or leave one out"
+                f"the plan is for K/V in {request.kv_dtype}: make a profile with `xgpt profile --kv-dtype "
+                f"{request.kv_dtype}`, or leave `kv_dtype` or `profile` out"
             )
             raise InputError("profile.kv_dtype", given.kv_dtype, accepted)
     if engine is not None and given.engine not in (None, engine.framework):
-        accepted = f"the profile is for {given.engine}: give one of its versions, or leave `engine` out"
+        accepted = f"the profile is for {given.engine}: give a version of {given.engine}, or leave `engine` out"
         raise InputError("engine", engine.name, accepted)
     return given

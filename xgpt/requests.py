@@ -72,7 +72,7 @@ class Option:
     is_required: bool = False
 
 
-TOGETHER = Option(metavar="SHARE", unset="no separate share: `quantile` of requests keep all bounds together")
+TOGETHER = Option(metavar="SHARE", unset="no separate share: `quantile` applies to all bounds together")
 Name = Annotated[str, BeforeValidator(lambda given: os.fspath(given) if isinstance(given, os.PathLike) else given)]
 """A shipped name, or a path."""
 
@@ -114,8 +114,8 @@ class ModelAndDevices(RequestBase):
     """Devices: local (this machine), local:N (N of its cores), a shipped name, or a YAML file."""
     dtype: Annotated[DType | None, Option(unset="the model's default; float32 on a CPU")] = None
     """Data type of matrix products."""
-    kv_dtype: Annotated[DType | None, Option(unset="that of a given profile, or of the dtype")] = None
-    """Data type of keys and values: int8 on CPUs; float8 on GPUs, for plans only."""
+    kv_dtype: Annotated[DType | None, Option(unset="the given profile's, or `dtype`")] = None
+    """Data type of keys and values, such as int8 on CPUs, or float8 on GPUs (only for plans)."""
 
 
 class ProblemFields(ModelAndDevices):
@@ -155,11 +155,11 @@ class BoundFields(RequestBase):
         Annotated[float, Field(ge=0, lt=1)] | None,
         Option(
             metavar="SHARE",
-            unset="the larger of the profile's spread and a sum: the known error of its source (0.05 measured, 0.1 "
-            "imported, 0.12 from a datasheet) plus the share of the cores that other processes used meanwhile",
+            unset="the known error of the profile's source (0.05 measured, 0.1 imported, 0.12 from a datasheet) plus "
+            "the share of the cores that other processes used meanwhile, or the profile's spread if that is larger",
         ),
     ] = None
-    """Share by which steps may take longer than predicted before a bound is broken."""
+    """Share by which steps may take longer than predicted while the bounds still hold."""
 
 
 class ObjectiveAndShares(BoundFields):
@@ -200,8 +200,8 @@ class ProblemRequest(ProblemFields, ObjectiveAndShares):
     workload: Annotated[Name | Workload, Option(names="workloads")] = "summarization"
     """Request lengths: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
     shared_prefix: Annotated[NonNegativeInt, Option(metavar="TOKENS")] = 0
-    """Length of a common prefix of all prompts, such as a system prompt, whose keys and values are computed once. A
-    trace that contains its prompts' prefixes needs no such option."""
+    """Number of tokens with which all prompts begin, such as a system prompt; their keys and values are computed once.
+    Not for a trace that already contains the prefixes of its prompts."""
     search: SearchMethod = "branch-and-bound"
     """Method of search; exhaustive needs `objective=saturated`."""
     kv: Annotated[KvPromise | None, Option(unset="the engine's way")] = None
@@ -256,18 +256,18 @@ class PlanRequest(ProblemRequest, Policy, ArrivalFields, Speculated):
     api_servers: Annotated[PositiveInt | None, Option(metavar="N", unset="as many as the plan's rate needs")] = None
     """API server processes of each vLLM command (`--api-server-count`): each tokenises and streams on one core."""
     devices: Annotated[PositiveInt | Literal["auto"] | None, Option(metavar="auto|N", kind="devices")] = None
-    """Use at most N devices of the cluster; auto: the smallest number that sustains `arrival_rate_per_s`."""
+    """Use at most N devices of the cluster; auto: as few as sustain `arrival_rate_per_s`."""
     among: Annotated[dict[str, PositiveFloat] | None, Option(metavar="CLUSTER=PRICE,…", kind="prices")] = None
     """Instead of `cluster`: choose the cheapest of these clusters that sustains `arrival_rate_per_s`, with as few
-    devices as possible. PRICE is for one device and hour."""
+    devices as possible. PRICE is the price of one device for an hour."""
     maximise: Annotated[Expression | None, Option(metavar="EXPRESSION", unset="throughput")] = None
     """Your own objective, with `objective=saturated`: an expression over a plan's figures at saturation, such as
     "tokens / cost" or "throughput if gap < 0.1 else -gap". Figures: throughput, tokens, latency, ttft, tpot, gap,
     running, encode_batch, idle, devices, replicas, cost. Optuna searches, and nothing is proven."""
     order: Annotated[AdmissionOrder | None, Option(unset="fcfs; slack also tries in-time")] = None
-    """The waiting request that enters next: fcfs, the earliest arrival; in-time, so that most requests keep `ttft_s`,
-    with the longest prompts last; sjf, the shortest prompt; lpt, the longest output (finishes a given set of requests
-    soonest); edf, the earliest deadline; das, by prompt length and deadline (TCB)."""
+    """The waiting request that enters next. fcfs: the earliest arrival. in-time: by arrival, with the longest prompts
+    last if not all requests can keep `ttft_s`. sjf: the shortest prompt. lpt: the longest output, which finishes a
+    given set of requests soonest. edf: the earliest deadline. das: chosen by prompt length and deadline (TCB)."""
     fix: Annotated[dict[str, NonNegativeInt], Option(metavar="NAME=N", kind="held")] = Field(default_factory=dict)
     """Fix a control variable, such as token_budget=8192 or max_batch=128. Variables of the placement are tp, ep, pp,
     replicas and tp_devices. The last is the number of a replica's devices that form tensor-parallel groups: on three
@@ -283,8 +283,8 @@ class CompareRequest(ProblemRequest):
     group: ClassVar[str] = "Comparison"
     most_used: ClassVar[tuple[str, ...]] = ("latency_bound_s", "model", "cluster", "workload", "current")
     current: Annotated[str | None, Option(metavar="COMMAND|FILE")] = None
-    """The current deployment, to be scored in the same table: a command of vLLM, SGLang or TensorRT-LLM, a docker run,
-    or a Compose file, pod manifest or Helm values that start one."""
+    """The current deployment, which is then scored in the same table: a command of vLLM, SGLang or TensorRT-LLM, or a
+    docker run, Compose file, pod manifest or Helm values that contain one."""
     measure: bool = False
     """Also run each plan on this machine."""
     num_requests: Annotated[PositiveInt, Option("--requests")] = 300
@@ -307,7 +307,7 @@ class FleetRequest(ProblemFields, BoundFields, Policy):
     attain: Annotated[Share, Option(metavar="SHARE")] = 0.99
     """Share of the day's requests that must keep the bounds."""
     among: Annotated[dict[str, PositiveFloat] | None, Option(metavar="CLUSTER=PRICE,…", kind="prices")] = None
-    """Instead of `cluster`: replicas on any mixture of these clusters. PRICE is for one device and hour."""
+    """Instead of `cluster`: replicas on any mixture of these clusters. PRICE is the price of one device for an hour."""
     devices: Annotated[
         PositiveInt | dict[str, PositiveInt] | None,
         Option(metavar="N|CLUSTER=N,…", kind="counts", unset="as many as needed; with `cluster=local`, this machine's"),
@@ -316,13 +316,13 @@ class FleetRequest(ProblemFields, BoundFields, Policy):
     interval_s: Annotated[Seconds, Option("--interval", "S")] = 900.0
     """Length of an interval; within an interval the fleet does not change."""
     least_stay_s: Annotated[NonNegativeFloat, Option("--least-stay", "S")] = 0.0
-    """Least time for which a started replica runs."""
+    """Shortest time for which a started replica runs."""
     startup_s: Annotated[NonNegativeFloat, Option("--startup", "S")] = 60.0
-    """Time from ordering a replica until it begins to load weights: the time in which the machine, the image and the
-    engine start.
+    """Time from ordering a replica until it begins to load weights, in which the machine, the image and the engine
+    start.
     """
     least_replicas: Annotated[NonNegativeInt, Option(metavar="N")] = 1
-    """Least number of replicas at any time."""
+    """Smallest number of replicas at any time."""
     seed: NonNegativeInt = 0
     """Seed of the requests drawn from rates over hours."""
 
@@ -356,7 +356,7 @@ class LoadFields(OfAPlan):
     num_requests: Annotated[
         PositiveInt | None,
         Option(
-            "--requests", unset="2000 simulated or 300 measured, or the number in the stages of `arrival_rate_per_s`"
+            "--requests", unset="2000 to simulate, 300 to measure, or the number in the stages of `arrival_rate_per_s`"
         ),
     ] = None
     """Number of measured requests; some more run before and after them."""
@@ -366,7 +366,7 @@ class LoadFields(OfAPlan):
             "--arrival-rate",
             "R|R:S,…",
             "rates",
-            "requests are always waiting; a measured plan that was made for arrivals gets its predicted rate",
+            "none, so requests are always waiting; to measure a plan that was made for arrivals, its predicted rate",
         ),
     ] = None
     """Poisson arrivals a second, or stages of them: 2:60,8:30,2 means 2 a second for 60 s, 8 a second for 30 s, then 2
@@ -412,11 +412,11 @@ class BenchRequest(LoadFields, EngineFields):
 
     group: ClassVar[str] = "Client"
     saturated: bool = False
-    """Keep requests always waiting, even if the plan was made for arrivals."""
+    """Keep requests waiting at all times, even if the plan was made for arrivals."""
     concurrency: PositiveInt = 32
     """With a URL: number of outstanding requests."""
     stream: bool = False
-    """Request streamed answers; with a URL answers are always streamed."""
+    """Ask for streamed answers; from a URL, answers are always streamed."""
     calibrate: Annotated[bool, Option(None)] = False
     """Fit the plan's profile to the measured steps."""
     ca_file: Annotated[Path | None, Option(metavar="FILE", unset="the system's")] = None
@@ -453,9 +453,9 @@ class ReplanRequest(OfAPlan, Replanning):
     lengths: Annotated[Name, Option(metavar="CSV|URL", is_required=True)]
     """Trace of requests (CSV, JSON lines), or URL of a running server (its API key in XGPT_API_KEY)."""
     horizon_s: Annotated[PositiveFloat, Option("--horizon", "S")] = 600.0
-    """Seconds within which a change of placement must compensate for its pause."""
+    """Seconds within which the gain of a change of placement must make up for the pause."""
     least_gain: Annotated[Annotated[float, Field(ge=0, le=1)], Option(metavar="SHARE")] = 0.05
-    """Least gain of throughput, as a share, for which the plan is changed."""
+    """Smallest gain of throughput, as a share, that justifies a change of plan."""
 
 
 def _time_of_day(text: str) -> str:
@@ -475,7 +475,7 @@ class AutoscaleRequest(RequestBase):
     arrival_rate_per_s: Annotated[NonNegativeFloat | None, Option("--arrival-rate", "R")] = None
     """The current load, in requests a second, instead of `scrape`."""
     once: bool = False
-    """Print the current recommendation, and publish nothing."""
+    """Print the current recommendation once, and publish nothing."""
     look_s: Annotated[PositiveFloat, Option("--look", "S")] = 15.0
     """Time between two readings of the load."""
     day_begins: Annotated[
@@ -525,7 +525,7 @@ class Endpoint(RequestBase):
     api_key_file: Annotated[Path | None, Option(metavar="FILE")] = None
     """File of API keys, one on each line: [NAME] KEY [SETTINGS]. On SIGHUP the server reads it again."""
     allowed_hosts: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Option("--allowed-host", "NAME")] = ()
-    """Further host name to which requests may be addressed, besides those of this machine. Repeatable."""
+    """Host name that the Host header of requests may have, besides the names of this machine. Repeatable."""
     allowed_origins: Annotated[
         tuple[Annotated[str, Field(min_length=1)], ...], Option("--allowed-origin", "ORIGIN")
     ] = ()
@@ -533,7 +533,7 @@ class Endpoint(RequestBase):
     served_model_names: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Option("--served-model-name", "NAME")
     ] = ()
-    """Name of the model in requests, instead of the plan's. Repeatable."""
+    """Name of the model in requests, instead of the name in the plan. Repeatable."""
     ssl_certfile: Annotated[Path | None, Option(metavar="FILE")] = None
     """PEM certificate; with it the server speaks HTTPS, TLS 1.2 or newer."""
     ssl_keyfile: Annotated[Path | None, Option(metavar="FILE")] = None
@@ -549,10 +549,10 @@ class RequestLimits(RequestBase):
 
     group: ClassVar[str] = "Limits"
     max_waiting: PositiveInt = 4096
-    """Largest number of waiting requests; further requests get 429."""
+    """Largest number of waiting requests; further requests are answered with 429."""
     answer_within_s: Annotated[PositiveFloat | None, Option("--answer-within", "[CLASS=]S", "of_class")] = None
-    """Seconds within which an answer must be complete, waiting included; a request that would take longer gets 429
-    immediately. CLASS=S: for one of the plan's classes. Repeatable.
+    """Seconds within which an answer must be complete, waiting included; a request that would take longer is answered
+    with 429 immediately. CLASS=S: for one of the plan's classes. Repeatable.
     """
     answer_within_of: Annotated[dict[str, PositiveFloat], Option(None)] = Field(default_factory=dict)
     """Seconds within which answers of each of these classes must be complete."""
@@ -561,10 +561,11 @@ class RequestLimits(RequestBase):
     default_max_tokens: Annotated[
         PositiveInt | None,
         Option(
-            metavar="N", unset="the checkpoint's max_new_tokens; else 16 for completions, and all that fits for chats"
+            metavar="N",
+            unset="the checkpoint's max_new_tokens; without it 16 for completions, and as many as fit for chats",
         ),
     ] = None
-    """max_tokens of a request that states none."""
+    """max_tokens of requests that do not state it."""
     max_max_tokens: Annotated[PositiveInt | None, Option(metavar="N")] = None
     """Largest max_tokens that a request may state."""
     drain_s: Annotated[Seconds | None, Option("--drain-timeout", "S", unset="30")] = None
@@ -580,7 +581,7 @@ class ServeFields(Endpoint, RequestLimits, Served):
     group: ClassVar[str] = "Logs"
     most_used: ClassVar[tuple[str, ...]] = ("host", "port", "api_key_file", "checkpoint", "engine")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severity of logged messages."""
+    """Lowest severity of logged messages."""
     otlp_endpoint: Annotated[str | None, Option(metavar="URL")] = None
     """Send OpenTelemetry traces to this URL; the standard OTEL_... variables are also read."""
     step_log: Annotated[Path | None, Option(metavar="FILE")] = None
@@ -666,7 +667,7 @@ def _check_objective(given: dict[str, Any]) -> None:
         raise InputError("search", "exhaustive", accepted)
     for name in ("ttft", "tpot"):
         if f"{name}_quantile" in given and f"{name}_s" not in given:
-            accepted = f"it is the share of requests that keep `{name}_s`: give that as well"
+            accepted = f"it is the share of requests that keep `{name}_s`: give `{name}_s` as well"
             raise InputError(f"{name}_quantile", given[f"{name}_quantile"], accepted)
 
 

@@ -54,7 +54,7 @@ def load_model(name: str, config: str | None = None) -> tuple[ModelSpec, Path | 
     if isinstance(document, dict) and "model_type" in document:
         return read_config(path), None
     if isinstance(document, dict) and "name" not in document:
-        says = "it has neither the model_type of a config.json nor the name of a shipped model"
+        says = "it has neither model_type, as a config.json has, nor name, as a shipped model has"
         raise InputError("model", name, says)
     return parse(document, ModelSpec, "model"), None
 
@@ -70,8 +70,8 @@ def _load_by_id(model_id: str, config: str | None) -> tuple[ModelSpec, Path | No
     else:
         near = nearest_names(model_id, hub.shipped_ids(), 1, 0.8)
         hint = f"did you mean {near[0]}? Otherwise " if near else ""
-        accepted = "there is no such path, nor such a model in the Hugging Face cache: "
-        raise InputError("model", model_id, f"{accepted}{hint}give `config`, its config.json")
+        accepted = "it is neither a path nor in the Hugging Face cache: "
+        raise InputError("model", model_id, f"{accepted}{hint}give its config.json as `config`")
     has_weights = cached is not None and bool(weight_files(cached))
     return spec.model_copy(update={"name": model_id.partition("/")[2]}), cached if has_weights else None
 
@@ -160,7 +160,7 @@ def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:
         if path.is_dir():
             raise InputError("workload", name, "it is a directory: give a file in it")
         way_out = "save the sheet as CSV" if path.suffix in (".xlsx", ".xls", ".ods") else "give a trace or a workload"
-        raise InputError("workload", name, f"{way_out}, whose name ends in one of {', '.join(_YAML + SUFFIXES)}")
+        raise InputError("workload", name, f"{way_out}; its name must end in one of {', '.join(_YAML + SUFFIXES)}")
     if spec is not None:
         _check_context(workload, spec)
     return workload

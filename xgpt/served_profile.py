@@ -149,5 +149,5 @@ def _fitted(profile: Profile, steps: Steps) -> Profile:
         ratios=tuple(np.quantile(counted.seconds / predicted / rest, levels).round(4).tolist()),
     )
     by = {part: round(rest * float(factor), 4) for part, factor in zip(PARTS, factors, strict=True)}
-    text = f"{len(steps.seconds)} steps of a served load, which took {pace:.2f} times as long as timed one by one"
+    text = f"fitted to {len(steps.seconds)} steps of a served load, which took {pace:.2f} times as long as single steps"
     return corrected(profile, by, SERVED, text).model_copy(update={"jitter": jitter})

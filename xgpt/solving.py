@@ -230,7 +230,9 @@ def _with_busy_machine_warning(plan: Plan, problem: Problem) -> Plan:
         loose = plan.model_copy(update={"constraint": constraint.model_copy(update={"headroom": usual})})
         most, now = predicted_rate(loose, profile), predicted_rate(plan, profile)
         if most and now and most >= 1.01 * now:
-            text += f"; with {100 * usual:.0f}% this plan would sustain about {100 * (most / now - 1):.0f}% more"
+            text += (
+                f"; with {100 * usual:.0f}% headroom this plan would sustain about {100 * (most / now - 1):.0f}% more"
+            )
     warnings = (*plan.estimate.warnings, text)
     return plan.with_estimate(warnings=warnings)
 

@@ -61,9 +61,9 @@ def profile(
         InputError: there are no tables for this device, framework, dtype or model, or pyarrow is not installed.
     """
     if spec.is_encoder_decoder:
-        raise InputError("model", spec.name, "tables can be imported for decoder-only models")
+        raise InputError("model", spec.name, "tables can be imported only for decoder-only models")
     if dtype not in TABLE_DTYPES:
-        raise InputError("dtype", dtype, f"tables can be imported for {', '.join(TABLE_DTYPES)}")
+        raise InputError("dtype", dtype, f"tables can be imported only for {', '.join(TABLE_DTYPES)}")
     root = _folder_of(cluster.device.name, folder)
     kept = TABLE_DTYPES[kv_dtype or dtype]
     tables = Tables(root, engine.framework, TABLE_DTYPES[dtype], kept, cluster.device, engine.version)

@@ -111,7 +111,7 @@ def differences(profile: Profile) -> str | None:
     rate, taken, before = gflops(), cores_taken(), sum(profile.others.values())
     found = []
     if abs(rate / profile.gflops - 1) > NOTABLE:
-        found.append(f"it computes {rate:.0f} GFLOP/s, not {profile.gflops:.0f}")
+        found.append(f"it computed {profile.gflops:.0f} GFLOP/s and now computes {rate:.0f}")
     if abs(taken - before) > NOTABLE * num_cores():
-        found.append(f"other processes use {taken:.2g} of its {num_cores()} cores, not {before:.2g}")
+        found.append(f"other processes used {before:.2g} of its {num_cores()} cores and now use {taken:.2g}")
     return f"the machine has changed since it was profiled: {'; '.join(found)}" if found else None

@@ -117,15 +117,15 @@ def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False, errors: Er
 
 def _in_words(cell: Cell, names: tuple[str, ...]) -> str:
     """Return what the rows of a cell have in common, as the end of a sentence on them."""
-    planned = {"analytic": "planned from datasheets", "imported": "planned from imported tables"}
+    planned = {"analytic": ", planned from datasheets", "imported": ", planned from imported tables"}
     words = {
-        "family": f"of {'dense models' if cell.family == 'dense' else 'mixtures of experts'}",
-        "device": f"on {cell.device}",
-        "engine": f"in {'xgpt' if cell.engine == 'native' else cell.engine}",
-        "load": f"under {cell.load} load" if cell.load in ("open loop", "closed loop") else f"served {cell.load}",
-        "profile": planned.get(cell.profile, f"planned from {cell.profile} profiles"),
+        "family": f" of {'dense models' if cell.family == 'dense' else 'mixtures of experts'}",
+        "device": f" on {cell.device}",
+        "engine": f" in {'xgpt' if cell.engine == 'native' else cell.engine}",
+        "load": f" under {cell.load.replace(' ', '-')} load" if "loop" in cell.load else f" served {cell.load}",
+        "profile": planned.get(cell.profile, f", planned from {cell.profile} profiles"),
     }
-    return "".join(f" {text}" for name, text in words.items() if name in names)
+    return "".join(text for name, text in words.items() if name in names)
 
 
 def within(ratios: list[float], factor: float = 1.0) -> tuple[float, float]:

@@ -58,7 +58,7 @@ def kv_dtype_of(cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> D
         return None
     if kind == "gpu" and cluster.is_local:
         raise InputError(
-            "kv_dtype", kv_dtype, "on this machine's GPUs, K/V have the type of `dtype`: leave kv_dtype out"
+            "kv_dtype", kv_dtype, "on this machine's GPUs, K/V have the type of `dtype`: leave `kv_dtype` out"
         )
     known = ("float32", "bfloat16", "int8") if kind == "cpu" else ("float32", "float16", "bfloat16", "float8")
     if kv_dtype not in known:
@@ -90,7 +90,7 @@ def new_profile(
     if framework is not None and import_from is None:
         raise InputError("framework", framework, "it needs `import_from`")
     if kv_dtype is not None and engine == "vllm":
-        raise InputError("kv_dtype", kv_dtype, "vLLM is measured with K/V in the type of `dtype`: leave kv_dtype out")
+        raise InputError("kv_dtype", kv_dtype, "vLLM is measured with K/V in the type of `dtype`: leave `kv_dtype` out")
     if engine == "vllm":
         if import_from is not None:
             raise InputError(
@@ -150,7 +150,7 @@ def obtain_profile(
     except ModuleNotFoundError as error:
         if (missing := not_installed(error)) is None:
             raise
-        others = "or give the `cluster` to plan for, such as `cluster=h100x8`"
+        others = "or plan for another `cluster`, such as `cluster=h100x8`"
         raise MachineError(f"to plan for this machine, xgpt must measure it, but {missing}; {others}") from None
 
 
@@ -239,7 +239,7 @@ def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype
         raise InputError("profile.inter_node_hop", None, accepted)
     here = native_version(cluster.device.type)
     if profile.engine == "native" and (profile.engine_version or "").rpartition(", ")[2] != here:  # 0.1.0 stood before
-        raise InputError("profile.engine_version", profile.engine_version, f"this is {here}: {make}")
+        raise InputError("profile.engine_version", profile.engine_version, f"this engine has {here}: {make}")
 
 
 def check_engine(plan: Plan, engine: str) -> None:
@@ -285,7 +285,7 @@ def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
         profile = given if isinstance(given, Profile) else load_json(Path(given), Profile, "profile")
         found = sha256(profile)
         if wanted not in (found, None if isinstance(given, Profile) else file_sha256(Path(given))):
-            accepted = f"the plan was made from profile {wanted[:12]}: give that one, or plan again with this one"
+            accepted = f"the plan was made from profile {wanted[:12]}: give that profile, or plan again with this one"
             where = found[:12] if isinstance(given, Profile) else f"{given} ({found[:12]})"
             raise InputError("profile", where, accepted)
         return profile

@@ -342,7 +342,7 @@ class Grid2:
         self.grid = np.full([len(axis) for axis in axes], np.nan)
         self.grid[places] = latency
         if np.isnan(self.grid).any():
-            raise InputError("latency", "missing", "the table must hold every combination of m and k")
+            raise InputError("latency", "missing", "the table must contain every combination of m and k")
 
     def __call__(self, m: Array, k: float) -> Array:
         by_m = [np.interp(np.log(k), self.axes[1], row) for row in self.grid]
@@ -369,7 +369,7 @@ def _filled(grid: Array, axes: Sequence[Array]) -> Array:
                 grid[place] = grid[before] + axes[d][place[d]] - axes[d][place[d] - 1]
                 break
         else:
-            raise InputError("latency", "missing", "the table must hold the point of the smallest sizes")
+            raise InputError("latency", "missing", "the table must contain the point of the smallest sizes")
     return grid
 
 

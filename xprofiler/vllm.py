@@ -132,7 +132,7 @@ def profile(
         MachineError: vLLM is not installed or does not run.
     """
     if checkpoint is None:
-        raise InputError("model", spec.name, "vLLM needs the model in a directory in Hugging Face layout")
+        raise InputError("model", spec.name, "vLLM needs a model directory in Hugging Face layout: give one as `model`")
     if spec.is_encoder_decoder:
         raise InputError("model", spec.name, "vLLM's plans are for decoder-only models")
     once = points(spec.max_context, PIECES[cluster.device.type])
@@ -224,7 +224,8 @@ def fit(
     """
     missing = [point for point, seconds in times.items() if not seconds]
     if missing:
-        raise MachineError(f"vLLM's log has no step of {missing[0].batch} x {missing[0].length} {missing[0].kind}")
+        point = missing[0]
+        raise MachineError(f"vLLM's log has no {point.kind} step of {point.batch} requests with {point.length} tokens")
     step = {point: statistics.mean(seconds) for point, seconds in times.items() if point.kind != "pieces"}
 
     head = _Line({1: 0.0} | {n: _more(step[_decode(n)], step[Probe("encode", 1, n)]) for n in HEAD_BATCHES})

@@ -119,7 +119,7 @@ def build_row_worker(settings: WorkerSettings, batching: Batching, row_tokens: i
     place, _ = _place(settings)
     kept = kept_dtype(settings.dtype, settings.device, settings.kv_dtype)
     if (field := settings.spec.special_attention) is not None:
-        accepted = "batches in rows support only a plain softmax over all tokens; take flat"
+        accepted = "batches in rows support only a plain softmax over all tokens; use flat batches"
         raise InputError(f"model.{field}", getattr(settings.spec, field), accepted)
     try:
         grammars = grammars_of(settings.checkpoint, settings.spec)
@@ -142,11 +142,13 @@ def _load(settings: WorkerSettings, part: Part | None) -> Model:
     """
     place, _ = _place(settings)
     if place.type == "cuda" and not torch.cuda.is_available():
-        raise MachineError(f"device {settings.device} was asked for, but torch finds no GPU")
+        raise MachineError(f"torch finds no GPU, which {settings.device} needs")
     if place.type == "cpu":
         memory.keep_freed_memory()
         if settings.dtype != "float16" and not layouts_of(settings.dtype):
-            raise MachineError(f"this processor or this version of torch cannot multiply in {settings.dtype}")
+            raise MachineError(
+                f"this processor or this version of torch cannot multiply in {settings.dtype}; plan with another dtype"
+            )
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     source = SeededWeights(settings.seed) if settings.checkpoint is None else Checkpoint(settings.checkpoint)

@@ -199,7 +199,7 @@ class Engine:
         chain = () if self._shared is None else self._shared.of_prompt(generation, self.pool.block_size)
         request = _request_of(generation, self._now_ns, chain)
         if not self.pool.can_ever_fit(request):
-            self._give_up(generation.id, "it does not fit the K/V memory of the plan that runs now")
+            self._give_up(generation.id, "it does not fit in the K/V memory of the plan that runs now")
             return
         try:
             self.executor.accept(generation)

@@ -106,7 +106,9 @@ class Part:
     def __post_init__(self) -> None:
         heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
         if self.degree > kv_heads and (self.degree % kv_heads or self.degree > heads):
-            accepted = f"{self.spec.name} has {heads} heads over {kv_heads} of keys and values: take at most {kv_heads}"
+            accepted = (
+                f"{self.spec.name} has {heads} attention heads and {kv_heads} key/value heads: take at most {kv_heads}"
+            )
             more = f", or a multiple of it up to {heads}" if heads > kv_heads else ""
             raise InputError("stage.tp", self.degree, accepted + more)
 

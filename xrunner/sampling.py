@@ -252,7 +252,7 @@ class Sampler:
                 scores[index, tokens] += values
             if row in self._states:
                 if (allowed := self._states[row].allowed()) is None:
-                    self.failed[index] = "its output can no longer follow its schema; send a smaller schema"
+                    self.failed[index] = "its output can no longer follow the schema; send a smaller schema"
                 else:
                     scores[index].masked_fill_(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
 

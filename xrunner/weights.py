@@ -137,7 +137,9 @@ class Checkpoint:
         self._files: dict[str, tuple[Path, Any]] = {}
         paths = weight_files(directory)
         if not paths:
-            accepted = "it must hold model.safetensors, or its index (pickled weights are refused: convert them)"
+            accepted = (
+                "it must contain model.safetensors or its index; convert pickled weights, which xgpt does not load"
+            )
             raise InputError("model", str(directory), accepted)
         for path in paths:
             try:
@@ -192,7 +194,11 @@ class Checkpoint:
         weight.out.copy_(tensor.t() if weight.transposed else tensor)
         if weight.out.numel() and not all(bool(end.isfinite()) for end in weight.out.aminmax()):
             dtype = str(weight.out.dtype).removeprefix("torch.")
-            raise InputError("model", f"{path}: {found}", f"it must be finite in {dtype}; it holds NaN or infinity")
+            raise InputError(
+                "model",
+                f"{path}: {found}",
+                f"it contains NaN or infinity in {dtype}: give finite weights, or plan with another dtype",
+            )
 
     def _has_scales(self, name: str, stored: Any) -> bool:
         """Return whether a weight is a matrix in eight bits with fitting scales."""
@@ -214,7 +220,7 @@ class Checkpoint:
         for found in (name, *bare, *(prefix + inner for prefix in CONTAINERS for inner in (name, *bare))):
             if found in self._files:
                 return *self._files[found], found
-        raise InputError("model", str(self._directory), f"its safetensors must hold {name}")
+        raise InputError("model", str(self._directory), f"its safetensors must contain {name}")
 
 
 class SeededWeights:
@@ -297,7 +303,9 @@ def _loaded(part: Part, dtype: DType, source: WeightSource, device: str, when_re
     """Return a model's part with its weights; `when_read` is called with each projection that has a matrix of its
     own."""
     if part.spec.quantization is not None and torch.device(device).type != "cpu":
-        accepted = "xgpt's own engine runs checkpoints in eight bits on CPUs: take another, or --engine vllm"
+        accepted = (
+            "xgpt's own engine runs checkpoints in eight bits only on CPUs: take another checkpoint, or --engine vllm"
+        )
         raise InputError("model.quantization", part.spec.quantization.kind, accepted)
     model = _checked(part, dtype, source)
     for module in model.modules():

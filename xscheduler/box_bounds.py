@@ -23,7 +23,7 @@ import numpy as np
 
 from xscheduler.space import Array, Evaluation, Ints, Space
 
-BOUND = "fast corners of boxes on monotone tables below the profile, least iteration times of placements"
+BOUND = "the fastest corner of each box of settings and the shortest iteration of each placement, from monotone tables"
 SLACK = 0.002
 """Share by which predictions may deviate from the monotone directions of their tables, because closed forms merge
 iterations.

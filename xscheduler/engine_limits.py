@@ -30,8 +30,7 @@ def why_not_divided(model: ModelSpec, engine: EngineSpec | None, tp: int, ep: in
             return reason
     if ep > tp and (engine is None or engine.framework not in SHARING):
         return (
-            f"only {' and '.join(SHARING)} can share experts among replicas: {ep} devices are more than the {tp} of a "
-            "replica"
+            f"ep {ep} exceeds the replica's tp, {tp}, and only {' and '.join(SHARING)} can share experts among replicas"
         )
     return None
 
@@ -41,17 +40,17 @@ def _undivided(kind: Block, tp: int, ep: int) -> str | None:
     sizes: list[tuple[str, int, int]] = []
     if (attention := kind.attention) is not None:
         if attention.num_heads % tp:
-            return f"{attention.num_heads} attention heads do not divide by {tp}"
+            return f"{attention.num_heads} attention heads cannot be divided by {tp}"
         few, many = sorted((attention.num_kv_heads, tp))
         if attention.latent is None and many % few:
-            return f"{attention.num_kv_heads} key/value heads neither divide by {tp} nor {tp} by them"
+            return f"of {attention.num_kv_heads} key/value heads and {tp} devices, neither number divides the other"
     if kind.recurrent is not None:
         sizes.append(("heads of a recurrent layer", kind.recurrent.num_heads, tp))
     if kind.ffn_size:
         sizes.append(("columns of a feed-forward block", kind.ffn_size, tp))
     if (experts := kind.experts) is not None:
         sizes += [("experts", experts.number, ep), ("columns of an expert", experts.ffn_size, max(1, tp // ep))]
-    return next((f"{size} {name} do not divide by {parts}" for name, size, parts in sizes if size % parts), None)
+    return next((f"{size} {name} cannot be divided by {parts}" for name, size, parts in sizes if size % parts), None)
 
 
 def _cut(model: ModelSpec, kind: Block, tp: int, ep: int) -> str | None:
@@ -76,8 +75,8 @@ def _cut(model: ModelSpec, kind: Block, tp: int, ep: int) -> str | None:
 def _cut_part(stored: Quantization | None, name: str, size: int, devices: int) -> str | None:
     if stored is None or stored.kind not in GROUPED or devices == 1 or size // devices % stored.group_size == 0:
         return None
-    what = "blocks" if stored.kind == "fp8_block" else "groups"
+    what = "block" if stored.kind == "fp8_block" else "group"
     return (
-        f"{size} columns of {name} over {devices} devices are {size // devices:,} each, which is not a multiple of the "
-        f"{what} of {stored.group_size} that have a scale each"
+        f"each of {devices} devices would have {size // devices:,} of the {size} columns of {name}, which is not a "
+        f"multiple of {stored.group_size}, the size of a {what} with one scale"
     )

@@ -152,7 +152,7 @@ def _taken_from_another(problem: Problem) -> tuple[str, ...]:
         return () if like is None else (says,)
     taken = problem.profile.provenance.get("efficiency", "another device")
     return (
-        f"{device.name} states no `efficiency`: step times assume an A40's ({taken}); measure a profile, or state them",
+        f"{device.name} states no `efficiency`: step times assume an A40's ({taken}); measure a profile, or state it",
     )
 
 
@@ -160,12 +160,9 @@ def _set_aside(problem: Problem) -> tuple[str, ...]:
     """Return a warning if the engine also loads encoders of images or sound and reserves memory for their inputs."""
     if not problem.model.tower_params or problem.engine is None or problem.engine.framework == "native":
         return ()
-    says = (
-        "the memory that the engine reserves for the largest image or sound is not counted: serve only text with vLLM"
-    )
     return (
-        f"{problem.model.name} also reads images or sound; {says} (--language-model-only), or let the plan use a "
-        "smaller share of the memory",
+        f"{problem.model.name} also reads images or sound, and the plan does not count the memory that the engine "
+        "reserves for them: serve only text (vLLM's --language-model-only), or plan with a smaller share of the memory",
     )
 
 
@@ -182,10 +179,11 @@ def _beyond_profile(profile: Profile, space: Space, values: dict[str, float]) ->
         tokens, most_tokens = encode_tokens, encoder.rest.points[-1]
         context = max(lengths.max_input, lengths.max_output)
     for name, value, last in (
-        ("tokens a step", tokens, most_tokens),
-        ("decode batch", decode_batch, layer.decode_attention.batches[-1]),
-        ("context", context, layer.decode_attention.lengths[-1]),
+        ("a step of {:.0f} tokens", tokens, most_tokens),
+        ("a decode batch of {:.0f} requests", decode_batch, layer.decode_attention.batches[-1]),
+        ("a context of {:.0f} tokens", context, layer.decode_attention.lengths[-1]),
     ):
         if value > last:
-            warnings.append(f"{name} {value:.0f} exceeds the profile's largest, {last:.0f}: its time is extrapolated")
+            size = name.format(value)
+            warnings.append(f"{size} exceeds the largest in the profile, {last:.0f}: its time is extrapolated")
     return tuple(warnings)

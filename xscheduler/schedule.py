@@ -88,8 +88,8 @@ class Scheduler:
         evaluation = space.evaluate(columns_of(settings))
         if not evaluation.fits[0]:
             raise InfeasibleError(
-                f"memory: {evaluation.performance.peak_requests[0]:.0f} requests do not fit at the same time; at most "
-                f"{space.capacity:.0f} do",
+                f"memory: {evaluation.performance.peak_requests[0]:.0f} requests do not fit at the same time, but only "
+                f"{space.capacity:.0f}",
                 nearest_bound_s=None,
                 binding="memory",
             )

@@ -51,7 +51,7 @@ def infeasible(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
     binding = broken[0]
     return InfeasibleError(
         f"{binding}: no schedule of {', '.join(kinds)} keeps {given[binding]:g} s on "
-        f"{candidates.problem.cluster.name}; the nearest bound that one keeps is {round_up(nearest[binding])} s"
+        f"{candidates.problem.cluster.name}; the nearest bound that can be kept is {round_up(nearest[binding])} s"
         + (reason if binding == "latency_bound_s" else ""),
         nearest_bound_s=nearest[binding],
         binding=binding,
@@ -78,11 +78,11 @@ def _reason(candidates: Candidates, found: Fastest | None) -> str:
     constraint = candidates.problem.constraint
     tokens = quantile(candidates.problem.workload.output, constraint.quantile)
     headroom = constraint.headroom
-    kept = f", and {100 * headroom:.0f}% of headroom is kept (--headroom)" if headroom else ""
+    kept = f", plus {100 * headroom:.0f}% of headroom (--headroom)" if headroom else ""
     return (
-        f": {100 * (1 - constraint.quantile):.3g}% of the outputs have {tokens:,} tokens or more; in the fastest "
-        f"schedule, {found.kind}, the first takes {found.first_s:.3g} s and each further one "
-        f"{1e3 * found.each_s:.3g} ms{kept}"
+        f"; the reason: {100 * (1 - constraint.quantile):.3g}% of the outputs have {tokens:,} tokens or more, and the "
+        f"fastest schedule, {found.kind}, takes {found.first_s:.3g} s for the first token and "
+        f"{1e3 * found.each_s:.3g} ms for each further one{kept}"
     )
 
 
@@ -136,7 +136,7 @@ def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[s
     asked, nearest = (" and ".join(f"`{name}={bound:g}`" for name, bound in bounds.items()) for bounds in (given, kept))
     return InfeasibleError(
         f"{binding}: no schedule of {', '.join(kinds)} keeps {asked} together on "
-        f"{candidates.problem.cluster.name}; the nearest bounds that one keeps are {nearest}",
+        f"{candidates.problem.cluster.name}; the nearest bounds that can be kept are {nearest}",
         nearest_bound_s=None,
         binding=binding,
     )
@@ -153,9 +153,9 @@ def _not_held(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
         return InfeasibleError(f"fix: {fixed}: {reasons[0]}", nearest_bound_s=None, binding="fix")
     needed = math.prod(problem.fixed.get(name, 1) for name in ("tp", "pp", "replicas"))
     if needed > candidates.placements.num_devices:
-        have = f"but the plan is for {candidates.placements.num_devices} of {problem.cluster.name}"
+        have = f"but the plan is for {candidates.placements.num_devices} devices of {problem.cluster.name}"
         return InfeasibleError(f"fix: {fixed} needs {needed} devices, {have}", nearest_bound_s=None, binding="fix")
-    leave_out = "leave one of them out" if len(problem.fixed) > 1 else "leave it out"
+    leave_out = "leave one of these out" if len(problem.fixed) > 1 else "leave it out"
     return InfeasibleError(
         f"fix: no schedule of {', '.join(kinds)} on {problem.cluster.name} fits in memory with {fixed}; {leave_out}",
         nearest_bound_s=None,
@@ -175,8 +175,8 @@ def _no_memory(candidates: Candidates) -> InfeasibleError:
             nearest_bound_s=None,
             binding="speculative",
         )
-    enough = "" if needed is None or needed <= number else f"; {needed} devices of {device} would do"
-    says = "memory: the K/V of a single request does not fit; take more memory or shorter requests"
+    enough = "" if needed is None or needed <= number else f"; {needed} devices of {device} would be enough"
+    says = "memory: the K/V of a single request does not fit; take devices with more memory, or shorter requests"
     if isinstance(memory, InfeasibleError):
         says = str(memory)
     return InfeasibleError(says + enough, nearest_bound_s=None, binding="memory")

@@ -146,13 +146,13 @@ def page(parts: Mapping[str, Sequence[Found]], commit: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--quick", action="store_true", help="only what neither searches nor measures")
+    parser.add_argument("--quick", action="store_true", help="run only parts that neither search nor measure")
     parser.add_argument("--jsonl", type=Path)
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
     unknown = [name for name in options.parts if name not in PARTS]
     if unknown:
-        parser.error(f"{unknown[0]!r} is no part; known: {', '.join(PARTS)}")
+        parser.error(f"{unknown[0]!r} is not a part; known parts are {', '.join(PARTS)}")
     store = Store(options.jsonl)
     for name, part in PARTS.items():
         if name in options.parts or (not options.parts and (part.kind == "forms" or not options.quick)):

@@ -33,21 +33,24 @@ QUICK = 60
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measured", type=Path, metavar="DIR", help="where the user keeps others' measurements")
+    parser.add_argument("--measured", type=Path, metavar="DIR", help="folder of measurements by others")
     parser.add_argument("--source", action="append", choices=[source.name for source in SOURCES])
     parser.add_argument("--quick", action="store_true", help=f"at most {QUICK} rows of each source")
-    parser.add_argument("--groups", action="store_true", help="a line for each model, device and engine, too")
+    parser.add_argument("--groups", action="store_true", help="also print a line for each model, device and engine")
     parser.add_argument("--json", type=Path)
     parser.add_argument(
-        "--errors", type=Path, help="write the errors of each cell here, as configs/errors.json has them"
+        "--errors", type=Path, help="write the errors of each cell to this file, in the form of configs/errors.json"
     )
     parser.add_argument(
-        "--again", type=Path, action="append", help="rows that --json wrote earlier, in place of new ones"
+        "--again", type=Path, action="append", help="use rows that --json wrote earlier instead of new ones"
     )
     parser.add_argument(
-        "--coverage", type=int, metavar="SEED", help="how many figures of a random half lie in the other half's ranges"
+        "--coverage",
+        type=int,
+        metavar="SEED",
+        help="print how many figures of a random half lie in the other half's ranges",
     )
-    parser.add_argument("--plot", type=Path, help="predicted against measured, an SVG")
+    parser.add_argument("--plot", type=Path, help="draw predicted against measured figures as an SVG")
     options = parser.parse_args()
     rows: list[Row] = []
     for path in options.again or ():

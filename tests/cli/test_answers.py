@@ -76,7 +76,7 @@ def test_a_plan_for_a_log_says_what_to_run_and_what_the_log_asks_for(xgpt: Xgpt)
     command = re.search(r"run in vLLM itself[^:]*: (vllm serve .*?--gpu-memory-utilization [\d.]+)", text)
     assert command is not None and shlex.split(command[1])[:3] == ["vllm", "serve", "meta-llama/Llama-3.1-8B-Instruct"]
     assert "your log: 2 requests/s, 2 in its busiest minute; this plan sustains" in text
-    assert "plan with --model meta-llama/Llama-3.1-8B-Instruct to export it" in text
+    assert "to export it, plan with --model meta-llama/Llama-3.1-8B-Instruct" in text
     assert "next: xgpt report plan.json" in text
     ran = xgpt("simulate", "plan.json", "--workload", "day.csv", "--own-times", "--requests", "50")
     assert ran.code == 0, ran.err

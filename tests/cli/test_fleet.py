@@ -88,7 +88,7 @@ def test_what_is_wrong_is_said_in_one_line(xgpt: Xgpt, day: Path) -> None:
     Path("untimed.csv").write_text("input,output\n10,10\n")
     asked = ("fleet", *ASKED, "--trace")
     assert "need their times" in xgpt.fails(2, *asked, "untimed.csv")
-    assert "at most 1, 1 devices cannot serve" in xgpt.fails(
+    assert "1 and 1 devices cannot serve the peak" in xgpt.fails(
         1, *asked, str(day), "--among", "h100x8=2.9,a100x16=1.4", "--devices", "1"
     )
     assert "write N, or CLUSTER=N" in xgpt.fails(2, *asked, str(day), "--devices", "x")

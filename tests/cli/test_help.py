@@ -12,7 +12,7 @@ import click
 import pytest
 
 from tests.cli.commands import Xgpt
-from xgpt.cli import COMMANDS, commands
+from xgpt.cli import COMMANDS, commands, in_options
 
 
 def test_a_misspelt_command_is_told_the_nearest(xgpt: Xgpt) -> None:
@@ -22,8 +22,13 @@ def test_a_misspelt_command_is_told_the_nearest(xgpt: Xgpt) -> None:
     assert "Give --fix tp=N." in xgpt.fails(2, "plan", "--latency-bound", "3", "--tensor-parallel-size", "8")
     asked = ("plan", "--latency-bound", "3", "--cluster")
     assert "did you mean h200x1 or h200x32 or h200x8? Otherwise give a path or one of" in xgpt.fails(2, *asked, "H200")
-    assert "It is one of `xgpt fleet`." in xgpt.fails(2, "plan", "--attain", "0.99")
-    assert "There are plan, fleet, profile," in xgpt.fails(2, "zzz")
+    assert "These commands have it: `xgpt fleet`." in xgpt.fails(2, "plan", "--attain", "0.99")
+    assert "The commands are plan, fleet, profile," in xgpt.fails(2, "zzz")
+
+
+def test_an_error_about_a_flag_shows_no_value() -> None:
+    says = in_options("reuse: False is not accepted; give `port=1`", commands.serve.params)
+    assert says == "--no-reuse is not accepted; give --port 1"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -72,7 +77,10 @@ def test_every_option_has_a_help_text() -> None:
     [
         (["plan", "--latency-bound", "3", "--dtype", "fp8"], "did you mean float8?"),
         (["plan", "--latency-bound", "3", "--quantile", "99"], "it is a share: 0.99 for 99%"),
-        (["plan", "--latency-bound", "3", "--model", "x.json"], "neither the model_type of a config.json nor the name"),
+        (
+            ["plan", "--latency-bound", "3", "--model", "x.json"],
+            "it has neither model_type, as a config.json has, nor name",
+        ),
         (["bench", "localhost:8000"], "a URL begins with http://"),
         (["replan", "plan.json"], "Missing option '--lengths'; `xgpt replan --help` has an example"),
         (["replan", "plan.json", "--workload", "x.csv"], "No such option '--workload'. Give --lengths."),

@@ -19,7 +19,7 @@ from xprofiler import analytic
 from xrunner.server import Watch
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 2, "ffn_dim": 64, "num_hidden_layers": 2, "vocab_size": 97}
-SEEDED = "no checkpoint: weights are drawn from seed 0, and tokens mean nothing"
+SEEDED = "no checkpoint: weights are random (seed 0), so the output tokens mean nothing"
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_plan_is_served_from_another_directory(
     monkeypatch.chdir(tmp_path)
     ran = xgpt("serve", str(local_plan), "--dry-run", "--port", "0")
     assert ran.code == 0
-    assert f"no tokenizer.json in {local_plan.parent / 'model'}" in ran.err
+    assert f"{local_plan.parent / 'model'} has no tokenizer.json" in ran.err
     assert ran.err.count("\n") == 2, "nothing else is missing"
 
 
@@ -100,4 +100,4 @@ def test_a_dry_run_checks_where_logs_and_traces_go(xgpt: Xgpt, local_plan: Path)
     assert "--allowed-host: '' is not accepted; it must" in xgpt.fails(2, *dry, "--allowed-host", "")
     assert "cannot write .: it is a directory" in xgpt.fails(3, *dry, "--step-log", ".")
     Path("empty").mkdir()
-    assert "the directory must hold a config.json" in xgpt.fails(2, *dry, "--checkpoint", "empty")
+    assert "the directory must contain a config.json" in xgpt.fails(2, *dry, "--checkpoint", "empty")

@@ -56,6 +56,6 @@ def test_planning_works_without_them_and_what_runs_a_model_names_what_to_install
     ends = [line for line in done.stderr.splitlines() if line.startswith("exit ")]
     assert ends == ["exit 0"] * len(works) + ["exit 3"] * len(refused), done.stderr
     assert done.stderr.count("pip install 'xgpt-serve[serve]'") == len(refused), done.stderr
-    assert done.stderr.count("or give the --cluster to plan for, such as --cluster h100x8") == 2, done.stderr
+    assert done.stderr.count("or plan for another --cluster, such as --cluster h100x8") == 2, done.stderr
     assert "no torch" in done.stdout and "planning for clusters works" in done.stdout, done.stdout
     assert "Traceback" not in done.stderr and (tmp_path / "plan.html").exists()

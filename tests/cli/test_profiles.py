@@ -215,7 +215,7 @@ def test_times_too_short_to_measure_are_shown(xgpt: Xgpt, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("policy", "said"), [("orca", "vLLM takes weights from a directory"), ("static", "vLLM frees a slot")]
+    ("policy", "said"), [("orca", "vLLM reads weights from a directory"), ("static", "vLLM frees a slot")]
 )
 def test_what_serve_would_refuse_is_not_planned_for_this_machine(xgpt: Xgpt, policy: str, said: str) -> None:
     from xgpt.resolve import load_cluster

@@ -94,7 +94,9 @@ def test_a_foreign_file_is_kept(xgpt: Xgpt, command: str) -> None:
     written = next(option for option in options_of(command) if option.name in WRITTEN)
     Path("mine.json").write_text("the only copy")
     said = xgpt.fails(2, command, *NEEDED[command], *words(written, "mine.json"))
-    assert "xgpt did not write it there or it was changed since; give another file, or --force to overwrite it" in said
+    assert (
+        "xgpt did not write that file, or it was changed since; give another file, or --force to overwrite it" in said
+    )
     assert Path("mine.json").read_text() == "the only copy"
 
 
@@ -115,7 +117,7 @@ def test_xgpt_overwrites_what_it_wrote_until_it_is_changed(xgpt: Xgpt) -> None:
     day = "timestamp,input,output\n" + "".join(f"{second},200,50\n" for second in range(600))
     Path("day.csv").write_text(day)
     assert "--timeline" in xgpt.fails(2, "simulate", "plan.json", "--timeline", "day.csv")
-    assert "No such option '--trace'. It is one of `xgpt fleet`." in xgpt.fails(
+    assert "No such option '--trace'. These commands have it: `xgpt fleet`." in xgpt.fails(
         2, "simulate", "plan.json", "--trace", "day.csv"
     )
     ran = xgpt("simulate", "plan.json", "--requests", "100", "--timeline", "steps.json")
@@ -138,7 +140,7 @@ def test_a_step_log_replaces_only_a_step_log(xgpt: Xgpt, plan: Path) -> None:
     for read in options_of("serve"):
         if is_path(read) and read.name not in WRITTEN and not isinstance(read, click.Argument) and read.metavar:
             said = xgpt.fails(2, "serve", "plan.json", *words(read, "plan.json"), "--step-log", "plan.json")
-            assert "--step-log: 'plan.json' is not accepted; that file exists and is no step log; give another" in said
+            assert "--step-log: 'plan.json' is not accepted; that file is not a step log; give another" in said
             assert plan.read_bytes() == before
     check_step_log(plan, force=True)
     Path("empty.jsonl").touch()

@@ -32,7 +32,7 @@ def write_config(kind: str, name: str, old: str, new: str) -> None:
     ("arguments", "text", "says"),
     [
         ("plan --latency-bound 8 --model wrong.yaml", "", "--model: 'wrong.yaml' is not accepted; it is empty"),
-        ("plan --latency-bound 8 --model wrong.yaml", "- 1", "--model is not accepted; it must hold the fields"),
+        ("plan --latency-bound 8 --model wrong.yaml", "- 1", "--model is not accepted; it must have the fields"),
         ("plan --latency-bound 8 --workload wrong.yaml", "name: x", "workload.source is missing; give a value"),
         (f"plan --latency-bound 8 {ON} --workload .", "", "--workload: '.' is not accepted; it is a directory"),
         (f"fleet --trace missing.csv --latency-bound 8 {ON}", "", "--trace: 'missing.csv' is not accepted; it cannot"),
@@ -49,12 +49,12 @@ def write_config(kind: str, name: str, old: str, new: str) -> None:
         (
             "plan --latency-bound 8 --model meta-llama/Llama-3.1-70B-Instrct --cluster h100x8",
             "",
-            "did you mean meta-llama/Llama-3.1-70B-Instruct? Otherwise give --config",
+            "did you mean meta-llama/Llama-3.1-70B-Instruct? Otherwise give its config.json as --config",
         ),
         (f"{PLAN} --fix max_num_seqs=64", "", ": did you mean max_batch?"),
         (f"{PLAN} --quantile 0.99%", "", "it is a share: 0.99 for 99%"),
         (f"{PLAN} --workload wrong.xlsx", "", "there is no such file"),
-        ("export wrong.yaml --to trtllm", "", "`xgpt plan --engine tensorrt-llm-1.0` prints its trtllm-serve command"),
+        ("export wrong.yaml --to trtllm", "", "`xgpt plan --engine tensorrt-llm-1.0` prints the trtllm-serve command"),
         ("export wrong.yaml --to docker-compose", "", "did you mean compose?"),
         ("plan --latency-bound 8 --cluster local:9999", "", "--cluster: local:9999 needs a core for each device"),
         (
@@ -69,7 +69,11 @@ def write_config(kind: str, name: str, old: str, new: str) -> None:
             "--shared-prefix: 10 is not accepted; only whole blocks of 16 tokens are cached: give at least 16",
         ),
         (f"{PLAN} --policy slack", "", "it needs --objective arrivals and a bound on the time per token, --tpot"),
-        (f"{PLAN} --maximise thruput", "", "--maximise: 'thruput' is not accepted; known figures are throughput, "),
+        (
+            f"{PLAN} --maximise thruput",
+            "",
+            "--maximise: 'thruput' is not accepted; thruput is none of the figures throughput, ",
+        ),
         (f"{PLAN} --maximise __import__('os')", "", "is not accepted; give an expression of numbers, figures, "),
         (f"{PLAN} --maximise tokens/cost", "", "--price is missing; --maximise names cost"),
         (f"{PLAN} --maximise tokens --sla request", "", "--maximise: 'tokens' is not accepted; it needs --sla"),
@@ -82,12 +86,16 @@ def write_config(kind: str, name: str, old: str, new: str) -> None:
         ),
         ("autoscale missing.json", "", "--scrape is missing; give the URLs of the replicas, or the load as"),
         ("autoscale missing.json --simulate day.csv --port 1", "", "--port: 1 is not accepted; it cannot be combined"),
-        ("bench http://127.0.0.1:1 --calibrate x.json", "", "--calibrate is not accepted; it needs a plan"),
-        ("bench http://127.0.0.1:1 --engine vllm", "", "--engine: 'vllm' is not accepted; it needs a plan"),
-        ("bench missing.json --concurrency 3", "", "--concurrency: 3 is not accepted; it needs a URL"),
+        ("bench http://127.0.0.1:1 --calibrate x.json", "", "--calibrate is not accepted; only a plan file"),
+        (
+            "bench http://127.0.0.1:1 --engine vllm",
+            "",
+            "--engine: 'vllm' is not accepted; it applies only to a plan file",
+        ),
+        ("bench missing.json --concurrency 3", "", "--concurrency: 3 is not accepted; it applies only to a URL"),
         ("serve .", "", "it is a model: run `xgpt plan --model . --latency-bound S` first"),
         ("serve meta-llama/Llama-3.1-8B-Instruct", "", "it is a model: run `xgpt plan --model meta-llama/Llama-3.1-8B"),
-        ("serve plan.json --tensor-parallel-size 2", "", "Give --fix tp=N to `xgpt plan`."),
+        ("serve plan.json --tensor-parallel-size 2", "", "`xgpt plan` has --fix tp=N."),
         (f"{PLAN} --tensor-parallel-size 2", "", "Give --fix tp=N."),
     ],
 )
@@ -127,7 +135,10 @@ def test_configs(xgpt: Xgpt, kind: str, name: str, old: str, new: str, says: str
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda plan: plan.update(foo=1), "plan.foo: 1 is not accepted; there is no such field; there are admission, "),
+        (
+            lambda plan: plan.update(foo=1),
+            "plan.foo: 1 is not accepted; there is no such field; the known ones are admission, ",
+        ),
         (lambda plan: plan.pop("model"), "plan.model is missing; give a value"),
         (
             lambda plan: plan.pop("schema_version"),
@@ -145,7 +156,7 @@ def test_configs(xgpt: Xgpt, kind: str, name: str, old: str, new: str, says: str
         (lambda plan: plan["stages"][0].update(foo=1), "plan.stages.0.foo: 1 is not accepted; there is no such field"),
         (
             lambda plan: plan["workload"].update(input=3),
-            "plan.workload.input: 3 is not accepted; it must hold the fiel",
+            "plan.workload.input: 3 is not accepted; it must have the fiel",
         ),
     ],
 )
@@ -179,7 +190,7 @@ def test_a_custom_device_is_told_what_it_lacks(xgpt: Xgpt) -> None:
     ran = xgpt("plan", *asked)
     assert ran.code == 0, ran.err
     text = " ".join(ran.out.split())
-    assert "no plan of waa: the cluster has no `host`" in text and "no plan keeps" not in text
+    assert "no plan of waa: the cluster has no `host`" in text and "no plan that keeps" not in text
     one = xgpt("plan", *asked, "--policy", "chunked")
     assert one.code == 0 and "no plan of waa" not in one.out
     assert "warning: mi300x states no `efficiency`: step times assume an A40's" in text

@@ -228,7 +228,7 @@ def test_what_cannot_run_in_rows_is_refused(checkpoint):
     orca = planned(problem_of(directory, 1), "orca")
     with pytest.raises(InputError, match="the plan is orca on 1 device; rows need a plan of whole batches"):
         ServeRequest(batching="rows").check_batching(orca)
-    with pytest.raises(InputError, match="--engine vllm runs flat batches only"):
+    with pytest.raises(InputError, match="--engine vllm runs only flat batches"):
         ServeRequest(batching="slots", engine="vllm").check_batching(static_plan(directory))
     ServeRequest(batching="slots").check_batching(static_plan(directory))
     with pytest.raises(InputError, match=r"has model\.sliding_window, which rows cannot run: use flat"):

@@ -88,7 +88,7 @@ def test_a_step_emits_the_tokens_that_are_accepted_and_one_more() -> None:
     assert DRAFT.shares == pytest.approx((0.2, 0.3, 0.2, 0.3))
     with pytest.raises(ValueError, match="must not rise"):
         Speculation(method="mtp", tokens=2, acceptance=(0.5, 0.6))
-    with pytest.raises(ValueError, match="exceeds the 1 positions"):
+    with pytest.raises(ValueError, match="exceeds the number of shares in acceptance, 1"):
         Speculation(method="mtp", tokens=2, acceptance=(0.5,))
 
 

@@ -60,7 +60,7 @@ def autoscale(
         if request.once:
             return live.once(ending)
         with _published(fleet, request) as publish:
-            on_note(f"recommending at http://{request.host}:{publish.port}/metrics")
+            on_note(f"publishing recommendations at http://{request.host}:{publish.port}/metrics")
             while not ending.is_set():
                 started = time.monotonic()
                 found, note = live.look()
@@ -114,8 +114,8 @@ class _Live:
         self.ready = None if traffic is None else traffic.ready
         if traffic is None or not traffic.seconds:
             self.last = self.recommender.as_planned(now_s)
-            why = "no replica answers" if traffic is None else "a rate needs two readings"
-            return self.last, f"{why}: replicas as planned for this time of day; {self._in_words(self.last)}"
+            why = "no replica answers" if traffic is None else "two readings are needed for a rate"
+            return self.last, f"{why}, so the plan for this time of day holds; {self._in_words(self.last)}"
         lengths = self._lengths(now_s, traffic)
         sample = LoadSample(now_s, traffic.seconds, traffic.num_requests, traffic.waiting, traffic.ready, *lengths)
         self.last = self.recommender.recommend(sample)
@@ -126,7 +126,7 @@ class _Live:
 
     def _in_words(self, found: Recommendation) -> str:
         wanted = ", ".join(f"{n} {kind.name}" for n, kind in zip(found.replicas, self.fleet.kinds, strict=True))
-        return f"{found.need_per_s:.3g} requests/s to serve: {wanted}"
+        return f"recommended for {found.need_per_s:.3g} requests/s: {wanted}"
 
     def _lengths(self, now_s: float, traffic: ScrapedTraffic) -> tuple[float | None, float | None, int]:
         """Return the mean lengths of recent requests (None: too few), and the number of these requests."""

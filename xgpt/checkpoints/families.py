@@ -50,7 +50,7 @@ ALIASES: Mapping[str, str] = {
 """Families that are read as another family with the same fields."""
 _TWO_KINDS = "experts for text and experts for images differ in size"
 _STATES_ONLY = "it has only state-space layers, so no K/V memory limits a batch"
-_SLIDING_LATENT = "some of its layers have sliding windows over latent keys and values, which xgpt does not read"
+_SLIDING_LATENT = "some of its layers have sliding windows over latent keys and values, which xgpt does not support"
 NOT_READ: Mapping[str, str] = {
     "dbrx": "its config.json nests sizes in objects that xgpt does not read",
     "diffusion_gemma": "it generates blocks of tokens by diffusion",
@@ -60,12 +60,12 @@ NOT_READ: Mapping[str, str] = {
     "dots3_note": _SLIDING_LATENT,
     "dots3_note_text": _SLIDING_LATENT,
     "falcon_mamba": _STATES_ONLY,
-    "gemma3n_text": "its layers run several streams at once, and some share keys and values, which xgpt does not read",
+    "gemma3n_text": "its layers run several streams and share keys and values, which xgpt does not support",
     "mamba": _STATES_ONLY,
     "mamba2": _STATES_ONLY,
-    "mpt": "its positions are biases on attention scores, which xgpt does not read",
+    "mpt": "it encodes positions as biases on attention scores, which xgpt does not support",
     "plamo2": "its state-space layers are described by fields that xgpt does not read",
-    "nemotron_3": "only vLLM calls it so; the checkpoint's own config.json says nemotron_h",
+    "nemotron_3": "only vLLM uses this name; the checkpoint's own config.json says nemotron_h",
     "timm_wrapper": "it generates no tokens",
     "whisper": "its encoder reads sound",
     "zamba": "several of its layers share one block of weights",
@@ -98,7 +98,7 @@ def language_model(config: dict[str, Any], source: str) -> tuple[str, dict[str, 
     family = _known(f"{outer}")
     if family is None:
         if (why := NOT_READ.get(f"{outer}")) is not None:
-            raise InputError(f"{source}: model_type", outer, f"this family is not planned: {why}")
+            raise InputError(f"{source}: model_type", outer, f"xgpt does not plan this family: {why}")
         raise InputError(f"{source}: model_type", outer, f"known families: {', '.join(sorted(known_families()))}")
     return family, config
 

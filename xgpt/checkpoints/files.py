@@ -47,7 +47,7 @@ def read_spec(directory: Path) -> ModelSpec:
             directory also contains an adapter.
     """
     if _read_object(directory / "config.json") is None:
-        raise InputError("model", str(directory), "the directory must hold a config.json")
+        raise InputError("model", str(directory), "the directory must contain a config.json")
     if (adapter := directory / "adapter_config.json").is_file():
         raise InputError(
             "model", str(adapter), "adapters are not supported: merge this one into the weights, or remove it"
@@ -172,7 +172,7 @@ def _read_object(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError) as error:
         raise InputError("model", str(path), f"it cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
-        raise InputError("model", str(path), "it must hold a JSON object")
+        raise InputError("model", str(path), "it must contain a JSON object")
     return value
 
 
@@ -210,10 +210,10 @@ def weight_files(directory: Path) -> list[Path]:
         raise InputError("model", str(index), "its weight_map must name the tensors")
     for shard, tensor in shards.items():
         if Path(shard).name != shard or not shard.endswith(".safetensors"):
-            accepted = f"{tensor} must be in a *.safetensors of the same directory"
+            accepted = f"{tensor} must be in a *.safetensors file in the same directory"
             raise InputError("model", f"{index}: {shard}", accepted)
         if not (directory / shard).is_file():
-            raise InputError("model", str(directory), f"it must hold {shard}, with {tensor} in it")
+            raise InputError("model", str(directory), f"it must contain {shard}, the file of {tensor}")
     return [directory / shard for shard in sorted(shards)]
 
 

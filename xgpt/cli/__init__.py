@@ -64,7 +64,7 @@ class _Commands(click.Group):
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
             near = similar(args[0], COMMANDS)
-            way_out = f"Did you mean {near}?" if near else f"There are {', '.join(COMMANDS)}."
+            way_out = f"Did you mean {near}?" if near else f"The commands are {', '.join(COMMANDS)}."
             raise click.UsageError(f"{error.message} {way_out}", ctx) from None
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -103,8 +103,8 @@ SYNONYMS = {
 """Other names of values."""
 NO_TARGET = dict.fromkeys(
     ("trtllm", "tensorrt-llm", "trt-llm", "tensorrt"),
-    "; TensorRT-LLM has no export: `xgpt plan --engine tensorrt-llm-1.0` prints its trtllm-serve command",
-) | {"helm": "; k8s writes a kustomization, and llm-d the values of its router's chart"}
+    "; TensorRT-LLM has no export: `xgpt plan --engine tensorrt-llm-1.0` prints the trtllm-serve command",
+) | {"helm": "; k8s writes a kustomization, and llm-d writes the values of its router's Helm chart"}
 """The ends of errors about targets of `xgpt export` that do not exist."""
 OPTIONS_ELSEWHERE = {
     "--cluster, which names the devices": ("--gpu", "--gpus", "--num-gpus", "--gpu-type", "--device"),
@@ -127,12 +127,11 @@ def _elsewhere(error: click.NoSuchOption) -> str:
         return " Give --lengths."
     named = [name for name in COMMANDS if _takes(name, error.option_name)]
     if named:
-        return f" It is one of `xgpt {'`, `xgpt '.join(named)}`."
+        return f" These commands have it: `xgpt {'`, `xgpt '.join(named)}`."
     for here, elsewhere in OPTIONS_ELSEWHERE.items():
         if error.option_name in elsewhere:
             command = "" if error.ctx is None or error.ctx.info_name is None else error.ctx.info_name
-            to_plan = "" if _takes(command, re.split("[ ,]", here)[0]) else " to `xgpt plan`"
-            return f" Give {here}{to_plan}."
+            return f" Give {here}." if _takes(command, re.split("[ ,]", here)[0]) else f" `xgpt plan` has {here}."
     near = similar(error.option_name, error.possibilities or [], cutoff=0.7)
     return f" Did you mean {near}?" if near else ""
 
@@ -210,7 +209,7 @@ def in_options(message: str, params: Sequence[click.Parameter]) -> str:
         return " ".join(filter(None, (options[name], value))) if name in options else match[0]
 
     message = re.sub(r"^([a-z_]+)(\.\d+)?(?=:| is )", lambda match: options.get(match[1], match[0]), message)
-    message = message.replace(": True is", " is", 1)  # a flag has no value
+    message = re.sub(": (True|False) is", " is", message, count=1)  # a flag has no value
     return re.sub(r"`([a-z_]+(?:=[^`]*)?)`", option, message)
 
 

@@ -17,12 +17,12 @@ from xgpt.core.schema import UrlReport
 def run(target: str, calibrate: str | None, force: bool, as_json: bool, **_: Any) -> None:
     """Run the command; see `xgpt.cli.commands`."""
     if target.startswith(("http://", "https://")):
-        refuse_idle(["engine"], "it needs a plan file: a server at a URL already runs an engine")
-        refuse_idle(["saturated"], "it needs a plan file: for a URL use --arrival-rate or --concurrency")
+        refuse_idle(["engine"], "it applies only to a plan file: a server at a URL already runs an engine")
+        refuse_idle(["saturated"], "it applies only to a plan file: for a URL give --arrival-rate or --concurrency")
     else:
         refuse_idle(
             ["concurrency"],
-            "it needs a URL: a plan is measured with at least as many outstanding requests as it runs at once",
+            "it applies only to a URL: a plan always gets at least as many outstanding requests as it can run at once",
         )
     file = None if calibrate is None else output_file(calibrate, "calibrate")
     with render.progress_bar() as progress:

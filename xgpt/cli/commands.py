@@ -100,11 +100,11 @@ def serve() -> None:
     """Run a plan behind an OpenAI-compatible endpoint.
 
     When lengths change, the server switches to a better plan: see http://HOST:PORT/ and /plan/history. Logs are JSON on
-    standard error: one line for each request, with its id and never its prompt.
+    standard error, one line for each request with its id but never its prompt.
 
     A plan for several devices runs as one process for each device. With --ray it runs on the machines of a Ray cluster;
     with --engine vllm start the same command on each machine, with --nnodes and its own --node-rank. Tensors travel
-    unencrypted, so these machines need a network of their own.
+    unencrypted, so these machines need a private network.
 
     \b
     Example:
@@ -119,16 +119,16 @@ def serve() -> None:
     "--simulate",
     "simulated_trace",
     metavar="FILE",
-    help="Publish nothing; follow the recommendations over a day's trace on the simulated clock, and print the cost "
-    "and the share of requests that keep the bounds.",
+    help="Publish nothing: simulate a day's trace with the recommended replicas, and print the cost and the share of "
+    "requests that keep the bounds.",
 )
 @json_option
 def autoscale() -> None:
     """Recommend the replicas of each kind that a live load needs, as a Prometheus metric for an autoscaler.
 
     The metric is xgpt_replicas_wanted. It comes from the plan, the live load, and a forecast: the day in fleet.json at
-    today's level, or today's trend if that has been more accurate. `xgpt export fleet.json --to k8s` writes autoscalers
-    (HPA, KEDA) that act on it. This command itself does not start or stop replicas.
+    today's level, or today's trend if the trend has been more accurate. `xgpt export fleet.json --to k8s` writes
+    autoscalers (HPA, KEDA) that act on it. This command itself does not start or stop replicas.
 
     \b
     Examples:
@@ -167,14 +167,14 @@ def bench() -> None:
 @click.option(
     "--engine-output",
     metavar="FILE",
-    help="Where to write the description of the plan's engine, with the fitted time of a request.",
+    help="Where to write the description of the plan's engine, which includes the fitted time of a request.",
 )
 @json_option
 def calibrate() -> None:
     """Fit a plan's step times to a benchmark of any server: `vllm bench serve`, AIPerf, guidellm or genai-perf.
 
     PLAN.JSON is the plan that the server ran; `xgpt compare --current '...' -o current.json` makes it from the server's
-    command. With several loads, every second one is left out of the fit and shows its error.
+    command. With several loads, every second one is left out of the fit and shows the error of the fit.
 
     \b
     Examples:
@@ -186,7 +186,7 @@ def calibrate() -> None:
 
 @options.command("replan")
 @click.argument("plan_path", metavar="PLAN.JSON")
-@output_option("Where to write the plan to run from now on, even if it is unchanged.")
+@output_option("Where to write the plan that should run from now on, even if it is the same.")
 @json_option
 def replan() -> None:
     """Judge a plan under other lengths: the best plan for them, its gain, and the cost of the switch.
@@ -220,9 +220,10 @@ def report() -> None:
     "target",
     type=click.Choice(["script", "vllm", "sglang", "compose", "k8s", "dynamo", "llm-d"]),
     required=True,
-    help="script: xgpt's own engine, on one or several machines. vllm: the schedule inside vLLM, on one machine; with "
-    "speculative decoding, vLLM's own schedule. sglang: SGLang's own. compose: vLLM's own, in Docker Compose. k8s: "
-    "either engine on Kubernetes. dynamo, llm-d: the schedule inside vLLM, on these platforms.",
+    help="What the files start. script: xgpt's own engine, on one or several machines. vllm: vLLM with the plan's "
+    "schedule, or with vLLM's own scheduler if the plan has speculative decoding. sglang: SGLang with its own "
+    "scheduler. compose: vLLM with its own scheduler, in Docker Compose. k8s: xgpt's own engine or vLLM, on "
+    "Kubernetes. dynamo, llm-d: vLLM with the plan's schedule, on these platforms.",
 )
 @output_option("Where to write the files.", default=".", metavar="DIR")
 def export() -> None:

@@ -76,9 +76,7 @@ def _show(found: Compared, output: str | None) -> None:
     if found.current is None:
         render.show(*tables, *commands)
         return
-    title = "the current deployment at the highest arrival rate that it sustains" + (
-        ": keep it" if found.keeps_current else ""
-    )
+    title = "the current deployment at its highest arrival rate" + (": keep it" if found.keeps_current else "")
     tables.insert(0 if found.keeps_current else 1, render.plans_table({"current": found.current}, title))
     range_ = found.ranges.get(next(iter(found.plans)))
     render.show(*tables, *found.notes, *found.answer, gain_in_words(found.best, found.current, range_), *commands)

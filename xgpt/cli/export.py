@@ -23,4 +23,4 @@ def run(plan_path: str, target: Target, output: str, force: bool) -> None:
         file.check(files[name])  # all files are checked before the first is written
     for name, file in written.items():
         write(file, files[name])
-    click.echo(f"start with `{start_command(target)}` in {output}")
+    click.echo(f"next: run `{start_command(target)}` in {output}")

@@ -19,7 +19,10 @@ SHORT_S = 120
 def run(output: str, force: bool, as_json: bool, interval_s: float, **_: Any) -> None:
     """Run the command; see `xgpt.cli.commands`."""
     if interval_s < SHORT_S:
-        click.echo(f"note: --interval {interval_s:g} means seconds; for minutes give {60 * interval_s:g}", err=True)
+        click.echo(
+            f"note: --interval {interval_s:g} means {interval_s:g} seconds; for minutes give {60 * interval_s:g}",
+            err=True,
+        )
     file = output_file(output)
     with render.progress_bar() as progress:
         found = api.fleet(**{"latency_bound_s": None, **options.given()}, progress=progress)

@@ -18,16 +18,20 @@ if TYPE_CHECKING:
 def summary(fleet: FleetPlan) -> Iterator[object]:
     """Yield the bounds, the replicas, the day, and its cost compared with other fleets."""
     constraint, plan = fleet.constraint, fleet.kinds[0].plan
-    bounds = f"{100 * constraint.quantile:g}% of the day's requests keep {bounds_in_words(constraint)}"
-    yield f"{plan.model.name}, {fleet.name}: {bounds}"
+    share = f"{100 * constraint.quantile:g}%"
+    kept = f"{share} of the day's requests keep {bounds_in_words(constraint)}"
+    yield f"{plan.model.name}, {fleet.name}: {kept}"
     yield kinds_table(fleet)
     yield day_table(fleet)
     yield costs_table(fleet)
     over, gap = fleet.constant.figures.cost / max(fleet.planned.cost, 1e-12) - 1, 100 * fleet.gap
-    yield f"planned for {fleet.load_factor:.2f} times the load: the least tried factor that keeps the share"
     yield (
-        f"proof: the clairvoyant optimum, with all changes paid, costs at most {gap:.2f}% less; with changes that are "
-        f"free and take no time, no fleet costs less than {fleet.least_cost:.4g}"
+        f"planned for {fleet.load_factor:.2f} times the load, the smallest factor tried under which {share} of the "
+        "requests keep the bounds"
+    )
+    yield (
+        f"proof: no fleet that pays for its changes costs over {gap:.2f}% less, even if it knows the whole day in "
+        f"advance; with free and instantaneous changes, no fleet costs less than {fleet.least_cost:.4g}"
         + ("" if fleet.is_priced else " device-hours")
     )
     yield f"the cheapest constant fleet costs {100 * over:.0f}% more"
@@ -54,7 +58,9 @@ def kinds_table(fleet: FleetPlan) -> Table:
     ]
     columns = ["kind", "settings", "devices", "price/h", "arrivals/s", "cost/1000", "start s"]
     columns = [name for name in columns if has_price or name not in ("price/h", "cost/1000")]
-    return table("kinds of replicas; arrivals/s under each of the day's lengths", columns, rows)
+    return table(
+        "kinds of replicas, with the arrivals/s that each sustains under each of the day's lengths", columns, rows
+    )
 
 
 def day_table(fleet: FleetPlan) -> Table:

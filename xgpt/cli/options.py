@@ -172,7 +172,9 @@ def _is_bounded(context: click.Context, option: click.Parameter, bound_s: float 
     parts = (context.params.get(name) for name in ("ttft_s", "tpot_s"))
     is_given = context.get_parameter_source("latency_bound_s") is not click.core.ParameterSource.DEFAULT
     if not (is_given or context.resilient_parsing) and all(part is None for part in parts):
-        raise click.UsageError("Missing option '--latency-bound'; give it in seconds, or --ttft or --tpot", context)
+        raise click.UsageError(
+            "Missing option '--latency-bound'; give it in seconds, or give --ttft or --tpot", context
+        )
     return bound_s
 
 

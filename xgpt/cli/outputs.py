@@ -56,7 +56,7 @@ def unchecked_file(path: str | Path, name: str = "output") -> OutputFile:
     from xgpt.core.output_files import OutputFile
 
     if str(path) == "-":
-        raise InputError(name, "-", "give a file; --json prints what it would hold")
+        raise InputError(name, "-", "give a file, or --json to print its content instead")
     params = click.get_current_context().params
     inputs = (text for key, value in params.items() if key not in WRITTEN for text in _texts(value))
     return OutputFile(Path(path), name, force=params["force"], inputs=inputs)

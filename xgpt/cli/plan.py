@@ -81,7 +81,7 @@ def _summary(planned: Planned) -> Iterator[object]:
         yield line
     yield from (f"warning: {warning}" for warning in best.estimate.warnings)
     if best.seeded_weights and best.cluster.is_local:
-        yield f"warning: {best.seeded_weights}; plan with --model DIRECTORY to serve"
+        yield f"warning: {best.seeded_weights}; to serve real weights, plan with --model DIRECTORY"
     elif best.seeded_weights:
         name = hub.id_of_shipped(best.model.name) or "DIRECTORY or --model ORGANISATION/NAME"
-        yield f"weights: the plan has none; plan with --model {name} to export it"
+        yield f"weights: the plan names no checkpoint; to export it, plan with --model {name}"

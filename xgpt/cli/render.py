@@ -180,7 +180,7 @@ def plans_table(plans: dict[str, Plan], title: str | None = None) -> Fitting:
     ]
     if title is None:
         what = next(iter(plans.values())).constraint.maximises_arrivals
-        title = f"each policy at its highest {'arrival rate' if what else 'saturated throughput'} under the bound"
+        title = f"each policy at its highest {'arrival rate' if what else 'saturated throughput'} within the bounds"
     below = [f"{kind}: {settings_text(plan)}" for kind, plan in plans.items()]
     return Fitting(title, [columns[i] for i in known], [[row[i] for i in known] for row in rows], LEAST, below)
 
@@ -196,7 +196,7 @@ def choices_table(choices: Sequence[ClusterChoice]) -> Table:
         ]
         for choice in choices
     ]
-    columns = ["cluster", "devices", "a device, an hour", "all of them, an hour"]
+    columns = ["cluster", "devices", "price/h of one", "price/h of all"]
     return table("the fewest devices of each cluster that sustain the arrival rate", columns, rows)
 
 
@@ -291,17 +291,15 @@ def bench_notes(report: BenchReport) -> list[str]:
         kept = "kept" if report.bound_kept else "BROKEN"
         share = f"{100 * report.share_within_bound:.1f}% of all requests"
         if report.counts_waiting:
-            notes.append(f"bounds: {kept}: {share} within all bounds, counted from arrival")
+            notes.append(f"bounds: {kept}; {share} kept all bounds, counted from arrival")
         else:
             bound = f"latency bound {report.latency_bound_s:g} s"
-            notes.append(f"{bound}: {kept}, judged by the plan's latency from admission; {share} within it")
+            notes.append(f"{bound}: {kept} by the latency that the plan bounds, from admission; {share} kept it")
     if report.arrival_rate_per_s is None:
         throughput = report.figure("throughput_rps")
         if report.pace is not None and throughput.at_pace is not None:
             drawn = report.pace * throughput.at_pace / throughput.predicted - 1
-            notes.append(
-                f"this draw of requests changes throughput by {100 * drawn:+.1f}% from the plan's long-run figure"
-            )
+            notes.append(f"the drawn requests change throughput by {100 * drawn:+.1f}% from the plan's long-run figure")
         notes.append(f"p99 from sending a request to its last token, waiting included: {report.end_to_end_p99_s:.2f} s")
     if report.pace is not None and (report.is_disturbed or report.is_outside):
         notes.append(_diagnosis(report))
@@ -315,16 +313,16 @@ def _diagnosis(report: BenchReport) -> str:
     longer = f"{100 * (report.pace - 1):.0f}% longer than in the profile (the plan allows {report.headroom:.0%})"
     line = f"diagnosis: steps took {longer}"
     if (waits := report.core_waits) is not None and waits.share_of_steps > 0:
-        share = f"{waits.share_of_steps:.1%} of them, {waits.seconds:.1f} s in all"
+        share = f"{waits.share_of_steps:.1%} of the steps ({waits.seconds:.1f} s in all)"
         line += (
-            f"; other threads used the engine's cores in {share}; without these steps it is "
-            f"{100 * (waits.pace - 1):.0f}%"
+            f"; in {share}, other threads used the engine's cores; without these waits the "
+            f"steps took {100 * (waits.pace - 1):.0f}% longer"
         )
     rates = report.calibration_gflops
     if len(rates) == 2:
         line += f"; the machine computed {rates[0]:.0f} GFLOP/s before the run and {rates[1]:.0f} after it"
     left = report.figure("throughput_rps").error_at_pace
-    return line if left is None else f"{line}; at that pace the prediction of throughput is off by {left:+.1%}"
+    return line if left is None else f"{line}; with steps of this length, predicted throughput is off by {left:+.1%}"
 
 
 URL_NOTES = {
@@ -359,9 +357,9 @@ def measured_table(plans: dict[str, Plan], reports: dict[str, BenchReport]) -> F
                 kept,
             ]
         )
-    columns = ["policy", "req/s", "measured", "error", "latency s", "measured s", "error of it", "bound"]
+    columns = ["policy", "req/s", "measured", "error", "latency s", "measured s", "error s", "bound"]
     below = [f"{kind}: {settings_text(plans[kind])}" for kind in reports]
-    return Fitting("predicted and measured on this machine", columns, rows, ("error", "error of it"), below)
+    return Fitting("predicted and measured on this machine", columns, rows, ("error", "error s"), below)
 
 
 def calibrated_tables(found: CalibrateOutput) -> tuple[Fitting, ...]:
@@ -380,14 +378,17 @@ def calibrated_tables(found: CalibrateOutput) -> tuple[Fitting, ...]:
         for name, label in names.items()
     ]
     below = [
-        f"all step times x{found.pace:.3f}, {1e3 * found.step_s:.3g} ms more for each step, "
-        f"{1e3 * found.path_s:+.3g} ms for each request outside of the loop"
+        f"fitted: step times x{found.pace:.3f} and {1e3 * found.step_s:+.3g} ms, and {1e3 * found.path_s:+.3g} ms for "
+        "each request outside the engine's loop"
     ]
     if all(load.used for load in found.loads):
-        below.append("there is only one load, so the error on other loads is not known; give several")
+        below.append("there is only one load, so the error on other loads is not known: give several loads")
     return (
         Fitting(
-            "predicted over measured", ["load", "figure", "measured", "before", "after", "fitted to"], rows, below=below
+            "error of the prediction, before and after the fit",
+            ["load", "figure", "measured", "before", "after", "used"],
+            rows,
+            below=below,
         ),
     )
 
@@ -403,7 +404,7 @@ def decision_table(decision: Decision) -> Fitting:
             figures = (rate, f"{outcome.throughput_rps:.3f}", f"{outcome.latency_s:.2f}", kept)
             rows.append([f"{name}: {policy.kind}", *figures])
             below.append(f"{name}: {settings}")
-    title = f"under {decision.num_requests} observed requests"
+    title = f"plans under {decision.num_requests} observed requests"
     return Fitting(title, ["plan", "arrivals/s", "req/s", "latency s", "bound"], rows, below=below)
 
 
@@ -417,9 +418,9 @@ def decision_notes(decision: Decision, observation: Observation) -> list[str]:
     if decision.slowdown != 1:
         notes.append(f"step times: {decision.slowdown:.2f} times the profile's, for both plans")
     if decision.best is not None:
-        what = "throughput" if decision.best.arrival_rate_per_s is None else "the arrival rate"
+        what = "throughput" if decision.best.arrival_rate_per_s is None else "arrival rate"
         notes.append(
-            f"gain {100 * decision.gain:+.1f}% of {what}; the switch delays requests by {decision.pause_s:.1f} s"
+            f"gain: {100 * decision.gain:+.1f}% {what}; the switch delays requests by {decision.pause_s:.1f} s"
         )
     return notes
 
@@ -428,7 +429,7 @@ def calibration_notes(calibration: Calibration) -> list[str]:
     factors = ", ".join(f"{part} x{factor:.3f}" for part, factor in calibration.factors.items())
     return [
         f"calibrated on {calibration.num_steps_used} steps: {factors}",
-        f"error of a step's time, on {calibration.num_steps_unused} steps of requests kept for checking: "
-        f"{100 * calibration.error_before:.1f}% before, {100 * calibration.error_after:.1f}% after; error of the sum "
-        f"of these times: {100 * calibration.bias_before:+.1f}% before, {100 * calibration.bias_after:+.1f}% after",
+        f"on {calibration.num_steps_unused} steps that were not used for the fit, the error of a step's time was "
+        f"{100 * calibration.error_before:.1f}% before and is {100 * calibration.error_after:.1f}% after; the error of "
+        f"their total was {100 * calibration.bias_before:+.1f}% and is {100 * calibration.bias_after:+.1f}%",
     ]

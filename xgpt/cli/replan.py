@@ -29,5 +29,5 @@ def run(plan_path: str, output: str | None, force: bool, as_json: bool, **_: Any
         notes = render.decision_notes(found.decision, found.observation)
         if found.judged.model_copy(update={"pinned": given.pinned}) != given:
             says = f"{given.policy.kind}: {settings_text(given)}"
-            notes.insert(0, f"judged: the server's current plan, not {plan_path} ({says})")
+            notes.insert(0, f"judged: the plan that the server runs now, which differs from {plan_path} ({says})")
         render.show(render.decision_table(found.decision), *notes)

@@ -29,8 +29,8 @@ def run(plan_path: str, timeline: str | None, force: bool, as_json: bool, **aske
         render.show(*render.simulated_tables(run))
         if not run.steps:
             click.echo(
-                "note: so many requests are simulated by counts, which give no steps, token gaps or idle shares; "
-                "--timeline simulates every step",
+                "note: so many requests were simulated without their single steps, so token gaps and idle shares are "
+                "not known; --timeline simulates every step",
                 err=True,
             )
 

@@ -57,8 +57,11 @@ class Range(NamedTuple):
 
 def assumptions(workload: Workload, trace: TraceLengths | None) -> list[Assumption]:
     """Return the assumptions to vary, one at a time."""
-    varied = [Assumption(f"mixed steps {100 * change:+.0f}% of their decodes", mixing=change) for change in MIXING]
-    varied += [Assumption(f"steps of {100 * pace:.0f}% of their time", pace=pace) for pace in PACES]
+    varied = [
+        Assumption(f"mixed steps slow decodes by {100 * abs(change):.0f} points {word}", mixing=change)
+        for change, word in zip(MIXING, ("less", "more"), strict=True)
+    ]
+    varied += [Assumption(f"steps take {100 * pace:.0f}% of the predicted time", pace=pace) for pace in PACES]
     if trace is not None and len(trace.input) >= 2:
         half = len(trace.input) // 2
         for name, part in (("first", slice(half)), ("second", slice(half, None))):
@@ -69,7 +72,7 @@ def assumptions(workload: Workload, trace: TraceLengths | None) -> list[Assumpti
         return varied
     for factor in OUTPUTS:
         other = workload.model_copy(update={"output": _scaled(workload.output, factor)})
-        varied.append(Assumption(f"outputs of {100 * factor:.0f}% of their length", workload=other))
+        varied.append(Assumption(f"outputs have {100 * factor:.0f}% of their planned length", workload=other))
     return varied
 
 

@@ -142,7 +142,7 @@ def compare(
     if running is not None and request.engine is None and request.profile is None and cluster.device.type == "gpu":
         engine = engine_name(running)
         request = request.model_copy(update={"engine": engine})
-        notes = (f"engine {engine}: the plans are also for this engine, which the command starts", *notes)
+        notes = (f"the plans are for {engine}, the engine that the command starts", *notes)
     if running is not None and running.drafts is not None:
         request, note = planned_with(request, running.drafts)
         notes = (note, *notes)
@@ -205,13 +205,13 @@ def _what_holds(plans: dict[str, Plan], gains: dict[str, Range], kind: str) -> l
     first, lines = next(iter(plans)), []
     if kind != first:
         lines.append(
-            f"{first} gains more as planned, but {gains[first].least:.2f} to {gains[first].most:.2f} times under the "
-            f"varied assumptions (worst: {gains[first].worst}): {kind} holds up better"
+            f"{first} gains more as planned, but under varied assumptions only {_in_words(gains[first])}; {kind} gains "
+            "more in its worst case"
         )
     if keeps_current(gains):
         lines.append(
-            f"no plan gains under all assumptions (worst: {gains[kind].worst}): keep the current deployment unless you "
-            "measure a gain"
+            f"no plan gains under all assumptions (worst case: {gains[kind].worst}): keep the current deployment "
+            "unless you measure a gain"
         )
     return lines
 
@@ -331,17 +331,17 @@ def gain_in_words(best: Plan, current: Plan, range_: Range | None = None) -> str
     """
     gain = gain_of(best, current)
     if gain is None:
-        return "the current deployment keeps the bounds at practically no arrival rate"
+        return "the current deployment breaks the bounds at practically any arrival rate"
     return (
         f"{best.policy.kind} keeps the bounds up to {rate_of(best):.4g} requests/s on {gain.num_devices} devices, the "
         f"current deployment up to {rate_of(current):.4g} on {gain.current_devices}: {gain.per_device:.2f} times as "
-        f"many for each device, {gain.arrivals:.2f} times in all"
-        + (
-            ""
-            if range_ is None
-            else f"; {range_.least:.2f} to {range_.most:.2f} under varied assumptions (worst: {range_.worst})"
-        )
+        f"many requests/s per device, {gain.arrivals:.2f} times in all"
+        + ("" if range_ is None else f"; under varied assumptions, per device {_in_words(range_)}")
     )
+
+
+def _in_words(gain: Range) -> str:
+    return f"{gain.least:.2f} to {gain.most:.2f} times as many (worst case: {gain.worst})"
 
 
 def _check_room(current: CurrentEngine, problem: Problem, holds: float, longest: int) -> None:
@@ -361,8 +361,8 @@ def _check_room(current: CurrentEngine, problem: Problem, holds: float, longest:
         where = "--max-model-len" if current.max_model_len else f"the context of {model.name}"
     if holds < needs:
         message = (
-            f"the current deployment would {will}: its K/V memory holds {holds:.0f} tokens, fewer than the {needs} of "
-            f"{where}; give it a shorter one, more devices, or more of their memory"
+            f"the current deployment would {will}: its K/V memory holds {holds:.0f} tokens, but {where} needs {needs}; "
+            "lower this number, use more devices, or let the engine use more of their memory"
         )
         raise InfeasibleError(message, nearest_bound_s=None, binding="memory")
 
@@ -377,14 +377,18 @@ def check_current(problem: Problem, current: CurrentEngine, longest: int | None 
     cluster, lengths = problem.cluster, problem.workload
     check_model(current, problem.model.name)
     if current.quantization is not None and problem.model.quantization is None and problem.profile.dtype != "float8":
-        accepted = f"the weights of {problem.model.name} are in {problem.profile.dtype}: give the served checkpoint"
+        accepted = (
+            f"the weights of {problem.model.name} are in {problem.profile.dtype}: give the quantised checkpoint that "
+            "is served as `model`"
+        )
         raise InputError("current: --quantization", current.quantization, accepted)
     if current.num_devices > cluster.num_devices:
-        raise InputError("current", f"{current.num_devices} devices", f"{cluster.name} has {cluster.num_devices}")
+        raise InputError("current", f"{current.num_devices} devices", f"{cluster.name} has only {cluster.num_devices}")
     cuts_experts = current.framework == "vllm" and current.replicas > 1 and current.ep_degree <= current.tp_degree
     if cuts_experts and problem.model.experts is not None:
         accepted = (
-            "vLLM then divides each expert among all replicas, which xgpt cannot score: add --enable-expert-parallel"
+            "with several replicas vLLM divides each expert among all of them, which xgpt cannot score: add "
+            "--enable-expert-parallel"
         )
         raise InputError("current: --data-parallel-size", current.replicas, accepted)
     # On a CPU vLLM uses the config's dtype, but only the step times of the plans are known, which are in float32.
@@ -393,11 +397,13 @@ def check_current(problem: Problem, current: CurrentEngine, longest: int | None 
         is_known = _has_types(problem, current)
     if not is_known:
         weights, kv = types_of(problem, current)
-        accepted = f"the step times are in {problem.profile.dtype}: compare with `dtype={weights}` and `kv_dtype={kv}`"
+        accepted = f"the step times are for {problem.profile.dtype}: compare with `dtype={weights}` and `kv_dtype={kv}`"
         raise InputError("current: --dtype", f"{weights}, K/V in {kv}", accepted)
     longest = longest or _longest(problem)
     if current.max_model_len is not None and current.max_model_len < longest:
-        accepted = f"requests of {lengths.name} have up to {longest} tokens, which it would reject"
+        accepted = (
+            f"{lengths.name} has requests of {longest} tokens, which the engine would reject: give at least {longest}"
+        )
         raise InputError("current: --max-model-len", current.max_model_len, accepted)
 
 

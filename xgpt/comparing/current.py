@@ -103,5 +103,5 @@ def check_model(current: CurrentEngine, name: str) -> None:
     """
     served = current.model or ""
     if re.fullmatch(r"[\w.-]+/[\w.-]+", served) and not is_model(served, name):
-        accepted = f"the plans are for {name}: give `model={served}`, with its `config`"
+        accepted = f"the plans are for {name}: give `model={served}` and its `config`"
         raise InputError("current", served, accepted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from xgpt.comparing.flags import DRAFTS, Given, count, value_of
+from xgpt.comparing.flags import Given, count, value_of
 from xgpt.core.errors import InputError
 from xgpt.core.schema.speculation import MOST_AHEAD, SpeculativeMethod
 from xgpt.requests import PlanRequest
@@ -19,6 +19,7 @@ Tencent/AngelSlim).
 METHODS: dict[str, SpeculativeMethod] = {"eagle": "eagle", "eagle3": "eagle3", "ngram": "ngram", "mtp": "mtp"}
 SPEC_FLAGS = {"spec-method": "method", "spec-model": "model", "spec-tokens": "num_speculative_tokens"}
 """Flags of vLLM that set parts of --speculative-config."""
+WITHOUT = "leave drafts out to compare the command without them"
 NEUTRAL = frozenset(
     ("model", "method", "num_speculative_tokens", "revision", "code_revision", "max_model_len", "prompt_lookup_max")
 ) | {"prompt_lookup_min", "draft_tensor_parallel_size", "draft_sample_method", "disable_padded_drafter_batch"}
@@ -52,10 +53,10 @@ def vllm_drafts(given: Given, model: str | None) -> Drafts | None:
     method = METHODS.get("mtp" if named.endswith("_mtp") else named)
     field = "current: --speculative-config"
     if method is None:
-        raise InputError(field, named or draft, f"only {', '.join(METHODS)} are scored; {DRAFTS}")
+        raise InputError(field, named or draft, f"xgpt scores only {', '.join(METHODS)}; {WITHOUT}")
     if other := sorted(set(parts) - NEUTRAL):
         raise InputError(
-            field, other[0], "its effect on drafts is not scored; leave it out to compare the command without it"
+            field, other[0], "xgpt does not score its effect on drafts; leave it out to compare the command without it"
         )
     if "num_speculative_tokens" not in parts and method != "mtp":
         raise InputError(field, named, "give num_speculative_tokens, which vLLM requires")
@@ -90,11 +91,11 @@ def sglang_drafts(given: Given) -> Drafts | None:
     # Without a draft model, the draft is the model's layer for multi-token prediction.
     known: dict[str, SpeculativeMethod] = {"NEXTN": "mtp", "EAGLE": "eagle" if draft else "mtp", "EAGLE3": "eagle3"}
     if algorithm not in known:
-        raise InputError(field, algorithm, f"only {', '.join(known)} are scored; {DRAFTS}")
+        raise InputError(field, algorithm, f"xgpt scores only {', '.join(known)}; {WITHOUT}")
     steps = value_of(given, "speculative-num-steps", count, None)
     if steps is None or given.get("speculative-eagle-topk") != "1":
         accepted = (
-            "only drafts without branches are scored: give --speculative-num-steps and --speculative-eagle-topk 1"
+            "xgpt scores only drafts without branches: give --speculative-num-steps and --speculative-eagle-topk 1"
         )
         raise InputError(field, algorithm, accepted)
     return _drafts(field, known[algorithm], steps, draft)
@@ -102,7 +103,7 @@ def sglang_drafts(given: Given) -> Drafts | None:
 
 def _drafts(field: str, method: SpeculativeMethod, tokens: int, draft: str | None) -> Drafts:
     if tokens > MOST_AHEAD:
-        raise InputError(field, tokens, f"at most {MOST_AHEAD} draft tokens are scored")
+        raise InputError(field, tokens, f"xgpt scores at most {MOST_AHEAD} draft tokens")
     return Drafts(method, tokens, draft)
 
 
@@ -116,13 +117,13 @@ def planned_with(request: PlanRequest, drafts: Drafts) -> tuple[PlanRequest, str
         accepted = f"the command uses {drafts.method}, and plans must use the same draft"
         raise InputError("speculative", request.speculative, accepted)
     acceptance: Any = request.acceptance
-    said = f"acceptance as given, {acceptance}"
+    said = f"given acceptance {acceptance}"
     if acceptance is None:
         acceptance = ASSUMED.get(drafts.method)
         if acceptance is None:
             accepted = "it depends on the text: give `acceptance`, as shares or a server's metrics page"
             raise InputError("acceptance", None, accepted)
-        said = f"assumed that {acceptance:g} of tokens are accepted if all before them are: give `acceptance`"
+        said = f"assumed acceptance {acceptance:g}: give `acceptance`, if you know it"
     update = {"speculative": drafts.method, "speculative_tokens": drafts.tokens, "acceptance": acceptance}
-    note = f"drafts by {drafts.method}, {drafts.tokens} tokens a step, also in the plans: {said}"
+    note = f"the command and the plans use {drafts.method} with {drafts.tokens} draft tokens a step; {said}"
     return request.model_copy(update=update | {"draft_model": drafts.model}), note

@@ -21,11 +21,11 @@ DTYPES: dict[str, DType | None] = {
     "float32": "float32",
 }  # fmt: skip
 """Data types, by the names that all engines use."""
-NO_TABLES = "no step times are known for it"
-DRAFTS = "the tokens of a step depend on the acceptance of drafts"
-TRANSFER = "traffic of K/V between engines is not scored"
-SCHEDULE = "it changes the batching of requests in a way that is not scored"
-CAPTURED = "step times are those of captured graphs"
+NO_TABLES = "xgpt has no step times for it"
+DRAFTS = "xgpt does not score its effect on drafts"
+TRANSFER = "xgpt does not score the transfer of K/V between engines"
+SCHEDULE = "it changes the batching of requests in a way that xgpt does not score"
+CAPTURED = "xgpt has step times only for captured CUDA graphs"
 VARIABLE = "it is a shell variable: write its value"
 
 Given = dict[str, str]
@@ -94,7 +94,7 @@ class FlagTable:
             takes = self.takes.get(name) or self.earlier[name]
             if takes in ("nothing", "switch"):
                 if equals or dot:
-                    raise InputError(f"current: --{name}", value, "it is a switch and has no value")
+                    raise InputError(f"current: --{name}", value, "it is a switch and takes no value")
                 given[name] = "yes" if is_on else "no"
                 continue
             values = [value] if equals else []
@@ -123,7 +123,7 @@ class FlagTable:
         if len(meant) == 1:
             return meant.pop()
         if meant:
-            raise InputError("current", word, f"it may mean {', '.join(sorted(begun))}")
+            raise InputError("current", word, f"it may mean one of {', '.join(sorted(begun))}: write it in full")
         off = _is_off(word)
         near = nearest(word, [name for name in names if _is_off(name) == off])
         raise InputError("current", word, f"{self.engine} has no such flag{near}")
@@ -204,7 +204,7 @@ def refuse(given: Given, why: Mapping[str, str]) -> None:
     for name, value in given.items():
         reason = why.get(name) or next((why[pattern] for pattern in why if re.fullmatch(pattern, name)), None)
         if reason is not None and value != "no":
-            raise InputError(f"current: --{name}", value, f"{reason}; leave it out to compare without it")
+            raise InputError(f"current: --{name}", value, f"{reason}; leave the flag out to compare without it")
 
 
 def types_of(

@@ -106,12 +106,12 @@ def _one(launched: list[Launched], text: str) -> Launched:
     if not launched:
         accepted = (
             "give a command that starts with vllm serve, sglang serve or trtllm-serve, or a docker run, Compose file, "
-            "pod or Helm values that have one"
+            "pod or Helm values that contain one"
         )
         raise InputError("current", text, accepted)
     if all((each.engine, each.words) == (launched[0].engine, launched[0].words) for each in launched):
         return launched[0]
-    raise InputError("current", text, f"it starts {len(launched)} engines: give the command of one")
+    raise InputError("current", text, f"it starts {len(launched)} different engines: give the command of one")
 
 
 def _documents(text: str) -> list[Any]:

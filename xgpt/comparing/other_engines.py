@@ -36,20 +36,20 @@ SGLANG_REFUSED = {
     r"speculative-(?!algorithm|num-steps|eagle-topk|num-draft-tokens|draft-model-path).*": DRAFTS,
     r"enable-multi-layer-eagle": DRAFTS,
     r"disaggregation-mode": TRANSFER,
-    r"attn-dp-size|moe-dp-size": "experts divided in another way than attention are not scored",
+    r"attn-dp-size|moe-dp-size": "xgpt scores experts only if they are divided in the same way as attention",
     r"attn-cp-size|dcp-size|enable-prefill-cp": NO_TABLES,
     r"disable-cuda-graph|disable-decode-cuda-graph|cuda-graph-max-bs": CAPTURED,
     r"enable-torch-compile|enable-two-batch-overlap|enable-single-batch-overlap": NO_TABLES,
     r"cpu-offload-gb|lora-paths|enable-lora": NO_TABLES,
     r"enable-hierarchical-cache|enable-lmcache": TRANSFER,
     r"schedule-conservativeness|enable-priority-scheduling|max-total-tokens": SCHEDULE,
-    r"is-embedding": "only generation is scored",
+    r"is-embedding": "xgpt scores only generation",
 }
 """Flags of SGLang that change speed or memory in a way that is not scored, with the reason."""
 TENSORRT_REFUSED = {
     r"extra-llm-api-options": "it may contain any setting: give its values as options",
     r"context-parallel-size|moe-cluster-parallel-size": NO_TABLES,
-    r"max-beam-width": "only sampling is scored",
+    r"max-beam-width": "xgpt scores only sampling",
     r"server-role|disagg-cluster-uri|metadata-server-config-file": TRANSFER,
 }
 
@@ -80,11 +80,13 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
     replicas = value_of(given, "dp-size", count, 1)
     experts = value_of(given, "ep-size", count, 1)
     if experts not in (1, degree):
-        accepted = f"experts are scored only if divided among all {degree} devices of a replica, or not divided"
+        accepted = (
+            f"xgpt scores experts only if they are divided among all {degree} devices of a replica, or not at all"
+        )
         raise InputError("current: --ep-size", experts, accepted)
     if given.get("enable-dp-attention") == "yes" and replicas > 1:  # replicas of attention on the same devices
         if experts != degree or degree % replicas:
-            accepted = f"with it only whole experts are scored: give --ep {degree}, and a --dp that divides it"
+            accepted = f"xgpt scores it only with whole experts: give --ep {degree}, and a --dp that divides {degree}"
             raise InputError("current: --enable-dp-attention", f"--ep {experts}", accepted)
         # SGLang divides both sizes among these replicas.
         degree, tokens, requests = degree // replicas, tokens // replicas, requests // replicas
@@ -125,7 +127,7 @@ def read_tensorrt_llm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         for name, value in (("max_batch_size", requests), ("max_num_tokens", tokens))
         if name.replace("_", "-") not in given
     ]
-    notes.append("types: those of the checkpoint")
+    notes.append("data types: assumed to be the checkpoint's")
     degree = value_of(given, "tensor-parallel-size", count, 1)
     return CurrentEngine(
         tp_degree=degree,

@@ -47,16 +47,16 @@ def answer(
     share, quantile = now.share_kept(constraint.all_bounds), constraint.quantile
     span = duration(float(trace.timestamp_s[count - 1]))
     lines = [
-        f"your log at its own times ({count:,} requests in {span}): the current deployment keeps "
-        f"{bounds_in_words(constraint)} for {100 * share:.4g}% of them (p{100 * quantile:g} from arrival to the last "
-        f"token: {float(np.quantile(now.whole_s, quantile)):.3g} s); at this load its settings "
-        f"{'keep' if share >= quantile else 'break'} the bound"
+        f"your log, replayed at its own times ({count:,} requests in {span}): with the current deployment, "
+        f"{100 * share:.4g}% of the requests keep {bounds_in_words(constraint)} (p{100 * quantile:g} from arrival to "
+        f"the last token: {float(np.quantile(now.whole_s, quantile)):.3g} s), "
+        f"{'as required' if share >= quantile else f'but {100 * quantile:g}% should'}"
     ]
     late = now.excess(constraint.all_bounds) > 1
     if late.any():
         lines += _others(running, part, late, planned)
     elif share >= quantile:
-        lines.append("no request is late: the settings are not to blame")
+        lines.append("no request is late, so other settings would not help")
     return lines
 
 
@@ -77,15 +77,15 @@ def _others(
             if running.profile.dtype != "float8":
                 ways.insert(0, "dtype=float8")
             parts.append(
-                f"{int(too_long.sum())} have outputs over {most:,} tokens, each of which takes "
+                f"{int(too_long.sum())} have outputs of more than {most:,} tokens, and a token takes "
                 f"{1e3 * found.each_s:.3g} ms even in an empty engine: no setting of the scheduler helps, only "
                 f"{', '.join(ways)}"
             )
     if rest := number - int(too_long.sum()):
         still = 0 if planned is None else _late_in(planned, running, too_long)
-        better = "" if planned is None else f"; under the best plan {still} of them are late"
+        better = "" if planned is None else f"; under the best plan {still} of these are late"
         parts.append(f"{rest} are late because requests wait or share steps{better}")
-    return [f"the other {number:,}: {'; '.join(parts)}"]
+    return [f"of the {number:,} late requests, {'; '.join(parts)}"]
 
 
 def _late_in(planned: RequestTimes, running: Problem, too_long: npt.NDArray[np.bool_]) -> int:

@@ -52,7 +52,7 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         InputError: a flag or its value is unknown to vLLM, or it changes the speed in a way that is not scored.
     """
     if "--omni" in words:
-        raise InputError("current", "--omni", "vLLM-Omni serves images, sound or video, which are not scored")
+        raise InputError("current", "--omni", "vLLM-Omni serves images, sound or video, which xgpt does not score")
     given, free = TABLE.read(words)
     if "config" in given:
         path = value_of(given, "config", str, "")
@@ -64,10 +64,10 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         value = _as_json(name, value)
         why, neutral = REFUSED.get(name, ("", ()))
         if why and value not in neutral and value != "{}":
-            raise InputError(f"current: --{name}", value, f"{why}; leave it out to compare without it")
+            raise InputError(f"current: --{name}", value, f"{why}; leave the flag out to compare without it")
     on_gpu = cluster.device.type == "gpu"
     if on_gpu and given.get("enforce-eager") == "yes":
-        raise InputError("current: --enforce-eager", "--enforce-eager", CAPTURED)
+        raise InputError("current", "--enforce-eager", f"{CAPTURED}; leave the flag out to compare without it")
     stages = value_of(given, "pipeline-parallel-size", count, 1)
     degree = value_of(given, "tensor-parallel-size", count, 1)
     replicas = value_of(given, "data-parallel-size", count, 1)
@@ -89,11 +89,11 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
     if given.get("enable-prefix-caching") != "no":
         notes.append("prefix caching: no hits are counted, since the workload contains only lengths")
     if (size := value_of(given, "block-size", count, BLOCK_SIZE)) != BLOCK_SIZE:
-        notes.append(f"block-size {size}: K/V are scored in blocks of {BLOCK_SIZE} tokens")
+        notes.append(f"block-size {size}: xgpt scores K/V in blocks of {BLOCK_SIZE} tokens")
     _check_quantization(value_of(given, "quantization", str, None))
     dtype, kv_dtype, quantization = types_of(given, DTYPES, EIGHT_BIT_KV, EIGHT_BIT_WEIGHTS)
     if not on_gpu and dtype is None:
-        notes.append("dtype: assumed to be that of the plans")
+        notes.append("dtype: assumed to be the plans'")
     model = next(iter(free), given.get("model"))
     return CurrentEngine(
         tp_degree=degree,
@@ -170,7 +170,7 @@ def _length(text: str) -> int | None:
 
 def _check_quantization(weights: str | None) -> None:
     if weights is not None and weights not in (*EIGHT_BIT_WEIGHTS, *STORED):
-        scored = f"those that are scored: {', '.join((*EIGHT_BIT_WEIGHTS, *STORED))}"
+        scored = f"xgpt scores {', '.join((*EIGHT_BIT_WEIGHTS, *STORED))}"
         why = NO_TABLES if weights in tables()["quantizations"] else "vLLM has no such method"
         raise InputError("current: --quantization", weights, f"{why}; {scored}")
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from xgpt.comparing.flags import CAPTURED, DRAFTS, NO_TABLES, SCHEDULE, TRANSFER
 
-_MEMORY = "the memory for K/V is scored by --gpu-memory-utilization"
-_STATES = "states of linear layers are scored in float32, and inputs of their convolutions in the model's type"
-_COPIES = "experts are scored as if equally busy, and each on one device"
-_STREAM = "tokens are sent in groups, and the gaps between groups are not scored"
-_REJECTS = "requests beyond it are rejected, which is not scored"
-_KERNELS = "step times are those of the kernels that vLLM chooses by default"
-_COMPILED = "step times are those of vLLM's own compilation settings"
+_MEMORY = "xgpt computes the memory for K/V from --gpu-memory-utilization"
+_STATES = (
+    "xgpt scores the states of linear layers in float32, and the inputs of their convolutions in the model's dtype"
+)
+_COPIES = "xgpt assumes that experts are equally busy, and each on one device"
+_STREAM = "it sends tokens in groups, and xgpt does not score the gaps between groups"
+_REJECTS = "vLLM rejects requests beyond this number, which xgpt does not score"
+_KERNELS = "xgpt has step times only for the kernels that vLLM chooses by default"
+_COMPILED = "xgpt has step times only for vLLM's own compilation settings"
 _MODEL = "it changes the model: give its config.json as `config`"
-_GENERATES = "only models that generate tokens are scored"
-_OFFLOAD = "step times for weights in the host's memory are not known"
-_ADAPTERS = "step times with adapters are not known"
-_CONTEXT = "attention divided by context is not scored"
+_GENERATES = "xgpt scores only models that generate tokens"
+_OFFLOAD = "xgpt has no step times for weights in the host's memory"
+_ADAPTERS = "xgpt has no step times with adapters"
+_CONTEXT = "xgpt does not score attention that is divided by context"
 
 _REFUSED: dict[str, dict[str, list[str]]] = {
     NO_TABLES: {

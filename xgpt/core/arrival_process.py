@@ -51,9 +51,7 @@ class ArrivalProcess:
                 if value is not None and not (value > 0 and math.isfinite(value)):
                     raise InputError("arrival_rate_per_s", value, "it must be a positive number")
         if not stages or any(stage.seconds is None for stage in stages[:-1]):
-            raise InputError(
-                "arrival_rate_per_s", rate, "each stage except the last needs its seconds: RATE:SECONDS,RATE"
-            )
+            raise InputError("arrival_rate_per_s", rate, "every stage except the last needs seconds: RATE:SECONDS,RATE")
         return cls(stages, burstiness)
 
     @property

@@ -71,7 +71,10 @@ def _directory() -> Path:
             continue
         status = folder.stat()
         if status.st_uid not in (os.geteuid(), 0):
-            logger.warning("compiled code is not kept: %s belongs to another user; set XDG_CACHE_HOME", folder)
+            logger.warning(
+                "compiled code is not cached: %s belongs to another user; set XDG_CACHE_HOME to your own directory",
+                folder,
+            )
             return Path(NOWHERE)
         if status.st_uid == os.geteuid() and status.st_mode & 0o022:
             folder.chmod(status.st_mode & ~0o022)

@@ -159,7 +159,7 @@ def load_json(path: Path, type_: type[T], field: str) -> T:
     except (ValueError, RecursionError) as error:  # numbers with too many digits, or nesting that is too deep
         raise InputError(field, str(path), f"it is not JSON: {error}") from None
     if not isinstance(data, dict):
-        raise InputError(field, str(path), "it must hold a JSON object")
+        raise InputError(field, str(path), "it must contain a JSON object")
     for kind, fields in FIELDS_OF_FILES.items():
         if kind != field and field in FIELDS_OF_FILES and fields <= data.keys():
             raise InputError(field, str(path), f"it is a {kind}; give a file that `xgpt {field}` wrote")
@@ -184,7 +184,7 @@ def dump_json(value: BaseModel) -> str:
         type(value).model_validate_json(text)
     except ValidationError as error:
         field = type(value).__name__.lower()
-        raise XgptError(f"not written: {refusal(error, type(value), json.loads(text), field)}") from None
+        raise XgptError(f"the file was not written: {refusal(error, type(value), json.loads(text), field)}") from None
     return text
 
 

@@ -40,7 +40,9 @@ def _name(num_devices: int | None) -> str:
 def _detect_cpu(num_devices: int | None, root: Path) -> ClusterSpec:
     cores, count = num_cores(root), num_devices or 1
     if count > cores:
-        raise MachineError(f"cluster: {_name(num_devices)} needs a core for each device; this machine has {cores}")
+        raise MachineError(
+            f"cluster: {_name(num_devices)} needs a core for each device; this machine has {cores} cores"
+        )
     device = DeviceKind(
         # Step times depend on the cores, so devices of one and of two cores are different kinds.
         name=f"{slug(_cpu_model(root))}-{cores // count}c",
@@ -67,7 +69,7 @@ def _detect_gpus(num_devices: int | None) -> ClusterSpec | None:
     if num_devices is not None and num_devices > len(gpus):
         raise MachineError(f"cluster: {_name(num_devices)} needs {num_devices} devices; nvidia-smi lists {len(gpus)}")
     if len(set(gpus)) > 1:
-        raise MachineError(f"devices must be equal; nvidia-smi lists {'; '.join(sorted(set(gpus)))}")
+        raise MachineError(f"all GPUs must be of one kind; nvidia-smi lists {'; '.join(sorted(set(gpus)))}")
     name, _, mebibytes = gpus[0].rpartition(", ")
     if not mebibytes.isdecimal():
         raise MachineError(f"nvidia-smi does not say how much memory {gpus[0]!r} has; write a cluster file")

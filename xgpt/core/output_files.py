@@ -54,7 +54,7 @@ class OutputFile:
         if any(_is_same(self.path, Path(given)) for given in self._inputs):
             raise InputError(self._field, str(self.path), f"this command reads that file; {way_out}")
         if not is_recorded(self.path):
-            reason = "that file exists, and xgpt did not write it there or it was changed since"
+            reason = "xgpt did not write that file, or it was changed since"
             raise InputError(self._field, str(self.path), f"{reason}; {way_out}")
 
     def write(self, text: str) -> None:
@@ -116,7 +116,7 @@ def check_step_log(path: Path, *, force: bool = False) -> None:
     except OSError as error:
         raise MachineError(f"cannot read {path}: {reason_of(error)}") from None
     except msgspec.DecodeError:
-        reason = "that file exists and is no step log; give another file, or `force` to overwrite it"
+        reason = "that file is not a step log; give another file, or `force` to overwrite it"
         raise InputError("step_log", str(path), reason) from None
 
 
@@ -140,7 +140,7 @@ def check_writable(path: Path) -> None:
     if path.is_dir():
         reason = "it is a directory"
     elif not place.is_dir():
-        reason = f"{place} is no directory"
+        reason = f"{place} is not a directory"
     elif path.exists() and not path.is_file():  # a pipe or a device
         reason = "" if os.access(path, os.W_OK) else "Permission denied"
     else:

@@ -15,7 +15,7 @@ _MUST_BE = {
     "bool": "it must be true or false",
     "string": "it must be text",
     "tuple": "it must be a list",
-    "dict": "it must hold names and values",
+    "dict": "it must map names to values",
 }
 """Messages by the first word of the type of pydantic's error."""
 
@@ -52,14 +52,14 @@ def refusal(error: ValidationError, type_: type[BaseModel], data: Any, field: st
     elif kind == "extra_forbidden":
         known = {name for model in types for name in model.model_fields}
         accepted = f"there is no such {'field' if field else 'argument'}"
-        accepted += nearest(names[-1], known) or f"; there are {', '.join(sorted(known))}"
+        accepted += nearest(names[-1], known) or f"; the known ones are {', '.join(sorted(known))}"
     elif kind.startswith("union_tag"):
         names.append(context["discriminator"].strip("'"))
         value = context.get("tag")
         accepted = f"give one of {context['expected_tags']}" if value else "give a value"
     elif kind.startswith("model_"):
         known = {name for model in types for name, each in model.model_fields.items() if each.is_required()}
-        accepted = f"it must hold the fields {', '.join(sorted(known))}"
+        accepted = f"it must have the fields {', '.join(sorted(known))}"
     elif kind.endswith(("_type", "_parsing", "_from_float")):
         accepted = _MUST_BE.get(kind.split("_")[0], accepted)
     return InputError(".".join(names), value, accepted)

@@ -122,7 +122,7 @@ def read_rows(path: Path, field: str) -> TraceRows:
         try:
             return _json_rows(path, text)
         except (KeyError, TypeError, AttributeError):
-            accepted = "its format is not known: give CSV with the header input,output"
+            accepted = "xgpt does not know its format: give CSV with the header input,output"
             raise InputError(field, str(path), accepted) from None
     if is_metrics(text):
         accepted = "it has histograms, not requests: give it as --workload of `xgpt plan`"
@@ -155,8 +155,8 @@ def _csv_rows(path: Path, text: str) -> TraceRows:
         known = [name for role in missing for name in NAMES[role]]
         unknown = [cell.strip() for cell in header if plain(cell) not in _ROLES and "char" not in plain(cell)]
         near = next(((cell, name) for cell in unknown if (name := similar(plain(cell), known))), None)
-        hint = "" if near is None else f"; is it {near[0]!r}? Then name it {near[1]}"
-        accepted = f"no column has a known name of the {missing[0]} length, such as {known[0]} or {known[3]}{hint}"
+        hint = "" if near is None else f"; if it is {near[0]!r}, rename that to {near[1]}"
+        accepted = f"no column has a known name for the {missing[0]} length, such as {known[0]} or {known[3]}{hint}"
         raise InputError(f"{path}, line {reader.line_num}", delimiter.join(header), accepted)
     time = header[columns["timestamp"]].strip() if "timestamp" in columns else ""
     return TraceRows(_cells(path, reader, columns, len(header), delimiter), time)
@@ -178,7 +178,11 @@ def _cells(path: Path, reader: Any, columns: dict[Role, int], width: int, delimi
                 continue
             where = f"{path}, line {reader.line_num}"
             if len(cells) != width:
-                raise InputError(where, delimiter.join(cells), f"the header names {width} columns")
+                raise InputError(
+                    where,
+                    delimiter.join(cells),
+                    f"this row has {len(cells)} cells, but the header names {width} columns",
+                )
             if delimiter == ";":  # the comma is then the decimal point
                 cells = [re.sub(r"^(-?\d+),(\d+)$", r"\1.\2", cell.strip()) for cell in cells]
             time, status = (cells[columns[role]].strip() if role in columns else "" for role in ("timestamp", "status"))
@@ -206,7 +210,7 @@ def _json_rows(path: Path, text: str) -> TraceRows:
         rows.append(row)
         names |= {name} - {""}
     if len(names) > 1:
-        accepted = "times must have the same name in all rows"
+        accepted = "the time must have the same name in all rows"
         raise InputError(str(path), " and ".join(sorted(names)), accepted)
     return TraceRows(rows, names.pop() if names else "")
 
@@ -272,7 +276,7 @@ def _row(where: str, entry: Mapping[str, Any]) -> tuple[Row, str]:
             called = next((name for name in NAMES[role] if name in entry), None)
             if called is not None:
                 raise InputError(f"{where}, {role}", entry[called], "give a number of tokens")
-            raise InputError(where, json.dumps(entry)[:80], f"{role}_length is missing; none of its known names occurs")
+            raise InputError(where, json.dumps(entry)[:80], f"it has no {role} length: name it {role}_length")
     time = found.get("timestamp")
     is_error = "status" in found and _is_error(found["status"][2])
     row = Row(where, found["input"][2], found["output"][2], None if time is None else time[2], is_error, entry)
@@ -318,7 +322,7 @@ def _spans(entries: list[tuple[str, Mapping[str, Any]]]) -> TraceRows:
     chosen = [row for row, parent in rows.values() if parent not in rows]
     others = len(entries) - len(chosen)
     notes = (
-        (f"{others} of {len(entries)} spans are not requests, or are parts of requests that are counted",)
+        (f"{others} of {len(entries)} spans are left out: they are not requests, or are only parts of requests",)
         if others
         else ()
     )

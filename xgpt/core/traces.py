@@ -126,11 +126,13 @@ def _read(path: Path, field: str, changed_ns: int, size: int) -> TraceLengths:
             sizes.add(block_size_of(row.where, row.fields))
         if len(prompts) not in (0, len(inputs)) or len(sizes) > 1:
             raise InputError(
-                row.where, "hash_ids", "either all requests must have them, with blocks of one size, or none"
+                row.where,
+                "hash_ids",
+                "all requests must have hash_ids for blocks of the same size, or none may have them",
             )
     if not inputs:
         empty = f"none of its {num_rows} rows has succeeded and has input and output tokens"
-        empty = empty if num_rows else "it holds no requests"
+        empty = empty if num_rows else "it contains no requests"
         raise InputError(field, str(path), empty)
     notes = list(trace.notes)
     if num_failed:
@@ -146,13 +148,13 @@ def _read(path: Path, field: str, changed_ns: int, size: int) -> TraceLengths:
             span_s = float(seconds.max() - seconds.min())
             rate = f", {(len(times) - 1) / span_s:.3g} a second" if span_s > 0 else ""
             if unit == "s" and len(times) >= FEW_TIMES and span_s > LONG_GAP_S * len(times):
-                in_ms = f"read as milliseconds {duration(span_s / 1e3)}"
                 accepted = (
-                    f"its unit is not known: read as seconds, the times span {duration(span_s)}, {in_ms}; {NAME_IT}"
+                    f"its unit is not known: as seconds the times would span {duration(span_s)}, as milliseconds "
+                    f"{duration(span_s / 1e3)}; {NAME_IT}"
                 )
                 raise InputError(field, f"{path.name}: {trace.time_name}", accepted)
             says = f"`{trace.time_name}` is read as {WORDS[unit]}: {len(times)} requests in {duration(span_s)}{rate}"
-            notes.append(f"{says}; a name like timestamp_ms states the unit")
+            notes.append(f"{says}; if that is wrong, state the unit in the name, as in timestamp_ms")
     for note in notes:
         logger.warning("%s: %s", path.name, note)
     lengths = _in_order(TraceLengths(np.array(inputs), np.array(outputs), seconds, prefixes))
@@ -190,7 +192,8 @@ def _unit(
         if all(time == int(time) for time in times):
             return "ms", False
         accepted = (
-            "its unit is not known: in this format times are whole milliseconds; use the name timestamp_s for seconds"
+            "its unit is not known: times of this format are whole milliseconds; name them timestamp_s if they are "
+            "seconds"
         )
         raise InputError(field, f"{path.name}: {name}", accepted)
     return "s", written in SECONDS_BY_FORMAT
@@ -251,9 +254,9 @@ def _read_metrics(path: Path, text: str, field: str) -> Workload:
     for role, histogram in spread.items():
         mean = histograms[role][1]
         logger.warning(
-            "%s: %s lengths are spread evenly over each bucket: %.0f tokens on average%s; the correlation of inputs "
-            "and outputs is not known",
-            path.name, role, histogram.mean, "" if mean is None else f", {mean:.0f} by the sum",
+            "%s: %s lengths are spread evenly over each bucket, which gives a mean of %.0f tokens%s; the correlation "
+            "of inputs and outputs is not known",
+            path.name, role, histogram.mean, "" if mean is None else f" (the page's own sum gives {mean:.0f})",
         )  # fmt: skip
     return Workload(name=trace_name(path), input=spread["input"], output=spread["output"])
 

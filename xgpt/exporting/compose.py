@@ -23,10 +23,13 @@ def compose_files(plan: Plan) -> dict[str, str]:
     """
     command = engine_command(plan)
     if command is None or not runs_by_itself(plan):
-        says = "compose runs plans of chunked for vLLM's own scheduler: plan with `engine=vllm`, or export `to=vllm`"
+        says = (
+            "compose starts vLLM with its own scheduler, which runs only plans of chunked for vLLM: plan with "
+            "`engine=vllm`, or export `to=vllm`"
+        )
         raise InputError("to", "compose", says)
     if plan.num_devices > plan.cluster.devices_per_node:
-        says = f"the plan needs {plan.num_devices} devices, and a machine has {plan.cluster.devices_per_node}: "
+        says = f"the plan needs {plan.num_devices} devices, but a machine has only {plan.cluster.devices_per_node}: "
         raise InputError("to", "compose", f"{says}export `to=k8s`")
     words = [word.replace("$", "$$") for word in shlex.split(command)]  # Compose replaces variables
     weights: Object = {"type": "volume", "source": "hub", "target": "/root/.cache/huggingface"}
@@ -50,7 +53,7 @@ def compose_files(plan: Plan) -> dict[str, str]:
         }
     named: Object = {"volumes": {"hub": {}}} if weights["type"] == "volume" else {}
     comment = (
-        f"# A plan by xgpt {__version__} on vLLM {TESTED_VERSION}, by vLLM's own scheduler. Start:\n"
+        f"# A plan by xgpt {__version__} for vLLM {TESTED_VERSION} with vLLM's own scheduler. Start:\n"
         "#   VLLM_API_KEY=... docker compose up (HF_TOKEN=... for weights that need a token)"
     )
     return {"compose.yaml": to_yaml([{"services": services, **named}], comment)}

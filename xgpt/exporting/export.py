@@ -118,8 +118,8 @@ def _vllm(plan: Plan) -> dict[str, str]:
         f"# and xgpt itself (xgpt-serve; the xgpt on PyPI is another): pip install --no-deps {WHEEL}\n{MAKE_WHEEL}"
     )
     head = (
-        "# The plan's schedule in vLLM, for this machine only. For others: sh serve.sh --host 0.0.0.0 --api-key-file\n"
-        "# FILE. Needs what requirements.txt names in one environment.\n"
+        "# vLLM with the plan's schedule; install requirements.txt in one environment. Only this machine can send\n"
+        "# requests; to accept those of others: sh serve.sh --host 0.0.0.0 --api-key-file FILE\n"
     )
     more, nodes = _nodes(plan)
     command = ["xgpt", "serve", "plan.json", "--engine", "vllm", "--port", str(PORT)]
@@ -142,7 +142,10 @@ def _nodes(plan: Plan) -> tuple[str, str]:
         raise InputError("plan.replicas", plan.replicas, says)
     if count == 1:
         return "", ""
-    comment = f"# On each of {count} nodes: HEAD=HOST NODE_RANK=N; HOST is the first node with a part of its replica.\n"
+    comment = (
+        f"# Start it on each of {count} nodes: HEAD=HOST NODE_RANK=N sh serve.sh. N is the node's number from 0; HOST "
+        "is\n# the first node of the node's replica.\n"
+    )
     return comment, f'--nnodes {count} --node-rank "${{NODE_RANK:?}}" --master-addr "${{HEAD:?}}"'
 
 
@@ -155,8 +158,8 @@ def _engine_itself(plan: Plan) -> dict[str, str]:
     command = engine_command(plan)
     if command is None:
         accepted = (
-            "an engine's own scheduler runs plans of chunked on equal stages of GPUs; only vLLM and SGLang with a "
-            "draft, or in float8 from a checkpoint in another type"
+            "an engine's own scheduler runs only plans of chunked on equal stages of GPUs; only vLLM and SGLang run "
+            "drafts, or float8 from a checkpoint in another type"
         )
         raise InputError("plan.policy", plan.policy.kind, accepted)
     times = plan.replicas // plan.sharing_replicas
@@ -177,8 +180,9 @@ def _start_script(plan: Plan) -> dict[str, str]:
         nodes_of(plan, plan.devices_per_replica)
         command += ["--ray", "auto"]
         head += (
-            f"# On a Ray cluster: `ray start --head --port={RAY_PORT}` here, `ray start --address=HOST:{RAY_PORT}` on "
-            "the\n# others, all with xgpt-serve[ray], the same RAY_AUTH_TOKEN, and RAY_AUTH_MODE=token.\n"
+            f"# It runs on a Ray cluster: `ray start --head --port={RAY_PORT}` on this node, `ray start --address=HOST:"
+            f"{RAY_PORT}`\n# on the others. All need xgpt-serve[ray], the same RAY_AUTH_TOKEN, and "
+            "RAY_AUTH_MODE=token.\n"
         )
     return {"start.sh": _script(head, command, fetched=model_id)}
 

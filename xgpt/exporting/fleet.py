@@ -35,7 +35,9 @@ def fleet_files(fleet: FleetPlan) -> dict[str, str]:
     base = fleet_name(fleet)
     document = dump_json(fleet)
     if len(document.encode()) > MAX_CONFIG_BYTES:
-        says = f"it has {len(document.encode())} bytes, but a ConfigMap holds {MAX_CONFIG_BYTES}; give longer intervals"
+        says = (
+            f"the file has {len(document.encode())} bytes; a ConfigMap holds {MAX_CONFIG_BYTES}: plan longer intervals"
+        )
         raise InputError("fleet.intervals", len(fleet.intervals), says)
     numbers = range(len(fleet.kinds))
     files = {
@@ -63,8 +65,8 @@ def _comment(base: str) -> str:
     return (
         f"# The recommender of a fleet by xgpt {__version__}. It reads the pods' metrics with an admin key:\n"
         f"#   kubectl create secret generic {base}-recommender --from-literal=key=KEY\n"
-        f"# It publishes {WANTED} and changes nothing itself: add hpa.yaml or keda.yaml to the resources of\n"
-        "# kustomization.yaml, not both. The directories next to this file are the kinds of replicas.\n"
+        f"# It publishes {WANTED} and changes nothing itself: add either hpa.yaml or keda.yaml to the\n"
+        "# resources of kustomization.yaml. Each directory next to this file is a kind of replica.\n"
         "# Start: kubectl apply -k .\n"
     )
 

@@ -120,7 +120,7 @@ def _deployment(plan: Plan, names: Names) -> dict[str, str]:
     )
 
 
-_OWN_IMAGE = "is made by the Dockerfile of xgpt's repository, with PyTorch for CUDA"
+_OWN_IMAGE = "comes from the Dockerfile of xgpt's repository, built with PyTorch for CUDA"
 
 
 def _leader_worker_set(plan: Plan, names: Names) -> dict[str, str]:
@@ -232,9 +232,10 @@ def _autoscaler(plan: Plan, names: Names) -> dict[str, str]:
         "spec": spec,
     }
     comment = (
-        "# Add it to the resources of kustomization.yaml where no other controller sets the replicas. It needs\n"
-        "# xgpt_arrival_rate of the pods as a custom metric, by an adapter for Prometheus. Target: the arrival rate\n"
-        f"# at which a replica keeps the plan's bounds, less the {TOLERANCE:.0%} within which nothing is changed.\n"
+        "# Add it to the resources of kustomization.yaml if no other controller sets the replicas. It needs an "
+        "adapter\n# for Prometheus that offers the pods' xgpt_arrival_rate as a custom metric. The target is the "
+        f"arrival rate at\n# which a replica keeps the plan's bounds, less {TOLERANCE:.0%}, since Kubernetes ignores "
+        "smaller changes.\n"
     )
     return {"autoscaler.yaml": to_yaml([document], comment)}
 
@@ -244,7 +245,7 @@ def _files(
 ) -> dict[str, str]:
     comment = (
         f"# A plan by xgpt {__version__} on {engine}. The image {image}\n# {origin};\n"
-        f"# {weights_note(plan, names)};\n# the clients' keys from a secret:\n"
+        f"# {weights_note(plan, names)};\n# the clients' keys come from a secret:\n"
         f"#   kubectl create secret generic {names.name}-keys --from-file=keys=keys.txt\n{instructions}"
         "# Only pods of this namespace may send requests (NetworkPolicy). Start: kubectl apply -k .\n"
     )

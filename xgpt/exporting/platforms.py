@@ -143,7 +143,7 @@ def llmd_files(plan: Plan) -> dict[str, str]:
         f"# A plan by xgpt {__version__} on vLLM {TESTED_VERSION} behind llm-d's router, whose chart takes\n"
         f"# router.values.yaml:\n"
         f"#   helm install {names.name} {ROUTER_CHART} -f router.values.yaml\n"
-        f"# {weights_note(plan, names)}; clients' keys from a secret:\n"
+        f"# {weights_note(plan, names)}; clients' keys come from a secret:\n"
         f"#   kubectl create secret generic {names.name}-keys {keys}\n"
         f"# Start: kubectl apply -k .{_lanes_note(plan)}\n"
         f"{'# The cluster needs the LeaderWorkerSet controller.' * spans}\n"

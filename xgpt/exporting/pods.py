@@ -99,7 +99,8 @@ def config_map(plan: Plan, names: Names) -> Object:
     document = dump_json(plan.model_copy(update={"replicas": 1, "checkpoint": MODEL_PATH}))
     if len(document.encode()) > MAX_CONFIG_BYTES:
         says = (
-            f"it has {len(document.encode())} bytes, but a ConfigMap holds {MAX_CONFIG_BYTES}; plan with fewer lengths"
+            f"the plan has {len(document.encode())} bytes, but a ConfigMap holds {MAX_CONFIG_BYTES}; plan with fewer "
+            "lengths"
         )
         raise InputError("plan.workload", plan.workload.name, says)
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": names.meta(), "data": {"plan.json": document}}

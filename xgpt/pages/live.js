@@ -43,8 +43,8 @@ const settingsOf = (policy) => Object.entries(policy).filter(([key, value]) => t
 
 // Step times are measured over planned ones; a pause is the time in which no request is served.
 const causeOf = (decision) => decision.cause === "asked" ? "" : `${decision.cause}: ${decision.cause_detail}. `;
-const reasonOf = (decision) => decision.action === "failed" ? `${decision.cause}. ${decision.reason}; after ${number(decision.planning_s)} s` : `${causeOf(decision)}${decision.reason}; steps take ${number(decision.slowdown)} times as long as in the profile`
-  + (decision.pause_s ? `; the change pauses for ${number(decision.pause_s)} s` : "") + `; planned in ${number(decision.planning_s)} s`;
+const reasonOf = (decision) => decision.action === "failed" ? `${decision.cause}: ${decision.reason}; failed after ${number(decision.planning_s)} s` : `${causeOf(decision)}${decision.reason}; steps take ${number(decision.slowdown)} times as long as in the profile`
+  + (decision.pause_s ? `; the change pauses requests for ${number(decision.pause_s)} s` : "") + `; planned in ${number(decision.planning_s)} s`;
 const inWords = (decision) => `${decision.action}: ${decision.reason}`;
 
 // Decisions that keep the plan one after the other share a row: the latest one's, with their number.
@@ -93,7 +93,7 @@ function show(live) {
     byId(id).textContent = value === null ? "-" : `${number(value)} s`;
     byId(id).className = bound !== null && value > bound ? "value bad" : "value";
   };
-  const theBound = (bound) => bound === null ? "" : `; the bound: ${number(bound)} s for ${number(100 * plan.quantile)}% of requests`;
+  const theBound = (bound) => bound === null ? "" : `; bound: ${number(bound)} s for ${number(100 * plan.quantile)}% of requests`;
   bounded("latency", now[latencyKey], plan.latency_bound_s);
   bounded("first", now.first_p99_s, plan.ttft_bound_s);
   byId("latency-label").textContent = `latency p99, ${plan.counts_from} to last token${theBound(plan.latency_bound_s)}`;
@@ -114,9 +114,9 @@ function show(live) {
   histogram("input-chart", "input lengths", lengths.input);
   histogram("output-chart", "output lengths", lengths.output);
   if (observation)
-    byId("distance").textContent = `${observation.num_requests} requests observed, ${observation.num_finished} of them ended; distance to the plan: inputs ${number(observation.input_distance)}, outputs ${number(observation.output_distance)} tokens; ${number(observation.arrival_rate_per_s)} arrive a second.`;
-  const none = live.decisions.length ? "" : "None yet: neither lengths nor step times have changed for certain.";
-  byId("replans").textContent = !live.replans ? "Re-planning is off." : live.judging_since ? `Something has changed: the plan has been judged since ${live.judging_since}.` : none;
+    byId("distance").textContent = `${observation.num_requests} requests observed, ${observation.num_finished} of them ended; Wasserstein distance from the planned lengths: inputs ${number(observation.input_distance)}, outputs ${number(observation.output_distance)} tokens; ${number(observation.arrival_rate_per_s)} requests arrive a second.`;
+  const none = live.decisions.length ? "" : "None yet: neither lengths nor step times have clearly changed.";
+  byId("replans").textContent = !live.replans ? "Re-planning is off." : live.judging_since ? `Something has changed: re-planning has been at work since ${live.judging_since}.` : none;
   byId("asking").hidden = !live.replans;
   decisions(live.decisions);
   goodput("keys", "by-key", live.keys);
@@ -138,7 +138,7 @@ async function poll() {
     trouble.hidden = true;
     document.body.dataset.state = "live";
   } catch (error) {
-    trouble.textContent = `No news: ${error.message}.`;
+    trouble.textContent = `No new data: ${error.message}.`;
     trouble.hidden = false;
     document.body.dataset.state = "trouble";
   }

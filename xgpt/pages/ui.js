@@ -91,7 +91,7 @@ function plans(part) {
   byId("first").textContent = seconds(best.ttft_s);
   byId("cost").textContent = number(best.cost);
   byId("placement").textContent = part.placement;
-  byId("state").textContent = part.settled ? "Settled: what is shown is in plan.json." : "In closed form; simulation follows.";
+  byId("state").textContent = part.settled ? "Simulated: plan.json has these figures." : "Closed forms; simulated figures follow.";
   byId("looser-of").textContent = arrivals ? "arrivals/s" : "req/s";
   rows("policies", part.rows.map((row) => [row.policy, number(row.rate_per_s), number(row.throughput_rps), number(row.latency_s), number(row.ttft_s), number(1000 * row.tpot_s), row.settings]));
   byId("words").replaceChildren(...[...(part.words || []), ...part.warnings.map((text) => `warning: ${text}`)].map((text) => Object.assign(document.createElement("li"), {textContent: text})));
@@ -110,7 +110,7 @@ function infeasible(part) {
   const nearest = byId("nearest");
   const field = Object.keys(NUMBERS).find((name) => NUMBERS[name] === part.binding);
   nearest.hidden = part.nearest_bound_s === null || field === undefined;
-  nearest.textContent = `Take ${number(part.nearest_bound_s, 4)} s`;
+  nearest.textContent = `Set the bound to ${number(part.nearest_bound_s, 4)} s`;
   nearest.onclick = () => {
     const rounded = Number(part.nearest_bound_s.toPrecision(4));
     byId(field).value = rounded < part.nearest_bound_s ? Number((1.0005 * part.nearest_bound_s).toPrecision(4)) : rounded;
@@ -244,7 +244,7 @@ async function copy() {
     byId("state").textContent = "Copied.";
   } catch {
     getSelection().selectAllChildren(byId("command"));
-    byId("state").textContent = "Press Ctrl-C: the browser lets no page copy by itself here.";
+    byId("state").textContent = "Press Ctrl-C: here the browser does not let the page copy.";
   }
 }
 
@@ -260,7 +260,7 @@ async function take(file) {
   }
   trace = answered.workload;
   byId("workload").value = trace.name;
-  note.textContent = `${trace.name}: ${number(answered.mean.input)} input and ${number(answered.mean.output)} output tokens in the mean`;
+  note.textContent = `${trace.name}: ${number(answered.mean.input)} input and ${number(answered.mean.output)} output tokens on average`;
   ask();
 }
 

@@ -109,15 +109,15 @@ def command_in_words(plans: dict[str, Plan], kept: Sequence[str] = ()) -> list[s
         return []
     name = ENGINES["vllm" if runs.engine is None else runs.engine.framework]
     times = runs.replicas // runs.sharing_replicas
-    each = f", {times} times" if times > 1 else ""
+    each = f" (start it {times} times)" if times > 1 else ""
     lines = [f"run in {name} itself{each}: {engine_command(runs, kept)}"]
     if runs.api_servers > 1:
         rate = most_rate(runs, 1)
-        lines.append(f"{runs.api_servers} API servers a command: one passes about {rate:.0f} such requests/s")
+        lines.append(f"each command has {runs.api_servers} API servers: one handles about {rate:.0f} such requests/s")
     if runs.engine is None:
-        lines.append(f"{name}'s overhead for each step is not included; add `--engine vllm`")
+        lines.append(f"{name}'s overhead for each step is not included; plan with `--engine vllm` to include it")
     if runs is not best:
-        lines.append(f"{name} alone cannot run {best.policy.kind}: `xgpt export` adds xgpt's scheduler to it")
+        lines.append(f"{name}'s own scheduler cannot run {best.policy.kind}: `xgpt export` adds xgpt's scheduler")
     return lines
 
 

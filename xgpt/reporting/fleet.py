@@ -25,10 +25,10 @@ def fleet_report(fleet: FleetPlan) -> str:
         priced=fleet.is_priced,
         cards=[
             *([{"label": "the day's cost", "value": f"{fleet.planned.cost:.4g}"}] if fleet.is_priced else []),
-            {"label": "below the constant fleet", "value": f"{100 * saved:.0f}%"},
-            {"label": "requests kept", "value": f"{100 * fleet.planned.share_kept:.2f}%"},
+            {"label": "cheaper than the constant fleet", "value": f"{100 * saved:.0f}%"},
+            {"label": "of requests keep the bounds", "value": f"{100 * fleet.planned.share_kept:.2f}%"},
             {"label": "device-hours", "value": f"{fleet.planned.device_hours:.1f}"},
-            {"label": "optimum at most lower by", "value": f"{100 * fleet.gap:.2f}%"},
+            {"label": "proven gap to the optimum", "value": f"{100 * fleet.gap:.2f}%"},
         ],
         chart=_day(fleet),
         costs=[_row("planned", fleet.planned), _row(constant, fleet.constant.figures)],
@@ -45,8 +45,8 @@ def fleet_report(fleet: FleetPlan) -> str:
         ],
         proof=(
             f"{fleet.num_requests:,} requests simulated; shares are for bounds reduced by the headroom. Planned for "
-            f"{fleet.load_factor:.2f} times the load, the least factor tried that keeps the share. With changes that "
-            f"are free and instantaneous, no fleet costs less than {fleet.least_cost:.4g}"
+            f"{fleet.load_factor:.2f} times the load, the smallest factor tried under which enough requests keep the "
+            f"bounds. With free and instantaneous changes, no fleet costs less than {fleet.least_cost:.4g}"
             f"{'' if fleet.is_priced else ' device-hours'}."
         ),
     )
@@ -81,7 +81,7 @@ def _day(fleet: FleetPlan) -> Chart:
     return charts.day(
         drawn,
         alt=f"load, replicas, kept requests and cost of {fleet.name} over {hours[-1]:g} hours",
-        caption="From above: requests that arrive, replicas of each kind, the share of each interval's requests that "
-        "keep the bounds reduced by the headroom, and the cost of the fleet in an hour; dashed, the cheapest "
-        "constant fleet.",
+        caption="From top to bottom: arriving requests, replicas of each kind, the share of each interval's requests "
+        "that keep the bounds reduced by the headroom, and the hourly cost of the fleet (dashed: of the cheapest "
+        "constant fleet).",
     )

@@ -18,7 +18,7 @@ TIMED_WORDS = {
     "layer_s": "the time to start a layer",
     "step_s": "the loop's time for each step",
     "request_s": "the loop's time for each request",
-    "uncaptured": "the slow-down of steps beyond CUDA graphs",
+    "uncaptured": "the slow-down of steps without CUDA graphs",
     "mixing": "the slow-down of decodes in steps with prompts",
     "before_admission_s": "a request's time in the API server",
     "layer_path_s": "a request's time for each layer outside the loop",
@@ -67,23 +67,25 @@ def placement_in_words(plan: Plan) -> str:
 def objective_in_words(constraint: Constraint) -> str:
     """Return a description of the objective."""
     if constraint.maximise is not None:
-        return f"{constraint.maximise}, while requests are always waiting"
+        return f"{constraint.maximise} while requests are always waiting"
     if constraint.maximises_arrivals:
         return f"the arrival rate ({_process(constraint)}) within the bounds, waiting included"
     if constraint.objective == "arrivals":
-        return "throughput: without a bound, any arrival rate below it is sustained"
-    return "throughput while requests are always waiting, latency counted from admission"
+        return "throughput (without a bound, any lower arrival rate is sustained)"
+    return "throughput while requests are always waiting; latency counts from admission"
 
 
 def own_objective_in_words(plans: Mapping[str, Plan]) -> list[str]:
     """Return a line with the value of a user's objective for each policy; nothing without such an objective."""
     if next(iter(plans.values())).constraint.maximise is None:
         return []
-    return ["its value: " + ", ".join(f"{kind} {objective_value(plan):.4g}" for kind, plan in plans.items())]
+    return [
+        "value of this expression: " + ", ".join(f"{kind} {objective_value(plan):.4g}" for kind, plan in plans.items())
+    ]
 
 
 def _process(constraint: Constraint) -> str:
-    return "Poisson" if constraint.burstiness == 1 else f"gaps vary by {constraint.burstiness:g} times their mean"
+    return "Poisson" if constraint.burstiness == 1 else f"coefficient of variation of gaps {constraint.burstiness:g}"
 
 
 def engine_in_words(plan: Plan) -> list[str]:
@@ -91,23 +93,21 @@ def engine_in_words(plan: Plan) -> list[str]:
     engine = plan.engine
     if engine is None or engine.framework == "native":
         return []
-    parts = ["it schedules a step ahead"] if engine.schedules_ahead else []
+    parts = ["it prepares each step during the previous one"] if engine.schedules_ahead else []
     parts += (
-        ["xgpt's scheduler in it schedules a step after the previous one has ended"]
-        if engine.scheduler == "xgpt"
-        else []
+        ["xgpt's scheduler prepares a step only after the previous one has ended"] if engine.scheduler == "xgpt" else []
     )
     if plan.request_path_s:
-        parts.append(f"a request takes {1e3 * plan.request_path_s:.3g} ms outside its loop")
+        parts.append(f"a request spends {1e3 * plan.request_path_s:.3g} ms outside its loop")
     if engine.mixing:
-        parts.append(f"decodes take {100 * engine.mixing:.0f}% longer in a step that also encodes")
+        parts.append(f"decodes take {100 * engine.mixing:.0f}% longer in a step with prompts")
     if FORECASTS[plan.policy.kind].stations.admits_each_step:
-        parts += [] if engine.mixes else ["prompts go first, in separate steps"]
+        parts += [] if engine.mixes else ["prompts run in separate steps, before decodes"]
         parts += [] if engine.cuts_prompts else ["a prompt waits for a step with room for all of it"]
     lines = [": ".join([f"engine: {engine.name}", *([", ".join(parts)] if parts else [])])]
     if timed := engine.borrowed:
         named = ", ".join(TIMED_WORDS[name] for name in timed)
-        lines.append(f"measured on another engine or version than {engine.name}: {named}")
+        lines.append(f"taken from another engine or version than {engine.name}: {named}")
     return lines
 
 
@@ -126,7 +126,7 @@ def ranges_from_rows(plan: Plan) -> list[str]:
         if (rows := plan.estimate.ranges_from.get(name)) is not None:
             low, high = plan.estimate.ranges[name]
             parts.append(f"{text} {low:.3g} to {high:.3g} {unit} ({rows})")
-    return [f"likely ranges, in nine of ten cases: {'; '.join(parts)}"] if parts else []
+    return [f"likely ranges, which hold in nine of ten cases: {'; '.join(parts)}"] if parts else []
 
 
 def mixing_in_words(plan: Plan) -> list[str]:
@@ -137,11 +137,10 @@ def mixing_in_words(plan: Plan) -> list[str]:
     if edge is None:
         return []
     now = 0.0 if plan.engine is None else plan.engine.mixing
-    assumed = f"slow decodes by {100 * now:.0f}%" if now else "cost nothing extra"
-    where = "over" if edge.mixing > now else "under"
+    than = "more" if edge.mixing > now else "less"
     return [
-        f"mixed steps: assumed to {assumed}; if they slow decodes by {where} {100 * edge.mixing:.0f}%, "
-        f"{edge.policy} is better"
+        f"mixed steps: they are assumed to slow decodes by {100 * now:.0f}%; if they slow decodes by {than} than "
+        f"{100 * edge.mixing:.0f}%, {edge.policy} is better"
     ]
 
 
@@ -165,24 +164,24 @@ def arrivals_in_words(plan: Plan) -> list[str]:
     e, constraint, found = plan.estimate, plan.constraint, plan.estimate.capacity
     texts = []
     if found is not None and not found.rate_per_s:
-        texts.append("arrivals: with waiting included, practically no rate keeps the bounds (simulated)")
+        texts.append("arrivals: practically no rate keeps the bounds, waiting included (simulated)")
     elif found is not None:
         texts.append(
-            f"arrivals: up to {found.rate_per_s:.4g} requests/s ({_process(constraint)}), "
+            f"arrivals: up to {found.rate_per_s:.4g} requests/s ({_process(constraint)}); at this rate "
             f"{100 * found.share_kept:.1f}% of all requests keep {bounds_in_words(constraint)}, waiting included "
             f"(p{100 * constraint.quantile:g} from arrival to the last token: {found.whole_s:.2f} s); "
-            f"simulated: {_with_error(found.error)}{found.num_requests} requests after {found.warm_up_requests} to "
-            f"warm up, seed {found.seed}"
+            f"simulated: {_with_error(found.error)}{found.num_requests} requests after {found.warm_up_requests} "
+            f"warm-up requests, seed {found.seed}"
         )
         tighter, looser = found.rate_under_tighter_per_s, found.rate_under_looser_per_s
         if tighter is not None and looser is not None:
             texts.append(
-                f"sensitivity: {tighter:.4g} requests/s under bounds 5% tighter, {looser:.4g} under bounds 5% looser"
+                f"sensitivity: {tighter:.4g} requests/s with 5% tighter bounds, {looser:.4g} with 5% looser bounds"
             )
-    kept = "the quantile of all requests" if constraint.sla == "request" else "a request of the quantile's length"
+    what = "latency of all requests" if constraint.sla == "request" else "output length"
     texts.append(
-        f"saturated: {e.throughput_rps:.4g} requests/s while requests are always waiting; {kept} then takes "
-        f"{e.latency_s:.2f} s from admission"
+        f"saturated: {e.throughput_rps:.4g} requests/s while requests are always waiting; then a request with the "
+        f"p{100 * constraint.quantile:g} {what} takes {e.latency_s:.2f} s from admission"
     )
     return texts
 
@@ -207,12 +206,12 @@ def profile_in_words(plan: Plan) -> str:
     if SERVED in profile.provenance:
         return f"{text}; {profile.provenance[SERVED]}"
     if profile.source == "measured" and profile.engine == "native":
-        return f"{text}; not fitted to a served engine, where steps take longer"
+        return f"{text}; not fitted to served requests, whose steps take longer"
     return text
 
 
 def _with_error(error: float | None) -> str:
-    return "" if error is None else f"within {100 * error:.1f}% (standard deviation over three draws), "
+    return "" if error is None else f"standard deviation {100 * error:.1f}% over three draws, "
 
 
 def classes_in_words(plan: Plan) -> list[str]:
@@ -233,13 +232,13 @@ def headroom_in_words(plan: Plan) -> list[str]:
     if not headroom or not plan.constraint.bounds_latency:
         return []
     errors = {
-        "measured": "the variation and drift of steps on one machine, and what other processes used of it",
-        "imported": "the error of predictions from imported tables for served models",
-        "analytic": "the error of predictions from a datasheet",
+        "measured": "the variation and drift of steps on one machine, and the load by other processes",
+        "imported": "the usual error of predictions from imported tables",
+        "analytic": "the usual error of predictions from a datasheet",
     }
     return [
-        f"headroom: bounds are kept even if every step takes {100 * headroom:.0f}% longer than predicted "
-        f"(about {errors[source]}; --headroom sets it)"
+        f"headroom: the plan keeps the bounds even if every step takes {100 * headroom:.0f}% longer than predicted "
+        f"(about {errors[source]}; --headroom sets another share)"
     ]
 
 
@@ -250,7 +249,7 @@ def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
     missing = [kind for kind in kinds if kind not in plans and kind not in either]
     lines = []
     if either and set(either) <= set(kinds):
-        lines.append("waa: waa-c and waa-m divide these devices equally")
+        lines.append("waa: waa-c and waa-m divide these devices in the same way")
     if "chunked" in missing and any(plan.model.is_encoder_decoder for plan in plans.values()):
         missing.remove("chunked")
         lines.append(f"no plan of chunked: {UNCUT}")
@@ -260,12 +259,12 @@ def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
         lines.append("no plan of waa: the cluster has no `host`, the link over which waa sends K/V")
     if split and all(plan.cluster.num_devices == 1 for plan in plans.values()):
         missing = [kind for kind in missing if kind not in split]
-        lines.append(f"not possible on one device: {', '.join(split)}")
+        lines.append(f"these policies need several devices: {', '.join(split)}")
     if missing:
-        lines.append(f"no plan keeps the bounds: {', '.join(missing)}")
+        lines.append(f"these policies have no plan that keeps the bounds: {', '.join(missing)}")
     closed = [kind for kind, plan in plans.items() if plan.constraint.sla == "request" and not plan.search.simulations]
     if closed:
-        lines.append(f"latency not simulated for policies that serve less: {', '.join(closed)}")
+        lines.append(f"these policies serve less, so their latency was not simulated: {', '.join(closed)}")
     return lines
 
 
@@ -280,11 +279,11 @@ def log_in_words(workload: object, plan: Plan) -> list[str]:
     mean = (len(trace.input) - 1) / span_s
     minutes = np.bincount((trace.timestamp_s // 60).astype(np.int64))
     peak = max(mean, float(minutes.max()) / min(60.0, span_s))
-    says = f"this plan sustains {rate:.4g} on {plan.num_devices} devices"
+    says = f"this plan sustains {rate:.4g} on {_count(plan.num_devices, 'device')}"
     if rate < peak:
-        says = f"{says}: {math.ceil(peak / rate)} of these deployments sustain the peak"
+        says = f"{says}, so {math.ceil(peak / rate)} such deployments sustain the peak"
     elif plan.constraint.arrival_rate_per_s is None:
-        says = f"{says}: `--arrival-rate {peak:.3g} --devices auto` finds the smallest number"
+        says = f"{says}; `--arrival-rate {peak:.3g} --devices auto` finds the fewest devices that sustain the peak"
     return [f"your log: {mean:.3g} requests/s, {peak:.3g} in its busiest minute; {says}"]
 
 
@@ -295,8 +294,8 @@ def reuse_in_words(plan: Plan) -> list[str]:
         return []
     blocks = min(stage.kv_blocks for stage in plan.stages if stage.lane != "decode")
     line = (
-        f"reuse: {reuse.share:.0%} of prompt tokens are cached ({reuse.most_share:.0%} with unlimited memory), in the "
-        f"{reuse.kept_blocks} of {blocks} K/V blocks that outputs leave free"
+        f"reuse: {reuse.share:.0%} of prompt tokens are cached ({reuse.most_share:.0%} with unlimited memory), in "
+        f"{reuse.kept_blocks} of {blocks} K/V blocks; outputs need the others"
     )
     if reuse.alone:
         gain = maximised(plan) / reuse.alone - 1
@@ -310,37 +309,37 @@ def joint_in_words(plan: Plan) -> list[str]:
     if joint is None:
         return []
     return [
-        f"pairs: the trace's input and output lengths have a correlation of {joint.correlation:+.2f}; compared with "
-        f"independent lengths, simulating its pairs changes throughput by {100 * joint.throughput:+.1f}% and latency "
-        f"by {100 * joint.latency:+.1f}%"
+        f"pairs: the trace's input and output lengths have a correlation of {joint.correlation:+.2f}; its real pairs "
+        f"of lengths change throughput by {100 * joint.throughput:+.1f}% and latency by {100 * joint.latency:+.1f}%, "
+        "compared with independent lengths"
     ]
 
 
 def uniform_in_words(best: Plan, uniform: Plan | None) -> str:
     """Return a line on the best plan with equal stages, compared with the chosen one."""
     if uniform is best:
-        return "best uniform plan (equal stages, no rra, no waa): the chosen one"
+        return "best uniform plan (equal stages, neither rra nor waa): the chosen one"
     if uniform is None:
-        return "no uniform plan (equal stages, no rra, no waa) keeps the bound"
+        return "best uniform plan (equal stages, neither rra nor waa): none keeps the bounds"
     gain = maximised(best) / maximised(uniform) - 1
     unit = "arrivals/s" if best.constraint.maximises_arrivals else "req/s, saturated"
     what = f"{uniform.policy.kind}, {settings_text(uniform)}: {maximised(uniform):.4g} {unit}"
     than = f"{100 * abs(gain):.1f}% {'more' if gain >= 0 else 'less'}"
     if best.search.rival is not None:
-        than += ", which may be an error of simulation"
+        than += ", a difference within the error of simulation"
     return f"best uniform plan: {what}; the chosen one serves {than}"
 
 
 def uneven_in_words(best: Plan, uneven: Plan) -> str:
     """Return a line on the gain of plans for several machines that vLLM cannot run."""
     gain = maximised(uneven) / maximised(best) - 1
-    left_out = "on several machines plans are for vLLM, whose stages have equal tensor-parallel degrees"
+    left_out = "stages have equal tensor-parallel degrees, since plans for several machines are for vLLM"
     if gain <= 0:
         return f"{left_out}; unequal degrees would gain nothing"
     what = f"{uneven.policy.kind}, {settings_text(uneven)}"
     return (
-        f"{left_out}; unequal degrees ({what}) would serve {100 * gain:.1f}% more, under xgpt's own engine (--engine "
-        "xgpt)"
+        f"{left_out}; with unequal degrees ({what}), xgpt's own engine (--engine xgpt) would serve "
+        f"{100 * gain:.1f}% more"
     )
 
 
@@ -376,32 +375,32 @@ def schedule_in_words(plan: Plan) -> str:
             )
         case "orca" | "chunked" if plan.engine is not None and not plan.engine.mixes:
             budget = policy.token_budget if policy.kind == "chunked" else plan.engine.token_budget
-            size = "" if budget is None else f"of up to {budget} tokens "
+            size = "" if budget is None else f" of up to {budget} tokens"
             return (
-                f"prompts first, in steps {size}that decode nothing, then a decode, at most "
-                f"{_count(policy.max_batch, 'request')}"
+                f"prompts run first, in separate steps{size}, then a decode step; at most "
+                f"{_count(policy.max_batch, 'request')} at once"
             )
         case "orca":
             return (
-                "every step decodes running requests and encodes into free slots, at most "
-                f"{_count(policy.max_batch, 'request')}"
+                "every step decodes running requests and encodes waiting ones into free slots; at most "
+                f"{_count(policy.max_batch, 'request')} at once"
             )
         case "chunked" if policy.slack is not None:
             return (
-                f"every step decodes running requests and encodes as much as their slack allows, "
-                f"{policy.slack.least_tokens} to {policy.slack.most_tokens} prompt tokens, at most "
-                f"{_count(policy.max_batch, 'request')}"
+                f"every step decodes running requests and encodes as many prompt tokens as their slack allows, "
+                f"{policy.slack.least_tokens} to {policy.slack.most_tokens}; at most "
+                f"{_count(policy.max_batch, 'request')} at once"
             )
         case "chunked":
             return (
-                f"every step decodes running requests and fills up to {policy.token_budget} tokens with prompts, "
-                f"at most {_count(policy.max_batch, 'request')}"
+                f"every step decodes running requests and adds prompt tokens up to a total of {policy.token_budget}; "
+                f"at most {_count(policy.max_batch, 'request')} at once"
             )
         case "static":
             return f"encode {_count(policy.batch, 'request')}, decode until the last of them ends, and repeat"
     return (
-        f"some devices encode {_count(policy.encode_batch, 'request')} at once, the others decode up to "
-        f"{policy.max_decode_batch}, neither waiting for the other"
+        f"some devices encode {_count(policy.encode_batch, 'request')} at once, and the others decode up to "
+        f"{policy.max_decode_batch}; neither waits for the other"
     )
 
 
@@ -424,14 +423,15 @@ def proof_in_words(plan: Plan) -> str:
     proof = f"no proof of optimality ({search.bound.removeprefix('none: ')})"
     if search.gap is not None:
         more = f"{100 * search.gap:.1f}% more than this one" if search.gap >= 0.0005 else "no more than this one"
-        proof = f"{limit_in_words(plan)}: {more} (bound: {search.bound})"
+        proof = f"{limit_in_words(plan)}, {more} (bound: {search.bound})"
     if search.rival is not None:
-        proof += f"; {search.rival}, which simulation cannot distinguish from this one"
-    simulated = f", {_count(search.simulations, 'plan')} simulated," if search.simulations else ""
+        proof += f"; {search.rival}, a difference within the error of simulation"
+    simulated = f" and simulated {_count(search.simulations, 'plan')}" if search.simulations else ""
     if plan.estimate.simulated:
         rate = ("the arrival rate",) if plan.estimate.capacity is not None else ()
-        proof += f"; from simulation: {', '.join((*plan.estimate.simulated, *rate))}; other figures: closed form"
-    return f"{proof}; {search.evaluations} of {search.space_size} points{simulated} in {search.seconds:.2f} s"
+        proof += f"; simulated: {', '.join((*plan.estimate.simulated, *rate))}; other figures are closed forms"
+    points = f"{search.evaluations} of {search.space_size} points{simulated}"
+    return f"{proof}; the search evaluated {points} in {search.seconds:.2f} s"
 
 
 def speculation_in_words(plan: Plan, ahead: Mapping[int, float]) -> Iterator[str]:
@@ -442,7 +442,7 @@ def speculation_in_words(plan: Plan, ahead: Mapping[int, float]) -> Iterator[str
         ahead: see `Planned.ahead`.
     """
     tried = ", ".join(f"{tokens}: {value:.4g}" for tokens, value in sorted(ahead.items()))
-    others = f" (by draft tokens a step, {tried} requests/s)" if ahead else ""
+    others = f" (requests/s by number of draft tokens: {tried})" if ahead else ""
     if plan.speculation is None:
         if ahead:
             yield f"speculative decoding: off, since it gains nothing{others}"
@@ -453,4 +453,4 @@ def speculation_in_words(plan: Plan, ahead: Mapping[int, float]) -> Iterator[str
         f"of which {speculation.tokens_per_step - 1:.2f} are accepted{others}"
     )
     if isinstance(plan.policy, ChunkedSettings):
-        yield f"a whole step holds {plan.step_tokens(plan.policy.token_budget)} tokens"
+        yield f"a step with its draft tokens holds {plan.step_tokens(plan.policy.token_budget)} tokens"

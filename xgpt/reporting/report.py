@@ -75,10 +75,10 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
         warnings=plan.estimate.warnings,
         figures=_figures(rated, measured),
         simulation=(
-            f"Simulated: {measured.num_requests} requests at saturation, drawn from the plan's workload, on the "
-            "engine's own scheduling rule with step times from the profile. Latency counts from admission; headroom of "
-            f"{100 * constraint.headroom:.1f}% is kept under the bounds. Maximised was "
-            f"{objective_in_words(constraint)}; {'; '.join(arrivals_in_words(rated))}."
+            f"Simulated: {measured.num_requests} requests of the plan's workload at saturation, with the engine's own "
+            "scheduling rule and step times from the profile. Latency counts from admission; the plan keeps the bounds "
+            f"with a headroom of {100 * constraint.headroom:.1f}%. Maximised: {objective_in_words(constraint)}; "
+            f"{'; '.join(arrivals_in_words(rated))}."
         ),
         arriving=_arriving(rated, profile),
         classes=_classes(rated, profile),
@@ -121,7 +121,9 @@ def _cards(plan: Plan) -> list[dict[str, str]]:
     if e.cost_per_million_tokens is not None:
         cards.append(("per million output tokens", f"{e.cost_per_million_tokens:.2f}"))
     if plan.search.gap is not None:
-        what = "upper bound on arrivals a second" if plan.constraint.maximises_arrivals else "at most possible"
+        what = "proven upper bound, " + (
+            "arrivals a second" if plan.constraint.maximises_arrivals else "requests a second"
+        )
         cards.append((what, f"{maximised(plan) * (1 + plan.search.gap):.2f}"))
     return [{"label": label, "value": value} for label, value in cards]
 
@@ -183,7 +185,7 @@ def _arriving(plan: Plan, profile: Profile) -> dict[str, object] | None:
         for name, label in names.items()
     ]
     goodput = f"; goodput: {100 * times.goodput(plan.constraint):.1f}% of them keep every bound" if bounded else ""
-    return {"rows": rows, "text": f"Simulated: {rate:.4g} requests/s (Poisson), times from arrival{goodput}."}
+    return {"rows": rows, "text": f"Simulated: {rate:.4g} requests/s (Poisson); times count from arrival{goodput}."}
 
 
 def _classes(plan: Plan, profile: Profile) -> dict[str, object] | None:
@@ -210,7 +212,7 @@ def _classes(plan: Plan, profile: Profile) -> dict[str, object] | None:
         for each in plan.constraint.classes
     ]
     text = (
-        f"Simulated: {NUM_REQUESTS} requests, {rate:.4g} a second; planned for the tightest bounds, as if all had them."
+        f"Simulated: {NUM_REQUESTS} requests, {rate:.4g} a second. The plan is for the tightest bounds of all classes."
     )
     return {"rows": rows, "text": text}
 
@@ -234,8 +236,8 @@ def _timeline(plan: Plan, spans: list[StageSpan]) -> Chart:
         charts.Series("in decode", times, [float(size) for size in sizes]),
         alt=f"timeline of {len(plan.stages)} stages",
         caption=(
-            "The steps of each stage of a replica, from the middle of the simulated run; below, the number of requests "
-            "that a step decodes."
+            "The steps of each stage of a replica, from the middle of the simulated run; below: the number of requests "
+            "in decode."
         ),
     )
 
@@ -251,7 +253,9 @@ def _frontier(plan: Plan, profile: Profile) -> Chart:
             lines.append(charts.Series(kind, x, y))
     if not lines:
         raise InputError(
-            "model", plan.model.name, "it does not fit the plan's devices; the plan was edited after planning"
+            "model",
+            plan.model.name,
+            "it does not fit the plan's devices, since the plan was edited after planning: plan again",
         )
     end = max(line.x[-1] for line in lines)
     lines = [charts.Series(line.name, [*line.x, end], [*line.y, line.y[-1]]) for line in lines]
@@ -262,9 +266,9 @@ def _frontier(plan: Plan, profile: Profile) -> Chart:
         None if of_arrivals else plan.constraint.latency_bound_s,
         alt="highest throughput of each policy against its latency",
         caption=(
-            "By closed form, at saturation: the highest throughput of each policy by latency from admission, on a grid "
-            "of settings; a search between grid points may find slightly more."
-            + (" The plan's bound is on requests that arrive below saturation." if of_arrivals else "")
+            "The highest throughput of each policy at saturation, in closed form, by latency from admission; settings "
+            "are on a grid, so a finer search may find slightly more."
+            + (" The plan's bound applies to requests that arrive below saturation." if of_arrivals else "")
         ),
     )
 
@@ -276,7 +280,7 @@ def _memory(plan: Plan) -> Chart:
         {"weights, activations, workspace": memory.rest, "keys and values": memory.kv},
         memory.usable,
         alt="memory of each device",
-        caption=f"Memory of each device of one replica; {memory.usable:.1f} GiB of it may be used.",
+        caption=f"Memory of each device of one replica; the plan may use {memory.usable:.1f} GiB.",
     )
 
 
@@ -292,7 +296,7 @@ def _histogram(lengths: Histogram, label: str) -> Chart:
         mean,
         label,
         alt=f"histogram of {label}, mean {mean:.0f}",
-        caption=f"Share of requests by {label}, as planned for; at most {longest}.",
+        caption=f"Planned share of requests by {label}, of which a request has at most {longest}.",
     )
 
 

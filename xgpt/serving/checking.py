@@ -58,7 +58,8 @@ def located(plan: Plan, checkpoint: str | None = None) -> Plan:
         cached = hub.cached(model_id)
         if cached is None or not weight_files(cached):
             accepted = (
-                f"its weights are not here: run `hf download {model_id}`, or give their directory as `checkpoint`"
+                f"its weights are not on this machine: run `hf download {model_id}`, or give their directory as "
+                "`checkpoint`"
             )
             raise InputError("plan.checkpoint", model_id, accepted)
         return plan.model_copy(update={"checkpoint": str(cached)})
@@ -80,10 +81,11 @@ def missing(plan: Plan, given: str | Profile | None = None, *, replan: bool = Tr
     lines = [] if plan.seeded_weights is None else [plan.seeded_weights]
     if (device := _device_here(plan)) != plan.cluster.device.name:
         lines.append(
-            f"the plan's figures are for {plan.cluster.device.name}, but this machine has {device}: plan again for it"
+            f"the plan's figures are for {plan.cluster.device.name}, but this machine has {device}: plan again for "
+            "this machine"
         )
     if plan.checkpoint is not None and not (Path(plan.checkpoint) / "tokenizer.json").is_file():
-        lines.append(f"no tokenizer.json in {plan.checkpoint}: prompts and answers are token ids only")
+        lines.append(f"{plan.checkpoint} has no tokenizer.json: prompts and answers can only be token ids")
     if replan:
         try:
             profile_of(plan, given)
@@ -161,7 +163,7 @@ def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "native") ->
     if needed > offered:
         raise MachineError(
             f"the plan needs {needed / 2**30:.1f} GiB a device, but this machine has {offered / 2**30:.1f}: "
-            "plan for this machine"
+            "plan again for this machine"
         )
 
 
@@ -207,7 +209,7 @@ def nodes_of(plan: Plan, devices: int) -> int:
     per_node = plan.cluster.devices_per_node
     nodes = -(-devices // per_node)
     if devices % nodes:
-        says = f"a replica spans {nodes} nodes of {per_node}, and must use equally many devices on each"
+        says = f"a replica spans {nodes} nodes of {per_node} devices, and must use equally many devices on each"
         raise InputError("plan.stages", devices, says)
     return nodes
 
@@ -220,8 +222,8 @@ def check_own_schedule(plan: Plan) -> None:
     """
     if plan.sharing_replicas > 1:
         accepted = (
-            "xgpt's scheduler runs replicas independently: run the engine's command that `xgpt plan` prints, or fix "
-            f"ep to at most tp, {plan.stages[0].tp}"
+            "xgpt's scheduler cannot share experts among replicas: run the engine's command that `xgpt plan` prints, "
+            f"or fix ep to at most {plan.stages[0].tp}, the value of tp"
         )
         raise InputError("plan.stages.ep", plan.stages[0].ep, accepted)
     if plan.speculation is not None:
@@ -261,6 +263,6 @@ def check_vllm_runs(plan: Plan) -> None:
     """
     check_own_schedule(plan)
     if any(block.recurrent is not None for block in plan.model.kinds):
-        accepted = "vLLM pages the states of recurrent layers itself; run it with vLLM's own scheduler"
+        accepted = "only vLLM's own scheduler can manage the states of its recurrent layers: run it with that scheduler"
         raise InputError("plan.model", plan.model.name, accepted)
     limits_of(plan)

@@ -66,7 +66,9 @@ def check_gateway(plan: Plan, request: ServeRequest) -> None:
             raise InputError(field, str(getattr(request, field)), "the gateway does not offer it: use `front=endpoint`")
     if request.host not in ("127.0.0.1", "localhost", "::1"):
         raise InputError(
-            "host", request.host, "the gateway checks no API keys here, so it listens on this machine only"
+            "host",
+            request.host,
+            "the gateway checks no API keys here, so it may listen only on this machine: give 127.0.0.1",
         )
     if plan.checkpoint is None or not (Path(plan.checkpoint) / "tokenizer.json").is_file():
         raise InputError("checkpoint", plan.checkpoint, "the gateway needs a tokenizer.json: use `front=endpoint`")
@@ -141,7 +143,7 @@ class Gateway:
             if await self._answers(1.0):
                 return
             await asyncio.sleep(0.2)
-        raise MachineError(f"the gateway does not answer within {START_S:g} s")
+        raise MachineError(f"the gateway has not answered within {START_S:g} s")
 
     async def watch(self) -> None:
         """Start the gateway again whenever it has ended or hangs, until cancelled.

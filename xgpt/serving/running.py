@@ -122,10 +122,10 @@ def _planner(plan: Plan, request: ServeRequest) -> BackgroundPlanner | None:
     """Return the planner for re-planning; None if re-planning is off, and the log then says why."""
     replan = request.replan
     if request.engine == "vllm" and replan and plan.num_devices > 1:
-        logger.warning("re-planning is off: vLLM cannot change a plan for several devices")
+        logger.warning("re-planning is off: vLLM cannot change to another plan on several devices")
         replan = False
     if request.batching != "flat" and replan:
-        logger.warning("re-planning is off: it cannot be combined with batches in rows")
+        logger.warning("re-planning is off: batches in rows do not support it")
         replan = False
     for line in missing(plan, request.profile, replan=replan):
         logger.warning(line)

@@ -94,7 +94,7 @@ class ServeRequest(ServeFields):
         if self.batching == "flat":
             return
         if self.engine != "native":
-            raise InputError("--batching", self.batching, f"--engine {self.engine} runs flat batches only: use flat")
+            raise InputError("--batching", self.batching, f"--engine {self.engine} runs only flat batches: use flat")
         policies.build_rows(plan, self.batching)
 
     def check_reuse(self, plan: Plan) -> None:
@@ -114,7 +114,9 @@ class ServeRequest(ServeFields):
             return
         field = next(name for name, is_off in off.items() if is_off)
         share = f"{100 * plan.estimate.reuse.share:.0f}%"
-        accepted = f"the plan counts on reusing {share} of prompt tokens: leave it out, or plan without a trace"
+        accepted = (
+            f"the plan relies on the reuse of {share} of prompt tokens: leave this option out, or plan without a trace"
+        )
         raise InputError(field, getattr(self, field), accepted)
 
     def check_machines(self) -> None:
@@ -125,13 +127,17 @@ class ServeRequest(ServeFields):
         """
         if self.engine == "vllm":
             if self.ray is not None:
-                raise InputError("ray", self.ray, "vLLM reaches other machines through `nnodes`: leave it out")
+                raise InputError("ray", self.ray, "vLLM reaches other machines through `nnodes`: leave `ray` out")
             return
         for name in ("nnodes", "node_rank", "master_addr"):
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise InputError(name, getattr(self, name), "xgpt's own engine reaches other machines through `ray`")
+                raise InputError(
+                    name,
+                    getattr(self, name),
+                    "it applies only to vLLM; xgpt's own engine reaches other machines through `ray`",
+                )
         if self.ray is not None and self.batching != "flat":
-            raise InputError("ray", self.ray, f"batching={self.batching} runs on this machine only: leave it out")
+            raise InputError("ray", self.ray, f"batching={self.batching} runs only on this machine: leave `ray` out")
 
 
 def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = lambda line: None) -> None:
@@ -164,7 +170,7 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
     elif request.admin_port:
         raise InputError("admin_port", request.admin_port, "it needs `front=smg`")
     if (request.answer_within_s or request.answer_within_of) and not plan.estimate.predicts_rate:
-        accepted = "the plan predicts no throughput: plan again, or leave it out"
+        accepted = "it needs a plan that predicts throughput: plan again, or leave it out"
         raise InputError("answer_within_s", request.answer_within_s or str(request.answer_within_of), accepted)
     if request.engine == "vllm":
         span = 1 if machines is None else machines.count

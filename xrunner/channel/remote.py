@@ -343,7 +343,7 @@ class RemoteEngine:
         if silent_s > SILENCE_S and (silent_s > BUSY_S or not self._far_end.is_at_work()):
             raise EngineLost(f"its process has reported nothing for {silent_s:.0f} s")
         if stepless_s > STEP_S and (stepless_s > LONG_STEP_S or not self._far_end.is_at_work()):
-            raise EngineLost(f"it has requests, and has ended no step for {stepless_s:.0f} s")
+            raise EngineLost(f"it has requests, but has completed no step for {stepless_s:.0f} s")
 
     def uses(self) -> list[Use]:
         """Return what each process of the engine has done, if the engine has several processes."""

@@ -65,8 +65,8 @@ def reserve(address: str, count: int, devices: int, *, gpus: bool) -> MachineGro
     try:
         ray.get(group.ready(), timeout=MEET_S)
     except GetTimeoutError:
-        wanted = f"{devices} free {'GPUs' if gpus else 'CPUs'} on each of {count} machines for {MEET_S:.0f} s"
-        raise MachineError(f"Ray has not had {wanted}; `ray status` shows which resources it has") from None
+        wanted = f"{devices} free {'GPUs' if gpus else 'CPUs'} on each of {count} machines within {MEET_S:.0f} s"
+        raise MachineError(f"Ray did not find {wanted}; `ray status` shows its resources") from None
     launches = [partial(RayLauncher, group, number, bundle.get("GPU", 0.0)) for number in range(count)]
     return MachineGroup(launches, partial(_free, group))
 

@@ -103,7 +103,7 @@ def _allowance(given: ProtoSampling, num_tokens: int, spec: ModelSpec, capacity:
         return rule.of_no_maximum(max(1, room))
     named = given.max_tokens
     if not named:
-        raise Invalid("max_tokens: an output has at least one token; prompts are scored by prompt_logprobs")
+        raise Invalid("max_tokens: give at least 1; to score only the prompt, give prompt_logprobs and 1")
     if named > room:
         raise Invalid(
             f"max_tokens: {num_tokens} prompt tokens and max_tokens {named} together exceed this model's maximum "

@@ -101,7 +101,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
         rule = self._limits.output_rule(None if engine.watch is None else engine.watch.plan)
         call = read(request, metadata, self._model, engine.capacity, rule)
         if call.choices[0].prompt_logprobs is not None and not engine.remote.scores_prompts:
-            raise Invalid("prompt_logprobs: this engine gives no log probabilities of prompts")
+            raise Invalid("prompt_logprobs: this engine gives no log probabilities of prompts; leave it out")
         if request.sampling_params.HasField("seed") and not engine.remote.takes_seeds:
             raise Invalid("seed: this engine does not support seeds; leave it out")
         engine.check_fits(len(call.prompt), call.allowance)

@@ -47,7 +47,7 @@ def family_of(spec: ModelSpec) -> type[Model]:
     if spec.family not in FAMILIES:
         raise InputError("model.family", spec.family, f"supported families: {', '.join(sorted(FAMILIES))}")
     if spec.quantization is not None and not spec.quantization.computes_in_eight_bits:
-        accepted = "xgpt's own engine runs checkpoints in float32, float16, bfloat16 or eight bits: take one, or "
+        accepted = "xgpt's own engine runs float32, float16, bfloat16 and eight bits: take such a checkpoint, or "
         accepted += "--engine vllm"
         raise InputError("model.quantization", spec.quantization.kind, accepted)
     return FAMILIES[spec.family]

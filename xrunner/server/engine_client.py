@@ -34,7 +34,8 @@ LEAST_MEMORY_S, MEMORY_LATENCIES = 10.0, 8
 """
 
 NOT_FINITE = (
-    "the model's logits for this request hold NaN or are infinite: its weights, or their dtype, cannot represent it"
+    "the model's logits for this request are NaN or infinite: its weights are damaged, or its dtype is too small for "
+    "them"
 )
 
 logger = logging.getLogger(__name__)

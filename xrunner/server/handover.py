@@ -102,7 +102,7 @@ class Handover:
         self._suspects.clear()
         for id_, generation in list(self._ledger.generations.items()):
             if not self._prepare(generation, engine):
-                ended.append(self._end(id_, "the engine was restarted, and would sample other tokens"))
+                ended.append(self._end(id_, "the engine was restarted, and would now sample other tokens"))
                 continue
             self._losses[id_] += losses * (id_ not in requests)
             (self._suspects if self._losses[id_] > 1 else self._waiting).append(id_)

@@ -158,7 +158,7 @@ class LastingEngine:
         except MachineError as too_often:
             self._fail(too_often)
             return
-        logger.error("%s; restarting the engine with %d requests", error, len(self._handover))
+        logger.error("the engine is lost: %s; restarting it with %d requests", error, len(self._handover))
         self._lost_s = time.monotonic()
         self._start_anew(self._good_plan, ended)
 

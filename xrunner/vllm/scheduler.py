@@ -282,9 +282,11 @@ class XgptScheduler(LoggedScheduler):
             ("--watermark", config.scheduler_config.watermark > 0),
         ):
             if is_on:
-                raise InputError(flag, "on", "the plan's schedule assumes that it is off; leave it off")
+                raise InputError(flag, "on", "the plan's schedule needs it off; leave the flag out")
         if not config.scheduler_config.enable_chunked_prefill:
-            raise InputError("--enable-chunked-prefill", "off", "leave it on: the plan decides where prompts are cut")
+            raise InputError(
+                "--enable-chunked-prefill", "off", "the plan decides where prompts are cut, so it must be on"
+            )
         logger.info("scheduling by %s", self.config["plan"])
 
 

@@ -70,7 +70,7 @@ def check_waa(plan: Plan) -> None:
     if plan.admission.kv != "reserve":
         raise InputError("plan.admission.kv", plan.admission.kv, "waa on two vLLMs needs admission.kv=reserve")
     if plan.replicas > 1:
-        says = f"two vLLMs are one replica of waa; plan for {plan.devices_per_replica} devices, and start one for each"
+        says = f"two vLLMs run only one replica of waa: plan for {plan.devices_per_replica} devices, and start several"
         raise InputError("plan.replicas", plan.replicas, says)
     for lane in LANES:
         launch_lane(plan, lane, NIXL)
@@ -123,7 +123,7 @@ class WaaLanes(Lanes):
                 self._take_out(message.id)
                 self._untold.append(Rested(self._room_taken))  # no later step may report it
             case Follow():
-                self._untold.append(Refused("vLLM keeps a plan for several devices as it is"))
+                self._untold.append(Refused("vLLM cannot change to another plan on several devices"))
         self._advance()
 
     @property

@@ -210,8 +210,8 @@ def _settled(
         solution = solve_fleet(replace(problem, needs=factor * problem.needs))
     if best is None:
         raise InfeasibleError(
-            f"attain: {share:.4f} of the requests keep the bounds even with {factor:.2g} times the replicas that the "
-            f"load needs; ask for less than {quantile:g}, or give shorter intervals",
+            f"attain: only {100 * share:.2f}% of the requests keep the bounds even with {factor:.2g} times the "
+            f"replicas that the load needs; ask for less than {quantile:g}, or give shorter intervals",
             nearest_bound_s=None,
             binding="quantile",
         )

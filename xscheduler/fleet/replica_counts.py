@@ -248,9 +248,9 @@ def _check(problem: FleetProblem) -> None:
 
 
 def _not_held(problem: FleetProblem) -> InfeasibleError:
-    limits = ", ".join(str(limit.most) for limit in problem.limits)
+    limits = " and ".join(str(limit.most) for limit in problem.limits)
     return InfeasibleError(
-        f"devices: at most {limits} devices cannot serve {problem.needs.max():.4g} requests/s, the peak; allow more",
+        f"devices: {limits} devices cannot serve the peak of {problem.needs.max():.4g} requests/s; allow more",
         nearest_bound_s=None,
         binding="devices",
     )

@@ -54,7 +54,9 @@ DEVIATIONS = 2.0
 """Simulation distinguishes two rates if they differ by this number of standard deviations."""
 NOISE = 0.05
 """A simulated rate may exceed its bound by this share, by chance in a run of `LEAST_REQUESTS`."""
-ENDED_EARLY = f"the search ended after {MOST_SECONDS:g} s: on a faster machine it finds a better plan or a closer bound"
+ENDED_EARLY = (
+    f"the search ended after {MOST_SECONDS:g} s: on a faster machine it may find a better plan or a tighter bound"
+)
 SAMPLED = "none: sampled settings prove no bound"
 UNBOUND = "none: a simulated rate exceeds its bound, since closed forms are wrong for these lengths"
 
@@ -110,7 +112,7 @@ class Arrivals(Objective):
             space_size=self.scheduler.candidates.num_points(kind),
             seconds=round(time.perf_counter() - started, 4),
             gap=None,
-            bound="none: the arrival rate of settings along curves, in closed form",
+            bound="none: arrival rates along load curves are closed forms",
         )
         plans = [(self.scheduler.plan_at(one.space, one.settings, certificate), one.rate) for one in rated[:most]]
         return [(plan, rate) for plan, rate in plans if plan is not None]
@@ -135,7 +137,7 @@ class Arrivals(Objective):
         if best is None:
             raise self._never_kept(tuple(ranked))
         started = time.perf_counter()
-        self._say(len(order), len(order), "its neighbours")
+        self._say(len(order), len(order), "neighbours of the best plan")
         near = [name for name in order if ranked[name][0][1] > BEHIND * best.rate]
         # By now each policy's simulation is compiled. This happens once on a machine and does not count towards the
         # search's time.
@@ -294,7 +296,7 @@ class Arrivals(Objective):
             if one is None or plan is None or one.rate < (1 - DOUBT) * min(best.rate, best.predicted or best.rate):
                 continue
             settled += 1
-            self._say(settled, MOST_SETTLED, f"placement {settled} that may keep a higher rate")
+            self._say(settled, MOST_SETTLED, "a placement that may keep a higher rate")
             better = self._best_of([(plan, one.rate)], best)
             if better is not None:
                 better.precision = SHARP

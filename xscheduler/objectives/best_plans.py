@@ -59,7 +59,7 @@ def plan_each(
         if name in problem.fixed and order != "das":
             raise InputError("fix", f"{name}={problem.fixed[name]}", "it needs `order=das`")
     if (percent := problem.fixed.get("eta_percent", 50)) >= 100:
-        raise InputError("fix", f"eta_percent={percent}", "give 1 to 99")
+        raise InputError("fix", f"eta_percent={percent}", "it must be from 1 to 99")
     kinds = kinds_of(problem, policy)
     plans = _distinct(objective_of(problem, policy, search, order, progress).settle(kinds))
     pinned = Pinned(policy=policy, fixed=dict(problem.fixed))
@@ -185,12 +185,12 @@ def _with_variables(kinds: tuple[str, ...], policy: str, fixed: Mapping[str, int
         if name not in known:
             meant = ENGINE_NAMES.get(name.replace("-", "_").strip("_"))
             hint = f": did you mean {meant}?" if meant else nearest(name, known)
-            raise InputError("fix", name, f"known are {', '.join(sorted(known))}{hint}")
+            raise InputError("fix", name, f"the variables are {', '.join(sorted(known))}{hint}")
         if kinds and not any(name in of_kind[kind] for kind in kinds):
             having = ", ".join(kind for kind, names in of_kind.items() if name in names)
-            raise InputError("fix", f"{name}={value}", f"policy {policy} has no such variable; {having} has it")
+            raise InputError("fix", f"{name}={value}", f"policy {policy} has no such variable; these have it: {having}")
         if not value and not any(name in CHOICES[kind].settings.steadying for kind in CHOICES):
-            raise InputError("fix", f"{name}=0", "it is at least 1")
+            raise InputError("fix", f"{name}=0", "it must be at least 1")
     return tuple(kind for kind in kinds if fixed.keys() <= of_kind[kind])
 
 
@@ -254,7 +254,7 @@ def _admitting(plan: Plan, order: AdmissionOrder, problem: Problem) -> Plan:
     """
     if order == "in-time":
         if plan.constraint.ttft_s is None:
-            raise InputError("order", order, "it needs a bound on the time to first token (ttft)")
+            raise InputError("order", order, "it needs a bound on the time to first token, `ttft_s`")
         if len(plan.policy.lanes) > 1 or plan.model.is_encoder_decoder:
             raise InputError(
                 "order", order, f"{plan.policy.kind} cannot use it with {plan.model.name}: take another order or policy"

@@ -28,7 +28,9 @@ from xscheduler.space import Space, columns_of
 from xsimulator.costs.curves import Array
 from xsimulator.forecast import CHOICES
 
-BOUND = "Little's law: what an engine that is never idle serves within the same bounds, on monotone tables"
+BOUND = (
+    "by Little's law, the throughput of an engine that is never idle within the same bounds, with monotone step times"
+)
 CLOSE = 0.005
 """A branch is not settled if its bound exceeds the best rate by at most this share."""
 NUM_BOXES = 12

@@ -217,10 +217,10 @@ def with_law(plan: Plan, law: RequestLaw, closed_s: float | None = None) -> Plan
     quantile, search = plan.constraint.quantile, plan.search
     proven = ""
     if search.gap is not None:
-        under = "" if closed_s is None else f" under {closed_s:.3g} s"
-        proven = f"; in closed form at most {100 * search.gap:.1f}% below the best{under}"
+        under = "" if closed_s is None else f" under a bound of {closed_s:.3g} s"
+        proven = f"; in closed form the plan is at most {100 * search.gap:.1f}% below the best{under}"
     certificate = search.model_copy(
-        update={"gap": None, "bound": f"none: latencies of all requests are simulated{proven}", "simulations": 1}
+        update={"gap": None, "bound": f"none: the latencies of all requests are simulated{proven}", "simulations": 1}
     )
     found = plan.model_copy(update={"search": certificate})
     return found.with_estimate(latency_s=law.quantile(quantile), latency_error=law.error(quantile))

@@ -52,11 +52,11 @@ def never_kept(
     nearest = found.bounds
     binding = next(iter(nearest))
     kept = " and ".join(_named(nearest)) if len(given) > 1 else f"{nearest[binding]:g} s"
-    bound, one_keeps = ("bounds", "one keeps together are") if len(nearest) > 1 else ("bound", "one keeps is")
+    can_be = "bounds that can be kept together are" if len(nearest) > 1 else "bound that can be kept is"
     kept += f" (to within {100 * (found.ratio - 1):.1g}%)"
     reason = (reason or why_slow(scheduler.candidates, kinds)) if "latency_bound_s" in nearest else ""
     return InfeasibleError(
-        f"{binding}: {where}, at any arrival rate; the nearest {bound} that {one_keeps} {kept}{reason}",
+        f"{binding}: {where}, at any arrival rate; the nearest {can_be} {kept}{reason}",
         nearest_bound_s=nearest[binding] if len(nearest) == 1 else None,
         binding=binding,
     )
@@ -68,7 +68,7 @@ def rate_not_kept(scheduler: Scheduler, kinds: tuple[str, ...], highest: float) 
     return InfeasibleError(
         f"arrival_rate_per_s: no schedule of {', '.join(kinds)} on {num_devices} of the {problem.cluster.num_devices} "
         f"devices of {problem.cluster.name} keeps the bounds at {problem.constraint.arrival_rate_per_s:g} requests/s, "
-        f"waiting included; the best one keeps them up to {highest:.4g}: take more devices or a lower rate",
+        f"waiting included; the best one keeps them up to {highest:.4g} requests/s: take more devices or a lower rate",
         nearest_bound_s=None,
         binding="arrival_rate_per_s",
     )
@@ -101,7 +101,7 @@ def _nearest(
         tried += 1
         if progress is not None:
             named = " and ".join(_named(at(power)))
-            progress(tried, tried + 1, f"no plan keeps the bounds; looking for the nearest that one keeps: {named}")
+            progress(tried, tried + 1, f"no plan keeps the bounds; looking for the nearest that can be kept: {named}")
         return keeps(constraint.model_copy(update=at(power)))
 
     first = below = math.floor(math.log(low / unit) / math.log(STEP))

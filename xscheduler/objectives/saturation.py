@@ -267,7 +267,7 @@ class Saturated(Objective):
         bounds = {name: bound for name in BOUNDS if (bound := getattr(constraint, name)) is not None}
         name = next(iter(bounds))
         known = len(bounds) == 1 and name == "latency_bound_s"
-        nearest = f"; the nearest bound that one keeps is {round_up(nearest_s)} s" if known else ""
+        nearest = f"; the nearest bound that can be kept is {round_up(nearest_s)} s" if known else ""
         return InfeasibleError(
             f"{name}: no schedule keeps {' and '.join(f'{bound:g} s' for bound in bounds.values())} in simulation, "
             f"because requests that began together stay together{nearest}",
@@ -282,8 +282,8 @@ class Saturated(Objective):
             self.scheduler.best_of_each(tuple(self._ladders))  # says why not
         nearest_s = min(nearest)
         return InfeasibleError(
-            f"latency_bound_s: no schedule keeps {bound_s:g} s for the quantile of all requests in simulation; the "
-            f"nearest bound that one keeps is {round_up(nearest_s)} s",
+            f"latency_bound_s: in simulation, no schedule keeps {bound_s:g} s for the required share of all requests; "
+            f"the nearest bound that can be kept is {round_up(nearest_s)} s",
             nearest_bound_s=nearest_s,
             binding="latency_bound_s",
         )

@@ -55,7 +55,10 @@ def fewest_devices(problem: Problem, plan_each: PlanEach) -> Fewest:
             plan_each(replace(problem, max_devices=middle))
             high = middle
         except InfeasibleError as error:
-            low, why = middle + 1, f"{middle} device{'s' * (middle > 1)} would not do: {error}"
+            low, why = (
+                middle + 1,
+                f"{middle} device{'s' * (middle > 1)} {'are' if middle > 1 else 'is'} not enough: {error}",
+            )
     return Fewest(high, why)
 
 

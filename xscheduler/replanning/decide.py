@@ -85,9 +85,7 @@ def judged(
         return with_known_rate(_judged_by_arrivals(situation, terms), observation.num_requests)
     if plan.constraint.maximise is not None:
         judge = SaturatedJudge(situation, terms)
-        reason = (
-            f"the plan maximises {plan.constraint.maximise}, and re-planning cannot compare plans by that: plan again"
-        )
+        reason = f"re-planning cannot compare plans by {plan.constraint.maximise}, which the plan maximises: plan again"
         return Verdict(judge.running, judge.breaks, reason)
     if plan.constraint.sla == "length":
         return decide(SaturatedJudge(situation, terms))
@@ -103,8 +101,8 @@ def _judged_by_arrivals(situation: Situation, terms: Terms) -> Verdict:
     terms = replace(terms, least_gain=min(terms.least_gain, PRECISION))
     verdict = decide(ArrivalsJudge(situation, terms))
     kept = (
-        f"{situation.goodput:.1%} of recent requests kept their bounds, but {situation.plan.constraint.quantile:g} "
-        "should"
+        f"{situation.goodput:.1%} of recent requests kept their bounds, but "
+        f"{situation.plan.constraint.quantile:.1%} should"
     )
     return replace(verdict, reason=f"{kept}: {verdict.reason}")
 
@@ -147,7 +145,7 @@ def _judged_by_requests(situation: Situation, terms: Terms) -> Verdict:
         verdict = replace(verdict, plan=with_law(verdict.plan, law), best=best)
         if bound_s is None or (1 + constraint.headroom) * seen_s <= bound_s:
             return verdict
-        reason = f"the best other plan takes {seen_s:.3g} s in simulation, and the bound is {bound_s:g} s"
+        reason = f"the best other plan takes {seen_s:.3g} s in simulation, but the bound is {bound_s:g} s"
         if not best.keeps_bound:
             break  # no plan keeps the bound, so none keeps a tighter one
         others *= (1 + constraint.headroom) * seen_s / bound_s * (1 + UNUSED / 4)
@@ -203,14 +201,15 @@ def _sustaining(judge: Judge, verdict: Verdict) -> Verdict | None:
             assert wide.best is not None
             if not wide.switch or wide.best.throughput_rps <= least_rps:
                 continue
-            reason = f"{arriving:.3g} requests/s arrive, for which no plan keeps the bound of {given_s:g} s"
-            reason = f"{reason}; with {near.plan.constraint.latency_bound_s:.3g} s, {wide.reason}"
+            reason = f"{arriving:.3g} requests/s arrive, and no plan keeps the bound of {given_s:g} s at this rate"
+            reason = f"{reason}; under {near.plan.constraint.latency_bound_s:.3g} s, {wide.reason}"
             found = replace(_although_broken(wide, judge.plan.constraint), reason=reason)
             if wide.best.keeps_bound:
                 break
     if found is None and verdict.switch and served_rps < judge.running.throughput_rps:
         reason = (
-            f"{arriving:.3g} requests/s arrive, and the best plan serves {served_rps:.3g}: the running one serves more"
+            f"{arriving:.3g} requests/s arrive, but the best plan serves only {served_rps:.3g}: the running one serves "
+            "more"
         )
         return replace(verdict, switch=False, reason=reason)
     return found
@@ -237,7 +236,7 @@ def _decide_feasible(judge: Judge) -> Verdict:
     repays = _repays(judge.rate(anywhere), in_place_rps, pause_s, judge.terms)
     if repays or swap is None:
         verdict = _compare(judge, anywhere, pause_s=pause_s, is_swap=False)
-        reason = f"the pause of {pause_s:.1f} s is not repaid within {judge.terms.horizon_s:g} s"
+        reason = f"the gain does not make up for the pause of {pause_s:.1f} s within {judge.terms.horizon_s:g} s"
         return verdict if repays else replace(verdict, switch=False, reason=reason)
     verdict = _compare(judge, swap, pause_s=0.0, is_swap=True)
     if judge.plan.policy.kind in SWAPPABLE:
@@ -319,7 +318,7 @@ def _compare(judge: Judge, best: Plan, *, pause_s: float, is_swap: bool) -> Verd
         reason = f"the running plan takes {running.latency_s:.3g} s, but the bound is {_bound(judge.plan.constraint)}"
     else:
         reason = f"the best plan gains {100 * gain:.1f}% of throughput"
-        reason += "" if switch else f", under {100 * judge.terms.least_gain:g}%"
+        reason += "" if switch else f", less than the required {100 * judge.terms.least_gain:g}%"
     return Verdict(running, judge.breaks, reason, outcome, best, is_swap, gain, pause_s, switch)
 
 
@@ -335,7 +334,7 @@ def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:
     cautious = replace(verdict, plan=best, best=judge.outcome(best), gain=_gain(judge, best))
     if verdict.switch:
         return cautious
-    reason = "a few more requests may show that the bound is broken, and the careful plan costs little"
+    reason = "requests may be longer than those observed so far, and a plan that keeps the bound then costs little"
     return replace(cautious, switch=True, reason=reason)
 
 
@@ -351,7 +350,7 @@ def _although_broken(near: Verdict, constraint: Constraint) -> Verdict:
         best=near.best.model_copy(update={"keeps_bound": False}),
         plan=near.plan.model_copy(update={"constraint": constraint}),
         breaks_bound=True,
-        reason=f"no plan keeps the bound of {_bound(constraint)}; with {wider_s:.3g} s, {near.reason}",
+        reason=f"no plan keeps the bound of {_bound(constraint)}; under {wider_s:.3g} s, {near.reason}",
     )
 
 

@@ -105,8 +105,8 @@ def in_numbers(plan: Plan, observation: Observation) -> str:
     """Return the change that led to a judgement, in numbers: planned and observed ones."""
     if observation.cause == "lengths":
         planned, now = plan.workload, observation.workload
-        inputs = f"mean lengths: inputs {planned.input.mean:.0f} to {now.input.mean:.0f}"
-        return f"{inputs}, outputs {planned.output.mean:.0f} to {now.output.mean:.0f} tokens"
+        inputs = f"mean lengths went from {planned.input.mean:.0f} to {now.input.mean:.0f} input tokens"
+        return f"{inputs}, and from {planned.output.mean:.0f} to {now.output.mean:.0f} output tokens"
     if observation.cause == "pace" and observation.slowdown is not None:
         planned_for = "" if plan.profile.slowdown == 1 else f"; the plan assumes {plan.profile.slowdown:.2f} times"
         return f"steps take {observation.slowdown:.2f} times as long as in the profile{planned_for}"
@@ -115,11 +115,11 @@ def in_numbers(plan: Plan, observation: Observation) -> str:
         return f"{kept}, but {plan.constraint.quantile:.1%} should"
     if observation.cause == "arrivals" and observation.arrival_rate_per_s is not None:
         arriving = f"{observation.arrival_rate_per_s:.3g} requests/s arrive"
-        return f"{arriving}, but the plan keeps its bounds up to {rate_of(plan):.3g}"
+        return f"{arriving}, but the plan keeps its bounds only up to {rate_of(plan):.3g}"
     if observation.cause == "reuse" and observation.reuse is not None:
         planned_share = 0.0 if plan.estimate.reuse is None else plan.estimate.reuse.share
         return f"{observation.reuse.share:.0%} of prompt tokens were cached; the plan assumes {planned_share:.0%}"
-    return f"requested, after {observation.num_requests} requests"
+    return f"asked for, after {observation.num_requests} requests"
 
 
 def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:

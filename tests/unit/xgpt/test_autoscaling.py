@@ -199,7 +199,7 @@ def test_the_wanted_replicas_are_published_as_the_load_grows() -> None:
         try:
             while not notes:
                 time.sleep(0.05)
-            address = notes[0].removeprefix("recommending at ")
+            address = notes[0].removeprefix("publishing recommendations at ")
 
             def published() -> str:
                 return httpx.get(address, trust_env=False).text

@@ -36,7 +36,7 @@ def test_a_frameworks_name_stands_for_its_newest_version() -> None:
 
 
 def test_a_figure_without_a_source_is_refused() -> None:
-    with pytest.raises(ValueError, match="step_s needs an entry in sources"):
+    with pytest.raises(ValueError, match="add the source of step_s"):
         EngineSpec(name="a-1", framework="a", version="1", step_s=1e-3)
     with pytest.raises(ValueError, match="pace is not a figure of an engine"):
         EngineSpec(name="a-1", framework="a", version="1", sources={"pace": "guessed"})
@@ -46,7 +46,7 @@ def test_figures_of_other_engines_are_said_to_be_borrowed() -> None:
     borrowed = set(load_engine("sglang-0.5").borrowed)
     assert {"step_s", "tokenise_s"} <= borrowed and "layer_s" not in borrowed
     assert "mixing" in load_engine("vllm").borrowed and "mixing" not in load_engine("vllm-0.15").borrowed
-    borrowed_line = "measured on another engine or version than vllm-0.32"
+    borrowed_line = "taken from another engine or version than vllm-0.32"
     (line,) = [line for line in engine_in_words(planned("vllm")) if line.startswith(borrowed_line)]
     assert "the loop's time for each step" in line and "the slow-down of decodes in steps with prompts" in line
     assert set(TIMED) == set(TIMED_WORDS)
@@ -74,7 +74,7 @@ def test_plans_schedule_as_their_engine_does(name: str, policy: str, tmp_path: P
     found = CliRunner().invoke(cli, ["plan", *asked.split(), "--engine", name, "--policy", policy, "-o", str(path)])
     assert found.exit_code == 0, found.output
     said = " ".join(found.output.split())
-    assert ("prompts go first" in said) is not engine_spec.mixes
+    assert ("prompts run in separate steps" in said) is not engine_spec.mixes
     assert ("chosen: " + policy + ": every step decodes" in said) is engine_spec.mixes
     assert ("a prompt waits for a step" in said) is not engine_spec.cuts_prompts
     simulated = xgpt.simulate(path, num_requests=300)
@@ -141,7 +141,7 @@ def test_a_plan_says_where_its_choice_changes_with_the_cost_of_mixed_steps() -> 
     edge = plan.estimate.mixing_edge
     assert plan.policy.kind == "chunked" and edge is not None and 0 < edge.mixing < 0.4
     (line,) = mixing_in_words(plan)
-    assert f"decodes by over {100 * edge.mixing:.0f}%, {edge.policy} is better" in line
+    assert f"decodes by more than {100 * edge.mixing:.0f}%, {edge.policy} is better" in line
     engine_spec = load_engine("xgpt")
     sources = engine_spec.sources | {"mixing": "assumed"}
     dear = engine_spec.model_copy(update={"mixing": min(1.5 * edge.mixing, 0.4), "sources": sources})

@@ -44,4 +44,4 @@ def test_what_other_stages_would_gain_is_said() -> None:
     wide = uneven.model_copy(
         update={"estimate": uneven.estimate.model_copy(update={"throughput_rps": 2 * uneven.estimate.throughput_rps})}
     )
-    assert "100.0% more, under xgpt's own engine (--engine xgpt)" in uneven_in_words(uneven, wide)
+    assert "xgpt's own engine (--engine xgpt) would serve 100.0% more" in uneven_in_words(uneven, wide)

@@ -16,10 +16,10 @@ PROFILE = problem("opt-125m", "v100x1", "summarization").profile.model_copy(upda
     ("rate", "taken", "words"),
     [
         (205.0, 0.05, []),
-        (120.0, 0.05, ["it computes 120 GFLOP/s, not 200"]),
-        (240.0, 0.0, ["it computes 240 GFLOP/s"]),
-        (200.0, 0.6, ["other processes use 0.6 of its 2 cores, not 0"]),
-        (120.0, 1.0, ["120 GFLOP/s", "use 1 of its 2 cores"]),
+        (120.0, 0.05, ["it computed 200 GFLOP/s and now computes 120"]),
+        (240.0, 0.0, ["now computes 240"]),
+        (200.0, 0.6, ["other processes used 0 of its 2 cores and now use 0.6"]),
+        (120.0, 1.0, ["now computes 120", "now use 1"]),
     ],
 )
 def test_what_differs_is_said(rate: float, taken: float, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

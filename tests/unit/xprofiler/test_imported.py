@@ -237,7 +237,7 @@ def test_no_point_is_faster_than_the_device(tables: Path) -> None:
             "model.head_dim: 80 is not accepted; the tables have only 64",
         ),
         ({"cluster": load_cluster("a100x16")}, "cluster.device: 'a100-sxm4-80gb' is not accepted; "),
-        ({"dtype": "float32"}, "dtype: 'float32' is not accepted; tables can be imported for float16"),
+        ({"dtype": "float32"}, "dtype: 'float32' is not accepted; tables can be imported only for float16"),
         ({"engine": load_engine("sglang")}, "framework: 'sglang' is not accepted; the tables have gemm only for vllm"),
         (
             {"cluster": load_cluster("h100x8")},

@@ -210,7 +210,7 @@ def test_a_request_that_cannot_be_handed_over_ends_alone() -> None:
         ended |= {token.id: (token.finish, token.error) for token in step if token.finish}
     assert ended[0] == ("length", "")
     assert ended[1] == ("error", "it cannot be handed to a worker: OverflowError: can't serialize ints >= 2**64")
-    assert ended[2] == ("error", "it does not fit the K/V memory of the plan that runs now")
+    assert ended[2] == ("error", "it does not fit in the K/V memory of the plan that runs now")
 
 
 def test_a_token_that_cannot_be_chosen_ends_its_request_alone() -> None:

@@ -43,8 +43,8 @@ def test_groups_of_four_bits_are_not_cut() -> None:
 
 
 def test_heads_and_experts_that_do_not_divide_are_named() -> None:
-    assert why_not_divided(load_model("qwen3-14b")[0], None, 3) == "40 attention heads do not divide by 3"
-    assert why_not_divided(load_model("qwen3-30b-a3b")[0], None, 1, 3) == "128 experts do not divide by 3"
+    assert why_not_divided(load_model("qwen3-14b")[0], None, 3) == "40 attention heads cannot be divided by 3"
+    assert why_not_divided(load_model("qwen3-30b-a3b")[0], None, 1, 3) == "128 experts cannot be divided by 3"
 
 
 def planned(model: ModelSpec, cluster: ClusterSpec | str, **asked: object) -> object:
@@ -62,15 +62,17 @@ def planned(model: ModelSpec, cluster: ClusterSpec | str, **asked: object) -> ob
 
 def test_a_degree_that_cannot_start_is_refused_with_its_reason() -> None:
     model = stored("qwen3-235b-a22b", BLOCKS)
-    with pytest.raises(InfeasibleError, match=r"tp=8, ep=1: 1536 columns of an expert over 8 devices are 192 each"):
+    with pytest.raises(
+        InfeasibleError, match=r"tp=8, ep=1: each of 8 devices would have 192 of the 1536 columns of an expert"
+    ):
         planned(model, "h200x8", fix={"tp": 8, "ep": 1})
-    with pytest.raises(InfeasibleError, match="40 attention heads do not divide by 3"):
+    with pytest.raises(InfeasibleError, match="40 attention heads cannot be divided by 3"):
         planned(load_model("qwen3-14b")[0], "h100x8", fix={"tp": 3})
 
 
 def test_a_refusal_for_memory_says_how_many_devices_would_do() -> None:
     model, eight = load_model("llama-3.1-70b")[0], load_cluster("h100x8")
     one, two = (eight.model_copy(update={"devices_per_node": n}) for n in (1, 2))
-    with pytest.raises(InfeasibleError, match=r"memory: .*; 2 devices of h100-80gb-hbm3 would do"):
+    with pytest.raises(InfeasibleError, match=r"memory: .*; 2 devices of h100-80gb-hbm3 would be enough"):
         planned(model, one)
     planned(model, two)

@@ -48,7 +48,7 @@ def _llama(config: dict[str, Any]) -> dict[str, Any]:
     kinds = config.get("layer_types")
     for kind in kinds if isinstance(kinds, list) else [kinds or "full_attention"]:
         if kind != "full_attention":
-            raise InputError("config.json: layer_types", kind, "only 'full_attention' of each layer is supported")
+            raise InputError("config.json: layer_types", kind, "each layer must be 'full_attention'")
     return gated(config) | rope(config)
 
 
@@ -90,13 +90,15 @@ def _t5(config: dict[str, Any]) -> dict[str, Any]:
     hidden, heads = count(config, "d_model"), count(config, "num_heads")
     gate, _, name = str(config.get("feed_forward_proj", "relu")).rpartition("-")
     if gate not in ("", "gated"):
-        raise InputError("config.json: feed_forward_proj", config["feed_forward_proj"], "an activation, or gated-<one>")
+        raise InputError(
+            "config.json: feed_forward_proj", config["feed_forward_proj"], "give an activation, or gated-ACTIVATION"
+        )
     if gate and name == "gelu":
         name = "gelu_new"  # "gelu" means this in T5
     kind = activation({"feed_forward_proj": name}, "feed_forward_proj", name)
     for field, value in (("dense_act_fn", name), ("is_gated_act", bool(gate))):
         if config.get(field, value) != value:
-            raise InputError(f"config.json: {field}", config[field], f"feed_forward_proj says {value!r}")
+            raise InputError(f"config.json: {field}", config[field], f"it must be {value!r}, as in feed_forward_proj")
     is_scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
     return {
         "num_layers": config["num_layers"]

@@ -69,7 +69,7 @@ def _fields(family: str, config: Config) -> Config:
     ]
     attentions = [block.attention for block in blocks if block.attention is not None]
     if not attentions:
-        raise InputError("config.json: layer_types", "no attention", "xgpt plans only models with some attention")
+        raise InputError("config.json: layer_types", "no attention", "at least one layer must have attention")
     first = attentions[0]
     dense = tuple(layer for layer in range(number) if feeds[layer][1] is None)
     experts = next((block.experts for block in blocks if block.experts is not None), None)

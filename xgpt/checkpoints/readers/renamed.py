@@ -64,7 +64,7 @@ def _lfm2(config: Config) -> Config:
         raise InputError("config.json: num_heads", heads, "it must equal num_attention_heads")
     for name in ("conv_dim", "conv_dim_out"):
         if (width := config.get(name)) not in (None, config["hidden_size"]):
-            raise InputError(f"config.json: {name}", width, "only hidden_size is supported")
+            raise InputError(f"config.json: {name}", width, "it must equal hidden_size")
     return config
 
 
@@ -105,7 +105,7 @@ def _exaone4(config: Config) -> Config:
     """Repeat a pattern of letters over the layers: L for a window, G for full attention."""
     if isinstance(pattern := config.get("sliding_window_pattern"), str):
         if not pattern or set(pattern) - set("LG"):
-            raise InputError("config.json: sliding_window_pattern", pattern, "only the letters L and G are known")
+            raise InputError("config.json: sliding_window_pattern", pattern, "it may contain only the letters L and G")
         letters = [pattern[i % len(pattern)] for i in range(config["num_hidden_layers"])]
         kinds = ["sliding_attention" if letter == "L" else "full_attention" for letter in letters]
         config["layer_types"] = config.get("layer_types") or kinds

@@ -69,7 +69,7 @@ def rope_by_layer(config: dict[str, Any], theta: float, sliding_theta: float) ->
     """Return rotary settings of a family whose layers with a sliding window have a different base (Gemma 3)."""
     by_kind, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if not isinstance(by_kind, dict) or by_kind.keys() - {"full_attention", "sliding_attention"}:
-        accepted = "it must be an object of full_attention and sliding_attention"
+        accepted = "it must be an object with the keys full_attention and sliding_attention"
         raise InputError("config.json: rope_parameters", by_kind, accepted)
     full, sliding = by_kind.get("full_attention") or {}, by_kind.get("sliding_attention") or {}
     for name, found in (("rope_scaling", scaling), ("rope_parameters.full_attention", full)):

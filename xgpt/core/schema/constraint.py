@@ -200,6 +200,6 @@ class Admission(Frozen):
     def _check(self) -> Admission:
         if (self.order == "das") != (self.row_tokens is not None):
             raise ValueError(
-                f"row_tokens: {self.row_tokens} cannot be used with order {self.order!r}; only 'das' needs it"
+                f"row_tokens: {self.row_tokens} cannot be used with order {self.order!r}; only 'das' uses it"
             )
         return self

@@ -125,7 +125,7 @@ class EngineSpec(Frozen):
         figures = fields.keys() - UNSOURCED
         stated = {name for name in figures if getattr(self, name) != fields[name].default}
         if missing := sorted(stated - self.sources.keys()):
-            raise ValueError(f"sources: {', '.join(missing)} needs an entry in sources")
+            raise ValueError(f"sources: add the source of {', '.join(missing)}")
         if unknown := sorted(self.sources.keys() - figures):
             raise ValueError(f"sources: {', '.join(unknown)} is not a figure of an engine; leave it out")
         return self

@@ -149,11 +149,13 @@ class FleetPlan(Frozen):
         for i, interval in enumerate(self.intervals):
             if len(interval.replicas) != len(self.kinds):
                 raise ValueError(
-                    f"intervals: number {i} has {len(interval.replicas)} counts, but there are {len(self.kinds)} kinds"
+                    f"intervals: interval {i} has {len(interval.replicas)} counts of replicas, but there are "
+                    f"{len(self.kinds)} kinds"
                 )
             if interval.lengths >= len(self.lengths):
                 raise ValueError(
-                    f"intervals: number {i} has index {interval.lengths}, but there are {len(self.lengths)} lengths"
+                    f"intervals: interval {i} refers to lengths {interval.lengths}, but there are only "
+                    f"{len(self.lengths)}"
                 )
         for kind in self.kinds:
             if len(kind.rates_per_s) != len(self.lengths):

@@ -235,7 +235,9 @@ class ModelSpec(ModelShape):
                 f"full_attention_layers, experts.dense_layers: {sorted(layers)} must lie in [0, {self.num_layers})"
             )
         if self.full_attention_layers and self.sliding_window is None:
-            raise ValueError("full_attention_layers: without a sliding_window, all layers attend to all tokens")
+            raise ValueError(
+                "full_attention_layers: leave it out, since all layers attend to all tokens without a sliding_window"
+            )
         if self.relative_max_distance <= self.relative_buckets // 2:
             raise ValueError(
                 f"relative_max_distance: {self.relative_max_distance} must exceed half of relative_buckets, "

@@ -52,9 +52,9 @@ class Experts(Frozen):
             raise ValueError(f"active: {self.active} exceeds the number of experts, {self.number}")
         if self.number % self.num_groups or self.active_groups > self.num_groups:
             chosen = f"{self.active_groups} of {self.num_groups} groups"
-            raise ValueError(f"num_groups: {chosen} cannot be chosen from {self.number} experts")
+            raise ValueError(f"num_groups: {chosen} do not fit {self.number} experts")
         if self.active > self.active_groups * self.number // self.num_groups:
-            raise ValueError(f"active: {self.active} exceeds the experts of {self.active_groups} groups")
+            raise ValueError(f"active: {self.active} exceeds the number of experts in {self.active_groups} groups")
         return self
 
     def width_in(self, hidden: int) -> int:

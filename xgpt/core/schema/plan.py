@@ -279,7 +279,7 @@ class Plan(Frozen):
         """The warning for a plan without a checkpoint; None: it has one."""
         if self.checkpoint is not None:
             return None
-        return f"no checkpoint: weights are drawn from seed {self.seed}, and tokens mean nothing"
+        return f"no checkpoint: weights are random (seed {self.seed}), so the output tokens mean nothing"
 
     @property
     def devices_per_replica(self) -> int:

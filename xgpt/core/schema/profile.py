@@ -310,14 +310,14 @@ class Profile(Frozen):
     @property
     def unrest(self) -> str:
         """A description of the other work during a measurement on a busy machine."""
-        slow = f"slow periods took {100 * self.spread:.0f}% longer than the mean"
+        slow = f"steps in slow periods took {100 * self.spread:.0f}% longer than on average"
         text = f"the profile was measured on a busy machine: {slow}"
         if self.is_brief:
-            text += ", few points were measured, and the rest are interpolated"
+            text += ", and most points were interpolated instead of measured"
         if not self.others:
-            return f"{text}; no visible process used the cores"
+            return f"{text}; none of the visible processes used the cores"
         named = ", ".join(f"{name} {cores:.2g}" for name, cores in list(self.others.items())[:3])
-        return f"{text}; other processes used {sum(self.others.values()):.2g} cores meanwhile ({named})"
+        return f"{text}; meanwhile other processes used {sum(self.others.values()):.2g} cores ({named})"
 
     @property
     def of_means(self) -> Profile:

@@ -46,7 +46,9 @@ class Speculation(Frozen):
                 f"acceptance: {list(self.acceptance)} must not rise: a token is accepted only after those before it"
             )
         if self.tokens > len(self.acceptance):
-            raise ValueError(f"tokens: {self.tokens} exceeds the {len(self.acceptance)} positions of acceptance")
+            raise ValueError(
+                f"tokens: {self.tokens} exceeds the number of shares in acceptance, {len(self.acceptance)}"
+            )
         return self
 
     @property

@@ -91,7 +91,7 @@ def check_classes(classes: tuple[RequestClass, ...]) -> None:
     """
     names = [each.name for each in classes]
     if len(set(names)) != len(names):
-        raise ValueError(f"classes: in {', '.join(names)} each name may appear only once")
+        raise ValueError(f"classes: each name may appear only once, not as in {', '.join(names)}")
     total = sum(each.share for each in classes)
     if classes and abs(total - 1) > 1e-6:
         raise ValueError(f"classes: their shares sum to {total:.6g}, but must sum to 1")

@@ -169,7 +169,7 @@ def _parse(text: str, source: str, classes: Collection[str]) -> dict[bytes, Key]
         names.add(name)
         keys[_digest(secret.encode())] = _key(name, settings, where, classes, is_admin=not has_name)
     if not keys:
-        raise InputError(FIELD, source, "it must hold at least one key, one a line")
+        raise InputError(FIELD, source, "it must contain at least one key; each key has its own line")
     return keys
 
 
@@ -179,7 +179,9 @@ def _key(name: str, settings: list[str], where: str, classes: Collection[str], *
         match = SETTING.fullmatch(setting)
         if match is None:
             known = ", ".join(f"{name}=NUMBER" for name in NUMBERS)
-            raise InputError(FIELD, where, f"it has an unknown setting; the settings are {known}, class=NAME and admin")
+            raise InputError(
+                FIELD, where, f"{setting!r} is not a known setting; the settings are {known}, class=NAME and admin"
+            )
         if (known := match[1] or match[0]) in given:
             raise InputError(FIELD, where, f"{known} is given twice: leave one out")
         given[known] = match[2]
@@ -187,8 +189,9 @@ def _key(name: str, settings: list[str], where: str, classes: Collection[str], *
     numbers = {known: _number(known, given[known], where) for known in NUMBERS if known in given}
     of_class = given.get("class", "")
     if "class" in given and of_class not in classes:
-        has = f"the plan's are {', '.join(classes)}{nearest(of_class, classes)}" if classes else "the plan has none"
-        raise InputError(FIELD, f"{where}, class={of_class}", f"{has}: name one of the plan's classes")
+        known = f"the plan's classes are {', '.join(classes)}{nearest(of_class, classes)}"
+        has_none = "the plan has no classes of requests: leave class= out"
+        raise InputError(FIELD, f"{where}, class={of_class}", known if classes else has_none)
     if of_class and (both := next((name for name in OF_CLASS if name in numbers), None)):
         raise InputError(
             FIELD,

@@ -54,7 +54,7 @@ def read_settings(checkpoint: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise InputError("tokenizer_config", str(path), f"it cannot be read as JSON: {error}") from None
     if not isinstance(config, dict):
-        raise InputError("tokenizer_config", str(path), "it must hold a JSON object")
+        raise InputError("tokenizer_config", str(path), "it must contain a JSON object")
     return config
 
 

@@ -125,7 +125,10 @@ class CountRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
             refuse("mcp_servers", "this server runs no tools; leave it out, and send tools for the client to run")
         for tool in self.tools or ():
             if tool.type not in (None, "custom") or tool.input_schema is None:
-                refuse("tools", f"{tool.name} has no input_schema; this server does not run Anthropic's own tools")
+                refuse(
+                    "tools",
+                    f"{tool.name} has no input_schema: send one, since this server does not run Anthropic's own tools",
+                )
 
     def chat(self, **fields: Any) -> ChatRequest:
         """Return the chat to which the request is translated. Raises ApiError (400)."""
@@ -237,7 +240,7 @@ def _arguments(given: msgspec.Raw) -> str:
     text = bytes(given).decode(errors="replace")
     if text in ("", "null"):
         return "{}"
-    return text if text.startswith("{") else refuse("messages", "the input of a call is not an object")
+    return text if text.startswith("{") else refuse("messages", "the input of a call must be an object")
 
 
 def _tool(tool: ClientTool) -> Tool:

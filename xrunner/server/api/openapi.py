@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 _REFUSALS = {
     "400": "A field is not accepted; the message says why.",
-    "401": "No valid API key came with the request.",
+    "401": "The request has no valid API key.",
     "403": "The request comes from a page of another site, or the key lacks admin rights for this path.",
     "404": "This model is not served here.",
     "408": "The body did not come in time.",
@@ -39,8 +39,8 @@ _SAMPLING = (
 _COMPLETION = "Without max_tokens an output has at most 16 tokens, or --default-max-tokens."
 _CHAT = (
     "Without max_tokens an output may fill the context, or have --default-max-tokens. K/V memory is reserved for the "
-    "plan's quantile of outputs (admission.promise_quantile): a longer output waits while other requests need the "
-    "memory, and then continues; with static batches or an encoder it ends there."
+    "plan's quantile of outputs (admission.promise_quantile). A longer output waits while other requests need the "
+    "memory, and then continues; with static batches or an encoder it ends at that length."
 )
 
 _NOT_KEPT = " Answers are not stored: send earlier items in input."

@@ -137,14 +137,14 @@ def _explained(says: str, kind: Any) -> str:
     """Return msgspec's message with the nearest known field, or in plain words for what clients often get wrong."""
     if match := re.fullmatch(r"Object contains unknown field `(\w+)`", says):
         if match[1] in VLLM_FIELDS:
-            return f"{match[1]}: send a JSON schema in response_format, in a chat"
+            return f"{match[1]}: send a chat with a JSON schema in response_format instead"
         return says + nearest(match[1], [field.encode_name for field in msgspec.structs.fields(kind)])
     if match := re.fullmatch(r"Expected `array` of length >= 1 - at `\$\.(\w+)`", says):
-        return f"{match[1]}: at least one is needed"
+        return f"{match[1]}: send at least one"
     if match := re.fullmatch(r"Expected `str` matching regex '.*' - at `\$\.(.+)`", says):
         return f"{match[1]}: a function's name has 1 to 128 letters, digits, _, . and -"
     if match := re.fullmatch(r"Invalid value '(\w+)' - at `\$\.(\w+)\[.*content\[.*\.type`", says):
-        return f"{match[2]}: this server takes text only, not {match[1]!r}"
+        return f"{match[2]}: this server accepts only text, not {match[1]!r}"
     if match := re.fullmatch(r"Invalid (?:enum )?value '.*' - at `\$(\..+)`", says, re.DOTALL):
         return says + _accepted(kind, match[1])
     return says
@@ -226,6 +226,6 @@ def _check_sizes(looked: Any, size: int) -> None:
         # In a list of texts, brackets may belong to the texts.
         most = MAX_ITEMS if b'"' in prompt else MAX_PROMPTS
         if max(prompt.count(b"["), prompt.count(b"{")) > most:
-            refuse("prompt", f"more than {most} lists; send fewer prompts at once")
+            refuse("prompt", f"it has more than {most} lists; send fewer prompts at once")
     elif not prompt.startswith(b'"') and len(prompt) > MAX_FREE_BYTES:
-        refuse("prompt", f"{len(prompt)} bytes are more than {MAX_FREE_BYTES}")
+        refuse("prompt", f"it has {len(prompt)} bytes; at most {MAX_FREE_BYTES} are accepted")

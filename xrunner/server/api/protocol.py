@@ -351,10 +351,10 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
         """
         given = self.prompt
         if len(given) > longest and not isinstance(given, str):
-            refuse("prompt", f"{len(given)} token ids or prompts in one list; at most {longest} are accepted")
+            refuse("prompt", f"the list has {len(given)} token ids or prompts; at most {longest} are accepted")
         kinds = set() if isinstance(given, str) else set(map(type, given))
         if int in kinds and len(kinds) > 1:
-            refuse("prompt", "token ids and prompts are mixed in one list")
+            refuse("prompt", "a list must not mix token ids and prompts")
         is_one = isinstance(given, str) or int in kinds
         prompts = cast(list[Prompt], [given] if is_one else given)
         if not prompts or not all(prompts):
@@ -512,10 +512,11 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
             reason = "the last message must be the assistant's, and add_generation_prompt false"
             refuse("continue_final_message", reason)
         if self.top_logprobs and not self.logprobs:
-            refuse("top_logprobs", "send logprobs: true with it")
+            refuse("top_logprobs", "it needs logprobs: true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             refuse(
-                "max_tokens", f"max_completion_tokens {self.max_completion_tokens} differs from it; send one of them"
+                "max_tokens",
+                f"max_completion_tokens is {self.max_completion_tokens}, which differs; send only one of the two",
             )
 
     @property

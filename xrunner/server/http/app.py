@@ -115,7 +115,7 @@ def _reload_on_hangup(keys: ApiKeys) -> None:
 
 MAX_PATH_SHOWN = 100
 NOT_SERVED = {
-    **dict.fromkeys(("/embeddings", "/score", "/rerank", "/pooling"), "this server generates text only"),
+    **dict.fromkeys(("/embeddings", "/score", "/rerank", "/pooling"), "this server only generates text"),
     "/ping": "use /health, or /ready",
 }
 """Paths that other servers have, without /v1, and what to tell their clients."""
@@ -143,7 +143,7 @@ def _no_route(http: Request, error: HTTPException) -> str:
         return f"{says}: {reason}"
     known = [route.path for route in http.app.routes]
     near = f": did you mean /v1{path}?" if f"/v1{path}" in known else nearest(path, known)
-    return f"{says}{near or '; /openapi.json lists what there is'}"
+    return f"{says}{near or '; /openapi.json lists all paths'}"
 
 
 async def _say_nothing(_: Request, __: Exception) -> Response:

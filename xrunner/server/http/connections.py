@@ -202,7 +202,7 @@ def _bound(host: str, port: int) -> socket.socket:
         return socket.create_server(address, family=family, backlog=BACKLOG)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
-        way_out = "; take another with `port`" if error.errno == errno.EADDRINUSE else ""
+        way_out = "; give another `port`" if error.errno == errno.EADDRINUSE else ""
         raise MachineError(f"cannot listen on {host}:{port}: {reason}{way_out}") from None
 
 
@@ -322,7 +322,7 @@ class Protocol(H11Protocol):
         if not self._is_at_rest:
             self.cycle.disconnected = True  # answered here
         says = (
-            "this is not HTTP/1.1, a head of more than 16 KiB, or a body in more than "
+            "the request is not HTTP/1.1, or its head is longer than 16 KiB, or its body comes in more than "
             f"{FREE_CHUNKS} chunks of less than {CHUNK_BYTES} bytes"
         )
         error = ApiError(400, says, code="bad_http")
@@ -403,7 +403,11 @@ def _probes_only(app: ASGIApp) -> Any:
             return
         headers = {"connection": "close"}
         error = ApiError(
-            503, "all connections are in use", code="too_many_connections", retry_after_s=1, headers=headers
+            503,
+            "all connections are in use; try again later",
+            code="too_many_connections",
+            retry_after_s=1,
+            headers=headers,
         )
         await ErrorResponse(error)(scope, receive, send)
 

@@ -119,12 +119,12 @@ class Guard:
             if not self._hosts.accept(host):
                 return ApiError(
                     HTTPStatus.MISDIRECTED_REQUEST,
-                    "the Host header names another server; add the name with --allowed-host",
+                    "the Host header does not name this server; allow the name with --allowed-host",
                     code="host_not_allowed",
                 )
             origin = headers.get("origin")
             if origin is not None and not self._hosts.accept_origin(origin, scope["scheme"], host):
-                says = "pages of other sites may not use this server; allow an origin with --allowed-origin"
+                says = "pages of other sites may not use this server; allow this origin with --allowed-origin"
                 return ApiError(403, says, code="origin_not_allowed")
         if self._keys is None or path in OPEN_PATHS:
             return None
@@ -134,14 +134,14 @@ class Guard:
         if key is None:
             return ApiError(
                 401,
-                "no valid API key came with the request; send it as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'",
+                "the request has no valid API key; send one as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'",
                 code="invalid_api_key",
                 headers={"www-authenticate": 'Basic realm="xgpt", charset="UTF-8"'},
             )
         info.key = key
         info.log["key"] = key.name
         if path in ADMIN_PATHS and not key.is_admin:
-            return ApiError(403, f"{path} takes a key whose line in the key file says admin", code="admin_only")
+            return ApiError(403, f"{path} requires a key whose line in the key file says admin", code="admin_only")
         return None
 
     def _classify(self, scope: Scope, headers: Headers, info: RequestInfo) -> ApiError | None:
@@ -177,7 +177,7 @@ def _malformed(headers: Headers) -> ApiError | None:
     """Return an error for a head that a proxy could read differently; the connection is closed after the answer."""
     reason = None
     if "content-length" in headers and "transfer-encoding" in headers:
-        reason = "a request has Content-Length or Transfer-Encoding, not both"
+        reason = "a request must not have both Content-Length and Transfer-Encoding"
     elif repeated := next((name for name in SINGLE_HEADERS if len(headers.getlist(name)) > 1), None):
         reason = f"the header {repeated} came more than once"
     return None if reason is None else ApiError(400, reason, code="bad_http", headers={"connection": "close"})

@@ -41,7 +41,7 @@ class Prompts:
             if info.quota is not None:
                 info.quota.settle(error.at_least)
             most = f"this model's maximum context length is {self._spec.max_context} tokens"
-            reason = f"{error.at_least} or more tokens are too many: {most}"
+            reason = f"at least {error.at_least} tokens are too many: {most}"
             refuse(field, reason, "context_length_exceeded")
         return tokens or refuse(field, "it has no tokens")
 
@@ -89,7 +89,7 @@ class Prompts:
         self.check_length(characters, "messages")
         variables = (given or {}) | ({"tools": told(tools)} if tools else {})
         if variables and len(msgspec.json.encode(variables)) > MAX_VARIABLES_BYTES:
-            refuse("chat_template_kwargs", f"together with tools they exceed {MAX_VARIABLES_BYTES} bytes")
+            refuse("chat_template_kwargs", f"these and tools together exceed {MAX_VARIABLES_BYTES} bytes")
         template = self._codec.chat_template
 
         def render() -> str:

@@ -254,7 +254,7 @@ class Service:
         if len(tokens) > most:
             refuse("tokens", f"{len(tokens)} token ids are more than {most}")
         if (wrong := next((token for token in tokens if token >= size), None)) is not None:
-            refuse("tokens", f"token {wrong} is outside of the vocabulary of {size}")
+            refuse("tokens", f"token {wrong} is outside the vocabulary of {size}")
         return _json({"prompt": await self._prompts.text(info, tokens)})
 
     def _check(self, request: GenerationRequest) -> None:
@@ -317,7 +317,9 @@ class Service:
     async def _why_not(self, info: RequestInfo, grammar: str) -> str | None:
         """Return the reason why outputs cannot follow a grammar; None if they can."""
         if self._model.grammars is None or self._prompts.tokenising is None:
-            return "this server has no grammars, because the model has no tokenizer or runs in vLLM; leave it out"
+            return (
+                "this server cannot follow grammars, because the model has no tokenizer or runs in vLLM; leave it out"
+            )
         why_not = partial(self._model.grammars.why_not, grammar)
         try:
             return await self._prompts.tokenising.by_turns(info.key.name, len(grammar), why_not)

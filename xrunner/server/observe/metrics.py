@@ -81,7 +81,7 @@ class Metrics:
         self._gauge("xgpt_kv_blocks", "Blocks of K/V memory.", lambda: engine.pool.limits.kv_blocks)
         self._gauge(
             "xgpt_preemptions",
-            "Number of preemptions since the start: requests that lost their K/V and were encoded again.",
+            "Number of preemptions since the start: a preempted request loses its K/V and is encoded again.",
             lambda: engine.pool.num_preemptions,
         )
         self._registry.register(_Processes(engine))
@@ -163,7 +163,7 @@ class Metrics:
         """Export the number of steps that could not be written to the step log."""
         self._gauge(
             "xgpt_step_log_lost",
-            "Number of steps that are missing in the step log, because it could not be written.",
+            "Number of steps that are missing in the step log, because writing it failed.",
             read,
         )
 

@@ -190,7 +190,9 @@ class Watch:
         self._refused.append((refused.policy, refused.stages))
         self._observer.go_over_to(before)
         self._apply(before)  # replicas that have changed also return to the previous plan
-        logger.error("the previous plan continues", extra={"fields": {"reason": reason}})
+        logger.error(
+            "the new plan could not be deployed, so the previous plan continues", extra={"fields": {"reason": reason}}
+        )
 
     def _look(self) -> None:
         if (
@@ -221,7 +223,7 @@ class Watch:
             if self._is_draining():
                 return
             if plan is not None and (plan.policy, plan.stages) in self._refused:
-                logger.warning("a plan that could not be deployed before is not tried again")
+                logger.warning("re-planning chose a plan that could not be deployed before, so the running plan stays")
                 return
             if plan is not None:
                 self._go_over(plan)

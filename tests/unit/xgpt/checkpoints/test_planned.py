@@ -276,7 +276,7 @@ def test_sizes_are_those_that_vllm_states_of_its_fixtures(name: str) -> None:
 )
 def test_families_of_vllm_s_fixtures_that_are_not_read_say_why(family: str, why: str) -> None:
     config = CONFIG_MAPPING[family]().to_dict() if family in CONFIG_MAPPING else {}
-    with pytest.raises(InputError, match=f"model_type: '{family}(_text)?' .*this family is not planned: .*{why}"):
+    with pytest.raises(InputError, match=f"model_type: '{family}(_text)?' .*xgpt does not plan this family: .*{why}"):
         spec_of(config | {"model_type": family}, family)
 
 

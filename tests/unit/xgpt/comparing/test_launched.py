@@ -95,7 +95,7 @@ def test_one_deployment_in_many_ways(way: str, in_file: bool, tmp_path: Path) ->
         text = str(tmp_path / "it.yaml")
     found = read_current(text, load_cluster("h100x8"))
     assert (found.version == "0.15.1") == ("0.15.1" in WAYS[way])
-    assert ("the manifest requests 4 devices, the engine uses 2" in found.notes) == (way == "pod")
+    assert ("the manifest requests 4 devices, but the engine uses 2" in found.notes) == (way == "pod")
     ignored: dict[str, Any] = {"notes": (), "version": None}
     assert CurrentEngine(**{**vars(found), **ignored}) == SAME
 
@@ -138,8 +138,8 @@ def test_other_engines(text: str, expected: tuple[object, ...]) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("sglang serve m --speculative-algorithm STANDALONE", "acceptance of drafts"),
-        ("sglang serve m --enable-dp-attention --tp 8 --dp 8", "give --ep 8, and a --dp that divides it"),
+        ("sglang serve m --speculative-algorithm STANDALONE", "scores only NEXTN, EAGLE, EAGLE3; leave drafts out"),
+        ("sglang serve m --enable-dp-attention --tp 8 --dp 8", "give --ep 8, and a --dp that divides 8"),
         ("sglang serve m --tpp 8", "SGLang .* has no such flag"),
         ("trtllm-serve m --config extra.yaml", "may contain any setting"),
         ("trtllm-serve m --tp 2", "TensorRT-LLM .* has no such flag"),
@@ -209,7 +209,7 @@ def test_types_are_those_that_run(flags: str, weights: str, kv: str) -> None:
     found = compared(f"vllm serve m {flags} --max-model-len 8192")
     assert found.current is not None and (found.current.dtype, found.current.kv_dtype) == (weights, kv)
     assert any(f"weights in {weights} and K/V in {kv}" in note for note in found.notes)
-    assert found.notes[0].startswith("engine vllm-0.32: the plans are also for this engine")
+    assert found.notes[0].startswith("the plans are for vllm-0.32, the engine that the command starts")
     assert found.best.dtype == "bfloat16"
 
 
@@ -265,8 +265,8 @@ DRAFTED += "--speculative-config.num_speculative_tokens 2"
 
 def test_drafts_are_scored_with_an_acceptance_that_is_stated() -> None:
     assumed, given = compared(DRAFTED), compared(DRAFTED, acceptance=(0.9, 0.85))
-    assert "drafts by eagle3, 2 tokens a step, also in the plans: assumed that 0.6 of tokens" in assumed.notes[0]
-    assert "acceptance as given, (0.9, 0.85)" in given.notes[0]
+    assert "the plans use eagle3 with 2 draft tokens a step; assumed acceptance 0.6" in assumed.notes[0]
+    assert "given acceptance (0.9, 0.85)" in given.notes[0]
     rates = []
     for found in (assumed, given):
         assert found.current is not None and found.current.speculation is not None
@@ -325,7 +325,7 @@ def test_shared_experts_are_scored_on_the_devices_of_the_command(cluster: str, d
 
 def test_replicas_of_vllm_that_cut_experts_are_refused() -> None:
     """Without expert parallelism vLLM cuts each expert across all data-parallel replicas."""
-    with pytest.raises(InputError, match=r"divides each expert among all replicas, .* add --enable-expert-parallel"):
+    with pytest.raises(InputError, match=r"divides each expert among all of them, .* add --enable-expert-parallel"):
         compared("vllm serve m -dp 2", model="qwen3-30b-a3b", cluster="h200x8")
 
 
@@ -353,5 +353,5 @@ def test_known_pairs_count(tmp_path: Path) -> None:
     (tmp_path / "day.csv").write_text("input,output\n" + "900,10\n20,300\n" * 200)
     workload = str(tmp_path / "day.csv")
     assert compared("vllm serve m --max-model-len 1000", workload=workload).current is not None
-    with pytest.raises(InputError, match="up to 910 tokens, which it would reject"):
+    with pytest.raises(InputError, match="day has requests of 910 tokens, which the engine would reject"):
         compared("vllm serve m --max-model-len 909", workload=workload)

@@ -52,7 +52,7 @@ def test_nothing_is_written_that_could_not_be_read() -> None:
     [
         ("", "not JSON"),
         ("{", "not JSON"),
-        ("[]", "must hold a JSON object"),
+        ("[]", "must contain a JSON object"),
         ('{"text": "x"}', "schema_version is missing"),
         ('{"schema_version": 2, "text": "x"}', "2 is not accepted; this version of xgpt reads files of version 1"),
         ('{"schema_version": 1}', "note.text"),

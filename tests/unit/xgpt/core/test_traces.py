@@ -97,7 +97,7 @@ def test_bad_csv_names_line_and_value(tmp_path: Path, text: str, says: str) -> N
         ("", "no requests"),
         ("[1, 2]", "entry 1: '1'"),
         ('{"input_length": 1,', "line 1"),
-        ('{"input_length": 1}', "output_length is missing"),
+        ('{"input_length": 1}', "it has no output length"),
         ('{"input_length": 1, "output_length": true}', "line 1, output: True"),
         ('{"input_length": 1.5, "output_length": 2}', "line 1, input: 1.5"),
         ('{"input_length": null, "output_length": 2}', "none of its 1 rows"),
@@ -185,7 +185,7 @@ def test_what_is_assumed_is_said_once(
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("half.jsonl", lines({"timestamp": 0.5, "input_length": 1, "output_length": 2}), "use the name timestamp_s"),
+        ("half.jsonl", lines({"timestamp": 0.5, "input_length": 1, "output_length": 2}), "name them timestamp_s"),
         ("usage.json", json.dumps({"object": "page", "data": [{"object": "bucket"}]}), "totals over many requests"),
         ("bucket.jsonl", lines({"num_model_requests": 5, "input_tokens": 9, "output_tokens": 5}), "totals over many"),
         ("mixed.csv", "input,output,time\n1,2,3\n1,2,2026-01-01\n", "give numbers in all rows, or dates in all"),
@@ -194,7 +194,7 @@ def test_what_is_assumed_is_said_once(
         ("text.jsonl", lines({"input": "hello", "output": "you"}), "line 1, input: 'hello' is not accepted; give"),
         ("lists.json", json.dumps({"input_lens": [1, 2], "output_lens": [1]}), "one value for each request"),
         ("names.jsonl", lines({"isl": 1, "osl": 2, "time_s": 1}, {"isl": 1, "osl": 2, "time_ms": 1}), "the same name"),
-        ("odd.json", json.dumps([{"conversations": [1]}]), "its format is not known"),
+        ("odd.json", json.dumps([{"conversations": [1]}]), "xgpt does not know its format"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_known_is_refused(tmp_path: Path, name: str, text: str, says: str) -> None:
@@ -213,7 +213,7 @@ def test_a_page_of_metrics_gives_lengths_without_pairs(tmp_path: Path, caplog: p
     workload = read_workload(path)
     assert workload.input.mean == pytest.approx(100, rel=0.01) and workload.input.lengths[-1] == 200
     assert workload.output.lengths[-1] == 20 and workload.output.probabilities[-1] == pytest.approx(0.1)
-    assert "100 tokens on average, 90 by the sum" in caplog.messages[0]
+    assert "a mean of 100 tokens (the page's own sum gives 90)" in caplog.messages[0]
     assert load_trace(str(path)) is None
     with pytest.raises(InputError, match="it has histograms, not requests"):
         read_lengths(path)

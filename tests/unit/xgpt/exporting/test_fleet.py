@@ -92,5 +92,5 @@ def test_the_autoscalers_act_on_the_recommended_number_of_their_own_kind() -> No
 def test_a_fleet_without_weights_or_for_another_target_is_refused() -> None:
     with pytest.raises(InputError, match="checkpoint"):
         xgpt.export(fleet_of([2.0]), "k8s")
-    with pytest.raises(InputError, match="a fleet is exported to k8s only"):
+    with pytest.raises(InputError, match="a fleet can be exported only to k8s"):
         xgpt.export(deployable(), "script")

@@ -123,7 +123,7 @@ def test_several_outputs_are_told_apart() -> None:
         (request([SPEC.vocab_size]), "input_ids"),
         (request([1] * SPEC.max_context), "input_ids"),
         (request(max_tokens=SPEC.max_context), "max_tokens"),
-        (request(max_tokens=0), "max_tokens: an output has"),
+        (request(max_tokens=0), "max_tokens: give at least 1"),
         (request(min_tokens=2), "min_tokens"),
         (request(temperature=float("nan")), "temperature"),
         (request(top_p=1.5), "top_p"),

@@ -138,5 +138,5 @@ def test_the_log_says_when_a_lost_engine_is_back(caplog: pytest.LogCaptureFixtur
     caplog.set_level(logging.INFO)
     served(MortalEngine(0), fake_plan())
     lost, back = (record.getMessage() for record in caplog.records if record.name.endswith("lasting_engine"))
-    assert lost == "its process has ended; restarting the engine with 1 requests"
+    assert lost == "the engine is lost: its process has ended; restarting it with 1 requests"
     assert re.fullmatch(r"the engine is back after \d\.\d s", back)

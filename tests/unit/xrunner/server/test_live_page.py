@@ -77,7 +77,7 @@ def test_the_page_says_the_bound_and_what_was_decided(tmp_path: Path) -> None:
         page.open(f"{url}/")
         page.wait("document.body?.dataset.state === 'live'")
         assert page.run("document.getElementById('latency-label').textContent") == (
-            "latency p99, arrival to last token; the bound: 9.8 s for 99% of requests"
+            "latency p99, arrival to last token; bound: 9.8 s for 99% of requests"
         )
         live = httpx.get(f"{url}/live", trust_env=False).json()["now"]
         assert live["share_kept"] == 1.0 and live["first_p99_s"] <= live["whole_p99_s"] < 9.8

@@ -78,7 +78,7 @@ def error_of(**fields: object) -> ApiError:
         ({"prompt": ""}, "prompt", "empty"),
         ({"prompt": []}, "prompt", "empty"),
         ({"prompt": [[1], []]}, "prompt", "empty"),
-        ({"prompt": [1, [2]]}, "prompt", "mixed"),
+        ({"prompt": [1, [2]]}, "prompt", "must not mix"),
         ({"prompt": [1, 1000]}, "prompt", "token id 1000 is outside the vocabulary of 1000"),
         ({"prompt": [-1]}, "prompt", "token id -1"),
         ({"prompt": [10**40]}, "prompt", "outside the vocabulary"),
@@ -99,12 +99,12 @@ def test_refused_with_the_field(fields: dict[str, object], param: str, says: str
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"messages": []}, "messages", "at least one is needed"),
+        ({"messages": []}, "messages", "send at least one"),
         ({"messages": [{"role": "user"}]}, "messages", "no content"),
         ({"messages": [{"role": "", "content": "x"}]}, "messages", "length >= 1"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "takes text only"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "accepts only text"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "differs from it"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "which differs"),
         ({"tools": [{}]}, "tools", "missing required field `function`"),
         (
             {"tools": [{"type": "function", "function": {"name": "f\n"}}]},

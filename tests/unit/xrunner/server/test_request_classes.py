@@ -150,7 +150,7 @@ def test_a_request_of_a_class_has_its_priority_bounds_and_its_keys_share() -> No
     ("text", "names", "says"),
     [
         (f"alice {ALICE} class=bath", NAMES, "did you mean batch"),
-        (f"alice {ALICE} class=batch", (), "the plan has none"),
+        (f"alice {ALICE} class=batch", (), "the plan has no classes"),
         (f"alice {ALICE} class=batch priority=1", NAMES, "priority= conflicts with class="),
         (f"alice {ALICE} class=batch class=batch", NAMES, "given twice"),
     ],

@@ -175,7 +175,7 @@ def test_a_vllm_that_makes_no_step_is_noticed(plan: Plan, start: Start, monkeypa
     submit(engine, PROMPTS[:1])
     assert len(run(engine, 1)) == 1
     submit(engine, [(fake_vllm.HANGS, 1)])
-    with pytest.raises(MachineError, match="it has requests, and has ended no step for"):
+    with pytest.raises(MachineError, match="it has requests, but has completed no step for"):
         run(engine, 1)
 
 

@@ -104,7 +104,7 @@ def test_uneven_stages_become_a_partition_and_uneven_degrees_an_error() -> None:
     assert started.variables["VLLM_PP_LAYER_PARTITION"] == "5,7"
     assert flags(started.arguments)["--pipeline-parallel-size"] == "2"
     wide = second.model_copy(update={"devices": (1, 2), "tp": 2})
-    with pytest.raises(InputError, match="one tensor-parallel degree"):
+    with pytest.raises(InputError, match="the same tensor-parallel degree"):
         launch(plan.model_copy(update={"stages": (first, wide)}), plan_path="plan.json")
 
 

@@ -62,4 +62,4 @@ def test_two_devices_can_be_divided_in_one_way():
     assert by_compute.estimate.throughput_rps == by_memory.estimate.throughput_rps
     plans = plans_of(cluster="a40x8", policy="waa", devices=2)
     assert list(plans) == ["waa"]
-    assert missing_in_words("waa", plans) == ["waa: waa-c and waa-m divide these devices equally"]
+    assert missing_in_words("waa", plans) == ["waa: waa-c and waa-m divide these devices in the same way"]

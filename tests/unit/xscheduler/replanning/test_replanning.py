@@ -310,12 +310,12 @@ def test_the_cause_of_a_judgement_is_stated_in_numbers() -> None:
         cause: in_numbers(plan, seen.model_copy(update={"cause": cause}))
         for cause in ("lengths", "pace", "goodput", "asked")
     }
-    inputs_to = f"mean lengths: inputs {plan.workload.input.mean:.0f} to 261"
+    inputs_to = f"mean lengths went from {plan.workload.input.mean:.0f} to 261 input tokens"
     assert texts == {
-        "lengths": f"{inputs_to}, outputs {plan.workload.output.mean:.0f} to 106 tokens",
+        "lengths": f"{inputs_to}, and from {plan.workload.output.mean:.0f} to 106 output tokens",
         "pace": "steps take 1.96 times as long as in the profile",
         "goodput": "95.8% of recent requests kept their bounds, but 99.0% should",
-        "asked": "requested, after 100 requests",
+        "asked": "asked for, after 100 requests",
     }
 
 

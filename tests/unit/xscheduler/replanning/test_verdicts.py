@@ -109,7 +109,7 @@ def test_where_requests_break_their_bounds_the_decision_says_so_and_takes_a_smal
     after, _ = propose(plan, subject.profile, kept.model_copy(update={"goodput": 0.9}))
     assert before.running.keeps_bound and 0.02 < before.gain < 0.05 and before.action == "keep"
     assert after.running.keeps_bound is False and after.action == "swap"
-    assert after.reason.startswith("90.0% of recent requests kept their bounds, but 0.99 should")
+    assert after.reason.startswith("90.0% of recent requests kept their bounds, but 99.0% should")
 
 
 @pytest.mark.parametrize(("rate", "least_s", "most_s"), few([(3.0, 15, 60), (None, 8, 20)]))
@@ -119,7 +119,7 @@ def test_if_no_plan_keeps_the_bound_one_near_it_takes_over(rate: float | None, l
     decision, plan = propose(running(), OF.profile, observed(1.0, 4.0, rate))
     assert decision.running.keeps_bound is False and decision.best is not None and decision.best.keeps_bound is False
     rates = f"{decision.best.arrival_rate_per_s:.3g} requests/s, the running one up to "
-    assert re.match(rf"no plan keeps the bound of 8 s; with [\d.]+ s, the best plan keeps .* {rates}", decision.reason)
+    assert re.match(rf"no plan keeps the bound of 8 s; under [\d.]+ s, the best plan keeps .* {rates}", decision.reason)
     assert least_s < decision.best.latency_s < most_s
     if rate is None:
         assert decision.action == "swap" and plan is not None and decision.gain > 0
@@ -181,7 +181,9 @@ def test_a_plan_for_few_arrivals_gives_way_when_more_arrive() -> None:
     risen = judged_at(6.0, small)
     assert risen.switch and risen.plan is not None and risen.plan.policy == OrcaSettings(max_batch=128)
     assert risen.plan.constraint == running().constraint
-    assert risen.reason.startswith("6 requests/s arrive, for which no plan keeps the bound of 8 s; with 13.2 s, ")
+    assert risen.reason.startswith(
+        "6 requests/s arrive, and no plan keeps the bound of 8 s at this rate; under 13.2 s, "
+    )
     assert not judged_at(6.0, large).switch
 
 
