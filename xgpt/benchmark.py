@@ -77,7 +77,7 @@ class Load:
 
     Attributes:
         num_requests: number of measured requests; further requests are sent to keep the load steady.
-        workload: their lengths; None: those of the plan, or of summarization for an endpoint.
+        workload: their lengths; None: the plan's lengths, or for an endpoint the lengths of the workload summarization.
         arrivals: the times at which they are sent; None: a closed loop.
         stream: whether answers are streamed. Figures of a plan come from the engine's log in any case; the client
             shares the machine with the engine, and reading tokens one by one makes decode steps on two cores a tenth

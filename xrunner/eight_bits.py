@@ -37,8 +37,9 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def name_of_scales(names: Container[str], weight: str) -> str | None:
-    """Return the name that a checkpoint gives to a weight's scales; None if it has none, or if it has offsets as
-    well."""
+    """Return the name that a checkpoint gives to a weight's scales; None if the weight has no scales, or if it has
+    offsets as well.
+    """
     if weight + OFFSETS in names:
         return None
     return next((weight + ending for ending in SCALES if weight + ending in names), None)

@@ -120,7 +120,7 @@ def _key(plan: Plan) -> tuple[PolicySettings, int, int]:
 
 
 def headroom_of(constraint: Constraint, profile: Profile) -> float:
-    """Return the headroom with which to plan: that of the constraint if it states one, else that of the profile.
+    """Return the headroom with which to plan: the constraint's headroom if it states one, else the profile's headroom.
 
     On a machine whose steps were slower than predicted in earlier loads, the headroom covers their usual slowest pace,
     up to `MOST_HEADROOM`.

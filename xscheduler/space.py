@@ -138,8 +138,8 @@ class Space:
         Args:
             bound: throughput, all replicas together, that no point exceeds.
             between: whether a point represents all batch sizes, fractional ones included, from one less than its own up
-                to its own. Its throughput is then that of the largest of these, and the times that must keep the
-                constraint are those of the smallest (`Evaluation.lesser`).
+                to its own. The point's throughput is then the throughput of the largest of these sizes, and the times
+                of the smallest size must keep the constraint (`Evaluation.lesser`).
             left: share of the latency bound that settings may use, by token budget; 0: such settings are not allowed;
                 None: the whole bound.
         """
@@ -393,8 +393,8 @@ def columns_of(settings: PolicySettings) -> dict[str, Ints]:
 
 @lru_cache(maxsize=4096)
 def _at_rest(memory: LaneMemory, lengths: Lengths, block_size: int, kv: KvPromise) -> float:
-    """Return the number of requests whose K/V a lane holds if activations take no memory; it is the same for all
-    placements with that lane.
+    """Return the number of requests whose K/V a lane holds if activations take no memory; this number is the same for
+    all placements with that lane.
     """
     blocks = memory.blocks_beside(np.zeros(1))
     return float(capacity(lengths, blocks, block_size, kv, memory.kept_blocks, memory.request_blocks)[0])

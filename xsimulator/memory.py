@@ -277,7 +277,7 @@ class LaneMemory:
 
         Args:
             step_tokens: tokens of the largest step, whose activations lie beside K/V.
-            in_flight: tokens that a layer with a window keeps beyond it: those of the steps in flight.
+            in_flight: tokens, those of the steps in flight, that a layer with a window keeps beyond the window.
         """
         buffers = self._buffers.of(np.asarray([step_tokens]))[:, 0]
         return min(

@@ -47,7 +47,8 @@ def output_file(path: str | Path, name: str = "output") -> OutputFile:
 
 
 def unchecked_file(path: str | Path, name: str = "output") -> OutputFile:
-    """Return the file that the running command will write to `path`; it is checked when it is written, not before.
+    """Return the file that the running command will write to `path`; the path is checked when the file is written, not
+    before.
 
     Raises:
         InputError: `path` is "-", which elsewhere means standard output.

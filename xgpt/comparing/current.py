@@ -67,8 +67,8 @@ class CurrentEngine:
         return self.tp_degree * self.num_stages * self.replicas
 
     def step_tokens(self, context: int) -> int:
-        """Return the largest number of tokens of a step; if prompts are not cut, it is at least that of the longest
-        request.
+        """Return the largest number of tokens of a step; if prompts are not cut, it is at least the length of the
+        longest request.
 
         Args:
             context: the model's context.

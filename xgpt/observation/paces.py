@@ -34,7 +34,7 @@ def record(plan: Plan, pace: float) -> None:
     Args:
         plan: the plan that was served; it counts only if its profile is fitted to a served engine, since other profiles
             have a known error of their own.
-        pace: measured time of its steps over that of the profile.
+        pace: measured time of its steps divided by their time in the profile.
     """
     if SERVED not in plan.profile.provenance:
         return

@@ -120,7 +120,8 @@ def _numbers(chain: Chain) -> Ints:
 
 
 def changed(requests: Sequence[Common], share: float) -> Sequence[Common] | None:
-    """Return the requests since the reused share of prompt tokens changed; None if it has not changed significantly.
+    """Return the requests since the reused share of prompt tokens changed; None if the share has not changed
+    significantly.
 
     A low share while the cache fills does not count, since it will rise.
     """

@@ -109,7 +109,7 @@ def _worker_settings(plan: Plan, num_blocks: int) -> WorkerSettings:
 
 def _redeployer(worker: Worker, plan: Plan) -> Deployer:
     """Return a function that allocates the K/V memory of another plan and keeps the weights."""
-    # The function must not refer to the worker, since the worker's memory must be free before that of the next worker
+    # The function must not refer to the worker, since the worker's memory must be free before the next worker's memory
     # is allocated.
     model, backend = worker.model, worker.backend
     layer = worker.cache.layers[0]

@@ -67,7 +67,7 @@ class _Shared:
 
     Attributes:
         epoch: number of the current workers' epoch; all workers of an epoch are started together.
-        prepared: errors in the answers to a `Prepare`, by the number of the order and that of the worker.
+        prepared: errors in the answers to a `Prepare`, by the order's number and the worker's number.
         lost: the reason why a worker is lost; None if no worker is lost.
         unstarted: number of the machine whose launcher was lost before any of its workers had started; None: it was
             another loss.

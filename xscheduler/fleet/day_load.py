@@ -179,8 +179,8 @@ def _led(points: Array, reach: Array, order: Ints) -> Ints:
 
 
 def _workload(name: str, inputs: Ints, outputs: Ints, longest: int) -> Workload:
-    """Return the workload of some requests. Its longest output is that of the whole day, since memory is reserved for
-    it.
+    """Return the workload of some requests. Its longest output is the longest output of the whole day, since memory is
+    reserved for that length.
     """
     output = histogram_of(outputs)
     if output.lengths[-1] < longest:

@@ -280,8 +280,8 @@ class Branches:
             self._progress(self._num_bounded, parts, f"bounding the rates of placements: {branch.kind}")
 
     def most(self, rate: float, kind: str | None = None) -> float:
-        """Return a rate that no settings of any branch, or of one policy's branches, exceed; it is at least the given
-        rate.
+        """Return a rate that no settings of any branch, or of one policy's branches, exceed; the result is at least the
+        given rate.
 
         A policy's bound is not below the best rate of all policies, since its branches are not examined more closely.
         """

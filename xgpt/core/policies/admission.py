@@ -60,7 +60,7 @@ class Queue:
         self._taken: dict[int, int] = {}
         """The number, in order of arrival, of each request that `fill_row` has taken."""
         self.longest_by_utility = 0
-        """The longest prompt in the last filled row that was chosen only by utility; 0: none was."""
+        """Length of the longest prompt that was chosen only by utility for the last filled row; 0: no prompt was."""
         self.now_ns = 0
         """Time of the last `expire`."""
         self.has_accounts = False
@@ -93,7 +93,8 @@ class Queue:
         account.add(request, self._number)
 
     def plan(self, begun: Sequence[Job], pace: Pace) -> set[int]:
-        """Under order in-time, decide which requests give way to others; return those of them whose prompts are begun.
+        """Under order in-time, decide which requests give way to others; return the ids of the begun requests that must
+        pause.
 
         Each account is planned separately, together with the begun requests.
 
@@ -314,8 +315,8 @@ class _Account:
         self.served += num_tokens / request.account.share
 
     def overdue(self, due_ns: int | None) -> tuple[Request, QueuePlace, int] | None:
-        """Return the request that has waited longest, its place and the time at which its wait began; None if it is not
-        overdue.
+        """Return the request that has waited longest, its place and the time at which its wait began; None if that
+        request is not overdue.
         """
         if due_ns is None:
             return None
