@@ -81,8 +81,8 @@ class ConstantFleet(Frozen):
 
 
 class FleetPlan(Frozen):
-    """The content of fleet.json: the replicas of each plan that serve the load of each interval of a day at the least
-    cost.
+    """The content of fleet.json: for each interval of a day, the number of replicas of each plan with which the fleet
+    serves the load at the least cost.
 
     The fleet of the first interval already runs when the day begins; starting it costs nothing.
     """

@@ -114,9 +114,9 @@ class OrcaSettings(SingleLane):
 class SlackBudget(Frozen):
     """A budget of prompt tokens in a step, from the slack of running requests.
 
-    A running request's next token is due when its mean time per token would reach the plan's bound. A step contains the
-    largest number of prompt tokens with which, by the plan's step times, it ends before any token is due. Source:
-    FairBatching, arXiv 2510.14392; here deadlines count from the first token.
+    A running request's next token is due when its mean time per token would reach the plan's bound. A step contains as
+    many prompt tokens as it can and still end, by the plan's step times, before any token is due. Source: FairBatching,
+    arXiv 2510.14392; in xgpt, deadlines count from the first token.
     """
 
     least_tokens: PositiveInt
@@ -145,7 +145,8 @@ class ChunkedSettings(SingleLane):
     kind: Literal["chunked"] = "chunked"
     """The policy."""
     token_budget: PositiveInt
-    """Largest number of tokens in the steps of all micro-batches together; with `slack`, this number at saturation."""
+    """Largest number of tokens in the steps of all micro-batches together; with `slack`, which then sets the prompt
+    tokens of each step, the number of tokens of a step at saturation."""
     max_batch: PositiveInt
     """Largest number of running requests over all micro-batches; a step has the share of one micro-batch."""
     microbatches: PositiveInt = 1
