@@ -180,7 +180,7 @@ def _key(name: str, settings: list[str], where: str, classes: Collection[str], *
         if match is None:
             known = ", ".join(f"{name}=NUMBER" for name in NUMBERS)
             raise InputError(
-                FIELD, where, f"{setting!r} is not a known setting; the settings are {known}, class=NAME and admin"
+                FIELD, where, f"one of its words is not a known setting; the settings are {known}, class=NAME and admin"
             )
         if (known := match[1] or match[0]) in given:
             raise InputError(FIELD, where, f"{known} is given twice: leave one out")
