@@ -48,7 +48,7 @@ def test_a_cell_without_rows_borrows_and_is_wider(monkeypatch: pytest.MonkeyPatc
     )
     assert (
         own.rows == 2 * LEAST_ROWS
-        and own.shared == " of dense models on h100 in vllm under open loop load planned from imported tables"
+        and own.shared == " of dense models on h100 in vllm under open-loop load, planned from imported tables"
     )
     for wider, narrower in ((near, own), (far, near), (borrowed, own)):
         assert wider.low < narrower.low < 1 < narrower.high < wider.high
