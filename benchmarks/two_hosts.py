@@ -204,22 +204,25 @@ def serving(what: Plan, directory: Path, engine: str) -> Iterator[tuple[str, lis
     path = directory / "plan.json"
     path.write_text(dump_json(what))
     servers: list[subprocess.Popen[str]] = []
+    nodes: list[subprocess.Popen[str]] = []
     try:
         if engine == "vllm":
             servers += [start(number, path, engine) for number in range(2)]
         else:
-            nodes = [start_node(number, directory) for number in range(2)]
+            nodes += [start_node(number, directory) for number in range(2)]
             while not any(line.startswith(f"*:{RAY_PORT} ") for line in listening(0)):
+                if nodes[0].poll() is not None:
+                    raise MachineError("Ray's head did not start; its reason is above")
                 time.sleep(0.5)
-            servers += [start(0, path, engine), *nodes]
-        yield _url(servers[0], directory), servers
+            servers.append(start(0, path, engine))
+        yield _url(servers[0], directory), [*servers, *nodes]
     finally:
         # The front ends first, and Ray's head last: another node waits 30 s for a head that has ended.
-        for server in servers[:1] if engine == "vllm" else [servers[0], *reversed(servers[1:])]:
+        for server in [*servers[:1], *reversed(nodes)]:
             terminate(server)
             with suppress(subprocess.TimeoutExpired):
                 server.wait(60)
-        for server in servers:
+        for server in [*servers, *nodes]:
             try:
                 server.wait(60)
             except subprocess.TimeoutExpired:
