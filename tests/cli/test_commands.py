@@ -276,8 +276,8 @@ def test_the_cheapest_of_several_clusters(xgpt: Xgpt) -> None:
     assert "4.5" in ran.out and "1 of 4" in ran.out and "chosen: orca" in ran.out
     assert "--arrival-rate" in xgpt.fails(2, *plan, "--among", "a40x4=1")
     assert "prices above 0" in xgpt.fails(2, *plan, *rate, "--among", "a40x4")
-    assert "leave it out" in xgpt.fails(2, *plan, *rate, "--among", "a40x4=1", "--devices", "2")
-    assert "leave it out" in xgpt.fails(2, *plan, *rate, "--among", "a40x4=1", "--cluster", "a40x4")
+    assert "leave --devices out" in xgpt.fails(2, *plan, *rate, "--among", "a40x4=1", "--devices", "2")
+    assert "leave --cluster out" in xgpt.fails(2, *plan, *rate, "--among", "a40x4=1", "--cluster", "a40x4")
     assert "a40x4" in xgpt.fails(1, *plan, "--arrival-rate", "1e6", "--among", "a40x4=1,h200x1=4.5")
 
 
