@@ -70,7 +70,8 @@ def from_metrics(path: Path) -> tuple[float, ...]:
     raise InputError(
         "acceptance",
         str(path),
-        f"it contains neither {VLLM}drafts_total nor {SGLANG}: give the metrics page of a server with drafts",
+        f"it counts no drafts (vLLM: {VLLM}drafts_total and {VLLM}accepted_tokens_per_pos; SGLang: {SGLANG}): give the "
+        "metrics page of a server that has answered requests with speculative decoding",
     )
 
 

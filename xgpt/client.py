@@ -148,7 +148,7 @@ async def replay(
     if concurrency is not None and concurrency < 1:
         raise InputError("concurrency", concurrency, "a closed loop needs 1 or more")
     if any((request.send_at_s is None) == (concurrency is None) for request in requests):
-        accepted = "requests of a closed loop must not have send_at_s, and those of an open loop must have it"
+        accepted = "give either concurrency (a closed loop) or send_at_s in every request (an open loop), not both"
         raise InputError("concurrency", concurrency, accepted)
     async with _Connections(url, ca_file, api_key) as connections:
         async with connections.one() as connection:

@@ -35,7 +35,7 @@ class BoundFields(TypedDict, total=False):
 
 class ObjectiveAndShares(BoundFields, total=False):
     objective: Literal["arrivals", "saturated"] | None
-    """What to maximise. arrivals: the highest Poisson arrival rate that keeps the bounds, waiting included. saturated: throughput while requests are always waiting, with latency from admission, as in ExeGPT."""
+    """What to maximise. arrivals: the highest rate of Poisson arrivals that keeps the bounds; latency counts from arrival. saturated: throughput while requests are always waiting; latency counts from admission, as in ExeGPT."""
     quantile: float | None
     """Share of requests that must keep the bounds."""
     sla: Literal["length", "request"] | None
@@ -123,7 +123,7 @@ class OfAPlan(TypedDict, total=False):
 
 class LoadFields(OfAPlan, total=False):
     workload: str | PathLike[str] | Workload | None
-    """Lengths of these requests: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
+    """Request lengths: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
     arrival_rate_per_s: float | Sequence[tuple[float, float | None]] | None
     """Poisson arrivals a second, or stages of them: 2:60,8:30,2 means 2 a second for 60 s, 8 a second for 30 s, then 2 a second."""
     seed: int | None

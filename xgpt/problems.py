@@ -129,9 +129,8 @@ def _shared_prefix(request: PlanRequest, model: ModelSpec, workload: Workload, b
     if isinstance(request.workload, str):
         trace = load_trace(request.workload)
         if trace is not None and trace.prefixes is not None:
-            raise InputError(
-                "shared_prefix", tokens, "the trace already contains the common prefixes of its prompts: leave it out"
-            )
+            accepted = "the trace already has the common prefixes of its prompts: leave `shared_prefix` out"
+            raise InputError("shared_prefix", tokens, accepted)
     if tokens >= workload.input.lengths[-1]:
         longest = workload.input.lengths[-1]
         accepted = f"it must be shorter than the longest prompt of {workload.name}, which has {longest} tokens"

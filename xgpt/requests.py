@@ -167,8 +167,8 @@ class ObjectiveAndShares(BoundFields):
 
     group: ClassVar[str] = "Bounds"
     objective: Annotated[Objective | None, Option(unset="arrivals; saturated with `sla` or `search=exhaustive`")] = None
-    """What to maximise. arrivals: the highest Poisson arrival rate that keeps the bounds, waiting included. saturated:
-    throughput while requests are always waiting, with latency from admission, as in ExeGPT."""
+    """What to maximise. arrivals: the highest rate of Poisson arrivals that keeps the bounds; latency counts from
+    arrival. saturated: throughput while requests are always waiting; latency counts from admission, as in ExeGPT."""
     quantile: Share = 0.99
     """Share of requests that must keep the bounds."""
     sla: Annotated[Sla | None, Option(unset="length")] = None
@@ -352,7 +352,7 @@ class LoadFields(OfAPlan):
 
     group: ClassVar[str] = "Load"
     workload: Annotated[Name | Workload | None, Option(unset="the plan's")] = None
-    """Lengths of these requests: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
+    """Request lengths: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
     num_requests: Annotated[
         PositiveInt | None,
         Option(

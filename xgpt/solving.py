@@ -254,7 +254,8 @@ def _resolve(request: PlanRequest, progress: Progress | None) -> tuple[Problem, 
     best = choices[0]
     if best.num_devices is None:
         raise InfeasibleError(
-            "arrival_rate_per_s: " + "; ".join(str(choice.why_not) for choice in choices),
+            "arrival_rate_per_s: no cluster of `among` sustains it. "
+            + " ".join(f"{choice.problem.cluster.name}: {choice.why_not}." for choice in choices),
             nearest_bound_s=None,
             binding="arrival_rate_per_s",
         )

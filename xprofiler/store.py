@@ -253,7 +253,7 @@ def check_engine(plan: Plan, engine: str) -> None:
     if profiled_engine in (None, engine):
         return
     run = f"serve it with `xgpt serve --engine {profiled_engine}`, or " if profiled_engine in ("native", "vllm") else ""
-    make = f"plan with a profile of {engine}'s (`xgpt profile --engine {engine} -o FILE`)"
+    make = f"plan with a profile made by `xgpt profile --engine {engine} -o FILE`"
     raise InputError(
         "plan.profile.engine",
         profiled_engine,

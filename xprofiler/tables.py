@@ -146,9 +146,10 @@ class Tables:
         if not dims.any():
             known = sorted(set(rows["kv_cache_dtype"][sized].tolist()))
             raise InputError(
-                "dtype",
+                "kv_dtype",
                 self.kv_dtype,
-                f"the tables of {self.root.name} have attention only with K/V in {', '.join(known)}",
+                f"the tables of {self.root.name} have times of attention only for K/V in {', '.join(known)}: choose "
+                "such a type, or import other tables",
             )
         pairs = sorted(set(zip(rows["num_heads"][dims].tolist(), rows["kv_heads"][dims].tolist(), strict=True)))
         nearest = min(pairs, key=lambda pair: _distance(pair, (heads, kv_heads)))

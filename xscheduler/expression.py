@@ -122,7 +122,7 @@ def _check(node: ast.expr) -> None:
         case ast.Name(id=name):
             if name not in FIGURES:
                 known = ", ".join(FIGURES)
-                raise ValueError(f"{name} is none of the figures {known}{nearest(name, FIGURES)}")
+                raise ValueError(f"{name} is not known; the figures are {known}{nearest(name, FIGURES)}")
         case ast.BinOp(left, op, right) if type(op) in _OPERATORS:
             _check(left)
             _check(right)

@@ -556,11 +556,12 @@ def check_fits(plan: Plan, workload: Workload) -> None:
     context."""
     longest = workload.input.lengths[-1] + workload.output.lengths[-1]
     blocks = min(stage.kv_blocks for stage in plan.stages if stage.lane != "encode")
-    room = min(blocks * plan.block_size, plan.model.max_context)
-    if longest > room:
-        raise InputError(
-            "workload", workload.name, f"its longest request has {longest} tokens, but the plan holds at most {room}"
-        )
+    room, context = blocks * plan.block_size, plan.model.max_context
+    if longest > min(room, context):
+        has = f"its longest request has {longest} tokens, but the"
+        of_plan = f"{has} plan's K/V memory holds {room}: plan for this workload, or give shorter requests"
+        accepted = f"{has} model's context is {context}: give shorter requests" if context <= room else of_plan
+        raise InputError("workload", workload.name, accepted)
     prompt = workload.input.lengths[-1]
     encoders = [stage.kv_blocks * plan.block_size for stage in plan.stages if stage.lane == "encode"]
     if encoders and prompt > min(encoders):

@@ -80,7 +80,7 @@ def test_a_plan_for_a_log_says_what_to_run_and_what_the_log_asks_for(xgpt: Xgpt)
     assert "next: xgpt report plan.json" in text
     ran = xgpt("simulate", "plan.json", "--workload", "day.csv", "--own-times", "--requests", "50")
     assert ran.code == 0, ran.err
-    assert "note: the first 50 of 4000 requests were measured; --requests all replays the whole trace" in ran.err
+    assert "note: the figures cover only the first 50 of 4000 requests; --requests all replays" in ran.err
     Path("hour.csv").write_text("time_s,prompt_tokens,completion_tokens\n" + rows[: rows.index("\n30.0,") + 1])
     ran = xgpt("simulate", "plan.json", "--workload", "hour.csv", "--own-times", "--requests", "60", "--json")
     assert ran.code == 0, ran.err

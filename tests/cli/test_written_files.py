@@ -164,7 +164,7 @@ def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     file = OutputFile(tmp_path / "late.json")
     file.check()
     file.path.write_text("the only copy")
-    with pytest.raises(InputError, match="xgpt did not write it"):
+    with pytest.raises(InputError, match="xgpt did not write that file"):
         file.write("text")
     mine = OutputFile(tmp_path / "a.json")
     mine.write("text")
@@ -173,5 +173,5 @@ def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not list(tmp_path.glob(".*"))
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     OutputFile(tmp_path / "c.json").write("text")
-    with pytest.raises(InputError, match="xgpt did not write it"):
+    with pytest.raises(InputError, match="xgpt did not write that file"):
         OutputFile(tmp_path / "c.json").write("other")

@@ -72,7 +72,7 @@ def write_config(kind: str, name: str, old: str, new: str) -> None:
         (
             f"{PLAN} --maximise thruput",
             "",
-            "--maximise: 'thruput' is not accepted; thruput is none of the figures throughput, ",
+            "--maximise: 'thruput' is not accepted; thruput is not known; the figures are throughput, ",
         ),
         (f"{PLAN} --maximise __import__('os')", "", "is not accepted; give an expression of numbers, figures, "),
         (f"{PLAN} --maximise tokens/cost", "", "--price is missing; --maximise names cost"),

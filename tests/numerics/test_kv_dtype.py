@@ -121,7 +121,7 @@ def test_what_cannot_be_kept_is_refused(checkpoint):
     with pytest.raises(InputError, match="vLLM is measured with K/V in the type of"):
         xgpt.profile(model=directory, engine="vllm", kv_dtype="int8")
     given = problem_in(directory, 1).profile
-    with pytest.raises(InputError, match="the plan is for bfloat16"):
+    with pytest.raises(InputError, match="the plan is for K/V in bfloat16"):
         xgpt.plan(
             model=directory, cluster=cpus(1), profile=given, kv_dtype="bfloat16", workload=SHORT, latency_bound_s=None
         )

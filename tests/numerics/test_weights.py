@@ -107,7 +107,7 @@ def test_config_that_lacks_a_field(small_opt, tmp_path):
 def test_pickled_weights_are_refused(small_opt, tmp_path):
     directory = copy_with(small_opt[0], tmp_path / "pickled")
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
-    with pytest.raises(InputError, match="pickled weights are refused"):
+    with pytest.raises(InputError, match="pickled weights, which xgpt does not load"):
         load_checkpoint(directory)
 
 

@@ -42,5 +42,5 @@ def _tell_share(asked: dict[str, Any]) -> None:
         return
     count = len(trace.since(asked["since_s"]).input)
     if count > num_requests:
-        share = f"the first {num_requests} of {count} requests"
-        click.echo(f"note: {share} were measured; --requests all replays the whole trace", err=True)
+        share = f"only the first {num_requests} of {count} requests"
+        click.echo(f"note: the figures cover {share}; --requests all replays the whole trace", err=True)

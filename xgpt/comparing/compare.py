@@ -378,8 +378,8 @@ def check_current(problem: Problem, current: CurrentEngine, longest: int | None 
     check_model(current, problem.model.name)
     if current.quantization is not None and problem.model.quantization is None and problem.profile.dtype != "float8":
         accepted = (
-            f"the weights of {problem.model.name} are in {problem.profile.dtype}: give the quantised checkpoint that "
-            "is served as `model`"
+            f"the weights of {problem.model.name} are in {problem.profile.dtype}: set `model` to the quantised "
+            "checkpoint that is served"
         )
         raise InputError("current: --quantization", current.quantization, accepted)
     if current.num_devices > cluster.num_devices:

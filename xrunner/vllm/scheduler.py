@@ -274,15 +274,18 @@ class XgptScheduler(LoggedScheduler):
             InputError: one of them is on.
         """
         config = self.vllm_config
-        for flag, is_on in (
-            ("--speculative-config", config.speculative_config is not None),
-            ("--async-scheduling", bool(config.scheduler_config.async_scheduling)),
-            ("--scheduling-policy", config.scheduler_config.policy != "fcfs"),
-            ("--long-prefill-token-threshold", config.scheduler_config.long_prefill_token_threshold > 0),
-            ("--watermark", config.scheduler_config.watermark > 0),
+        settings = config.scheduler_config
+        if settings.async_scheduling:
+            accepted = "the plan's schedule needs it off: give --no-async-scheduling"
+            raise InputError("--async-scheduling", "on", accepted)
+        for flag, value, needed in (
+            ("--speculative-config", config.speculative_config and config.speculative_config.method, None),
+            ("--scheduling-policy", settings.policy, "fcfs"),
+            ("--long-prefill-token-threshold", settings.long_prefill_token_threshold, 0),
+            ("--watermark", settings.watermark, 0),
         ):
-            if is_on:
-                raise InputError(flag, "on", "the plan's schedule needs it off; leave the flag out")
+            if value != needed:
+                raise InputError(flag, value, "the plan's schedule needs vLLM's default: leave the flag out")
         if not config.scheduler_config.enable_chunked_prefill:
             raise InputError(
                 "--enable-chunked-prefill", "off", "the plan decides where prompts are cut, so it must be on"

@@ -117,7 +117,7 @@ def test_without_it_plans_leave_more_room_and_say_so(measured: Profile, monkeypa
     assert (measured.headroom, served.headroom) == (0.10, 0.05)
     plan = served_profile._plan(served, SPEC, None, ONE)
     assert "steps of a served load" in profile_in_words(plan)
-    assert "not fitted to a served engine" in profile_in_words(served_profile._plan(measured, SPEC, None, ONE))
+    assert "not fitted to served requests" in profile_in_words(served_profile._plan(measured, SPEC, None, ONE))
     assert ranges_on_this_machine(plan) == []
     ranged = _with_ranges(plan)
     fast, slow = PACES_AT_REST

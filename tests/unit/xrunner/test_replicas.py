@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from xrunner.channel.messages import Follow, Followed
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.replicas import Replicas
-from xrunner.server.observe.metrics import Metrics
 from xrunner.suspects import EngineFailed
 
 
@@ -179,10 +177,10 @@ def test_what_others_ask_meanwhile_is_told_at_once(hasty: None) -> None:
     stop = threading.Event()
 
     def ask() -> None:
-        metrics = Metrics(replicas, None)
+        pool = replicas.pool
         while not stop.is_set():
             try:
-                asyncio.run(metrics.render())
+                assert min(pool.num_running, pool.num_waiting, pool.num_preemptions, pool.reserved_blocks) >= 0
                 assert 10**9 not in replicas.pool.running
             except Exception as error:
                 errors.append(error)

@@ -9,7 +9,7 @@ from typing import Any
 
 from xgpt.core.errors import InputError
 
-KNOWN = "fp8, mxfp4, gptq and awq of 4 bits, ModelOpt's FP8, MXFP8 and NVFP4, compressed-tensors of 8 or 4 bits"
+KNOWN = "fp8, mxfp4, 4-bit gptq, 4-bit awq, ModelOpt's FP8, MXFP8 and NVFP4, and 4-bit or 8-bit compressed-tensors"
 FORMATS = {"FP8": "fp8", "FP8_PB_WO": "fp8_block", "NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4", "MXFP8": "mxfp8"}
 FORMATS |= {"MXFP4": "mxfp4", "W4A8_MXFP4_FP8": "mxfp4"}
 """Formats, by their names in ModelOpt."""
@@ -41,7 +41,8 @@ def quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None = Non
     if given is None:
         return None
     if not isinstance(given, dict):
-        raise InputError("config.json: quantization_config", given, f"known methods: {KNOWN}")
+        accepted = 'it must be an object, such as {"quant_method": "fp8"}'
+        raise InputError("config.json: quantization_config", given, accepted)
     found = _format(given)
     if found is not None and found["kind"] == "fp8_block" and config.get("expert_dtype") == "fp4":
         found = {"kind": "mxfp4", "eight_bit_parts": ("attention", "dense", "shared")}

@@ -27,7 +27,8 @@ def build(plan: Plan) -> Schedule:
     lanes = {stage.lane for stage in plan.stages}
     wanted = set(plan.policy.lanes)
     if lanes != wanted:
-        raise InputError("plan.stages", ", ".join(sorted(lanes)), f"{plan.policy.kind} runs on lanes {sorted(wanted)}")
+        accepted = f"{plan.policy.kind} needs stages on lane {' and '.join(sorted(wanted))}: plan again"
+        raise InputError("plan.stages.lane", ", ".join(sorted(lanes)), accepted)
     if isinstance(plan.policy, WaaSettings):
         encode = [stage for stage in plan.stages if stage.lane == "encode"]
         settings = TwoLaneSettings(

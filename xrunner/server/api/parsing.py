@@ -216,8 +216,8 @@ def _check_sizes(looked: Any, size: int) -> None:
     """
     beside = size - sum(len(getattr(looked, name)) for name in LONG_FIELDS)
     if beside > MAX_BESIDE_BYTES:
-        longest = ", ".join(LONG_FIELDS)
-        raise ApiError(413, f"the body has {beside} bytes besides {longest}; at most {MAX_BESIDE_BYTES} are accepted")
+        outside = f"the body has {beside} bytes outside the fields {', '.join(LONG_FIELDS)}"
+        raise ApiError(413, f"{outside}; at most {MAX_BESIDE_BYTES} are accepted")
     for name in FREE_FIELDS:
         if (size := len(getattr(looked, name))) > MAX_FREE_BYTES:
             refuse(name, f"it has {size} bytes; at most {MAX_FREE_BYTES} are accepted")

@@ -47,5 +47,5 @@ def test_the_factor_is_the_highest_of_those_that_come_to_the_fewest_replicas(
 
 
 def test_a_share_that_no_factor_keeps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InfeasibleError, match=r"0\.5000 of the requests keep the bounds"):
+    with pytest.raises(InfeasibleError, match=r"only 50\.00% of the requests keep the bounds"):
         settled(monkeypatch, 10**6)
