@@ -27,7 +27,7 @@ test-times: $(VENV)/.installed-test
 
 # Every ring: each test with all of its cases, the attacks, GPU kernels in the interpreter, vLLM, and others' clients.
 test-all: $(VENV)/.installed-test
-	XGPT_TESTS=all $(PYTEST)
+	XGPT_TESTS=all $(PYTEST) --ignore=tests/attack
 	$(MAKE) attack test-triton test-vllm test-clients
 
 # Attacks on running servers, with a table of their results. A short form of them is part of `make test`. vLLM is
