@@ -100,7 +100,7 @@ def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
     started = time.perf_counter()
     trace = load_trace(request.workload) if isinstance(request.workload, str) else None
     try:
-        problem, plans, ahead = _settle(request, problem, progress)
+        problem, plans, ahead = _with_best_draft(request, problem, progress)
         plans = with_reuse(_plan_each(request), problem, trace, plans)
     except InfeasibleError as error:
         if problem.profile.is_restless:
@@ -116,7 +116,7 @@ def _plan_each(request: PlanRequest, progress: Progress | None = None) -> PlanEa
     return partial(plan_each, policy=request.policy, search=request.search, order=request.order, progress=progress)
 
 
-def _settle(
+def _with_best_draft(
     request: PlanRequest, problem: Problem, progress: Progress | None
 ) -> tuple[Problem, dict[str, Plan], dict[int, float]]:
     """Return each policy's best plan with the best number of draft tokens; see `Planned.ahead`.
