@@ -310,19 +310,23 @@ def bench_notes(report: BenchReport) -> list[str]:
 
 def _diagnosis(report: BenchReport) -> str:
     assert report.pace is not None
-    longer = f"{100 * (report.pace - 1):.0f}% longer than in the profile (the plan allows {report.headroom:.0%})"
-    line = f"diagnosis: steps took {longer}"
+    allowed = f"the plan allows {report.headroom:.0%} longer"
+    line = f"diagnosis: steps took {_longer(report.pace)} than in the profile ({allowed})"
     if (waits := report.core_waits) is not None and waits.share_of_steps > 0:
         share = f"{waits.share_of_steps:.1%} of the steps ({waits.seconds:.1f} s in all)"
         line += (
             f"; in {share}, other threads used the engine's cores; without these waits the "
-            f"steps took {100 * (waits.pace - 1):.0f}% longer"
+            f"steps took {_longer(waits.pace)}"
         )
     rates = report.calibration_gflops
     if len(rates) == 2:
         line += f"; the machine computed {rates[0]:.0f} GFLOP/s before the run and {rates[1]:.0f} after it"
     left = report.figure("throughput_rps").error_at_pace
     return line if left is None else f"{line}; with steps of this length, predicted throughput is off by {left:+.1%}"
+
+
+def _longer(pace: float) -> str:
+    return f"{100 * abs(pace - 1):.0f}% {'longer' if pace >= 1 else 'shorter'}"
 
 
 URL_NOTES = {
