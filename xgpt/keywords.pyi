@@ -123,7 +123,7 @@ class OfAPlan(TypedDict, total=False):
 
 class LoadFields(OfAPlan, total=False):
     workload: str | PathLike[str] | Workload | None
-    """Request lengths: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
+    """Lengths of the requests to run: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
     arrival_rate_per_s: float | Sequence[tuple[float, float | None]] | None
     """Poisson arrivals a second, or stages of them: 2:60,8:30,2 means 2 a second for 60 s, 8 a second for 30 s, then 2 a second."""
     seed: int | None

@@ -352,7 +352,7 @@ class LoadFields(OfAPlan):
 
     group: ClassVar[str] = "Load"
     workload: Annotated[Name | Workload | None, Option(unset="the plan's")] = None
-    """Request lengths: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
+    """Lengths of the requests to run: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
     num_requests: Annotated[
         PositiveInt | None,
         Option(
