@@ -49,7 +49,7 @@ class ModelAndDevices(TypedDict, total=False):
     model: str | PathLike[str] | ModelSpec | None
     """Model: a shipped name, a YAML file, a checkpoint directory, or a Hugging Face id."""
     config: str | PathLike[str] | None
-    """config.json of the model, for a Hugging Face id as `model` or in place of `model`. Nothing is downloaded."""
+    """config.json of the model, for a Hugging Face id given as `model`, or instead of `model`. Nothing is downloaded."""
     cluster: str | PathLike[str] | ClusterSpec | None
     """Devices: local (this machine), local:N (N of its cores), a shipped name, or a YAML file."""
     dtype: Literal["float32", "float16", "bfloat16", "int8", "float8"] | None

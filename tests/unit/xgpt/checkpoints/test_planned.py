@@ -305,7 +305,7 @@ def test_official_configs_keep_what_is_published_of_a_token(name: str) -> None:
 
 def test_every_size_of_a_config_is_read_or_refused() -> None:
     config = PUBLISHED["configs"]["XiaomiMiMo/MiMo-V2-Flash"]
-    with pytest.raises(InputError, match=r"num_memory_heads: 4 .*does not know this size of mimo_v2_flash"):
+    with pytest.raises(InputError, match=r"num_memory_heads: 4 .*does not know this size field of mimo_v2_flash"):
         spec_of(config | {"num_memory_heads": 4}, "changed")
     assert spec_of(config | {"num_memory_heads": 0}, "changed") == spec_of(config, "changed")
 
