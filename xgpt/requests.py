@@ -109,7 +109,8 @@ class ModelAndDevices(RequestBase):
     model: Annotated[Name | ModelSpec, Option(names="models")] = "opt-125m"
     """Model: a shipped name, a YAML file, a checkpoint directory, or a Hugging Face id."""
     config: Annotated[Name | None, Option(metavar="FILE", unset="the one in huggingface_hub's cache")] = None
-    """config.json of the model, for a Hugging Face id given as `model`, or instead of `model`. Nothing is downloaded."""
+    """config.json of the model, for a Hugging Face id given as `model`, or instead of `model`. Nothing is
+    downloaded."""
     cluster: Annotated[Name | ClusterSpec, Option(names="clusters")] = "local"
     """Devices: local (this machine), local:N (N of its cores), a shipped name, or a YAML file."""
     dtype: Annotated[DType | None, Option(unset="the model's default; float32 on a CPU")] = None

@@ -68,5 +68,7 @@ class ReadFields(dict[str, Any]):
         for name, value in given.items():
             if name in passed or not SIZE.search(name) or isinstance(value, (bool, str, dict)) or not value:
                 continue
-            accepted = f"xgpt does not know this size field of {family}; remove it if it affects neither weights nor K/V"
+            accepted = (
+                f"xgpt does not know this size field of {family}; remove it if it affects neither weights nor K/V"
+            )
             raise InputError(f"config.json: {name}", value, accepted)
