@@ -59,6 +59,14 @@ def policy(plan: Plan) -> str:
     return plan.policy.kind
 
 
+def in_stages(plan: Plan) -> str:
+    """How a plan of chunked prefill is divided among at most three devices."""
+    assert policy(plan) == "chunked"
+    first, *others = (("one", "two", "three")[stage.tp - 1] for stage in plan.stages)
+    number = ("one stage", "two stages", "three stages")[len(others)]
+    return f"chunked prefill runs in {number}, of {' and '.join((f'{first} devices', *others))}"
+
+
 def price(plan: Plan, an_hour: float) -> float:
     """Of a million requests at the highest rate."""
     return plan.num_devices * an_hour / rate(plan) / 3600 * 1e6
@@ -99,9 +107,8 @@ ENTRIES = (
         lambda found: (
             f"Two H200 serve {rate(found['2 devices']):.2f} requests a second, three serve "
             f"{rate(found['3 devices']):.2f}, and four serve {rate(found['4 devices']):.2f}. On three, "
-            f"{policy(found['3 devices'])} runs in stages of "
-            f"{' and '.join(str(stage.tp) for stage in found['3 devices'].stages)} devices: partial tensor "
-            "parallelism uses a device that equal stages would leave idle."
+            f"{in_stages(found['3 devices'])}: partial tensor parallelism uses a device that equal stages "
+            "would leave idle."
         ),
     ),
     Entry(
@@ -173,7 +180,7 @@ ENTRIES = (
         lambda found: (
             "The model needs "
             + ", ".join(f"{plan.num_devices} for {label}" for label, plan in found.items())
-            + ". Even a single replica must hold all weights, so the first request a second costs most."
+            + ". Even a single replica must hold all weights, so the first request per second costs the most."
         ),
     ),
     Entry(

@@ -424,5 +424,5 @@ def _lines(settings: np.ndarray) -> Tensor:
 
 
 def _column(values: np.ndarray, like: Tensor) -> Tensor:
-    """Return one number a row as a column, to broadcast over the vocabulary. # [rows, 1]"""
+    """Return a column with one number per row, to broadcast over the vocabulary. # [rows, 1]"""
     return torch.from_numpy(values.astype(np.float64)).to(like)[:, None]

@@ -85,7 +85,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Models:
-    """The forecasts of a placement on the profile's tables and on its lower tables."""
+    """A placement's forecasts, from the profile's tables and from its lower-bound tables."""
 
     model: Any
     floor: Any

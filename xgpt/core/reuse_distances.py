@@ -90,11 +90,12 @@ def _whole_outputs(trace: TraceLengths, size: int, block_size: int) -> Ints:
 def _distances(
     prompts: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int | None, ...]], inside: float = 0.0
 ) -> tuple[Ints, Array]:
-    """For each prompt block, return its request, and the number of other blocks used since the block's last use
-    (infinite if there was none).
+    """Return two arrays with one entry for each prompt block: the number of its request, and how many other blocks were
+    used since the block was last used (infinite if it was not used before).
 
-    A request uses all its blocks when it ends, the last of the sequence first. The answers of the `inside` requests
-    before it are not cached yet. Blocks without an id are used only once, and occupy memory until they are evicted.
+    A request uses all its blocks when it ends, beginning with the last one of its sequence. When a request begins, the
+    answers of the `inside` requests before it are not cached yet. Blocks without an id are used only once, and occupy
+    memory until they are evicted.
     """
     used = [id_ for prompt, output in zip(prompts, outputs, strict=True) for id_ in (prompt + output)[::-1]]
     ids = np.fromiter((0 if id_ is None else id_ for id_ in used), dtype=np.int64, count=len(used))

@@ -120,7 +120,7 @@ class ServeRequest(ServeFields):
         raise InputError(field, getattr(self, field), accepted)
 
     def check_machines(self) -> None:
-        """Refuse options for several machines that the engine does not have.
+        """Refuse multi-machine options that the engine does not support.
 
         Raises:
             InputError: xgpt's own engine reaches other machines through Ray only, vLLM through its own options only.
@@ -199,7 +199,8 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
 
 
 def _check_port(request: ServeRequest, on_note: Callable[[str], None]) -> None:
-    """Check at once that the port is free, since an engine takes long to start; in a dry run only note that it is not.
+    """Check immediately that the port is free, since an engine takes a long time to start. In a dry run, only report it
+    if the port is taken.
 
     Raises:
         MachineError: the address is not available.

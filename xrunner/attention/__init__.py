@@ -1,4 +1,4 @@
-"""Attention backends: the contract in base.py, its definition in reference.py, and the choice in backends.py."""
+"""Attention backends: base.py has their interface, reference.py computes its results, backends.py chooses a backend."""
 
 from __future__ import annotations
 

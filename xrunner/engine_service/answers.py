@@ -68,7 +68,7 @@ class Output:
         return messages
 
     def _complete(self, tokens: Sequence[Token]) -> pb.GenerateResponse:
-        """Return the last message: in a stream with the tokens of the last chunk, as vLLM's servicer sends it."""
+        """Return the last message. In a stream, it has the tokens of the last chunk, as vLLM's servicer sends it."""
         last = tokens[-1].token
         whole = pb.GenerateComplete(
             output_ids=[token.token for token in tokens],

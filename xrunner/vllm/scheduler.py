@@ -306,7 +306,7 @@ def _in_order_of(execution: _Execution, record: StepRecord) -> StepRecord:
 
 
 def _joined(first: StepRecord, second: StepRecord) -> StepRecord:
-    """Return two pieces of one step, which were executed one after the other, joined to one."""
+    """Join two pieces of a step that were executed one after the other, and return the result."""
     encode = {id_: (start, length) for id_, start, length in first.encode}
     for id_, start, length in second.encode:
         begun, so_far = encode.get(id_, (start, 0))

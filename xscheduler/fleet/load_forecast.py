@@ -83,7 +83,7 @@ class LoadForecast:
         self._slope = 0.0
 
     def season(self, time_s: float) -> float:
-        """Return the planned day's rate at a time: on a line through the middle of the interval."""
+        """Return the planned day's rate at a given time, read from a line through the middle of the interval."""
         number, part = divmod(time_s / self._fleet.interval_s, 1.0)
         i = int(number) % len(self._rates)
         return float(self._rates[i] + self._rises[i] * (part - 0.5))

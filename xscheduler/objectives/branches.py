@@ -119,8 +119,9 @@ class Branch:
         return next((axis.values.tolist() for axis in self.space.axes if axis.variable.name == "token_budget"), [])
 
     def _served(self, rate: float, at_least: float, waits: Waits | None) -> float:
-        """Return a bound on the throughput in the time that remains after waits at a rate, or `at_least` if that is
-        higher."""
+        """Return the higher of `at_least` and a bound on the throughput of plans that keep the latency bounds in the
+        time that is left after the waits at a rate.
+        """
         left = self._left(rate, waits)
         most = float(left.max())
         if most <= 0:

@@ -1,4 +1,4 @@
-"""Find how much steps that mix prompts and decodes must cost for another policy to win."""
+"""Find how expensive steps that mix prompts and decodes must be for another policy to win."""
 
 from __future__ import annotations
 

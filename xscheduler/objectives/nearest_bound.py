@@ -84,7 +84,7 @@ class _Nearest(NamedTuple):
 def _nearest(
     constraint: Constraint, bounds: Mapping[str, float], low: float, keeps: Keeps, progress: Progress | None
 ) -> _Nearest | None:
-    """Return the tightest bounds, all loosened by the same factor, that a plan keeps; None: no such bounds were found.
+    """Loosen all bounds by the same factor, and return the tightest that some plan keeps; None: none were found.
 
     Args:
         low: a factor with which no plan keeps the bounds.

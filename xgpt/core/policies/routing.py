@@ -28,7 +28,8 @@ class ReplicaRouter:
 
     Args:
         count: number of replicas.
-        slack: number of requests by which a replica may exceed another one and still get a prompt that it holds.
+        slack: number of requests by which a replica may exceed another and still be sent a prompt whose prefix it has
+            cached.
     """
 
     def __init__(self, count: int, slack: float) -> None:

@@ -208,7 +208,7 @@ class Running:
         self.under_way.end(step)
 
     def assume(self, batch: MicroBatch) -> None:
-        """Assume that the micro-batch's running step has its tokens, so that the next step can be scheduled."""
+        """Treat the micro-batch's running step as if it had already produced its tokens, to schedule the next step."""
         if batch.assumed is None:
             batch.assumed = self.under_way.last
             self._advance(batch.assumed, batch)
