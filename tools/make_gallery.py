@@ -59,14 +59,6 @@ def policy(plan: Plan) -> str:
     return plan.policy.kind
 
 
-def in_stages(plan: Plan) -> str:
-    """How a plan of chunked prefill is divided among at most three devices."""
-    assert policy(plan) == "chunked"
-    first, *others = (("one", "two", "three")[stage.tp - 1] for stage in plan.stages)
-    number = ("one stage", "two stages", "three stages")[len(others)]
-    return f"chunked prefill runs in {number}, of {' and '.join((f'{first} devices', *others))}"
-
-
 def price(plan: Plan, an_hour: float) -> float:
     """Of a million requests at the highest rate."""
     return plan.num_devices * an_hour / rate(plan) / 3600 * 1e6
@@ -106,9 +98,10 @@ ENTRIES = (
         "arrivals/s",
         lambda found: (
             f"Two H200 serve {rate(found['2 devices']):.2f} requests a second, three serve "
-            f"{rate(found['3 devices']):.2f}, and four serve {rate(found['4 devices']):.2f}. On three, "
-            f"{in_stages(found['3 devices'])}: partial tensor parallelism uses a device that equal stages "
-            "would leave idle."
+            f"{rate(found['3 devices']):.2f}, and four serve {rate(found['4 devices']):.2f}. On three, the plan is "
+            f"{policy(found['3 devices'])} with stages of "
+            f"{' and '.join(str(stage.tp) for stage in found['3 devices'].stages)} devices: partial tensor "
+            "parallelism uses a device that equal stages would leave idle."
         ),
     ),
     Entry(
