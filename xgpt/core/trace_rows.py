@@ -156,8 +156,10 @@ def _csv_rows(path: Path, text: str) -> TraceRows:
         unknown = [cell.strip() for cell in header if plain(cell) not in _ROLES and "char" not in plain(cell)]
         near = next(((cell, name) for cell in unknown if (name := similar(plain(cell), known))), None)
         hint = "" if near is None else f"; if that is {near[0]!r}, call it {near[1]}"
-        accepted = f"no column has a known name for the {missing[0]} length, such as {known[0]} or {known[3]}: "
-        accepted += f"rename the column that holds it{hint}"
+        accepted = (
+            f"no column has a known name for the {missing[0]} length, such as {known[0]} or {known[3]}: rename the "
+            f"column that holds it{hint}"
+        )
         raise InputError(f"{path}, line {reader.line_num}", delimiter.join(header), accepted)
     time = header[columns["timestamp"]].strip() if "timestamp" in columns else ""
     return TraceRows(_cells(path, reader, columns, len(header), delimiter), time)

@@ -131,9 +131,10 @@ def _read(path: Path, field: str, changed_ns: int, size: int) -> TraceLengths:
                 "all requests must have hash_ids for blocks of the same size, or none may have them",
             )
     if not inputs:
-        empty = f"none of its {num_rows} rows has succeeded and has input and output tokens"
-        empty = empty if num_rows else "it contains no requests"
-        raise InputError(field, str(path), empty)
+        if not num_rows:
+            raise InputError(field, str(path), "it contains no requests")
+        accepted = f"none of its {num_rows} rows has succeeded and has input and output tokens"
+        raise InputError(field, str(path), accepted)
     notes = list(trace.notes)
     if num_failed:
         notes.append(f"{num_failed} of {num_rows} rows have an HTTP status of 400 or more and are left out")
