@@ -26,6 +26,8 @@ KEPT_S = 30 * 86400.0
 """Loads are forgotten after this time."""
 INSIDE = (0.05, 0.95)
 """Quantiles of the paces between which nine of ten loads lie."""
+NARROWEST = (0.97, 1.05)
+"""Narrowest range that recorded loads can show."""
 
 
 def record(plan: Plan, pace: float) -> None:
@@ -47,19 +49,18 @@ def record(plan: Plan, pace: float) -> None:
 def usual(device: str) -> tuple[float, float]:
     """Return the fastest and the slowest pace that loads on this machine usually have, relative to their profiles.
 
-    Until enough loads are remembered, these are the paces of an idle machine (`PACES_AT_REST`); afterwards, the range
-    between the two also contains most of the remembered paces.
+    Until enough loads are remembered, these are the paces of idle virtual machines (`PACES_AT_REST`); afterwards, nine
+    tenths of the remembered paces lie between the two.
 
     Args:
         device: name of the kind of device.
     """
     paces = [entry["pace"] for entry in _recent(_path(device))]
-    fast, slow = PACES_AT_REST
     if len(paces) < ENOUGH:
-        return fast, slow
+        return PACES_AT_REST
     # Weibull's positions: the next of few loads is outside of their extremes more often than a quantile says.
     low, high = np.quantile(paces, INSIDE, method="weibull")
-    return min(fast, float(low)), max(slow, float(high))
+    return min(NARROWEST[0], float(low)), max(NARROWEST[1], float(high))
 
 
 def _path(device: str) -> Path:

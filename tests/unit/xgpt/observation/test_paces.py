@@ -10,7 +10,7 @@ import pytest
 from tests.fakes import fake_plan
 from xgpt.core.schema import PACES_AT_REST, SERVED, Constraint, Plan
 from xgpt.core.schema.profile import MOST_HEADROOM
-from xgpt.observation.paces import ENOUGH, KEPT, record, usual
+from xgpt.observation.paces import ENOUGH, KEPT, NARROWEST, record, usual
 from xgpt.resolve import load_cluster, load_model
 from xgpt.solving import _with_ranges
 from xprofiler import analytic
@@ -39,16 +39,22 @@ def test_ranges_and_headroom_follow_the_paces_of_earlier_loads(served: Plan) -> 
     assert headroom_of(Constraint(), profile) == pytest.approx(PACES_AT_REST[1] - 1)
     at_rest = _with_ranges(served).estimate.ranges["throughput_rps"]
     for i in range(ENOUGH - 1):
-        record(served, 0.9 + 0.05 * i)
+        record(served, 0.85 + 0.05 * i)
     assert usual(device) == PACES_AT_REST, "too few loads"
     record(served, 1.6)
     fast, slow = usual(device)
-    assert (fast, slow) == (0.9, 1.6), "the extremes of eight loads hold seven of nine next ones"
+    assert (fast, slow) == (0.85, 1.6), "the extremes of eight loads hold seven of nine next ones"
     assert headroom_of(Constraint(), profile) == MOST_HEADROOM
     assert headroom_of(Constraint(headroom=0.01), profile) == 0.01
     low, high = _with_ranges(served).estimate.ranges["throughput_rps"]
     assert low < at_rest[0] < at_rest[1] < high
     assert usual("another") == PACES_AT_REST
+
+
+def test_a_machine_with_a_steady_pace_gets_narrower_ranges(served: Plan) -> None:
+    for _ in range(ENOUGH):
+        record(served, 1.01)
+    assert usual(served.cluster.device.name) == NARROWEST
 
 
 def test_loads_of_profiles_that_were_not_fitted_do_not_count(cache: Path) -> None:
@@ -63,7 +69,7 @@ def test_old_and_damaged_entries_are_forgotten(cache: Path, served: Plan) -> Non
     for _ in range(KEPT + 5):
         record(served, 1.0)
     assert len(file.read_text().splitlines()) == KEPT
-    assert usual(served.cluster.device.name) == PACES_AT_REST
+    assert usual(served.cluster.device.name) == NARROWEST
     file.write_bytes(b"\xff\xfe")
     assert usual(served.cluster.device.name) == PACES_AT_REST
 
