@@ -21,7 +21,7 @@ def shares_of(given: float | tuple[float, ...] | str, tokens: int | None) -> tup
 
     Args:
         given: the shares, the probability that a draft token is accepted if those before it are, or a metrics page.
-        tokens: number of draft tokens; None: not known.
+        tokens: number of draft tokens, or None if not known.
 
     Raises:
         InputError: the acceptance is malformed.

@@ -177,7 +177,7 @@ def fleet(
 
     Args:
         trace: CSV or JSON lines with times, or YAML of rates and workloads over hours.
-        latency_bound_s: bound on the seconds from arrival to the last token; None: no bound.
+        latency_bound_s: bound on the seconds from arrival to the last token. None means no bound.
         progress: is called with (done, total, what is being done).
         **asked
 
@@ -213,7 +213,7 @@ def autoscale(
     Args:
         fleet: the plan of a day, or the path of its fleet.json.
         on_note: is called with a line about each reading of the load.
-        stop: the function returns once it is set; None: only signals end it.
+        stop: the function returns once it is set. None means that only signals end it.
         **asked
 
     Raises:
@@ -551,7 +551,7 @@ def ui(*, port: int = 0, on_ready: Callable[[str], None] = lambda url: None) -> 
         xgpt.ui(port=8001)
 
     Args:
-        port: port to listen on; 0: any free one.
+        port: port to listen on. 0 means any free port.
         on_ready: is called with the page's address, which contains a token that grants access.
 
     Raises:

@@ -77,13 +77,14 @@ class Load:
 
     Attributes:
         num_requests: number of measured requests; further requests are sent to keep the load steady.
-        workload: their lengths; None: the plan's lengths, or for an endpoint the lengths of the workload summarization.
-        arrivals: the times at which they are sent; None: a closed loop.
+        workload: their lengths. None means the plan's lengths, or for an endpoint the lengths of the workload
+            summarization.
+        arrivals: the times at which they are sent. None means a closed loop.
         stream: whether answers are streamed. Figures of a plan come from the engine's log in any case; the client
             shares the machine with the engine, and reading tokens one by one makes decode steps on two cores a tenth
             longer.
         concurrency: outstanding requests of the closed loop against an endpoint.
-        ca_file: certificate authorities for an https endpoint (PEM); None: the system's.
+        ca_file: certificate authorities for an https endpoint (PEM). None means the system's.
     """
 
     num_requests: int = 300
@@ -101,7 +102,7 @@ class Benched:
     Attributes:
         report: predicted and measured figures of a plan, or the client's figures of an endpoint.
         steps: the steps that the plan's engine executed.
-        profile: the plan's profile, fitted to these steps; None: not requested.
+        profile: the plan's profile, fitted to these steps, or None if not requested.
     """
 
     report: BenchReport | UrlReport
@@ -129,7 +130,7 @@ def bench(
     Args:
         seed: seed of the requests.
         batching: layout of a whole batch.
-        profile: the plan's profile; None: the copy on this machine.
+        profile: the plan's profile. None means the copy on this machine.
         calibrate: fit the profile to the measured steps.
         saturated: keep requests always waiting, even if the plan was made for arrivals.
         progress: called with the number of finished requests and of all.
@@ -177,8 +178,8 @@ def bench_plan(
     simulation of the same requests.
 
     Args:
-        profile: the plan's profile; None: this machine does not have it. It is not needed if the load is the plan's own
-            workload at saturation.
+        profile: the plan's profile. None means that this machine does not have it. It is not needed if the load is the
+            plan's own workload at saturation.
 
     Raises:
         MachineError: the server does not start, or dies.
@@ -234,7 +235,7 @@ def replayed(
     """Serve the plan in a separate process, and replay the requests of a load over HTTP.
 
     Args:
-        drawn: the requests; None: those of `draw`, which include further requests to keep the load steady.
+        drawn: the requests. None means those of `draw`, which include further requests to keep the load steady.
 
     Raises:
         MachineError: the server does not start, or dies, or all requests fail.

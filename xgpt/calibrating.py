@@ -62,7 +62,7 @@ class MeasuredLoad(NamedTuple):
 
     @property
     def arrivals(self) -> ArrivalProcess | None:
-        """The arrival process; None: a closed loop."""
+        """The arrival process. None means a closed loop."""
         return None if self.rate_per_s is None else ArrivalProcess.at(self.rate_per_s, self.variation)
 
     @property

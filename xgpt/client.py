@@ -29,7 +29,7 @@ class ClientRequest:
 
     Attributes:
         prompt_ids: token ids.
-        output_length: tokens after which the output ends; None: the model or `max_tokens` ends it.
+        output_length: tokens after which the output ends. None means that the model or `max_tokens` ends it.
         max_tokens: largest number of tokens, as stated in the request to the server.
         send_at_s: when to send it, from the start of the replay; None in a closed loop.
     """
@@ -57,7 +57,7 @@ class ClientResult:
         token_s: time at which each token arrived; tokens that arrive in one read of the socket have the same time.
             From a server that sends no token ids: time at which each chunk of text arrived.
         token_ids: the tokens, if the server sends them.
-        usage_tokens: number of tokens in the answer's `usage`; None: it has none.
+        usage_tokens: number of tokens in the answer's `usage`, or None.
         end_s: time at which the answer was complete, or had failed.
         server: times measured by the server; None if the request failed.
         error: the reason of the failure, in one line.
@@ -134,7 +134,7 @@ async def replay(
 
     Args:
         concurrency: number of outstanding requests in a closed loop, in which the client sends a request whenever one
-            ends; None: an open loop, in which each request is sent at its `send_at_s`.
+            ends. None means an open loop, in which each request is sent at its `send_at_s`.
         stream: whether tokens are read as they arrive; complete answers cost client and server less.
         enough: in a closed loop, the number of finished requests after which the replay stops; requests that still run
             then are left out of the results.

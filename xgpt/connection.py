@@ -59,8 +59,8 @@ class Connection:
 
     Args:
         url: URL of the server, with any prefix of its paths.
-        ca_file: certificate authorities for an https server; None: the system's.
-        api_key: key for the server; None: it requires none.
+        ca_file: certificate authorities for an https server. None means the system's.
+        api_key: key for the server, or None.
 
     Raises:
         InputError: the URL is not that of a server, or the file contains no certificate.

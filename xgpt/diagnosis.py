@@ -39,7 +39,7 @@ class Finding(Frozen):
     value: str
     """Its value."""
     advice: str | None = None
-    """Recommendation; None: none."""
+    """Recommendation, or None."""
 
 
 def examine(root: Path = Path("/")) -> list[Finding]:

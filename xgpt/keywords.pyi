@@ -185,7 +185,7 @@ class RequestLimits(TypedDict, total=False):
     answer_within_of: Mapping[str | PathLike[str], float] | None
     """Seconds within which answers of each of these classes must be complete."""
     request_timeout_s: float | None
-    """Seconds after which an incomplete answer ends with 504. 0: no limit."""
+    """Seconds after which an incomplete answer ends with 504. 0 means no limit."""
     default_max_tokens: int | None
     """max_tokens of requests that do not state it."""
     max_max_tokens: int | None
@@ -199,7 +199,7 @@ class Endpoint(TypedDict, total=False):
     host: str | PathLike[str] | None
     """Address to listen on; an address that other machines can reach needs `api_key_file`."""
     port: int | None
-    """Port to listen on; 0: any free one."""
+    """Port to listen on. 0 means any free port."""
     api_key_file: str | PathLike[str] | None
     """File of API keys, one on each line: [NAME] KEY [SETTINGS]. On SIGHUP the server reads it again."""
     allowed_hosts: Sequence[str | PathLike[str]] | None
@@ -215,7 +215,7 @@ class Endpoint(TypedDict, total=False):
     front: Literal["endpoint", "smg"] | None
     """The HTTP server. smg: the Shepherd Model Gateway, in front of an engine in a separate process."""
     admin_port: int | None
-    """With `front=smg`: port of pages, plan and metrics; 0: any."""
+    """With `front=smg`: port of pages, plan and metrics. 0 means any free port."""
 
 class ServeKeywords(Endpoint, RequestLimits, Served, total=False):
     log_level: Literal["debug", "info", "warning", "error"] | None
@@ -241,7 +241,7 @@ class AutoscaleKeywords(TypedDict, total=False):
     host: str | PathLike[str] | None
     """Address at which the metric is published."""
     port: int | None
-    """Port of the metric; 0: any free one."""
+    """Port of the metric. 0 means any free port."""
 
 class BenchKeywords(LoadFields, EngineFields, total=False):
     num_requests: int | None

@@ -56,9 +56,10 @@ class Option:
     """The parts of a field's form on the command line that do not follow from its name and type.
 
     Attributes:
-        flag: the option; "": --name with dashes, or --no-name for a switch that is on by default; None: no option.
+        flag: the option. "" means --name with dashes, or --no-name for a switch that is on by default. None means that
+            there is no option.
         metavar: placeholder of its value in help.
-        kind: type of its value, a name in `xgpt.cli.values.KINDS`; "": the field's type.
+        kind: type of its value, a name in `xgpt.cli.values.KINDS`. "" means the field's type.
         unset: description of None in help.
         names: kind of shipped configs whose names the shell completes.
         is_required: whether the command line requires it.
@@ -487,7 +488,7 @@ class AutoscaleRequest(RequestBase):
     host: str = "127.0.0.1"
     """Address at which the metric is published."""
     port: Port = 8471
-    """Port of the metric; 0: any free one."""
+    """Port of the metric. 0 means any free port."""
 
 
 class Served(OfAPlan, EngineFields, Replanning):
@@ -522,7 +523,7 @@ class Endpoint(RequestBase):
     host: str = "127.0.0.1"
     """Address to listen on; an address that other machines can reach needs `api_key_file`."""
     port: Port = 8000
-    """Port to listen on; 0: any free one."""
+    """Port to listen on. 0 means any free port."""
     api_key_file: Annotated[Path | None, Option(metavar="FILE")] = None
     """File of API keys, one on each line: [NAME] KEY [SETTINGS]. On SIGHUP the server reads it again."""
     allowed_hosts: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Option("--allowed-host", "NAME")] = ()
@@ -542,7 +543,7 @@ class Endpoint(RequestBase):
     front: Literal["endpoint", "smg"] = "endpoint"
     """The HTTP server. smg: the Shepherd Model Gateway, in front of an engine in a separate process."""
     admin_port: Port = 0
-    """With `front=smg`: port of pages, plan and metrics; 0: any."""
+    """With `front=smg`: port of pages, plan and metrics. 0 means any free port."""
 
 
 class RequestLimits(RequestBase):
@@ -558,7 +559,7 @@ class RequestLimits(RequestBase):
     answer_within_of: Annotated[dict[str, PositiveFloat], Option(None)] = Field(default_factory=dict)
     """Seconds within which answers of each of these classes must be complete."""
     request_timeout_s: Annotated[PositiveFloat | None, Option("--request-timeout", "S", "seconds_or_0")] = 600.0
-    """Seconds after which an incomplete answer ends with 504. 0: no limit."""
+    """Seconds after which an incomplete answer ends with 504. 0 means no limit."""
     default_max_tokens: Annotated[
         PositiveInt | None,
         Option(

@@ -36,8 +36,8 @@ def load_model(name: str, config: str | None = None) -> tuple[ModelSpec, Path | 
 
     Args:
         name: a shipped model, a YAML file, a config.json, a directory in Hugging Face layout, or a Hugging Face id.
-        config: config.json of an id; None: that of huggingface_hub's cache, or a shipped config of the same shape. The
-            network is never used.
+        config: config.json of an id. None means the one in huggingface_hub's cache, or a shipped config of the same
+            shape. The network is never used.
 
     Raises:
         InputError: there is no such model, or the file does not describe one.

@@ -41,8 +41,8 @@ class Planned:
         plans: each policy's best plan, the best of all first.
         choices: the clusters that were compared, the cheapest first.
         planning_s: seconds that planning took on the chosen cluster.
-        ahead: value of the objective for each planned number of draft tokens; 0: without a draft.
-        why_not_fewer: why fewer devices than the chosen number are not enough; "": the number was given.
+        ahead: value of the objective for each planned number of draft tokens. 0 stands for plans without a draft.
+        why_not_fewer: why fewer devices than the chosen number are not enough. "" means that the number was given.
     """
 
     request: PlanRequest
@@ -75,7 +75,7 @@ class Planned:
         return next(iter(_plan_each(self.request)(replace(problem, even=False)).values()))
 
     def best_uniform(self) -> Plan | None:
-        """Return the best plan of equal stages, without rra and waa; None: none keeps the bound.
+        """Return the best plan of equal stages, without rra and waa, or None if none keeps the bound.
 
         If the best plan of these policies already has equal stages, that plan is returned; otherwise a separate search
         finds one.

@@ -80,8 +80,8 @@ def profile(
     """Return the tables of every tensor-parallel degree that fits in a node, for each way to divide experts.
 
     Args:
-        kv_dtype: type of K/V; None: the dtype.
-        engine: the engine whose loop is added to the kernels; None: the loop in the device's efficiencies.
+        kv_dtype: type of K/V. None means the dtype.
+        engine: the engine whose loop is added to the kernels. None means the loop in the device's efficiencies.
 
     Raises:
         InputError: the cluster's device has no rate for this dtype.
@@ -235,7 +235,7 @@ class Kernels:
         """Return the seconds of matrix products whose weights have `params` elements in all.
 
         Args:
-            stored: how these weights are stored; None: in the dtype.
+            stored: how these weights are stored. None means that they are stored in the dtype.
         """
         compute_s, read_s = self._per_weight(stored)
         return max(tokens * params * compute_s, params * read_s) + num_products * self.efficiency.product_s

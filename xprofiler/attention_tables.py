@@ -148,7 +148,7 @@ def recurrence(
 def _delta_nets(
     tables: Tables, hidden: int, recurrent: Recurrent, t: int
 ) -> dict[str, tuple[Array, Array, Array]] | None:
-    """Return batches, lengths and seconds of a gated delta net's kernels, by phase; None: it was not measured."""
+    """Return batches, lengths and seconds of a gated delta net's kernels, by phase, or None if it was not measured."""
     if not tables.has("linear_attention", "gdn") or recurrent.num_heads % t:
         return None
     path, heads = tables.paths("linear_attention", "gdn")[0], recurrent.num_heads // t

@@ -225,7 +225,7 @@ def filled(measured: Timings, wanted: Iterable[tuple[str | int, ...]]) -> Timing
 
 
 def _on_line(times: Timings, key: tuple[str | int, ...]) -> float | None:
-    """Return a point's time on the line through its nearest two neighbours in one size; None: there are no two."""
+    """Return a point's time on the line through its nearest two neighbours in one size, or None if there are no two."""
     for place in reversed(range(1, len(key))):
         at = int(key[place])
         others = {
@@ -247,7 +247,8 @@ class Bench:
     """Measures the points of a profile on one worker, which may be one of several that measure together.
 
     Args:
-        meet: waits for all workers that measure together, which must make the same calls; None: there is one worker.
+        meet: waits for all workers that measure together, which must make the same calls. None means that there is one
+            worker.
         in_group: whether these workers compute one model together, so that a call of one waits for the others.
         is_brief: whether to measure only few points, twice, and interpolate the others, because the machine is busy.
         clock: returns the time in seconds.

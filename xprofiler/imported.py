@@ -52,9 +52,9 @@ def profile(
     experts.
 
     Args:
-        kv_dtype: type of K/V; None: the dtype.
+        kv_dtype: type of K/V. None means the dtype.
         engine: the engine, whose framework's kernels and whose loop are used.
-        folder: tables of one kind of device, or of several by the names in `SYSTEMS`; None: those of the installed
+        folder: tables of one kind of device, or of several by the names in `SYSTEMS`. None means those of the installed
             wheel.
 
     Raises:

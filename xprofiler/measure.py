@@ -81,7 +81,7 @@ def profile(
     """Return the measured profile of a model on this machine: on one device, or on all of them at the same time.
 
     Args:
-        kv_dtype: type of K/V; None: that of the dtype.
+        kv_dtype: type of K/V. None means the dtype.
         wait: a function that returns when kernels have been compiled; on a busy machine, layouts of weights are
             compared before it is called.
         progress: is called with the number of measured points and the number of all points.

@@ -104,7 +104,7 @@ def gflops() -> float:
 def differences(profile: Profile) -> str | None:
     """Return one line about how this machine differs from its state during profiling.
 
-    None: it does not differ, or the profile does not contain that state.
+    None means that it does not differ, or the profile does not contain that state.
     """
     if profile.gflops is None:
         return None

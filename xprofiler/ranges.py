@@ -64,7 +64,7 @@ class Likely(NamedTuple):
     """A range as factors on a prediction.
 
     Attributes:
-        rows: number of measured rows from which the range comes; 0: none.
+        rows: number of measured rows from which the range comes, or 0.
         shared: the properties that these rows have in common with the prediction, such as " of dense models planned
             from datasheets".
     """
@@ -99,7 +99,7 @@ def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False, errors: Er
     Args:
         borrowed: whether the engine's times are those of another engine, or step times are computed with another
             device's efficiencies, which widens the range.
-        errors: the errors of similar rows; None: the shipped ones.
+        errors: the errors of similar rows. None means the shipped ones.
     """
     known = _shipped() if errors is None else errors
     for names, factor in SAME:

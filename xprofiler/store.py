@@ -48,7 +48,7 @@ def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, 
 
 
 def kv_dtype_of(cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> DType | None:
-    """Return the data type of K/V on a cluster's devices; None: that of the dtype.
+    """Return the data type of K/V on a cluster's devices. None means the dtype.
 
     Raises:
         InputError: xgpt's engine does not support that type there.
@@ -124,10 +124,11 @@ def obtain_profile(
     A profile measured on a busy machine is cached for only ten minutes.
 
     Args:
-        dtype: data type; None: the model's own, or the default on a CPU.
+        dtype: data type. None means the model's own, or the default on a CPU.
         engine: the engine whose loop is added to a datasheet's kernels.
-        kv_dtype: type of K/V; None: the type that the checkpoint asks for, else that of the dtype.
-        as_served: a function that fits a measured profile to a serving engine's steps; None: the profile is not fitted.
+        kv_dtype: type of K/V. None means the type that the checkpoint asks for, else that of the dtype.
+        as_served: a function that fits a measured profile to a serving engine's steps. None means that the profile is
+            not fitted.
 
     Raises:
         InputError: the model does not run in that dtype there, or the datasheet has no rate for it.
@@ -205,7 +206,7 @@ def given_profile(path: str, spec: ModelSpec, cluster: ClusterSpec, dtype: DType
     """Return the profile in a user's file, for planning.
 
     Args:
-        dtype: data type; None: the default on these devices.
+        dtype: data type. None means the default on these devices.
 
     Raises:
         InputError: the file is malformed, or the profile is for another model, device or dtype.

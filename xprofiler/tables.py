@@ -30,8 +30,8 @@ class Tables:
     two steps of a model. `provenance` says how many points were raised.
 
     Args:
-        device: the kind of device, for its roofline; None: nothing is raised.
-        version: version of the framework whose tables are preferred; None: the newest.
+        device: the kind of device, for its roofline. None means that nothing is raised.
+        version: version of the framework whose tables are preferred. None means the newest.
 
     Raises:
         InputError: a table is missing, or does not contain the requested sizes.
@@ -105,7 +105,7 @@ class Tables:
         return np.minimum(whole_s, np.maximum(saved_s, self._least_s("fp8", "fp8", 2 * rows * n * k, n * k)))
 
     def _quantizing_grid(self, operator: str) -> Grid2 | None:
-        """Return the milliseconds of rounding [m, k], or of computing its scale; None: no table has them."""
+        """Return the milliseconds of rounding [m, k], or of computing its scale, or None if no table has them."""
         if not self._found("quantize", operator, self.framework):
             return None
         rows = self._read("quantize", operator, ("m", "k", "quant_dtype", "latency"), may_be_zero=True)
@@ -186,8 +186,8 @@ class Tables:
         return np.maximum(latency, least)
 
     def _least_s(self, read: str, computed: str, flops: Array, elements: Array | float) -> Array:
-        """Return the device's roofline, in seconds, for products in one type that read elements of another type; 0:
-        unknown.
+        """Return the device's roofline, in seconds, for products in one type that read elements of another type, or 0
+        if not known.
         """
         device = self._device
         if device is None or device.memory_bandwidth_bytes_per_s is None:

@@ -291,7 +291,7 @@ def _encode_attention(spec: ModelSpec, times: dict[Probe, list[float]], rest: _L
 
 def _mixed_error(times: dict[Probe, list[float]], rest: _Line) -> tuple[float, float] | None:
     """Return the share by which steps that decode and encode a piece take longer than separate steps for both, and the
-    standard error of this share; None: not measured.
+    standard error of this share, or None if not measured.
     """
     pieces = {bool(point.batch): point for point in times if point.kind == "pieces"}
     decode = Probe("decode", BESIDE, BESIDE_CONTEXT)

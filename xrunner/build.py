@@ -34,11 +34,11 @@ class WorkerSettings:
     """The settings of a worker: what it loads, and onto which device.
 
     Attributes:
-        kv_dtype: dtype of keys and values; None: the default for the weights' dtype.
-        checkpoint: directory in Hugging Face layout; None: weights drawn from `seed`.
+        kv_dtype: dtype of keys and values. None means the default for the weights' dtype.
+        checkpoint: directory in Hugging Face layout. None means weights drawn from `seed`.
         num_blocks: number of K/V cache blocks.
-        backend: a name of `attention.BACKENDS`; None: the fastest that runs on the device.
-        threads: CPU threads of this process; None: leave unchanged.
+        backend: a name of `attention.BACKENDS`. None means the fastest that runs on the device.
+        threads: CPU threads of this process. None leaves the number unchanged.
         layouts: layout in which a CPU stores weights of each shape (see `xrunner.packing.choice.pack`).
     """
 
@@ -61,9 +61,9 @@ def build_worker(
     """Return a worker with its weights loaded, on one device.
 
     Args:
-        part: the part of the model that this rank holds; None: the whole model.
-        group: the ranks that share these layers; None: only this rank has them.
-        pipe: link to the stages before and after; None: there is one stage.
+        part: the part of the model that this rank holds. None means the whole model.
+        group: the ranks that share these layers. None means that only this rank has them.
+        pipe: link to the stages before and after. None means that there is one stage.
 
     Raises:
         InputError: the backend is unknown or does not run on this device in this dtype, or the weights do not fit the

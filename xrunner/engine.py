@@ -34,7 +34,7 @@ class Engine:
     steps restart. A request that makes steps fail, or does not fit another plan's memory, ends with finish "error".
 
     Args:
-        deploy: builds the workers of another plan; None: only plans with the same placement can be applied.
+        deploy: builds the workers of another plan. None means that only plans with the same placement can be applied.
         reuse: whether requests share the K/V of common prompt prefixes.
 
     Attributes:

@@ -62,7 +62,7 @@ class Executor(Protocol):
         Args:
             table: the request's blocks in the lane that encodes it; the first `found` blocks already contain its K/V.
                 Later blocks are passed with steps (`Step.grown`).
-            moves_to: the request's blocks in the lane that decodes it; None: the same blocks.
+            moves_to: the request's blocks in the lane that decodes it. None means the same blocks.
         """
 
     def begin(self, step: Step) -> None:
@@ -115,7 +115,7 @@ class OneAtATime(ABC):
     """An executor in the engine's own process: a step is executed while `collect` waits for it.
 
     Attributes:
-        grammars: those that outputs can follow; None: no request may have one.
+        grammars: those that outputs can follow. None means that no request may have one.
     """
 
     resumes = True

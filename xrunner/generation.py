@@ -20,8 +20,8 @@ class SamplingParams:
     """The parameters by which a request's tokens are chosen; by default, the token with the highest logit is chosen.
 
     Attributes:
-        temperature: divides the logits; 0: choose the highest logit.
-        top_k: keep only this number of most probable tokens; 0: keep all.
+        temperature: divides the logits. 0 chooses the highest logit.
+        top_k: keep only this number of most probable tokens. 0 keeps all.
         top_p: of the kept tokens, keep only the most probable ones that together have this probability.
         min_p: of the kept tokens, keep only those whose probability is at least this share of the highest probability.
         seed: equal seeds give equal tokens if logits are equal. Other requests in the batch may change the last bits of
@@ -30,11 +30,11 @@ class SamplingParams:
         frequency_penalty: subtracted from a token's logit once for each time that the output has it.
         repetition_penalty: divides positive logits, and multiplies negative ones, of every token in the prompt or the
             output. An encoder's prompt does not count.
-        logprobs: number of most probable tokens to report in addition to the chosen one; None: report nothing.
+        logprobs: number of most probable tokens to report in addition to the chosen one. None reports nothing.
         prompt_logprobs: number of most probable tokens to report for each prompt token except the first; needs
-            `logprobs`. None: report nothing.
+            `logprobs`. None reports nothing.
         logit_bias: tokens, and the number added to each one's logit.
-        grammar: the grammar of the output (`xrunner.grammar`); None: free text.
+        grammar: the grammar of the output (`xrunner.grammar`). None means free text.
     """
 
     temperature: float = 0.0
@@ -104,8 +104,8 @@ class Generation:
         deadline_ns: time after which the request's tokens are useless, on the engine's clock. A request that still
             waits at that time ends without a token.
         promised_output, account: as in `Arrival`.
-        arrival_ns: time at which the server received the request, on the engine's clock; None: the time at which the
-            engine receives it.
+        arrival_ns: time at which the server received the request, on the engine's clock. None means the time at which
+            the engine receives it.
     """
 
     id: int

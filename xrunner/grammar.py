@@ -93,7 +93,7 @@ def whole_grammar(answer: str, begin: str = "", end: str = "", *, is_open: bool 
 
     Args:
         answer: rules; the rule `answer` describes what follows the reasoning.
-        begin, end: Lark terms of the marks around reasoning; empty: there are none.
+        begin, end: Lark terms of the marks around reasoning, or empty.
         is_open: whether the output begins within reasoning; the output must then end the reasoning.
     """
     if not end:
@@ -287,8 +287,8 @@ class GrammarState:
 
 def grammars_of(checkpoint: Path | None, spec: ModelSpec) -> Grammars | None:
     """Return the grammars for a checkpoint's tokens: one object for each process, so that a worker in the server's
-    process need not compile a grammar again that the server has checked. None: the checkpoint has no tokenizer, or no
-    token that ends an output.
+    process need not compile a grammar again that the server has checked. None means that the checkpoint has no
+    tokenizer, or no token that ends an output.
     """
     path = None if checkpoint is None else checkpoint / "tokenizer.json"
     if path is None or not path.is_file() or not spec.eos_token_ids:

@@ -81,7 +81,7 @@ class Replicas:
     Args:
         build: builds a replica's engine in the thread that will step it, given the function that it calls with its
             steps.
-        router: chooses the replica of a request; None: the one with the fewest requests.
+        router: chooses the replica of a request. None means the one with the fewest requests.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ class Sampler:
             finite are left out.
 
     Args:
-        grammars: builds the states of grammars; None: no request may have one.
+        grammars: builds the states of grammars. None means that no request may have one.
     """
 
     def __init__(self, vocab_size: int, device: torch.device, grammars: Grammars | None = None) -> None:

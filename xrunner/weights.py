@@ -72,9 +72,9 @@ class Weight(NamedTuple):
         name: name in the checkpoint.
         out: destination in the model: a parameter, or some rows of one that fuses several.
         transposed: whether the checkpoint stores it as [in, out].
-        cut: the part of the stored tensor that is needed; None: all of it.
-        entry: its index in a stored tensor that stacks several, and the number of stacked tensors; None: it is stored
-            by itself.
+        cut: the part of the stored tensor that is needed. None means all of it.
+        entry: its index in a stored tensor that stacks several, and the number of stacked tensors. None means that it
+            is stored by itself.
     """
 
     name: str

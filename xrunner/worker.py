@@ -42,9 +42,9 @@ class Worker(OneAtATime):
             # each [prompt tokens, hidden]
 
     Args:
-        stage: the worker's stage of a pipeline; None: it holds the whole model.
+        stage: the worker's stage of a pipeline. None means that it holds the whole model.
         run: a function that runs the whole model in place of `model` itself, for instance from captured graphs.
-        vocabulary: this rank's share of the vocabulary; None: all of it.
+        vocabulary: this rank's share of the vocabulary. None means all of it.
     """
 
     def __init__(

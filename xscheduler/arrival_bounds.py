@@ -132,7 +132,7 @@ class Waits:
 
     def left_by_budget(self, steps: PromptSteps, rate: float) -> Array:
         """Return, for each token budget, an upper bound on the share of the latency bound that is left after waiting,
-        if prompts are encoded in steps of this budget; 0: the bounds cannot be kept. # [n]
+        if prompts are encoded in steps of this budget, or 0 if the bounds cannot be kept. # [n]
         """
         at = steps.at(rate)
         left = np.zeros(len(at.prompt_s))
@@ -290,7 +290,7 @@ class StepsAtRate(NamedTuple):
 
 
 def _factor(lengths: Lengths, quantile: float) -> float | None:
-    """Return the factor by which the latency bound must be loosened; None: no factor is enough."""
+    """Return the factor by which the latency bound must be loosened, or None if no factor is enough."""
     decodes, shares = _grouped(lengths.outputs - 1, lengths.output_probabilities, quantile)
     prompts, of_prompts = _evenly(lengths.inputs, lengths.input_probabilities)
     longest = float(lengths.decodes_at(quantile))

@@ -70,7 +70,7 @@ class Candidates:
     def devices_needed(self) -> int | None:
         """Return the least number of the cluster's devices, as a pipeline, that hold the model and one longest request.
 
-        None: even one device for each layer would not be enough.
+        None means that even one device for each layer would not be enough.
         """
         model, longest = self.problem.model, self.lengths.max_input + self.lengths.max_output
         if model.is_encoder_decoder:
@@ -230,7 +230,7 @@ class _Spaces(NamedTuple):
 
     Attributes:
         num_points: number of points of all spaces together.
-        bounds: bounds on their throughput; None: there are no spaces.
+        bounds: bounds on their throughput. None means that there are no spaces.
     """
 
     spaces: list[Space]

@@ -133,7 +133,8 @@ class Placements:
 
     Args:
         max_devices: largest number of devices to use.
-        engine: the engine that runs the plan and that cannot start some divisions; None: an engine without such limits.
+        engine: the engine that runs the plan and that cannot start some divisions. None means an engine without such
+            limits.
     """
 
     def __init__(

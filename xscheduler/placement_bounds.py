@@ -216,7 +216,7 @@ class PlacementBounds:
 
     @cached_property
     def _hops(self) -> tuple[Array | None, Array | None]:
-        """Seconds of a hop within a node, and between nodes; None: there are no such links. # [m]"""
+        """Seconds of a hop within a node, and between nodes. None means that there are no such links. # [m]"""
         near, far = self._profile.hop, self._profile.inter_node_hop
         return None if near is None else self._floor(near), None if far is None else self._floor(far)
 

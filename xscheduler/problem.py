@@ -26,17 +26,18 @@ class Problem:
     """A planning problem.
 
     Attributes:
-        kv: how K/V memory is promised to requests; None: the engine's default (`promise`).
-        engine: the engine that will run the plan; None: an engine of which only the profile's step times are known.
-        deployed: a running engine, started for `max_batch` requests, whose memory limits the plan; None: `engine`.
-        max_devices: largest number of the cluster's devices to use; None: all.
+        kv: how K/V memory is promised to requests. None means the engine's default (`promise`).
+        engine: the engine that will run the plan. None means an engine of which only the profile's step times are
+            known.
+        deployed: a running engine, started for `max_batch` requests, whose memory limits the plan. None means `engine`.
+        max_devices: largest number of the cluster's devices to use. None means all.
         uniform: only placements that are replicas of equal stages.
         even: only placements that vLLM runs: in each lane all stages have one tensor-parallel degree.
-        replicas: the only number of replicas to consider; None: any.
+        replicas: the only number of replicas to consider. None means any.
         fixed: fixed values of control variables and of the placement's variables.
-        placement: the only placement to consider, even one that would not be listed; None: any.
-        reused: the part of prompts that requests find cached; None: nothing.
-        speculation: speculative decoding with a draft; None: without one.
+        placement: the only placement to consider, even one that would not be listed. None means any.
+        reused: the part of prompts that requests find cached. None means nothing.
+        speculation: speculative decoding with a draft, or None.
     """
 
     model: ModelSpec
@@ -103,7 +104,7 @@ class Problem:
 
 
 def reused_by(plan: Plan, workload: Workload) -> Reused | None:
-    """Return the part of prompts that a plan expects to find cached; None: nothing."""
+    """Return the part of prompts that a plan expects to find cached. None means nothing."""
     found = plan.estimate.reuse
     if found is None:
         return None

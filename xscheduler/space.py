@@ -56,13 +56,13 @@ class SpaceLimits:
 
     Attributes:
         memory: memory of the decode lane.
-        encode_memory: memory of WAA's encode lane; None: there is one lane.
+        encode_memory: memory of WAA's encode lane. None means that there is one lane.
         block_size: tokens of a K/V block.
         kv: how K/V memory is promised to requests; static batches always reserve it for the longest output.
         max_batch: largest number of requests in a micro-batch that profile, runner and engine allow.
-        engine: engine that runs the plan; None: any.
+        engine: engine that runs the plan. None means any.
         fixed: fixed values of control variables.
-        price_per_device_hour: price of a device for an hour; None: unknown.
+        price_per_device_hour: price of a device for an hour, or None if not known.
     """
 
     memory: LaneMemory
@@ -140,8 +140,8 @@ class Space:
             between: whether a point represents all batch sizes, fractional ones included, from one less than its own up
                 to its own. The point's throughput is then the throughput of the largest of these sizes, and the times
                 of the smallest size must keep the constraint (`Evaluation.lesser`).
-            left: share of the latency bound that settings may use, by token budget; 0: such settings are not allowed;
-                None: the whole bound.
+            left: share of the latency bound that settings may use, by token budget. 0 means that such settings are not
+                allowed; None: the whole bound.
         """
         other = copy(self)
         other.constraint, other.bound, other._looked_at = constraint, bound, []
@@ -259,7 +259,7 @@ class Space:
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Return the smallest box that holds all points of a box that fit in memory, as indices on the searched axes.
 
-        None: no point fits.
+        None means that no point fits.
         """
         if self._line_axes is None:
             return low, high
@@ -404,9 +404,9 @@ class Evaluation:
     """The predictions of some points, and which of these points are allowed.
 
     Args:
-        left: share of the latency bound that each point may use; None: all of it.
-        lesser: predicts the smallest batches for which the points of some indices stand; None: a point stands only for
-            itself.
+        left: share of the latency bound that each point may use. None means all of it.
+        lesser: predicts the smallest batches for which the points of some indices stand. None means that a point stands
+            only for itself.
     """
 
     def __init__(
@@ -497,8 +497,8 @@ class Evaluation:
         """Return `excess` for some of the points, in the given order, without predicting the other points.
 
         Args:
-            times: returns the latency, the time to first token and the time per token of each of these points; None:
-                the predicted ones.
+            times: returns the latency, the time to first token and the time per token of each of these points. None
+                means the predicted ones.
         """
         constraint, left = self._constraint, self.left[indices]
         excess = np.where(left > 0, -1.0, np.inf)
@@ -518,7 +518,7 @@ class Evaluation:
 
     def max_rates(self, at_least: float = 0.0) -> Array:
         """Return the highest arrival rate, all replicas together, at which each point of load curves keeps the bounds
-        with waiting counted, in closed form (`xsimulator.queueing`); 0: no rate, or none above `at_least`.
+        with waiting counted, in closed form (`xsimulator.queueing`). 0 means no rate, or none above `at_least`.
 
         # [curves, loads]
         """

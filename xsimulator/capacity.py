@@ -126,7 +126,8 @@ class Trial:
         """Return the times of the measured requests at a rate; the rate is that of all replicas together.
 
         Args:
-            slack: once a goal's quantile exceeds this multiple of its bounds, give up and return None; None: never.
+            slack: once a goal's quantile exceeds this multiple of its bounds, give up and return None. None means
+                never.
         """
         plan, last, stream = self.plan, self.num_warm_up + self.num_requests, self.stream(rate)
         path_s = plan.request_path_s
@@ -194,8 +195,8 @@ class CapacitySearch:
 
     Args:
         predicted: the closed form's rate, where the search begins.
-        most: a rate at which the bounds are broken; None: the plan's saturated throughput, which is also simulated,
-            since at a higher rate the queue grows for ever and the bounds hold only until the run ends.
+        most: a rate at which the bounds are broken. None means the plan's saturated throughput, which is also
+            simulated, since at a higher rate the queue grows for ever and the bounds hold only until the run ends.
         least_requests: see `Trial`.
 
     Attributes:

@@ -33,7 +33,7 @@ class Clock:
     """Computes when the steps of one lane end; call this object once for each step, in their order.
 
     Args:
-        jitter: how the times of single steps vary around the lane's tables; None: they do not vary.
+        jitter: how the times of single steps vary around the lane's tables. None means that they do not vary.
 
     Attributes:
         free_ns: when each stage has finished all scheduled steps.

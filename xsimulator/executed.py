@@ -110,7 +110,7 @@ def paces(
     executed.
 
     Args:
-        within: the steps of the log to compare; None: all.
+        within: the steps of the log to compare. None means all.
     """
     lanes = lanes_of(plan, profile)
     if any(lane.num_stages > 1 for lane in lanes.values()):

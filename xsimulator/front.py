@@ -33,7 +33,7 @@ def with_api_servers(plan: Plan, num_servers: int | None) -> Plan:
     plan promises.
 
     Args:
-        num_servers: number of servers for each command of the engine; None: the number that the plan's rate needs.
+        num_servers: number of servers for each command of the engine. None means the number that the plan's rate needs.
     """
     rate, of_one = served_rate(plan), most_rate(plan, 1)
     needed = max(1, ceil(rate / of_one - 1e-9)) if of_one < inf else 1

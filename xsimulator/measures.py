@@ -249,10 +249,10 @@ def request_times(
     """Return the times, from arrival, of the first requests of a log.
 
     Args:
-        num_requests: number of requests, in order of arrival; None: all.
+        num_requests: number of requests, in order of arrival. None means all.
         encode_emits: see `measure`.
-        of_class: return only those of this class of requests; None: all.
-        tokens: number of output tokens by request id; None: the number in the log.
+        of_class: return only those of this class of requests. None means all.
+        tokens: number of output tokens by request id. None means the number in the log.
     """
     steps = _Steps(log, encode_emits=encode_emits)
     arrivals = {arrival.id: arrival for record in log for arrival in record.arrivals}

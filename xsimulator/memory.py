@@ -58,7 +58,7 @@ class StepBuffers:
     Some versions also reserve the buffers between the matrix products of experts.
 
     Args:
-        keeps: the engine; None: xgpt's own.
+        keeps: the engine. None means xgpt's own.
         slots: largest number of requests in its batches.
     """
 
@@ -173,9 +173,9 @@ class LaneMemory:
 
     Args:
         precision: data types of weights, activations and K/V.
-        keeps: the engine, which reserves memory for itself; None: xgpt's own.
+        keeps: the engine, which reserves memory for itself. None means xgpt's own.
         slots: largest number of requests in its batches.
-        speculation: the draft, whose weights and K/V are also in memory; None: there is none.
+        speculation: the draft, whose weights and K/V are also in memory, or None.
         kept_blocks: blocks that hold the prompts of running and earlier requests for later ones to find.
 
     Raises:

@@ -176,8 +176,8 @@ class SeenSteps:
         empty: for each micro-batch, the numbers of its decode steps before which no request was in decode.
         ended: for each micro-batch, the steps without decodes that leave none in decode: all outputs have one token.
         admitted, first_token, last_token: the step that begins a request's prompt, the step that makes its first token
-            (in an encoder's lane, that ends its prompt), and the step of its last token; -1: none. # [requests] each
-        batch: the micro-batch in which a request decodes; -1: none. # [requests]
+            (in an encoder's lane, that ends its prompt), and the step of its last token, or -1. # [requests] each
+        batch: the micro-batch in which a request decodes, or -1. # [requests]
         joined: the number of a request's first decode step there. # [requests]
     """
 

@@ -19,7 +19,7 @@ def reused_at(
     Requests are grouped by the number of tokens that remain to be encoded.
 
     Args:
-        kept_tokens: memory, in tokens, that is reserved for the cache; None: `tokens`.
+        kept_tokens: memory, in tokens, that is reserved for the cache. None means `tokens`.
     """
     cached = curve.cached(tokens)
     order = np.argsort(curve.inputs - cached, kind="stable")

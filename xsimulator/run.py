@@ -108,7 +108,7 @@ class Simulated:
         measured: throughput of all replicas, requests/s and tokens/s, and latencies, s.
         steps: the executed steps, with their times; empty if the run was simulated by counts.
         spans: the times in which each stage was busy; empty if the run was simulated by counts.
-        times: times of each request from its arrival; None: requests were always waiting.
+        times: times of each request from its arrival. None means that requests were always waiting.
         kept: for each class of requests, the share that kept its bounds.
     """
 
@@ -162,13 +162,13 @@ def run_simulation(
     """Run requests of a workload on the simulated engine.
 
     Args:
-        workload: a name, a path, or histograms; None: the plan's own.
+        workload: a name, a path, or histograms. None means the plan's own.
         num_requests: requests that are measured.
-        arrivals: the arrival process; None: requests are always waiting.
+        arrivals: the arrival process. None means that requests are always waiting.
         own_times: replay the workload, which must be a trace, as recorded: with its pairs of lengths and its arrival
             times.
         since_s: seconds after the trace's first request at which the replay begins.
-        clients: number of clients of a closed loop, all replicas together; None: no closed loop.
+        clients: number of clients of a closed loop, all replicas together. None means no closed loop.
         keep_steps: whether to also return the steps of replays of more than `MANY_REQUESTS` requests; the simulation
             then takes 0.6 ms for each request.
 
@@ -341,7 +341,7 @@ def seen_at_once(
 
     Args:
         longest: the longest output that each request may have.
-        needed: the run may end as soon as the first `needed` requests have ended; None: all.
+        needed: the run may end as soon as the first `needed` requests have ended. None means all.
     """
     if (run := _counted_at_once(plan, profile, inputs, outputs, longest, is_logged=True)) is None:
         return SeenSteps.of_log(run_requests(plan, profile.of_means, TraceLengths(inputs, outputs, None), longest))
@@ -483,7 +483,8 @@ def run_requests(
     """Return the steps of these requests on one replica.
 
     Args:
-        clients: number of clients that send the requests in a closed loop; None: requests arrive at their own times.
+        clients: number of clients that send the requests in a closed loop. None means that requests arrive at their own
+            times.
         trace: the requests; without times, all of them arrive at the start. If it has no prefixes although the plan
             counts on reuse, all prompts begin with the same prefix, which has the planned share of their tokens.
     """
@@ -584,7 +585,7 @@ def read_log(
     the measured requests, because a batch that empties is not in the steady state.
 
     Args:
-        skipped: number of requests of the warm-up; None: as many as a saturated run needs.
+        skipped: number of requests of the warm-up. None means as many as a saturated run needs.
     """
     if skipped is None:
         skipped = warm_up_of(plan, log) if saturated else 0
@@ -609,8 +610,8 @@ def times_of(plan: Plan, log: Sequence[StepRecord], num_requests: int, tokens: I
     """Return the times, from arrival, of the first requests in a log of this plan.
 
     Args:
-        tokens: number of output tokens by request id, if it differs from that of decode steps because of a draft; None:
-            it does not differ.
+        tokens: number of output tokens by request id, if it differs from that of decode steps because of a draft. None
+            means that it does not differ.
     """
     tokens = None if plan.speculation is None else tokens
     return request_times(log, num_requests, encode_emits=encode_emits(plan), tokens=tokens)

@@ -36,7 +36,7 @@ class Counts(NamedTuple):
         ended: requests ended.
         prompt_tokens, output_tokens: tokens of the ended requests.
         waiting: requests waiting now.
-        age_s: seconds since the start; infinite: unknown.
+        age_s: seconds since the start, or infinite if not known.
     """
 
     arrived: float
@@ -54,7 +54,7 @@ class ScrapedTraffic(NamedTuple):
     """The requests that replicas have received between two readings.
 
     Attributes:
-        seconds: time since the previous reading that a replica answered; 0: there was none.
+        seconds: time since the previous reading that a replica answered. 0 means that there was none.
         num_requests: requests that have arrived.
         ended: number of ended requests, with the tokens of their prompts and outputs.
         waiting: requests that wait now.
@@ -109,7 +109,7 @@ class LoadReader:
 
     Args:
         num_kinds: number of the fleet's kinds.
-        api_key: key for the replicas; None: they require none.
+        api_key: key for the replicas, or None.
     """
 
     def __init__(self, targets: Sequence[Target], num_kinds: int, api_key: str | None) -> None:
@@ -122,7 +122,7 @@ class LoadReader:
         self._read_s: float | None = None
 
     def read(self, now_s: float) -> ScrapedTraffic | None:
-        """Return the requests that have arrived since the last reading that a replica answered; None: no replica
+        """Return the requests that have arrived since the last reading that a replica answered, or None if no replica
         answers.
 
         The first reading counts no arrivals.

@@ -93,7 +93,7 @@ def spec_of(
     Args:
         generation: content of generation_config.json.
         headers: headers of the files of weights, in JSON.
-        side: content of hf_quant_config.json; None: there is none.
+        side: content of hf_quant_config.json, or None.
         source: origin of the config, for messages.
 
     Raises:

@@ -237,7 +237,7 @@ def export() -> None:
 
 
 @options.command("ui")
-@click.option("--port", type=Whole(0, 65535), default=8470, help="Port of the page; 0: any free one.")
+@click.option("--port", type=Whole(0, 65535), default=8470, help="Port of the page. 0 means any free port.")
 @click.option("--no-browser", is_flag=True, help="Only print the address.")
 def ui() -> None:
     """Plan on a local page: choose, drag the bound, and see the result of each policy at once.

@@ -33,7 +33,7 @@ class Assumption(NamedTuple):
     Attributes:
         mixing: change of the engine's cost of mixed steps.
         pace: factor on step times.
-        workload: other lengths; None: the plan's.
+        workload: other lengths. None means the plan's.
     """
 
     name: str

@@ -42,7 +42,7 @@ from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
 
 RELAXATIONS = (1.25, 1.5, 2.0, None)
-"""Factors by which the latency bound is relaxed to compute the gain; None: no bound."""
+"""Factors by which the latency bound is relaxed to compute the gain. None means no bound."""
 
 
 NOT_RELAXED = "gains from a looser bound are not known"
@@ -70,8 +70,8 @@ class Compared:
 
     Attributes:
         plans: the best plan of each policy, the best of all first.
-        relaxed: the best plan under each looser latency bound, in s; None: without a bound.
-        current: the current deployment, scored as a plan; None: none was given.
+        relaxed: the best plan under each looser latency bound, in s. None means that there is no bound.
+        current: the current deployment, scored as a plan, or None.
         notes: assumptions about the current deployment.
         ranges: the range of each policy's gain per device over the current deployment, over all assumptions.
         measured: figures of each plan measured on this machine, by policy.
@@ -100,8 +100,8 @@ class Compared:
 
     @property
     def gain(self) -> Gain | None:
-        """The best plan's gain over the current deployment; None: no deployment was given, or it keeps the bounds at no
-        rate.
+        """The best plan's gain over the current deployment. None means that no deployment was given, or it keeps the
+        bounds at no rate.
         """
         return None if self.current is None else gain_of(self.best, self.current)
 
@@ -119,7 +119,7 @@ def compare(
 
     Args:
         current: the command of the current deployment, or a Compose file, pod or Helm values that start it.
-        measured: the load with which each plan is measured; None: no plan is measured.
+        measured: the load with which each plan is measured. None means that no plan is measured.
         seed: seed of that load's requests.
         on_found: is called with the result before looser bounds are tried and plans are measured.
 
@@ -268,7 +268,7 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
     as requests grow.
 
     Args:
-        longest: tokens of the workload's longest request; None: the sum of its longest input and longest output.
+        longest: tokens of the workload's longest request. None means the sum of its longest input and longest output.
 
     Raises:
         InputError: the engine needs more devices than the cluster has, runs in another dtype than the plans, or rejects
@@ -327,7 +327,7 @@ def gain_in_words(best: Plan, current: Plan, range_: Range | None = None) -> str
     """Return a sentence that compares the arrival rates of plan and current deployment, in total and per device.
 
     Args:
-        range_: range of the gain per device over all assumptions; None: not known.
+        range_: range of the gain per device over all assumptions, or None if not known.
     """
     gain = gain_of(best, current)
     if gain is None:

@@ -21,22 +21,22 @@ class CurrentEngine:
             whole experts.
         max_num_seqs: largest number of requests in a step.
         max_num_batched_tokens: largest number of tokens in a step.
-        usable_memory: share of a device's memory that the engine uses; None: the share stated for the cluster.
-        max_model_len: tokens of the longest request that the engine accepts; None: the model's context.
+        usable_memory: share of a device's memory that the engine uses. None means the share stated for the cluster.
+        max_model_len: tokens of the longest request that the engine accepts. None means the model's context.
         shortens: whether the engine lowers `max_model_len` if K/V memory cannot hold a request of that length.
-        dtype: data type in which the engine runs; None: the one in the model's config.
-        kv_dtype: type of K/V; None: that of the dtype.
-        quantization: the quantisation in the command; None: it has none.
+        dtype: data type in which the engine runs. None means the one in the model's config.
+        kv_dtype: type of K/V. None means the dtype.
+        quantization: the quantisation in the command, or None.
         notes: assumptions, as text.
         framework: name of the engine, as in configs/engines.
-        version: its version, from the image's tag; None: not known.
-        model: the model in the command; None: it has none.
+        version: its version, from the image's tag, or None if not known.
+        model: the model in the command, or None.
         cuts_prompts: whether a step may encode a part of a prompt.
         drops_windows: whether keys and values outside the attention window of a layer are freed.
         text_only: whether the model's encoders of images and sound are not loaded.
-        drafts: its speculative decoding; None: it has none.
+        drafts: its speculative decoding, or None.
         kept_words: options of its command that a plan leaves as they are.
-        schedules_ahead: whether a step is scheduled while the step before it runs; None: the engine's default.
+        schedules_ahead: whether a step is scheduled while the step before it runs. None means the engine's default.
     """
 
     tp_degree: int

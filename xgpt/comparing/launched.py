@@ -55,8 +55,8 @@ class Launched:
 
     Attributes:
         words: the words of the command line after the program's name.
-        image: the container's image; "": none.
-        devices: number of devices in the manifest; None: not stated.
+        image: the container's image, or "".
+        devices: number of devices in the manifest, or None if not stated.
     """
 
     engine: Engine

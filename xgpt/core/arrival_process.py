@@ -18,7 +18,7 @@ class RateStage(NamedTuple):
 
     Attributes:
         rate_per_s: mean requests a second.
-        seconds: its length; None: it never ends.
+        seconds: its length. None means that it never ends.
     """
 
     rate_per_s: float

@@ -28,7 +28,8 @@ class InfeasibleError(XgptError):
 
     Args:
         message: one line, naming the constraint that binds.
-        nearest_bound_s: the smallest value of the bound in `binding` that some schedule keeps; None: no value helps.
+        nearest_bound_s: the smallest value of the bound in `binding` that some schedule keeps. None means that no value
+            helps.
         binding: the constraint that binds, e.g. "latency_bound_s" or "memory".
         reason: what takes the time, if the latency bound cannot be kept.
 

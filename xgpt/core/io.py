@@ -53,7 +53,7 @@ def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
     """Return the file for a name on the command line: a shipped config, or a path.
 
     Args:
-        field: the argument that gave the name, for errors; None: the argument that is named like the kind.
+        field: the argument that gave the name, for errors. None means the argument that is named like the kind.
 
     Raises:
         InputError: neither a config nor a file has that name; the message lists the shipped configs.

@@ -24,7 +24,7 @@ def detect(num_devices: int | None = None, *, root: Path = Path("/")) -> Cluster
     """Return this machine as a cluster: the GPUs that nvidia-smi lists, or else the CPU as one device.
 
     Args:
-        num_devices: use this number of GPUs, or of CPU devices with equal shares of cores and memory; None: all.
+        num_devices: use this number of GPUs, or of CPU devices with equal shares of cores and memory. None means all.
         root: folder that holds proc and sys.
 
     Raises:

@@ -28,8 +28,8 @@ class TracePrefixes:
     Attributes:
         block_size: number of tokens of a block; the last block of a request may hold fewer.
         prompts: ids of each prompt's blocks.
-        outputs: ids of each request's blocks from the first one that its prompt does not fill; empty: no request
-            continues them.
+        outputs: ids of each request's blocks from the first one that its prompt does not fill. Empty means that no
+            request continues them.
     """
 
     block_size: int

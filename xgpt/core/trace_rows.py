@@ -59,7 +59,7 @@ class Row(NamedTuple):
 
     Attributes:
         where: the place in the file.
-        timestamp: the request's time; None: the file states none.
+        timestamp: the request's time. None means that the file states none.
         has_failed: whether its HTTP status is an error's (400 to 599).
         fields: all fields, if the row is a JSON object.
     """
@@ -77,7 +77,7 @@ class TraceRows(NamedTuple):
 
     Attributes:
         rows: one for each request, including requests without output.
-        time_name: name of the column or field of times; "": there are none.
+        time_name: name of the column or field of times, or "".
         notes: assumptions made to read the file.
     """
 

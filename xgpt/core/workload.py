@@ -41,8 +41,8 @@ class TraceLengths(NamedTuple):
     Attributes:
         input: prompt tokens, [requests].
         output: output tokens, [requests].
-        timestamp_s: seconds since the first request, [requests]; None: the trace has no times.
-        prefixes: common prefixes of prompts; None: not known.
+        timestamp_s: seconds since the first request, [requests]. None means that the trace has no times.
+        prefixes: common prefixes of prompts, or None if not known.
     """
 
     input: Ints

@@ -37,7 +37,7 @@ FRAMEWORKS: dict[Target, tuple[str | None, ...]] = {
     "llm-d": ("vllm", None),
     "script": ("native", None),
 }
-"""The engines that each target starts; None: plans without an engine, too."""
+"""The engines that each target starts. None stands for plans without an engine."""
 
 WEIGHTS = "weights"
 """Directory next to a script, into which it downloads weights."""
@@ -192,7 +192,8 @@ def _script(head: str, command: Sequence[str], variables: str = "", *, fetched: 
 
     Args:
         variables: quoted arguments that contain shell variables.
-        fetched: id of a model whose weights are downloaded first, unless they exist; None: nothing is downloaded.
+        fetched: id of a model whose weights are downloaded first, unless they exist. None means that nothing is
+            downloaded.
     """
     fetch = ""
     if fetched is not None:

@@ -27,7 +27,7 @@ def vllm_dockerfile(plan: Plan, image: str, user: int, base: str | None = None) 
     """Return the Dockerfile of an image with xgpt next to vLLM.
 
     Args:
-        base: an image with vLLM, whose version is checked during the build; None: vLLM's own image.
+        base: an image with vLLM, whose version is checked during the build. None means vLLM's own image.
     """
     check = (
         f"RUN python3 -c \"import vllm; assert vllm.__version__.startswith('{TESTED_VERSION}'), vllm.__version__\"\n"

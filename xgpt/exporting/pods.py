@@ -71,7 +71,8 @@ class PodSpec:
 
     Attributes:
         ports: port numbers, by name.
-        probed: name of the port that answers probes; None: the pod has no port, and ends when the engine ends.
+        probed: name of the port that answers probes. None means that the pod has no port, and ends when the engine
+            ends.
         alive, ready: paths of the probes for running and for accepting requests.
         mounts_keys, mounts_plan: whether the clients' keys, and the plan, are mounted as files.
         env: further environment variables, as Kubernetes writes them.

@@ -117,7 +117,7 @@ class MeasuredPace:
 
     @property
     def ratio(self) -> float | None:
-        """The ratio of measured to predicted time; None: no step has been compared."""
+        """The ratio of measured to predicted time. None means that no step has been compared."""
         return self._measured_s / self._predicted_s if self._predicted_s else None
 
     @property
@@ -159,7 +159,7 @@ class Snapshot(NamedTuple):
     is_missed: bool = False
 
     def observation(self) -> Observation | None:
-        """Return the observation of all requests; None: no request has finished yet."""
+        """Return the observation of all requests, or None if no request has finished yet."""
         sample = Sample.of(self.requests)
         return self.observe(sample) if sample.num_finished else None
 
@@ -197,7 +197,7 @@ class Observer:
         self._judged_share = 0.0 if plan.estimate.reuse is None else plan.estimate.reuse.share
         """Share of reused prompt tokens under which the plan was last judged."""
         self._judged_common: list[Common] | None = None
-        """The requests from which the judged share was computed; None: the share is the plan's own."""
+        """The requests from which the judged share was computed. None means that the share is the plan's own."""
         self._judged_rate_per_s = 0.0
         """The arrival rate at which the plan was last judged; a plan that maximises the rate is judged again if the
         rate rises.
@@ -210,7 +210,7 @@ class Observer:
 
     @property
     def slowdown(self) -> float | None:
-        """Measured time of the latest steps over the profile's; None: too few have been compared.
+        """Measured time of the latest steps over the profile's. None means that too few have been compared.
 
         A slowdown that exceeds the plan's headroom is returned as soon as it is significant.
         """
@@ -236,7 +236,7 @@ class Observer:
         return True
 
     def snapshot(self) -> Snapshot | None:
-        """Return the current requests and pace; None: no request has arrived."""
+        """Return the current requests and pace, or None if no request has arrived."""
         self.window.forget_before(self._since_s)
         if self._judged_common:
             self.reuse.forget_before(self._judged_common[0])
@@ -248,7 +248,7 @@ class Observer:
         return Snapshot(requests, common, self.plan, self.pace.ratio, self.slowdown, self.goodput.share, is_missed)
 
     def look(self, now: Snapshot) -> Observation | None:
-        """Return the observation under which the plan should be judged; None: nothing has changed significantly.
+        """Return the observation under which the plan should be judged, or None if nothing has changed significantly.
 
         Later lengths and paces are then compared with this observation, whatever is decided. This method may be called
         from another thread than the other methods, but not from two threads at the same time.

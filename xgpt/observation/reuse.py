@@ -42,7 +42,7 @@ class Common:
     Attributes:
         keys: keys of the blocks of its prompt.
         left: keys of its later blocks, which remain in the cache.
-        found: number of its prompt tokens that were in the cache; None: the request waits.
+        found: number of its prompt tokens that were in the cache. None means that the request waits.
         is_warm: whether earlier requests had filled the cache when this one entered.
     """
 

@@ -190,7 +190,7 @@ class Sample:
         return inf if self.has_ended[self.outputs == longest].all() else longest
 
     def arrival_rate_per_s(self) -> float | None:
-        """Return the rate of the latest arrivals; None: there are too few."""
+        """Return the rate of the latest arrivals, or None if there are too few."""
         latest = self.arrival_s[-RATE_REQUESTS:]
         span_s = float(latest[-1] - latest[0])
         return (len(latest) - 1) / span_s if span_s > 0 and len(latest) == RATE_REQUESTS else None
@@ -216,7 +216,7 @@ class Goodput:
 
     @property
     def share(self) -> float | None:
-        """Share of the requests that kept their bounds; None: there are too few."""
+        """Share of the requests that kept their bounds. None means that there are too few."""
         return sum(self._kept) / len(self._kept) if len(self._kept) >= MIN_FINISHED else None
 
     def is_below(self, quantile: float) -> bool:
@@ -322,8 +322,8 @@ class ChangeDetector:
 
     Args:
         planned: the lengths for which the running plan was made.
-        weight: number of requests from which the planned lengths were computed; None: the planned lengths count as
-            certain.
+        weight: number of requests from which the planned lengths were computed. None means that the planned lengths
+            count as certain.
     """
 
     def __init__(self, planned: Workload, weight: float | None = None) -> None:

@@ -18,7 +18,7 @@ QUANTIZES = ("vllm", "sglang")
 
 
 def engine_command(plan: Plan, kept: Sequence[str] = ()) -> str | None:
-    """Return the command that starts one replica of a plan in its engine; None: the plan needs xgpt's scheduler.
+    """Return the command that starts one replica of a plan in its engine, or None if the plan needs xgpt's scheduler.
 
     The engines' own schedulers run steps that mix prompts and decodes under a token budget, on equal stages. A plan
     without an engine is written for vLLM.

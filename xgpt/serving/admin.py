@@ -22,7 +22,7 @@ async def admin_server(engine: EngineClient, model: ServedModel, port: int) -> A
     """Serve the engine's pages, and yield the port.
 
     Args:
-        port: port to listen on; 0: any free one.
+        port: port to listen on. 0 means any free port.
 
     Raises:
         MachineError: the port is taken.

@@ -45,7 +45,7 @@ def located(plan: Plan, checkpoint: str | None = None) -> Plan:
     """Return the plan with the path of its checkpoint on this machine.
 
     Args:
-        checkpoint: directory of the weights; None: the plan's.
+        checkpoint: directory of the weights. None means the plan's.
 
     Raises:
         InputError: there is no such directory.
@@ -108,7 +108,7 @@ def check_plan(plan: Plan, ray: str | None = None) -> None:
     """Refuse a plan that xgpt's own engine cannot serve here: engine, devices, dtype, memory, checkpoint.
 
     Args:
-        ray: address of the Ray cluster whose machines run the plan; None: this machine runs it.
+        ray: address of the Ray cluster whose machines run the plan. None means that this machine runs it.
 
     Raises:
         MachineError: devices or memory are missing.

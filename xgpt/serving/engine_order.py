@@ -9,7 +9,7 @@ class EngineOrder(Frozen):
     """The engine to run, with its plan and options.
 
     Attributes:
-        ray: address of the Ray cluster whose machines run the plan; None: this machine runs it.
+        ray: address of the Ray cluster whose machines run the plan. None means that this machine runs it.
         core_waits: note in the records of steps how long threads waited for a core.
     """
 

@@ -42,7 +42,7 @@ def build_engine(
 
     Args:
         batching: layout of whole batches; in rows, requests share no K/V.
-        ray: address of the Ray cluster whose machines run the plan; None: this machine runs it.
+        ray: address of the Ray cluster whose machines run the plan. None means that this machine runs it.
         reuse: whether requests share the K/V of prompt prefixes that they have in common.
 
     Raises:

@@ -18,7 +18,7 @@ MASTER_PORT = 29500
 
 
 def share_of(plan: Plan, request: ServeRequest) -> tuple[Plan, Machines | None]:
-    """Return the part of a plan that this machine serves, and the machines that share this part; None: only this
+    """Return the part of a plan that this machine serves, and the machines that share this part. None means only this
     machine.
 
     A machine serves the replicas for which it has devices, or a part of one replica. Each replica has a separate

@@ -41,7 +41,7 @@ def running(
     context.
 
     Args:
-        machines: the machines on which vLLM runs the plan; None: only this machine.
+        machines: the machines on which vLLM runs the plan. None means only this machine.
 
     Yields:
         The engine's client, not yet started, and the model with its tokenizer.

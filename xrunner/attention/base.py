@@ -37,10 +37,10 @@ class Batch:
             these numbers and `num_decodes` is 0. # int32 [2]
         prompt_len: encoder-decoders only: how many of the sequence's first tokens the encoder reads. # int32
             [sequences]
-        first_key: index of the first token that each sequence attends to; None: 0 for all. # int32 [sequences]
+        first_key: index of the first token that each sequence attends to. None means 0 for all. # int32 [sequences]
         both_ways: whether each token attends to its whole sequence, not only to earlier tokens.
         highest_only: whether only the highest logit of each row must be right.
-        added: numbers to add to the logits before the highest is chosen; None: none. # float32 [sampled, vocab]
+        added: numbers to add to the logits before the highest is chosen, or None. # float32 [sampled, vocab]
     """
 
     token_ids: Tensor
@@ -76,10 +76,10 @@ class Scoring(NamedTuple):
     """How a layer scores a query against a key, and which of the visible keys it leaves out.
 
     Attributes:
-        scale: factor on the product of query and key; None: head_dim ** -0.5.
-        softcap: limit c of scaled products, which become c tanh(product / c); None: no limit.
+        scale: factor on the product of query and key. None means head_dim ** -0.5.
+        softcap: limit c of scaled products, which become c tanh(product / c). None means no limit.
         bias: position bias, added after the soft cap; only in models whose heads do not share keys and values.
-        window: number of last tokens that a token attends to, itself included; None: all visible ones.
+        window: number of last tokens that a token attends to, itself included. None means all visible ones.
         sinks: one more score for each head, which takes part in the softmax but adds no value. # float32 [heads]
     """
 
@@ -127,9 +127,9 @@ def make_batch(
 
     Args:
         token_ids: tokens of all sequences, one after the other. # int64 [tokens]
-        wants_logits: whether the logits of each sequence's last token are computed; None: of every sequence.
-            # bool [sequences]
-        device: the model's device; None: the CPU.
+        wants_logits: whether the logits of each sequence's last token are computed. None means every sequence. # bool
+            [sequences]
+        device: the model's device. None means the CPU.
     """
     query_len, context_len, block_tables, prompt_len = sequences
     query_start = np.zeros(len(query_len) + 1, dtype=np.int32)

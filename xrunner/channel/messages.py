@@ -75,7 +75,7 @@ class Stepped(msgspec.Struct, tag="stepped", array_like=True):
     """A step has ended, or a request has ended without one.
 
     Attributes:
-        room: state of the K/V memory; None: unchanged.
+        room: state of the K/V memory. None means unchanged.
         transfers: only if each lane is a vLLM: the place of the K/V of requests, by request id.
     """
 

@@ -20,18 +20,18 @@ class Deployment(Frozen):
     model: ModelSpec
     dtype: DType
     kv_dtype: DType | None = None
-    """Type of keys and values; None: that of the dtype."""
+    """Type of keys and values. None means the dtype."""
     checkpoint: str | None = None
     seed: int = 0
     block_size: PositiveInt = 16
     stages: tuple[Stage, ...]
     device: Literal["cpu", "cuda"] = "cpu"
     backend: str | None = None
-    """Attention backend; None: the fastest."""
+    """Attention backend. None means the fastest."""
     devices_per_node: PositiveInt = 1
     """Devices of a machine, whether these stages have them all or not."""
     threads: PositiveInt | None = None
-    """CPU threads of each worker; None: one."""
+    """CPU threads of each worker. None means one."""
     layouts: dict[str, str] = Field(default_factory=dict)
     """Layout in which a CPU stores weights, by their shape OUTxIN."""
 
@@ -116,7 +116,7 @@ class Role:
     Attributes:
         number: number of its stage.
         part: its part of the model.
-        receives_from: the worker from which it receives hidden states; None: it is in its lane's first stage.
+        receives_from: the worker from which it receives hidden states. None means that it is in its lane's first stage.
         sends_to: the workers to which it sends hidden states.
         last: the first worker of its lane's last stage, which sends an encoder's output.
         encoder_output_to: the workers that receive that output.

@@ -129,7 +129,7 @@ class Transfer(_Message):
 
 
 class StoreAnswer(_Message):
-    """The values of the keys of a `StoreCall` after the call; None: there is no such key."""
+    """The values of the keys of a `StoreCall` after the call. None means that there is no such key."""
 
     number: int
     values: list[bytes | None]

@@ -157,7 +157,7 @@ class RayLauncher:
         """Make Ray start the actor, with the order that the actor has to carry out."""
         self._placed_s = time.monotonic()
         self._calls: list[Any] = []
-        """Calls to the actor that have not been answered; empty: the actor died before it had started."""
+        """Calls to the actor that have not been answered. Empty means that the actor died before it had started."""
         try:
             self._actor = self._create()
             self._calls.append(self._actor.exited.remote())

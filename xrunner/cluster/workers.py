@@ -69,8 +69,8 @@ class _Shared:
         epoch: number of the current workers' epoch; all workers of an epoch are started together.
         prepared: errors in the answers to a `Prepare`, by the order's number and the worker's number.
         lost: the reason why a worker is lost; None if no worker is lost.
-        unstarted: number of the machine whose launcher was lost before any of its workers had started; None: it was
-            another loss.
+        unstarted: number of the machine whose launcher was lost before any of its workers had started. None means that
+            it was another loss.
     """
 
     changed: threading.Condition = field(default_factory=threading.Condition)

@@ -128,7 +128,7 @@ def _rescore(
     """Replace a row's candidates by their sums in float32; return whether there were at most `most` of them.
 
     Args:
-        added: numbers that were added to the sums; empty: none.
+        added: numbers that were added to the sums, or empty.
     """
     if not np.isfinite(norm * norm):
         return False  # without this check there would be no bound, since fastmath assumes finite numbers

@@ -184,7 +184,7 @@ def _packed(weight: Panels, scales: Tensor | None, begin: Tensor | None, kind: i
 
     Args:
         scales: scale of each output. # [out]
-        begin: initial value of each sum, as bits of the sums' type; None: the bias. # [out]
+        begin: initial value of each sum, as bits of the sums' type. None means the bias. # [out]
     """
     outputs, panels, block = weight
     of_outputs = np.ones_like(outputs.bias(None)) if scales is None else outputs.in_panels(scales).numpy()

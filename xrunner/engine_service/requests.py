@@ -37,7 +37,7 @@ class GenerationCall:
     Attributes:
         choices: sampling parameters of each output.
         stop_token_ids: tokens that end an output, including those that end every output of the model.
-        deadline_s: seconds from now until the deadline; None: the request has no deadline.
+        deadline_s: seconds from now until the deadline. None means that the request has no deadline.
         class_name, account: names of the class and the account; empty if the call states none.
     """
 
@@ -180,7 +180,7 @@ def _sampling(given: ProtoSampling, spec: ModelSpec) -> SamplingParams:
 
 
 def _grammar(given: ProtoSampling) -> str | None:
-    """Return the grammar of the output; None: free text."""
+    """Return the grammar of the output. None means free text."""
     match given.WhichOneof("constraint"):
         case None:
             return None

@@ -40,7 +40,7 @@ class DecoderLayer(nn.Module):
         """# [tokens, hidden], int64 [wanted] -> [wanted, hidden]
 
         Args:
-            rows: tokens whose outputs are needed; for the others, only keys and values are computed. None: all.
+            rows: tokens whose outputs are needed; for the others, only keys and values are computed. None means all.
         """
         if rows is not None:
             attend = partial(attend_to, attend, rows)
@@ -220,7 +220,7 @@ class DecoderModel(Model):
         """Run all layers, each with its `attend`. # [tokens, hidden], int64 [wanted] -> [wanted, hidden]
 
         Args:
-            rows: tokens whose outputs of the last layer are needed; None: all.
+            rows: tokens whose outputs of the last layer are needed. None means all.
         """
         is_cut = rows is not None and len(rows) < len(hidden)
         for layer, attend in zip(self.layers, attends, strict=True):

@@ -43,7 +43,7 @@ class Linear(nn.Module):
     Args:
         out_features: output size of each fused part; a checkpoint stores the parts separately.
         activation: one of `ACTIVATIONS`; gates halve the outputs.
-        weight: a weight to share (a tied head); None: the block allocates its own.
+        weight: a weight to share (a tied head). None means that the block allocates its own.
     """
 
     def __init__(
@@ -291,8 +291,8 @@ class SelfAttention(nn.Module):
     """Projections around self-attention; `attend` computes the attention and owns the cache.
 
     Args:
-        rotary: rotates queries and keys to their positions; None: the embedding has added positions.
-        qk_norm: the type of norm on each head's query and key (Qwen3, Gemma 3); None: none.
+        rotary: rotates queries and keys to their positions. None means that the embedding has added positions.
+        qk_norm: the type of norm on each head's query and key (Qwen3, Gemma 3), or None.
         scoring: the layer's scoring; a model's sinks are weights of this block.
     """
 

@@ -63,7 +63,7 @@ class Submission:
     Attributes:
         inbox: receives the outputs' tokens.
         bounds: bounds of the API key.
-        end_s: time after which the outputs are useless, on the clock of `time.perf_counter`; infinite: never.
+        end_s: time after which the outputs are useless, on the clock of `time.perf_counter`. Infinite means never.
         has_deadline: whether the client has set `end_s`.
         read_s: time at which the body had arrived, on the clock of `end_s`.
         hold: whether to deliver an output's tokens together, with the last one: waking a task for each token of each
@@ -86,7 +86,7 @@ class Submission:
 class TokenStream:
     """A request in the engine: the inbox of its tokens, and the times at which they came.
 
-    Times are on the clock of `time.perf_counter`; 0: not yet.
+    Times are on the clock of `time.perf_counter`; a time is 0 until its event.
     """
 
     id: int
@@ -114,7 +114,8 @@ class EngineClient:
     All methods belong to the event loop's thread. A lost engine is restarted (`lasting_engine`).
 
     Args:
-        watch: observes the requests, and re-plans; None: there is no re-planning, and a lost engine is not restarted.
+        watch: observes the requests, and re-plans. None means that there is no re-planning, and a lost engine is not
+            restarted.
 
     Attributes:
         remote: the engine.

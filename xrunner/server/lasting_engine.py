@@ -32,7 +32,7 @@ class LastingEngine:
     replicas is also restarted.
 
     Args:
-        running: returns the plan to run; None: a lost engine is not restarted.
+        running: returns the plan to run. None means that a lost engine is not restarted.
         on_step: called with the tokens and the records of each step that ends; also with the ends of requests that
             cannot continue.
         on_return: called with the plan of a restarted engine.
@@ -60,7 +60,7 @@ class LastingEngine:
         self._looking: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._lost_s: float | None = None
-        """Time at which the engine was lost; None: it runs, or is exchanged for another plan."""
+        """Time at which the engine was lost. None means that it runs, or is exchanged for another plan."""
         self._is_over = False
         engine.listen(self._records.append)
 

@@ -18,10 +18,10 @@ class RequestInfo:
 
     Attributes:
         received_s: `time.perf_counter` when its head had arrived.
-        read_s: `time.perf_counter` when its body had arrived; 0: not yet.
+        read_s: `time.perf_counter` when its body had arrived, or 0 before that.
         deadline_header: the value of X-Deadline-S.
         key: rights and limits of its client.
-        quota: the requests and tokens that its key may still use; None: the request asks for no tokens.
+        quota: the requests and tokens that its key may still use. None means that the request asks for no tokens.
         phases: (name, start, end) of its waiting, encoding and decoding, on the clock of `received_s`.
         log: further fields of its log line, which never contain a prompt; the error of a refused request may name a
             field's value.

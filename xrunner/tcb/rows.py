@@ -138,7 +138,7 @@ class SlotCache:
     """Keys and values of one attention block, slot by slot, with room for `most` tokens in each.
 
     Args:
-        dtype: dtype to which they are rounded; None: that in which they are computed.
+        dtype: dtype to which they are rounded. None means that in which they are computed.
     """
 
     def __init__(self, most: int, dtype: torch.dtype | None) -> None:
@@ -236,7 +236,7 @@ class _CausalRows(Rows):
         super().keep(stay)
 
     def _forward(self, batch: Batch, attend: Callable[..., Tensor], rows: Tensor | None = None) -> Tensor:
-        """Return the hidden states of these rows; None: of all. # [tokens, hidden]"""
+        """Return the hidden states of these rows. None means all. # [tokens, hidden]"""
         attends = [partial(attend, cache=cache) for cache in self._kept]
         return self._model.run_layers(self._model.embed(batch), batch, attends, rows)
 
@@ -309,7 +309,7 @@ def rows_of(model: Model, layout: Layout, most_steps: int, dtype: torch.dtype | 
     """Return the batch in the form that this model needs, for at most `most_steps` steps.
 
     Args:
-        dtype: dtype of stored keys and values; None: that in which they are computed.
+        dtype: dtype of stored keys and values. None means that in which they are computed.
     """
     if isinstance(model, DecoderModel):
         return _CausalRows(model, layout, most_steps, dtype)

@@ -54,7 +54,7 @@ class RowWorker(OneAtATime):
     Args:
         row_tokens: prompt tokens of a row.
         kept: dtype of stored keys and values.
-        grammars: builds the states of grammars; None: no request has a grammar.
+        grammars: builds the states of grammars. None means that no request has a grammar.
 
     Attributes:
         inside: the running batches, by the number of their micro-batch.

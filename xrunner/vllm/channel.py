@@ -36,7 +36,7 @@ class VllmHello(msgspec.Struct, tag="hello", array_like=True):
     """The first message of a connection, from a lane's host or from one of its engine cores.
 
     Attributes:
-        plans: whether the engine core follows plans; None: the sender is a host.
+        plans: whether the engine core follows plans. None means that the sender is a host.
     """
 
     lane: LaneName
@@ -107,7 +107,7 @@ class Lanes:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._hello: dict[FrontEnd[Up], VllmHello | None] = {}
-        """The hello of each connection; None: it has not been sent yet."""
+        """The hello of each connection. None means that it has not been sent yet."""
         self._received: deque[tuple[FrontEnd[Up], messages.Up]] = deque()
         self._is_ready = False
         self._ready = Ready(takes_seeds=False, scores_prompts=False, resumes=True)

@@ -40,7 +40,7 @@ class VllmEngine(RemoteEngine):
 
     Args:
         reuse: whether requests with the same API key share the K/V of common prompt prefixes.
-        machines: the machines that the plan's only replica spans, this one first; None: only this one.
+        machines: the machines that the plan's only replica spans, this one first. None means only this one.
 
     Raises:
         InputError: vLLM cannot run the plan.

@@ -52,8 +52,7 @@ class Instances:
         launches: returns the start of each process, given the directory of this run, which no other user can enter.
         connect: builds the front's end of the channel, given the directory and a function that tells whether a vLLM has
             ended.
-        followers: the other machines of a single vLLM, all of which must connect before it starts; None: there are
-            none.
+        followers: the other machines of a single vLLM, all of which must connect before it starts, or None.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ def package_path(parent: Path | None = None) -> Iterator[Path]:
     environment.
 
     Args:
-        parent: the directory that will contain it; None: the system's directory for temporary files.
+        parent: the directory that will contain it. None means the system's directory for temporary files.
     """
     root = Path(__file__).resolve().parents[2]
     with tempfile.TemporaryDirectory(prefix="xgpt-vllm-", dir=parent) as directory:

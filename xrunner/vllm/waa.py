@@ -39,9 +39,9 @@ class _Inside:
     """A request from its arrival to its end.
 
     Attributes:
-        lane: the lane whose vLLM has the request; None: neither lane.
-        transfer: the place of its K/V, which the connector of the encode lane reports to that of the decode lane; None:
-            nothing was reported.
+        lane: the lane whose vLLM has the request. None means neither lane.
+        transfer: the place of its K/V, which the connector of the encode lane reports to that of the decode lane. None
+            means that nothing was reported.
     """
 
     request: Generation

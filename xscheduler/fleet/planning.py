@@ -50,7 +50,7 @@ class FleetCluster(NamedTuple):
     Attributes:
         problem: the problem of one replica under the whole day's lengths.
         policy: the policies to consider.
-        most_devices: largest number of devices of all its replicas; None: as many as needed.
+        most_devices: largest number of devices of all its replicas. None means as many as needed.
     """
 
     problem: Problem

@@ -48,9 +48,9 @@ class LoadSample:
         seconds: time since the previous sample.
         num_requests: requests that have arrived in that time.
         waiting: requests waiting now.
-        ready: replicas of each kind that serve now; None: unknown, so the replicas that were recommended long enough
-            ago count. # [kinds]
-        input_mean, output_mean: recent mean lengths; None: too few requests.
+        ready: replicas of each kind that serve now. None means that they are unknown, so the replicas that were
+            recommended long enough ago count. # [kinds]
+        input_mean, output_mean: recent mean lengths. None means that there were too few requests.
         num_lengths: number of requests from which these means were computed.
     """
 

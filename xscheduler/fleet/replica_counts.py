@@ -72,7 +72,7 @@ class FleetProblem:
         least_stay: least number of intervals for which a started replica stays.
         least: least number of replicas at any time.
         limits: limits on devices.
-        before: replicas of each kind before the first interval; None: those of the first interval. # [kinds]
+        before: replicas of each kind before the first interval. None means those of the first interval. # [kinds]
     """
 
     needs: Array
@@ -105,7 +105,7 @@ def starts_of(replicas: Ints, before: Ints | None = None) -> Ints:
     """Return the replicas of each kind that start in each interval. # [intervals, kinds]
 
     Args:
-        before: replicas before the first interval; None: those of the first interval.
+        before: replicas before the first interval. None means those of the first interval.
     """
     first = replicas[:1] if before is None else before[None, :]
     return np.maximum(np.diff(replicas, axis=0, prepend=first), 0)

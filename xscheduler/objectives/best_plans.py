@@ -41,8 +41,8 @@ def plan_each(
 
     Args:
         policy: a policy, or a group of them.
-        order: order of admission; None: fcfs, or the order that tuning finds. For other orders and for tuned policies,
-            vLLM runs with xgpt's scheduler class.
+        order: order of admission. None means fcfs, or the order that tuning finds. For other orders and for tuned
+            policies, vLLM runs with xgpt's scheduler class.
         progress: is called for each part of the work.
 
     Raises:

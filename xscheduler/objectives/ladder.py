@@ -64,7 +64,7 @@ def request_law(plan: Plan, profile: Profile, workload: Workload | None = None, 
     simulated twice, once beginning together and once spread out, and the slower result counts.
 
     Args:
-        workload: lengths; None: the plan's own.
+        workload: lengths. None means the plan's own.
         seed: seed of the drawn lengths.
     """
     from xsimulator.counts.counted_run import is_counted
@@ -92,7 +92,7 @@ def request_latency(plan: Plan, profile: Profile, workload: Workload | None = No
     """Return the simulated latency, in s, of the quantile of all requests for which the plan was made.
 
     Args:
-        workload: lengths; None: the plan's own.
+        workload: lengths. None means the plan's own.
     """
     return request_law(plan, profile, workload).quantile(plan.constraint.planned_quantile)
 
@@ -120,13 +120,13 @@ class Ladder:
         self.plan = cache(self._plan)
 
     def top(self, bound_s: float) -> Plan | None:
-        """Return the plan of the highest rung that is searched under a bound; its throughput is the highest. None: no
-        rung has a plan.
+        """Return the plan of the highest rung that is searched under a bound; its throughput is the highest. None means
+        that no rung has a plan.
         """
         return self.plan((_top(bound_s) + 1) * BLOCK)
 
     def highest(self, bound_s: float, rival_rps: float = 0.0) -> Plan | None:
-        """Return the plan on the highest rung that keeps the bound in simulation; None: no rung does.
+        """Return the plan on the highest rung that keeps the bound in simulation, or None if no rung does.
 
         If no rung can serve more than a rival, the plan that keeps the bound in closed form is returned without a
         simulation.
@@ -155,7 +155,7 @@ class Ladder:
         return plan is None or self.simulated(plan).guarded_s <= bound_s
 
     def nearest_s(self) -> float | None:
-        """Return the nearest bound, in s, that a plan of the ladder keeps; None: no rung has a plan."""
+        """Return the nearest bound, in s, that a plan of the ladder keeps, or None if no rung has a plan."""
         rung = self.lowest()
         plan = None if rung is None else self.plan(rung)
         return None if plan is None or rung is None else max(self.simulated(plan).guarded_s, RUNG**rung / REACH)
@@ -212,7 +212,8 @@ def with_law(plan: Plan, law: RequestLaw, closed_s: float | None = None) -> Plan
     """Return the plan with the simulated quantile of all requests as its latency; its proof is the closed form's.
 
     Args:
-        closed_s: the bound, in s, under which the plan is the best in closed form; None: the proof does not mention it.
+        closed_s: the bound, in s, under which the plan is the best in closed form. None means that the proof does not
+            mention it.
     """
     quantile, search = plan.constraint.quantile, plan.search
     proven = ""

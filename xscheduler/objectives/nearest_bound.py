@@ -84,7 +84,7 @@ class _Nearest(NamedTuple):
 def _nearest(
     constraint: Constraint, bounds: Mapping[str, float], low: float, keeps: Keeps, progress: Progress | None
 ) -> _Nearest | None:
-    """Loosen all bounds by the same factor, and return the tightest that some plan keeps; None: none were found.
+    """Loosen all bounds by the same factor, and return the tightest that some plan keeps, or None.
 
     Args:
         low: a factor with which no plan keeps the bounds.

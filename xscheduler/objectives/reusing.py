@@ -50,7 +50,7 @@ def with_reuse(
     requests that are routed to it.
 
     Args:
-        trace: the workload's trace; None: it is not a trace, and the plans are returned unchanged.
+        trace: the workload's trace. None means that it is not a trace, and the plans are returned unchanged.
         plans: each policy's best plan without reuse.
     """
     if trace is None:
@@ -160,7 +160,7 @@ def _planned(plan_each: PlanEach, problem: Problem) -> dict[str, Plan]:
 
 
 def _bound(plan: Plan) -> float | None:
-    """Return the proven upper bound on the objective for the plan's policy; None: nothing is proven."""
+    """Return the proven upper bound on the objective for the plan's policy, or None if nothing is proven."""
     gap = plan.search.gap
     return None if gap is None else maximised(plan) * (1 + gap)
 

@@ -54,7 +54,7 @@ class TunedArrivals(Arrivals):
 
     Args:
         kind: the tuned policy, a key of `xsimulator.forecast.TUNED`.
-        order: order of admission; None: the order is tuned as well.
+        order: order of admission. None means that the order is tuned as well.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ def tune(plan: Plan, profile: Profile, *, others: Sequence[Plan] = (), order: Ad
     Args:
         plan: a plan with fixed settings and a simulated capacity.
         others: further plans with fixed settings to start from, on other placements or with other budgets.
-        order: order of admission; None: the order is tuned as well.
+        order: order of admission. None means that the order is tuned as well.
     """
     import optuna
 

@@ -75,7 +75,7 @@ def judged(
     """Compare a running plan with the best one under the observed lengths, by the plan's objective.
 
     Args:
-        slowdown: ratio of step times to those of the profile; None: the plan's slowdown.
+        slowdown: ratio of step times to those of the profile. None means the plan's slowdown.
 
     Raises:
         InputError: the profile is not that of the plan's devices.

@@ -27,9 +27,9 @@ class Situation:
         profile: the profile as measured, without the plan's slowdown.
         lengths: the observed lengths, cut to the model's context.
         weight: number of requests from which the lengths were observed.
-        arrival_rate_per_s: observed arrival rate; None: unknown.
-        reuse: observed prefix reuse; None: the plan's expected reuse.
-        goodput: share of requests that kept their bounds; None: unknown.
+        arrival_rate_per_s: observed arrival rate, or None if not known.
+        reuse: observed prefix reuse. None means the plan's expected reuse.
+        goodput: share of requests that kept their bounds, or None if not known.
     """
 
     plan: Plan
@@ -50,7 +50,7 @@ class Situation:
         """Return a plan's situation.
 
         Args:
-            slowdown: ratio of step times to those of the profile; None: the plan's slowdown.
+            slowdown: ratio of step times to those of the profile. None means the plan's slowdown.
         """
         lengths = within_context(observation.workload, plan.model.max_context)
         rate = observation.arrival_rate_per_s

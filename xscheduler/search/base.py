@@ -14,11 +14,12 @@ class SearchResult:
     """The result of a search of one policy's spaces.
 
     Attributes:
-        space: the space of the best point; None: no point is allowed.
-        settings: the best point that fits in memory and keeps the constraint; None: no point does.
+        space: the space of the best point. None means that no point is allowed.
+        settings: the best point that fits in memory and keeps the constraint. None means that no point does.
         values: the point's predictions, by name.
         evaluations: number of points predicted.
-        gap: no point of the spaces has more than (1 + gap) times the best point's throughput; None: nothing is proven.
+        gap: no point of the spaces has more than (1 + gap) times the best point's throughput. None means that nothing
+            is proven.
         bound: a description of the bound to which the gap refers.
         method: the method that found the point. It is not the requested method if the bounds of that method did not
             hold.

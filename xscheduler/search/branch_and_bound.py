@@ -276,7 +276,7 @@ class UpperBound(NamedTuple):
 
     Attributes:
         throughput: requests a second, all replicas together.
-        best: the best allowed point that was predicted; None: no point exceeds the given throughput.
+        best: the best allowed point that was predicted. None means that no point exceeds the given throughput.
     """
 
     throughput: float

@@ -40,8 +40,8 @@ class LaneCost:
     Stages with equal costs form one kind; arrays have an entry for each kind.
 
     Args:
-        degrees: the profile's tables, shared by several lanes; None: they are computed here.
-        engine: the engine that runs the steps; None: an engine of which only the profile's step times are known.
+        degrees: the profile's tables, shared by several lanes. None means that they are computed here.
+        engine: the engine that runs the steps. None means an engine of which only the profile's step times are known.
         is_floor: whether these are lower tables; on lower tables, closed forms count the cost of mixing for one decode
             only.
 
@@ -51,7 +51,7 @@ class LaneCost:
         ahead: whether the engine schedules a step while the previous one runs.
         apart: whether prompts are encoded in separate steps, before the decode step.
         whole_prompts: whether prompts are never cut into pieces.
-        token_budget: largest number of tokens in a step if the policy sets none; None: no limit.
+        token_budget: largest number of tokens in a step if the policy sets none. None means no limit.
         kinds: distinct stages.
         counts: number of stages of each kind.
 

@@ -116,8 +116,8 @@ class Stream(NamedTuple):
         inputs, outputs: numbers of tokens of their prompts and outputs.
         max_output: output tokens for which memory is reserved, for each request or for all.
         arrivals_ns: their times of arrival.
-        cached: tokens of each prompt whose K/V is already cached; empty: none.
-        tokens: numbers of their output tokens, if `outputs` counts decode steps with a draft; empty: the same as
+        cached: tokens of each prompt whose K/V is already cached, or empty.
+        tokens: numbers of their output tokens, if `outputs` counts decode steps with a draft. Empty means the same as
             `outputs`.
     """
 
@@ -207,7 +207,7 @@ class Run(ABC):
         num_batches: number of micro-batches of all lanes together.
         most_steps: largest number of steps that run at the same time.
         clients: number of clients of a closed loop, each of which sends its next request `path_ns` after its previous
-            one has ended; None: requests arrive at their own times.
+            one has ended. None means that requests arrive at their own times.
         is_logged: whether to log each step.
     """
 
@@ -272,12 +272,12 @@ class Run(ABC):
 
     @property
     def first_ns(self) -> npt.NDArray[np.int64]:
-        """Time of each request's first token; -1: not yet."""
+        """Time of each request's first token, or -1 before that."""
         return self.state.requests["first_ns"]
 
     @property
     def end_ns(self) -> npt.NDArray[np.int64]:
-        """Time of each request's last token; -1: not yet."""
+        """Time of each request's last token, or -1 before that."""
         return self.state.requests["end_ns"]
 
     @property

@@ -32,7 +32,7 @@ class PlacementLimits(NamedTuple):
         least: least number of requests: one for each micro-batch.
         capacity: number of requests whose K/V fits at once.
         max_batch: largest number of requests in a micro-batch.
-        engine: the engine that runs the plan; None: any.
+        engine: the engine that runs the plan. None means any.
     """
 
     lengths: Lengths

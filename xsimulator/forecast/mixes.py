@@ -77,10 +77,10 @@ class _Mix(NamedTuple):
     """Decode batch, prompts, prompt tokens: of a step that only decodes, of each value, and of the longest step.
     # [3, 2 + values, n]"""
     spans: Array | None
-    """Number of steps in which a prompt is encoded, waiting included; None: one."""
+    """Number of steps in which a prompt is encoded, waiting included. None means one."""
     room: Array | None
     load: Array | None
-    """Prompt tokens for which a step has room, and the share in use; None: no limit."""
+    """Prompt tokens for which a step has room, and the share in use. None means no limit."""
     largest: Array
     """Tokens of the largest step."""
 
@@ -193,7 +193,7 @@ class Mixes:
         Args:
             requests, tokens: mean prompts and prompt tokens of a busy step.
             alone: probability that a busy step encodes one prompt.
-            room: prompt tokens for which a step has room; None: no limit.
+            room: prompt tokens for which a step has room. None means no limit.
             rate: prompts per step.
             busy: share of steps that encode.
 

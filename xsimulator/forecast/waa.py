@@ -21,7 +21,7 @@ class Waa(Forecast[TwoLaneModel]):
     """WAA, with one of its two ways to divide devices or with either.
 
     Args:
-        allocation: "compute" divides them by compute time (WAA-C), "memory" by memory (WAA-M); None: either.
+        allocation: "compute" divides them by compute time (WAA-C), "memory" by memory (WAA-M). None means either.
     """
 
     settings = WaaSettings

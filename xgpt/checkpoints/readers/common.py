@@ -58,7 +58,7 @@ def common(
     """Return the fields that have the same form in every family.
 
     Args:
-        side: content of hf_quant_config.json; None: there is none.
+        side: content of hf_quant_config.json, or None.
     """
     eos = (generation or config).get("eos_token_id")
     fields: dict[str, Any] = {
@@ -85,8 +85,8 @@ def windows(config: dict[str, Any], default: int | None, full_every: int | None)
 
     Args:
         default: the window if config.json has none.
-        full_every: one layer in `full_every` attends to all tokens, unless config.json has `layer_types`; None: no
-            layer does.
+        full_every: one layer in `full_every` attends to all tokens, unless config.json has `layer_types`. None means
+            that no layer does.
 
     Raises:
         InputError: a layer's attention is of an unknown kind.

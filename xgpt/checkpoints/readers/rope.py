@@ -34,7 +34,7 @@ def rope(
     Args:
         kinds: kinds that the family supports.
         theta: the base if config.json has none.
-        head_dim: the head's size, for families that rotate only part of it; None: all dimensions are rotated.
+        head_dim: the head's size, for families that rotate only part of it. None means that all dimensions are rotated.
 
     Raises:
         InputError: a setting is not known, or belongs to another kind.

@@ -30,7 +30,7 @@ def quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None = Non
     """Return the format in which weights are stored; None if they are stored in the model's dtype.
 
     Args:
-        side: content of hf_quant_config.json; None: there is none.
+        side: content of hf_quant_config.json, or None.
 
     Raises:
         InputError: the method is not known.

@@ -40,7 +40,7 @@ class Queue:
 
     Args:
         make_order: returns an empty order, for a new account.
-        patience_ns: nanoseconds of waiting after which a request is overdue; None: never.
+        patience_ns: nanoseconds of waiting after which a request is overdue. None means never.
     """
 
     def __init__(self, make_order: Callable[[], Order], patience_ns: int | None = None) -> None:
@@ -60,7 +60,8 @@ class Queue:
         self._taken: dict[int, int] = {}
         """The number, in order of arrival, of each request that `fill_row` has taken."""
         self.longest_by_utility = 0
-        """Length of the longest prompt that was chosen only by utility for the last filled row; 0: no prompt was."""
+        """Length of the longest prompt that was chosen only by utility for the last filled row. 0 means that no prompt
+        was."""
         self.now_ns = 0
         """Time of the last `expire`."""
         self.has_accounts = False

@@ -133,7 +133,7 @@ def pool_of(plan: Plan, num_blocks: int, block_size: int, max_running: int | Non
     """Return a pool of K/V blocks without requests that admits them as the plan says.
 
     Args:
-        max_running: most concurrent requests; None: any number.
+        max_running: most concurrent requests. None means any number.
         hold_finished: whether finished requests keep their slots until the whole batch has finished.
     """
     return Pool(

@@ -79,7 +79,7 @@ class FirstTokens(NamedTuple):
 
         Args:
             context: number of tokens to which these requests attend.
-            budget: largest number of tokens of a step; None: any number. With `slack`, it is ignored.
+            budget: largest number of tokens of a step. None means any number. With `slack`, it is ignored.
         """
         others_s = self.clock.decodes(decodes, context)
         tokens = (UNCUT_TOKENS + decodes if budget is None else budget) - decodes

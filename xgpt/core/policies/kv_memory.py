@@ -117,8 +117,8 @@ class KvMemory:
         return self.decodes.grow(request.table)
 
     def num_spare(self, request: Request) -> int:
-        """Return the number of further tokens for which a request's blocks have room after the next decode step;
-        negative: they have no room for that step.
+        """Return the number of further tokens for which a request's blocks have room after the next decode step, or
+        negative if they have no room for that step.
         """
         assert request.table is not None
         return len(request.table.blocks) * self.block_size - self.num_cached(request)

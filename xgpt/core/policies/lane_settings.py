@@ -25,10 +25,10 @@ class LaneSettings:
     Attributes:
         mix: whether a step may both encode and decode.
         encode_every: decode iterations between two steps that encode (only without `mix`).
-        encode_tokens: mean number of prompt tokens in a step that encodes; None: no such target.
+        encode_tokens: mean number of prompt tokens in a step that encodes. None means no such target.
         carried_batch: mean number of requests in decode when a phase begins; used with `encode_tokens`.
         decode_batch: mean number of requests in decode after the phase's encoding; used with `encode_tokens`.
-        token_budget: largest number of tokens in a step; prompts are cut to fit. None: whole prompts.
+        token_budget: largest number of tokens in a step; prompts are cut to fit. None means whole prompts.
         max_batch: largest number of requests in the lane.
         refill_when_empty: whether no request enters before the whole batch has finished.
         microbatches: number of micro-batches, each with its own rule.
@@ -47,8 +47,8 @@ class LaneSettings:
         receive_steps: number of decode steps between two checks for new requests (only with `mix`).
         slack: the rule by which prompts fill a step as far as running requests have time, instead of `token_budget`
             (only with `mix`).
-        first_tokens: times at which first tokens are due; prompts that cannot be in time give way. None: no prompt
-            gives way.
+        first_tokens: times at which first tokens are due; prompts that cannot be in time give way. None means that no
+            prompt gives way.
     """
 
     mix: bool
@@ -101,7 +101,7 @@ def lane_settings(
 
 
 def as_run_by(engine: EngineSpec | None, settings: LaneSettings, num_stages: int = 1) -> LaneSettings:
-    """Return the settings adapted to the way in which an engine runs steps that both encode and decode; None: any
+    """Return the settings adapted to the way in which an engine runs steps that both encode and decode. None means any
     engine.
 
     An engine schedules ahead only if one step runs at a time: phases and static batches depend on which requests have

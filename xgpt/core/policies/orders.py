@@ -242,7 +242,7 @@ class EarliestUpTo:
         self._tree: list[tuple[float, int, int] | None] = [None] * 2
 
     def put(self, length: int, earliest: tuple[float, int] | None) -> None:
-        """Set a length's earliest (deadline, number); None: no waiting request has this length any more."""
+        """Set a length's earliest (deadline, number). None means that no waiting request has this length any more."""
         while length >= len(self._tree) // 2:
             self._grow()
         tree = self._tree

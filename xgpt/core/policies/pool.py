@@ -44,7 +44,7 @@ class Pool(Running):
             probability.
         hold_finished: whether finished requests keep their slots until the whole batch has finished (static batching);
             only with "reserve".
-        waiting: the empty queue of waiting requests; None: the earliest arrival enters next.
+        waiting: the empty queue of waiting requests. None means that the earliest arrival enters next.
         encoder: whether an encoder reads prompts; a preempted request then generates its tokens again, since the
             encoder cannot read them.
 

@@ -20,12 +20,12 @@ class Request:
     max_output: int
     arrival_ns: int = 0
     deadline_ns: int | None = None
-    """Latest time at which it may enter, on the clock of `arrival_ns`; None: any time."""
+    """Latest time at which it may enter, on the clock of `arrival_ns`. None means any time."""
     promised_output: int | None = None
-    """Output tokens for which K/V memory is reserved when it enters; None: its maximum."""
+    """Output tokens for which K/V memory is reserved when it enters. None means its maximum."""
     account: Account = ANYONE
     chain: Chain = ()
-    """Keys of the full blocks of its prompt; empty: it shares none."""
+    """Keys of the full blocks of its prompt. Empty means that it shares none."""
     is_scored: bool = False
     """Whether log probabilities of its prompt's tokens are computed with its first token."""
     encoded: int = 0
@@ -39,11 +39,11 @@ class Request:
     blocks: int = 0
     """Number of K/V blocks reserved for it now, including blocks that it shares."""
     table: BlockTable | None = field(default=None, repr=False, compare=False)
-    """Its blocks in the lane that decodes; None: it is waiting."""
+    """Its blocks in the lane that decodes. None means that it is waiting."""
     prompt_table: BlockTable | None = field(default=None, repr=False, compare=False)
-    """Its prompt's blocks in the encode lane of WAA; None: that lane does not hold it."""
+    """Its prompt's blocks in the encode lane of WAA. None means that the lane does not hold it."""
     batch: MicroBatch | None = field(default=None, repr=False, compare=False)
-    """The micro-batch in which it runs; None: it is waiting."""
+    """The micro-batch in which it runs. None means that it is waiting."""
     place: int = field(default=0, repr=False, compare=False)
     """Its place among all requests that have begun to decode in that micro-batch."""
     base: int = field(default=0, repr=False)

@@ -38,7 +38,7 @@ class PromptBudget:
         self._adjustment = adjustment
         self._most_excess = adjustment * decode_batch
         self._credit = 0.0
-        """Number of tokens by which earlier phases fell short of the target; negative: they exceeded it."""
+        """Number of tokens by which earlier phases fell short of the target. Negative means that they exceeded it."""
 
     def open(self, excess: float = 0.0) -> None:
         """Begin the next phase; `excess` is the number of requests in decode above the expected number."""

@@ -71,7 +71,7 @@ class Slack(NamedTuple):
         """Return when a request's next token is due, given the time of its first token and its number of tokens.
 
         Args:
-            own_ns: bound on the time per token of its account; None: the plan's.
+            own_ns: bound on the time per token of its account. None means the plan's.
         """
         return first_ns + self.token_ns(own_ns) * (generated + self.budget.behind_tokens)
 
@@ -214,7 +214,7 @@ class PromptRoom(Protocol):
 
 
 class TokenRoom:
-    """Room that is limited to a number of tokens; None: no limit."""
+    """Room that is limited to a number of tokens. None means no limit."""
 
     def __init__(self, left: int | None) -> None:
         self._left = left

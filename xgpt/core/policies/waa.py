@@ -36,7 +36,7 @@ class TwoLaneSettings:
         max_decode_batch: largest number of requests in encode, transfer and decode together.
         decode_batch: mean number of requests in decode.
         adjustment: if the number of requests in decode differs from its mean by more than this share, encode batches
-            get larger or smaller by this share; 0: never.
+            get larger or smaller by this share. 0 means never.
         decode_microbatches: number of micro-batches of the decode lane.
         buffer_iterations: least number of decode iterations from an encode batch's beginning until it joins.
         reuse_is_planned: whether `encode_tokens` counts only uncached tokens, not whole prompts.

@@ -38,14 +38,15 @@ class Efficiency(Frozen):
     attention_s: float = Field(default=0.0, ge=0)
     """Least seconds of an attention call."""
     all_reduce_s: float | None = Field(default=None, ge=0)
-    """Least seconds of an all-reduce, over any number of devices; None: they are computed from the hops of a ring."""
+    """Least seconds of an all-reduce, over any number of devices. None means that they are computed from the hops of a
+    ring."""
     layer_s: float = Field(ge=0)
     """Seconds of a layer's small kernels, and of launches not counted above."""
     step_s: float = Field(ge=0)
     """Seconds of the serving loop for each step."""
     like: str | None = None
-    """Name of the similar device on which the shares were fitted; plans then warn of this and state wider ranges. None:
-    this device.
+    """Name of the similar device on which the shares were fitted; plans then warn of this and state wider ranges. None
+    means this device.
     """
     source: str
     """Source of these figures."""
@@ -65,9 +66,9 @@ class DeviceKind(Frozen):
     memory_bandwidth_bytes_per_s: PositiveFloat | None = None
     """Datasheet's memory bandwidth."""
     efficiency: Efficiency | None = None
-    """Shares of these rates that kernels achieve; None: those of an A40 are assumed."""
+    """Shares of these rates that kernels achieve. None means that those of an A40 are assumed."""
     efficiency_float8: Efficiency | None = None
-    """Shares of the rates that kernels achieve in eight bits; None: the same as `efficiency`."""
+    """Shares of the rates that kernels achieve in eight bits. None means the same as `efficiency`."""
     usable_memory: float = Field(default=0.9, gt=0, le=1)
     """Largest share of the memory for weights, K/V and workspace together."""
 

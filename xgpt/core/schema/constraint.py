@@ -25,7 +25,7 @@ class Goal(NamedTuple):
 
     Attributes:
         quantile: the share.
-        latency_bound_s: bound on the time to the last token; None: no bound.
+        latency_bound_s: bound on the time to the last token. None means no bound.
         ttft_s: bound on the time to the first token.
         tpot_s: bound on the mean gap between the request's tokens.
     """
@@ -53,21 +53,21 @@ class Constraint(Frozen):
     """The quantity that the plan maximises."""
 
     latency_bound_s: PositiveFloat | None = None
-    """Bound on latency, in seconds; None: no bound."""
+    """Bound on latency, in seconds. None means no bound."""
     quantile: float = Field(default=0.99, gt=0, lt=1)
     """Share of requests that must keep the bounds."""
     sla: Sla = "length"
     """The latency that is bounded under objective "saturated"."""
     ttft_s: PositiveFloat | None = None
-    """Bound on the time to first token; None: no bound."""
+    """Bound on the time to first token. None means no bound."""
     tpot_s: PositiveFloat | None = None
-    """Bound on the mean time per output token; None: no bound."""
+    """Bound on the mean time per output token. None means no bound."""
     ttft_quantile: float | None = Field(default=None, gt=0, lt=1)
-    """Share of requests that must keep `ttft_s`; None: `quantile` of them must keep all bounds together."""
+    """Share of requests that must keep `ttft_s`. None means that `quantile` of them must keep all bounds together."""
     tpot_quantile: float | None = Field(default=None, gt=0, lt=1)
-    """Share of requests that must keep `tpot_s`; None: `quantile` of them must keep all bounds together."""
+    """Share of requests that must keep `tpot_s`. None means that `quantile` of them must keep all bounds together."""
     arrival_rate_per_s: PositiveFloat | None = None
-    """Arrival rate to sustain; None: as high as possible."""
+    """Arrival rate to sustain. None means as high as possible."""
     burstiness: float = Field(default=1.0, gt=0, le=100)
     """Coefficient of variation of the gaps between arrivals: 1 for Poisson, above 1 for bursts."""
     classes: tuple[RequestClass, ...] = ()
@@ -76,7 +76,7 @@ class Constraint(Frozen):
     """Share by which steps may take longer than predicted before a bound is broken."""
     maximise: str | None = Field(default=None, exclude_if=lambda text: text is None)
     """An expression over the plan's figures (`xscheduler.expression`) that is maximised in place of throughput, under
-    objective "saturated"; None: throughput."""
+    objective "saturated". None means throughput."""
 
     @property
     def planned_quantile(self) -> float:
@@ -105,7 +105,7 @@ class Constraint(Frozen):
 
     @property
     def allowed_latency_s(self) -> float:
-        """The predicted latency up to which the bound is kept with its headroom; infinite: no bound."""
+        """The predicted latency up to which the bound is kept with its headroom. Infinite means no bound."""
         return math.inf if self.latency_bound_s is None else self.latency_bound_s / (1 + self.headroom)
 
     def less(self, path_s: float) -> Constraint:
@@ -174,8 +174,8 @@ class Admission(Frozen):
     - "das": TCB's deadline-aware scheduling over `row_tokens` prompt tokens at a time.
 
     A request that has waited for longer than `patience` times the plan's latency is overdue. While there are overdue
-    requests, every second request to enter is the one that has been overdue longest, so that no request starves. None:
-    no request is ever overdue.
+    requests, every second request to enter is the one that has been overdue longest, so that no request starves. None
+    means that no request is ever overdue.
 
     If a request states no maximum, memory is reserved for the quantile `promise_quantile` of the plan's output lengths.
     A longer output continues; it is preempted when other requests need the memory that it uses beyond its reservation.
@@ -190,9 +190,9 @@ class Admission(Frozen):
     kv: KvPromise = "reserve"
     """How K/V memory is reserved."""
     max_running: PositiveInt | None = None
-    """Largest number of running requests; None: as many as fit."""
+    """Largest number of running requests. None means as many as fit."""
     patience: PositiveFloat | None = 8.0
-    """Multiple of the plan's latency after which a waiting request is overdue; None: never."""
+    """Multiple of the plan's latency after which a waiting request is overdue. None means never."""
     promise_quantile: float = Field(default=0.99, gt=0, lt=1)
     """Quantile of output lengths for which memory is reserved."""
 

@@ -96,7 +96,7 @@ class SimulateOutput(Frozen):
     output_tokens_per_s: float
     """Output tokens a second."""
     itl_p99_s: float | None = None
-    """99th percentile of the gaps between tokens of a request; None: not known of a run by counts."""
+    """99th percentile of the gaps between tokens of a request, or None in a simulation by counts."""
     preemptions: int
     """Number of times that a request was preempted and lost its keys and values."""
     encode_batch: float
@@ -104,7 +104,7 @@ class SimulateOutput(Frozen):
     decode_batch: float
     """Mean number of requests decoded in a step that decodes."""
     idle_share: float | None = None
-    """Share of time in which a stage is idle; None: not known of a run by counts."""
+    """Share of time in which a stage is idle, or None in a simulation by counts."""
     latency_s: float | None = None
     """Mean time from admission to the last token of requests whose output length is at the quantile."""
     request_latency_s: float | None = None

@@ -74,7 +74,7 @@ class EngineSpec(Frozen):
     tokenise_s: NonNegativeFloat = 0.0
     """Further seconds, for each token of the prompt, until the scheduler sees the request."""
     stream_s: NonNegativeFloat = 0.0
-    """Seconds that an API server works on each token that it streams, on one core; 0: not known."""
+    """Seconds that an API server works on each token that it streams, on one core, or 0 if not known."""
     layer_path_s: NonNegativeFloat = 0.0
     """Further seconds, for each of the model's layers, before the first token: the host launches the kernels of a
     prompt one by one.
@@ -82,13 +82,14 @@ class EngineSpec(Frozen):
     after_token_s: NonNegativeFloat = 0.0
     """Seconds from the end of a step until its tokens have left the server."""
     memory_share: float | None = Field(default=None, gt=0, le=1)
-    """Share of a device's memory that the engine uses by default; None: the cluster's `usable_memory`."""
+    """Share of a device's memory that the engine uses by default. None means the cluster's `usable_memory`."""
     shares_rest: bool = False
     """Whether `memory_share` is a share of the memory that weights leave free."""
     shares_only_cache: bool = False
     """Whether `memory_share` is for weights and K/V only, and activations of a step use the rest."""
     kept_bytes: NonNegativeInt | None = None
-    """Bytes of the engine's memory for anything except weights, K/V and activations; None: the planner's allowance."""
+    """Bytes of the engine's memory for anything except weights, K/V and activations. None means the planner's
+    allowance."""
     group_bytes: NonNegativeInt = 0
     """Further bytes on each device of a tensor-parallel group: buffers of all-reduces."""
     sampling_bytes: NonNegativeFloat = 0.0
@@ -99,7 +100,7 @@ class EngineSpec(Frozen):
     """On each device the width of an expert in MXFP4 is padded to a multiple of this number."""
     marlin_multiples: tuple[PositiveInt, PositiveInt] | None = None
     """On devices older than Hopper and on GeForce, Marlin's kernels pad the hidden size to a multiple of the first
-    number and the width of an expert to a multiple of the second; None: as on other devices.
+    number and the width of an expert to a multiple of the second. None means the same as on other devices.
     """
     drops_windows: bool = False
     """Whether keys and values outside the attention window of a layer are freed."""

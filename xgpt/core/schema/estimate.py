@@ -48,7 +48,7 @@ class ReuseEstimate(Frozen):
     kept_blocks: NonNegativeInt
     """Number of K/V blocks of each encoding stage that hold prompts of running and earlier requests."""
     alone: float | None = None
-    """The objective, in requests a second, of the best plan without reuse; None: not planned."""
+    """The objective, in requests a second, of the best plan without reuse, or None if not planned."""
 
 
 class Capacity(Frozen):
@@ -63,10 +63,11 @@ class Capacity(Frozen):
     rate_per_s: float
     """Requests a second."""
     error: float | None = None
-    """Relative standard deviation of the rate over further draws of lengths and arrivals; None: only one draw."""
+    """Relative standard deviation of the rate over further draws of lengths and arrivals. None means that there was
+    only one draw."""
     rate_under_tighter_per_s: float | None = None
-    """The rate under bounds that are 5% tighter; None: not simulated (it is simulated only for the chosen plan, and not
-    for policy slack).
+    """The rate under bounds that are 5% tighter, or None if not simulated (it is simulated only for the chosen plan,
+    and not for policy slack).
     """
     rate_under_looser_per_s: float | None = None
     """The rate under bounds that are 5% looser."""
@@ -95,7 +96,8 @@ class Estimate(Frozen):
     """Latency from admission: of a request whose output length is at the quantile (sla "length"), or the quantile over
     all requests (sla "request")."""
     latency_error: float | None = None
-    """Relative standard error of a simulated latency (sla "request"); None: the latency is the closed form's."""
+    """Relative standard error of a simulated latency (sla "request"). None means that the latency is the closed
+    form's."""
     ttft_s: NonNegativeFloat
     """Time to first token, from admission."""
     tpot_s: NonNegativeFloat
@@ -115,30 +117,30 @@ class Estimate(Frozen):
     memory_bytes: tuple[NonNegativeInt, ...] = Field(min_length=1)
     """Memory of each device of a replica."""
     cost_per_million_tokens: float | None = None
-    """Cost of a million output tokens at saturation; None: the price is not known."""
+    """Cost of a million output tokens at saturation. None means that the price is not known."""
     capacity: Capacity | None = None
-    """The highest arrival rate within the bounds; None: there is no bound (any rate below the throughput is sustained),
-    or it has not been simulated."""
+    """The highest arrival rate within the bounds. None means that there is no bound (any rate below the throughput is
+    sustained), or it has not been simulated."""
     mixing_edge: MixingEdge | None = None
-    """The cost of mixed steps at which the best policy changes; None: no cost from 0 to 0.4 changes it, or mixed steps
-    were measured.
+    """The cost of mixed steps at which the best policy changes. None means that no cost from 0 to 0.4 changes it, or
+    that mixed steps were measured.
     """
     joint_lengths: JointLengths | None = None
-    """Effect of correlated lengths; None: the workload is not a trace, or its lengths are all equal."""
+    """Effect of correlated lengths. None means that the workload is not a trace, or its lengths are all equal."""
     reuse: ReuseEstimate | None = None
-    """The expected prefix reuse; None: the plan does not count on K/V of earlier requests."""
+    """The expected prefix reuse. None means that the plan does not count on K/V of earlier requests."""
     simulated: tuple[str, ...] = ()
     """Names of the figures that come from simulation; all others except `capacity` come from closed forms."""
     step_times: StepTimes | None = None
-    """Step times that the scheduling rule uses; None: it uses none."""
+    """Step times that the scheduling rule uses, or None."""
     ranges: dict[str, tuple[float, float]] = Field(default_factory=dict, exclude_if=lambda ranges: not ranges)
     """By figure, including the capacity's `rate_per_s`: the lowest and highest value in nine of ten cases. If the
     profile is fitted to a served engine, the cases are loads on this machine while it is otherwise idle; if not, they
     are the published measurements in `ranges_from`.
     """
     ranges_from: dict[str, str] = Field(default_factory=dict, exclude_if=lambda rows: not rows)
-    """By figure, the published measurements whose prediction errors give its range; empty: ranges are those of this
-    machine, or are not known.
+    """By figure, the published measurements whose prediction errors give its range. Empty means that ranges are those
+    of this machine, or are not known.
     """
     warnings: tuple[str, ...] = ()
     """Warnings to read before using the plan."""
@@ -177,8 +179,8 @@ class SearchCertificate(Frozen):
     seconds: float
     """Duration of the search."""
     gap: float | None
-    """Largest share by which the best plan of the search space can exceed this one; None: not proven."""
+    """Largest share by which the best plan of the search space can exceed this one, or None if not proven."""
     bound: str
     """The upper bound that the gap refers to, in words."""
     rival: str | None = None
-    """Another policy's plan whose arrival rate differs by less than the error of simulation; None: there is none."""
+    """Another policy's plan whose arrival rate differs by less than the error of simulation, or None."""

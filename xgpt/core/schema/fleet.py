@@ -53,7 +53,7 @@ class FleetInterval(Frozen):
     replicas: tuple[NonNegativeInt, ...]
     """Replicas of each kind."""
     share_kept: float | None = None
-    """Simulated share of the interval's requests that keep the bounds; None: no requests arrive."""
+    """Simulated share of the interval's requests that keep the bounds. None means that no requests arrive."""
 
 
 class FleetFigures(Frozen):

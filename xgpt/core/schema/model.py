@@ -98,7 +98,7 @@ class Precision(NamedTuple):
         with few rows, attention takes as long as reading K/V.
 
         Args:
-            kv_dtype: type of K/V; None: the engine's default.
+            kv_dtype: type of K/V. None means the engine's default.
             layouts: keys of the weights that have a special layout on a CPU.
         """
         if device_type != "cpu" or engine not in (None, "native"):
@@ -144,22 +144,23 @@ class ModelShape(Frozen):
     attention_bias: bool = False
     """Whether projections of attention have biases."""
     experts: Experts | None = None
-    """Experts that replace the feed-forward block of a layer; None: no experts."""
+    """Experts that replace the feed-forward block of a layer. None means no experts."""
     latent: LatentAttention | None = None
-    """Latent attention, which stores one vector in place of keys and values; None: keys and values are stored."""
+    """Latent attention, which stores one vector in place of keys and values. None means that keys and values are
+    stored."""
     sliding_window: PositiveInt | None = None
-    """Number of last tokens that a token attends to, itself included; None: all."""
+    """Number of last tokens that a token attends to, itself included. None means all."""
     full_attention_layers: tuple[int, ...] = ()
     """Layers whose tokens attend to all tokens, if other layers have a sliding window."""
     attention_sinks: bool = False
     """Whether each head has an attention sink: a learned score that belongs to no token."""
     quantization: Quantization | None = None
-    """Format of quantised weights in the checkpoint; None: weights are stored in the dtype."""
+    """Format of quantised weights in the checkpoint. None means that weights are stored in the dtype."""
 
     layer_embedding_params: NonNegativeInt = 0
     """Number of weights of embeddings that layers add to their inputs, over all layers."""
     blocks: tuple[Block, ...] = ()
-    """Layers of different kinds; empty: all layers have the sizes above."""
+    """Layers of different kinds. Empty means that all layers have the sizes above."""
 
     @property
     def shape(self) -> ModelShape:
@@ -167,7 +168,7 @@ class ModelShape(Frozen):
         return ModelShape(**{name: getattr(self, name) for name in ModelShape.model_fields})
 
     def differs_from(self, other: ModelShape) -> str | None:
-        """Return a description of the first size in which two shapes differ; None: they are equal."""
+        """Return a description of the first size in which two shapes differ, or None if they are equal."""
         for name in ModelShape.model_fields:
             ours, theirs = getattr(self, name), getattr(other, name)
             if name != "name" and ours != theirs:
@@ -192,15 +193,16 @@ class ModelSpec(ModelShape):
     rope_scaling: RopeScaling | LinearRope | YarnRope | LongRope | None = None
     """Scaling of rotary embeddings."""
     rotary_dim: PositiveInt | None = None
-    """Number of leading dimensions of a head that are rotated by position; None: all."""
+    """Number of leading dimensions of a head that are rotated by position. None means all."""
     sliding_rope_theta: PositiveFloat | None = None
-    """Base of the unscaled rotary embeddings in layers with a sliding window; None: as in other layers."""
+    """Base of the unscaled rotary embeddings in layers with a sliding window. None means the same as in other
+    layers."""
     score_scale: PositiveFloat | None = None
-    """Factor on attention's scores; None: 1 over the square root of head_dim."""
+    """Factor on attention's scores. None means 1 over the square root of head_dim."""
     score_softcap: PositiveFloat | None = None
-    """Limit of attention's scores, by tanh; None: no limit."""
+    """Limit of attention's scores, by tanh. None means no limit."""
     logit_softcap: PositiveFloat | None = None
-    """Limit of logits, by tanh; None: no limit."""
+    """Limit of logits, by tanh. None means no limit."""
     relative_buckets: int = Field(default=32, ge=4)
     """Buckets of relative positions (t5)."""
     relative_max_distance: PositiveInt = 128
@@ -249,7 +251,7 @@ class ModelSpec(ModelShape):
 
     @property
     def special_attention(self) -> str | None:
-        """Name of the first field that makes attention differ from a softmax over all keys; None: there is none."""
+        """Name of the first field that makes attention differ from a softmax over all keys, or None."""
         names = ("sliding_window", "attention_sinks", "score_softcap", "latent")
         return next((name for name in names if getattr(self, name)), None)
 

@@ -40,13 +40,13 @@ class Attention(Frozen):
     head_dim: PositiveInt
     """Width of a query and a key."""
     value_dim: PositiveInt | None = None
-    """Width of a value; None: `head_dim`."""
+    """Width of a value. None means `head_dim`."""
     window: PositiveInt | None = None
-    """Number of last tokens that a token attends to, itself included; None: all."""
+    """Number of last tokens that a token attends to, itself included. None means all."""
     latent: LatentAttention | None = None
     """Latent attention, which stores one vector in place of keys and values."""
     indexer: Indexer | None = None
-    """The index of sparse attention; None: attention reads all tokens of its window."""
+    """The index of sparse attention. None means that attention reads all tokens of its window."""
     is_gated: bool = False
     """Whether the output has a gate, computed with the queries."""
     has_values: bool = True
@@ -56,7 +56,8 @@ class Attention(Frozen):
     compression: PositiveInt = 1
     """Number of tokens for each stored entry; the last tokens, in `window`, have one entry each."""
     weights: PositiveInt | None = None
-    """Number of weights of all projections, if their shapes are unusual; None: the number follows from the sizes."""
+    """Number of weights of all projections, if their shapes are unusual. None means that the number follows from the
+    sizes."""
     other_params: NonNegativeInt = 0
     """Number of further weights of the block, which devices divide."""
 
@@ -132,11 +133,11 @@ class Block(Frozen):
     layers: tuple[int, ...]
     """Numbers of the layers, from 0."""
     attention: Attention | None = None
-    """Attention; None: only a recurrent block mixes tokens, or nothing does."""
+    """Attention. None means that only a recurrent block mixes tokens, or nothing does."""
     recurrent: Recurrent | None = None
     """A block with a state of constant size, in place of attention or together with it."""
     ffn_size: NonNegativeInt = 0
-    """Inner width of the feed-forward block to which every token goes; 0: there is no such block."""
+    """Inner width of the feed-forward block to which every token goes. 0 means that there is no such block."""
     experts: Experts | None = None
     """Experts to which tokens are routed."""
 

@@ -27,7 +27,7 @@ class Experts(Frozen):
     dense_layers: tuple[int, ...] = ()
     """Layers without experts, which have one feed-forward block of the model's `ffn_size`."""
     skew: float = Field(default=0.0, ge=0)
-    """Exponent of the power law of the experts' shares of tokens; 0: all experts are equally busy."""
+    """Exponent of the power law of the experts' shares of tokens. 0 means that all experts are equally busy."""
     normalised: bool = True
     """Whether the weights of a token's experts add up to one."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
@@ -42,8 +42,8 @@ class Experts(Frozen):
     bias: bool = Field(default=False, exclude_if=lambda bias: not bias)
     """Whether the products of an expert have biases."""
     latent_size: PositiveInt | None = None
-    """Width to which tokens are projected before the routed experts; after them, they are projected back. None: the
-    hidden size, without projections.
+    """Width to which tokens are projected before the routed experts; after them, they are projected back. None means
+    the hidden size, without projections.
     """
 
     @model_validator(mode="after")
@@ -72,9 +72,9 @@ class LatentAttention(Frozen):
     kv_rank: PositiveInt
     """Width of the vector from which keys and values are computed."""
     q_rank: PositiveInt | None = None
-    """Width of the vector from which queries are computed; None: they are computed from the hidden state."""
+    """Width of the vector from which queries are computed. None means that they are computed from the hidden state."""
     rope_head_dim: NonNegativeInt
-    """Width of the part of a head's query and key that is rotated by position; 0: no part."""
+    """Width of the part of a head's query and key that is rotated by position. 0 means no part."""
     value_head_dim: PositiveInt
     """Width of a head's value."""
     rope_interleaved: bool = True
@@ -140,7 +140,7 @@ class Quantization(Frozen):
         return _BITS[self.kind] / 8
 
     def of(self, part: Part) -> Quantization | None:
-        """Return the format of a part; None: it stays in the dtype."""
+        """Return the format of a part, or None if it stays in the dtype."""
         if part in self.kept or (self.experts_only and part != "experts"):
             return None
         if part in self.eight_bit_parts:

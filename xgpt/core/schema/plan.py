@@ -55,7 +55,7 @@ class Stage(Frozen):
     devices: tuple[int, ...]
     """Devices of the stage, by number."""
     encode_layers: tuple[int, int] | None = None
-    """Encoder layers [first, last); None: none."""
+    """Encoder layers [first, last), or None."""
     decode_layers: tuple[int, int]
     """Decoder layers [first, last)."""
     tp: PositiveInt = 1
@@ -74,8 +74,8 @@ class ProfileRef(Frozen):
 
     Attributes:
         sha256: Hash of the profile's content, which identifies it.
-        engine: The engine whose steps were timed, and for which the plan was made; None: times are from a datasheet,
-            for any engine.
+        engine: The engine whose steps were timed, and for which the plan was made. None means that times are from a
+            datasheet, for any engine.
         slowdown: Factor on the profile's times, measured by a server.
     """
 
@@ -105,17 +105,17 @@ class Plan(Frozen):
     model: ModelSpec
     """The model's shape."""
     checkpoint: str | None = None
-    """Directory of the weights, or hf:// and a Hugging Face id; None: weights are drawn from `seed`."""
+    """Directory of the weights, or hf:// and a Hugging Face id. None means that weights are drawn from `seed`."""
     seed: int = 0
     """Seed of weights without a checkpoint, and of sampling."""
     dtype: DType
     """Data type of matrix products."""
     kv_dtype: DType | None = None
-    """Data type of keys and values; None: the default for `dtype`."""
+    """Data type of keys and values. None means the default for `dtype`."""
     cluster: ClusterSpec
     """The devices that the plan is for."""
     engine: EngineSpec | None = None
-    """The engine that runs the plan; None: an engine without a description."""
+    """The engine that runs the plan. None means an engine without a description."""
     workload: Workload
     """The request lengths for which the plan was made."""
     constraint: Constraint
@@ -125,7 +125,7 @@ class Plan(Frozen):
     pinned: Pinned = Pinned()
     """The user's settings of the schedule."""
     speculation: Speculation | None = Field(default=None, exclude_if=lambda speculation: speculation is None)
-    """Speculative decoding; None: off. With it, a step of the schedule stands for that fraction of an engine step in
+    """Speculative decoding, or None. With it, a step of the schedule stands for that fraction of an engine step in
     which a request gets one token on average; `Plan.step_tokens` computes an engine step's tokens.
     """
     admission: Admission = Admission()
@@ -152,8 +152,9 @@ class Plan(Frozen):
 
     @property
     def sharing_replicas(self) -> int:
-        """Number of replicas that hold the experts together (attention by data parallelism); 1: each replica holds all
-        experts."""
+        """Number of replicas that hold the experts together (attention by data parallelism). 1 means that each replica
+        holds all experts.
+        """
         return max(1, self.stages[0].ep // self.stages[0].tp)
 
     def step_tokens(self, budget: int) -> int:
@@ -236,7 +237,7 @@ class Plan(Frozen):
 
     @property
     def ttft_ns(self) -> int | None:
-        """Nanoseconds from arrival to the first token that a request may take in the engine; None: no bound.
+        """Nanoseconds from arrival to the first token that a request may take in the engine. None means no bound.
 
         Headroom and the time outside the engine are subtracted from the bound.
         """
@@ -255,7 +256,7 @@ class Plan(Frozen):
 
     @property
     def tpot_ns(self) -> int | None:
-        """Largest mean nanoseconds between a request's tokens, headroom subtracted; None: no bound."""
+        """Largest mean nanoseconds between a request's tokens, headroom subtracted. None means no bound."""
         return self._in_loop_ns(self.constraint.tpot_s, 0.0)
 
     def _in_loop_ns(self, bound_s: float | None, outside_s: float) -> int | None:
@@ -276,7 +277,7 @@ class Plan(Frozen):
 
     @property
     def seeded_weights(self) -> str | None:
-        """The warning for a plan without a checkpoint; None: it has one."""
+        """The warning for a plan without a checkpoint. None means that it has one."""
         if self.checkpoint is not None:
             return None
         return f"no checkpoint: weights are random (seed {self.seed}), so the output tokens mean nothing"
@@ -300,7 +301,7 @@ class Plan(Frozen):
 
     @property
     def patience_ns(self) -> int | None:
-        """Nanoseconds that a request may wait before it is overdue; None: it never is."""
+        """Nanoseconds that a request may wait before it is overdue. None means that it never is."""
         return round(1e9 * (self.admission.patience or 0.0) * self.estimate.latency_s) or None
 
     @property

@@ -153,7 +153,7 @@ class ChunkedSettings(SingleLane):
     """Number of micro-batches that pass through the pipeline in turn."""
     tuned: ClassVar[tuple[str, ...]] = ("slack",)
     slack: SlackBudget | None = None
-    """Budget of prompt tokens from the slack of running requests; None: only `token_budget`."""
+    """Budget of prompt tokens from the slack of running requests. None means only `token_budget`."""
 
     variables: ClassVar[tuple[Variable, ...]] = (
         Variable("token_budget", "none", "none", "largest number of tokens in a step"),
@@ -207,10 +207,10 @@ class WaaSettings(Frozen):
     """Number of micro-batches of the decode lane."""
     buffer_iterations: NonNegativeInt = 0
     """Least number of decode iterations from the start of an encode batch until it joins the decode batch, so that
-    batches join at regular intervals; 0: each joins once it has been transferred."""
+    batches join at regular intervals. 0 means that each joins once it has been transferred."""
     adjustment_percent: int = Field(default=0, ge=0, lt=100, exclude_if=lambda percent: not percent)
     """Percentage by which the number of requests in decode may differ from its mean before an encode batch is made
-    smaller or larger by the same percentage (ExeGPT sec. 5.2); 0: it never is."""
+    smaller or larger by the same percentage (ExeGPT sec. 5.2). 0 means that it never is."""
     encode_tp: TensorParallel = TensorParallel()
     """Tensor parallelism of the encode lane."""
     decode_tp: TensorParallel = TensorParallel()

@@ -138,8 +138,8 @@ class LayerTimes(Frozen):
     """Everything except attention, by tokens."""
     last: Curve | None = None
     """Everything except attention in the model's last layer, for tokens whose logits are not needed: of these tokens,
-    the layer computes only keys and values. Its work for tokens with logits is then part of `head`. None: the last
-    layer is like all others.
+    the layer computes only keys and values. Its work for tokens with logits is then part of `head`. None means that the
+    last layer is like all others.
     """
     encode_attention: Surface
     """Causal attention of whole prompts, by (batch, prompt length)."""
@@ -148,8 +148,8 @@ class LayerTimes(Frozen):
     cross: CrossTimes | None = None
     """Cross-attention; only in encoder-decoders."""
     head: Curve | None = None
-    """Times of the head if the group's devices divide it, in the form of the profile's `head`; None: the times on one
-    device.
+    """Times of the head if the group's devices divide it, in the form of the profile's `head`. None means the times on
+    one device.
     """
 
 
@@ -201,14 +201,14 @@ class Profile(Frozen):
     dtype: DType
     """Data type of matrix products."""
     kv_dtype: DType | None = None
-    """Data type of keys and values; None: `dtype`."""
+    """Data type of keys and values. None means `dtype`."""
     device: str
     """Name of the device."""
     devices_per_node: PositiveInt = 1
     """Devices in a node of the cluster; the profile covers tensor-parallel degrees up to this number."""
     engine: str | None = None
-    """The engine whose steps were timed: "native", "vllm" or another framework; None: times are from a datasheet, for
-    any engine."""
+    """The engine whose steps were timed: "native", "vllm" or another framework. None means that times are from a
+    datasheet, for any engine."""
     engine_version: str | None = None
     """Version of that engine."""
     num_threads: PositiveInt | None = None
@@ -229,16 +229,18 @@ class Profile(Frozen):
     overhead: Curve
     """Time of the loop for each step (scheduling, batch assembly, bookkeeping), by requests in the step."""
     hop: Curve | None = None
-    """Transfer of hidden states from one pipeline stage to the next on the same node, by tokens; None: not known."""
+    """Transfer of hidden states from one pipeline stage to the next on the same node, by tokens, or None if not
+    known."""
     inter_node_hop: Curve | None = None
-    """Transfer of hidden states to a stage on another node, by tokens; None: not known."""
+    """Transfer of hidden states to a stage on another node, by tokens, or None if not known."""
     kv_transfer: Curve | None = None
     """Transfer of the K/V of all layers from one device through host memory to another, by tokens.
 
     For a device with a share of the layers or heads, take that share of the tokens.
     """
     load_bytes_per_s: float | None = Field(default=None, gt=0, exclude_if=lambda rate: rate is None)
-    """Rate at which a device loads weights from a checkpoint in host memory, in bytes a second; None: not known."""
+    """Rate at which a device loads weights from a checkpoint in host memory, in bytes a second, or None if not
+    known."""
     spread: float = Field(default=0.0, ge=0)
     """Share by which slow periods of the measurement exceed the mean."""
     others: dict[str, float] = Field(default_factory=dict, exclude_if=lambda others: not others)
@@ -252,7 +254,7 @@ class Profile(Frozen):
     gflops: float | None = Field(default=None, gt=0, exclude_if=lambda gflops: gflops is None)
     """GFLOP/s of a fixed matrix product on all cores when the measurement began, which shows the clock rate."""
     jitter: Jitter | None = Field(default=None, exclude_if=lambda jitter: jitter is None)
-    """The variation of short steps around their mean; None: not known, so that all steps take the mean time."""
+    """The variation of short steps around their mean, or None if not known, so that all steps take the mean time."""
     provenance: dict[str, str] = Field(default_factory=dict)
     """Sources of parts of the profile, in addition to `source`."""
     environment: dict[str, str] = Field(default_factory=dict)

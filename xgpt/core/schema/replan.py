@@ -40,17 +40,18 @@ class Observation(Frozen):
         num_requests: number of requests that arrived.
         num_finished: number of these requests that have finished.
         weight: Kish's effective sample size of the weighted requests.
-        arrival_rate_per_s: requests a second; None: there were too few requests.
+        arrival_rate_per_s: requests a second. None means that there were too few requests.
         input_distance, output_distance: Wasserstein distance between observed and planned lengths, in tokens.
-        step_ratio: measured over predicted step times of the running plan; None: not known.
-        slowdown: measured step times over the profile's; None: too few steps have been compared.
-        reuse: their prefix reuse; None: not observed.
-        goodput: share of the latest requests that kept their bounds; None: there are no bounds, or too few requests.
+        step_ratio: measured over predicted step times of the running plan, or None if not known.
+        slowdown: measured step times over the profile's. None means that too few steps have been compared.
+        reuse: their prefix reuse, or None if not observed.
+        goodput: share of the latest requests that kept their bounds. None means that there are no bounds, or too few
+            requests.
         cause: the change that led to the judgement; "asked": nothing changed, but a user asked for it.
         lengths: whether `workload` was observed or is the plan's own. It is the plan's own if nothing shows that
             lengths changed.
-        recent_input_mean, recent_output_mean: mean lengths of the recent requests, whatever `workload` is; None: as in
-            `workload`.
+        recent_input_mean, recent_output_mean: mean lengths of the recent requests, whatever `workload` is. None means
+            the same as in `workload`.
     """
 
     schema_version: Literal[1] = 1
@@ -76,10 +77,10 @@ class Outcome(Frozen):
 
     Attributes:
         latency_s: the latency that is compared with the bound.
-        keeps_bound: whether the plan keeps the bound, at the observed arrival rate if the plan maximises that; None:
-            there is no bound.
+        keeps_bound: whether the plan keeps the bound, at the observed arrival rate if the plan maximises that. None
+            means that there is no bound.
         arrival_rate_per_s: simulated highest arrival rate within the bounds, at which `latency_s` is then the quantile
-            of the time from arrival to the last token; None: the plan does not maximise the arrival rate.
+            of the time from arrival to the last token. None means that the plan does not maximise the arrival rate.
     """
 
     policy: PolicySettings
@@ -100,9 +101,9 @@ class Decision(Frozen):
         lengths: whether `input_mean` and `output_mean` are the running plan's lengths or observed ones.
         input_mean, output_mean: mean lengths, in tokens, under which both plans were predicted.
         observed_input_mean, observed_output_mean: mean lengths of the recent requests, as at /metrics.
-        arrival_rate_per_s: observed arrival rate, at which `keeps_bound` is meant; None: not known.
+        arrival_rate_per_s: observed arrival rate, at which `keeps_bound` is meant, or None if not known.
         running: figures of the plan that ran until the decision.
-        best: figures of the best plan for these lengths; None: no plan keeps the bound.
+        best: figures of the best plan for these lengths. None means that no plan keeps the bound.
         slowdown: factor on the profile's times in the predictions of both plans.
         gain: relative gain of the best plan over the running one in throughput, or in arrival rate if the plan
             maximises that.
@@ -150,7 +151,7 @@ class FailedJudgement(Frozen):
 
 
 class Proposal(NamedTuple):
-    """A decision, and the plan to switch to; None: the running plan stays."""
+    """A decision, and the plan to switch to. None means that the running plan stays."""
 
     decision: Decision
     plan: Plan | None
@@ -160,7 +161,8 @@ class Planner(Protocol):
     """The interface through which a server plans: in another process, and never on the path of a request."""
 
     def predict_s(self, plan: Plan, encode: list[tuple[int, int, int]], decodes: list[tuple[int, int]]) -> float | None:
-        """Return the predicted seconds of a step of a plan; None: the step also waits for other steps of its pipeline.
+        """Return the predicted seconds of a step of a plan, or None if the step also waits for other steps of its
+        pipeline.
 
         Args:
             encode: (start, end, 1 if it samples or 0) of each chunk of a prompt.

@@ -15,9 +15,9 @@ class Comparison(Frozen):
     Attributes:
         predicted: the plan's value for a long run; for loads other than the plan's, the value from a simulation of the
             requests.
-        at_pace: value from a simulation of the sent requests on a machine at the pace of the measured steps; None: not
-            known.
-        low, high: lowest and highest value for these requests at the usual paces of this machine; None: not known.
+        at_pace: value from a simulation of the sent requests on a machine at the pace of the measured steps, or None if
+            not known.
+        low, high: lowest and highest value for these requests at the usual paces of this machine, or None if not known.
     """
 
     metric: str
@@ -40,7 +40,7 @@ class Comparison(Frozen):
     @property
     def error_at_pace(self) -> float | None:
         """Relative error of the prediction for these requests at the machine's pace, so without the part of the error
-        that is due to the pace; None: the pace is not known.
+        that is due to the pace. None means that the pace is not known.
         """
         if self.at_pace is None:
             return None
@@ -102,13 +102,13 @@ class BenchReport(Frozen):
     window_s: float
     figures: tuple[Comparison, ...]
     pace: float | None = None
-    """Measured over predicted time of all steps together; None: not known."""
+    """Measured over predicted time of all steps together, or None if not known."""
     paces: dict[str, float] = Field(default_factory=dict)
     """The pace of each lane, of each replica if there are several, and of each worker of a pipeline."""
     core_waits: CoreWaits | None = None
-    """The waits for cores in these times; None: not known, as for workers in other processes."""
+    """The waits for cores in these times, or None if not known, as for workers in other processes."""
     differences: str | None = None
-    """How the machine before the run differed from its state during profiling; None: it did not."""
+    """How the machine before the run differed from its state during profiling. None means that it did not."""
     headroom: float = 0.0
     """The share by which the plan allows steps to take longer than in the profile."""
     latency_bound_s: float | None

@@ -35,7 +35,8 @@ class Speculation(Frozen):
     acceptance by position.
     """
     draft: str | None = None
-    """Checkpoint of the draft, as the engine accepts it; None: the draft is part of the model, or has no weights."""
+    """Checkpoint of the draft, as the engine accepts it. None means that the draft is part of the model, or has no
+    weights."""
 
     @model_validator(mode="after")
     def _check(self) -> Speculation:

@@ -19,7 +19,7 @@ class Account(NamedTuple):
         name: name of the key, empty if the server has no keys, followed by `/` and a class for requests of a class.
         share: weight of this account when the engine's tokens are divided among accounts with waiting requests.
         priority: requests of higher priority enter first.
-        ttft_ns, tpot_ns: bounds of its requests in the scheduling rule; None: those of the plan.
+        ttft_ns, tpot_ns: bounds of its requests in the scheduling rule. None means those of the plan.
     """
 
     name: str = ""
@@ -30,12 +30,12 @@ class Account(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Name of the API key; empty: the server has no keys."""
+        """Name of the API key. Empty means that the server has no keys."""
         return self.name.partition("/")[0]
 
     @property
     def of_class(self) -> str:
-        """Name of the class of requests; empty: no class."""
+        """Name of the class of requests. Empty means no class."""
         return self.name.partition("/")[2]
 
 
@@ -46,7 +46,7 @@ class Arrival(NamedTuple):
     """A request as the engine received it.
 
     Attributes:
-        promised_output: output tokens for which K/V memory is reserved when it enters; None: `max_output`.
+        promised_output: output tokens for which K/V memory is reserved when it enters. None means `max_output`.
         chain: keys of the prompt's blocks; empty if nothing is reused.
         is_scored: whether log probabilities of the prompt's tokens are computed.
     """
@@ -87,8 +87,8 @@ class StepRecord(NamedTuple):
         cancelled_after: for each request in `cancelled`, the number of steps whose results had been processed when it
             was removed; in a log without it, the number when this step was scheduled.
         replica: the replica that executed it; each replica numbers its steps.
-        core_wait_ns: the longest time for which a computing thread was ready to run while other threads used the cores;
-            None: not known.
+        core_wait_ns: the longest time for which a computing thread was ready to run while other threads used the cores,
+            or None if not known.
     """
 
     start_ns: int

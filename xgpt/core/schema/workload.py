@@ -76,11 +76,11 @@ class RequestClass(Frozen):
     priority: int = Field(default=0, ge=-100, le=100)
     """Priority; requests of higher priority enter first."""
     latency_bound_s: PositiveFloat | None = None
-    """Bound on the time from arrival to the last token; None: no bound."""
+    """Bound on the time from arrival to the last token. None means no bound."""
     ttft_s: PositiveFloat | None = None
-    """Bound on the time to first token; None: no bound."""
+    """Bound on the time to first token. None means no bound."""
     tpot_s: PositiveFloat | None = None
-    """Bound on the mean time per output token; None: no bound."""
+    """Bound on the mean time per output token. None means no bound."""
 
 
 def check_classes(classes: tuple[RequestClass, ...]) -> None:
@@ -105,7 +105,7 @@ class WorkloadSpec(Frozen):
     input: LengthDistribution
     output: LengthDistribution
     classes: tuple[RequestClass, ...] = ()
-    """Classes of requests with their own bounds; empty: all requests have those of the plan."""
+    """Classes of requests with their own bounds. Empty means that all requests have those of the plan."""
 
     @model_validator(mode="after")
     def _check(self) -> WorkloadSpec:

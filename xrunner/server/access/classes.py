@@ -17,7 +17,7 @@ class Classes:
     """The classes of a plan's requests; a plan that replaces it has the same classes.
 
     Args:
-        plan: the plan; None: there are no classes.
+        plan: the plan. None means that there are no classes.
         answer_within_s: promised time of an answer by class, as in `Limits`.
 
     Raises:

@@ -35,12 +35,13 @@ class Key:
     Attributes:
         account: name of the account, which has a share of the engine under load, and a priority.
         is_admin: whether the key may also read pages about all accounts: /plan, /metrics, the live page.
-        requests_per_minute, tokens_per_minute: limits; None: no limit.
-        answer_within_s: promised time of answers to this key's requests, as in `Limits`; None: the server's promise.
+        requests_per_minute, tokens_per_minute: limits. None means no limit.
+        answer_within_s: promised time of answers to this key's requests, as in `Limits`. None means the server's
+            promise.
         ttft_s, tpot_s, whole_s: bounds by which this key's requests are counted. `answer_within_s` replaces a missing
             `whole_s`; without any of these, the plan's bounds count. Scheduling rules that use bounds (slack, order of
             deadlines) also use these bounds, by account.
-        of_class: the class of its requests, with its priority and bounds; empty: any.
+        of_class: the class of its requests, with its priority and bounds. Empty means any.
     """
 
     account: Account = ANYONE

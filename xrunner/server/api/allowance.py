@@ -27,10 +27,10 @@ class OutputRule(NamedTuple):
     """The limits on the length of outputs.
 
     Attributes:
-        default: output tokens of a request without a maximum; None: OpenAI's default for completions, all of the
+        default: output tokens of a request without a maximum. None means OpenAI's default for completions, all of the
             context for chats.
-        most: largest maximum that a request may name; None: the model's context.
-        promised: tokens for which K/V memory is reserved if a request names no maximum; None: for all tokens that may
+        most: largest maximum that a request may name. None means the model's context.
+        promised: tokens for which K/V memory is reserved if a request names no maximum. None means all tokens that may
             come.
         may_outgrow: whether an output may exceed its reservation.
     """

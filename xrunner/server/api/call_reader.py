@@ -30,7 +30,7 @@ class CallList:
     """The function calls of an output, which can be read as a whole, or in pieces for a stream.
 
     Args:
-        most: largest number of calls of an output; further calls are left out. None: no limit.
+        most: largest number of calls of an output; further calls are left out. None means no limit.
     """
 
     def __init__(self, most: int | None) -> None:
@@ -80,7 +80,7 @@ class Calls:
     """Extracts calls from an output's text. Text that may be the beginning of a call is held back.
 
     Args:
-        most: largest number of calls of an output; further calls are left out. None: no limit.
+        most: largest number of calls of an output; further calls are left out. None means no limit.
     """
 
     def __init__(self, choice: ToolChoice, most: int | None = None, format_: CallFormat = HERMES) -> None:

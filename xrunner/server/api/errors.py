@@ -28,7 +28,7 @@ class ApiError(Exception):
     """An answer with a status other than 200.
 
     Args:
-        retry_after_s: seconds after which a retry may succeed; None: a retry will not succeed.
+        retry_after_s: seconds after which a retry may succeed. None means that a retry will not succeed.
         headers: further headers of the answer.
     """
 

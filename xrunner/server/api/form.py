@@ -55,8 +55,8 @@ class OutputForm:
 
     Attributes:
         calls: the format of calls.
-        marks: marks around reasoning; None: the model shows no reasoning, or its format of calls covers it.
-        thought: how the output after a given prompt may begin; None: without reasoning.
+        marks: marks around reasoning. None means that the model shows no reasoning, or its format of calls covers it.
+        thought: how the output after a given prompt may begin. None means that it begins without reasoning.
         tokens: ids of the tokens with which the marks are written.
     """
 
@@ -97,7 +97,7 @@ class OutputForm:
         """Return a reader of one output; None if the whole output is the answer.
 
         Args:
-            most: largest number of calls of an output; further calls are left out. None: no limit.
+            most: largest number of calls of an output; further calls are left out. None means no limit.
         """
         takes_calls = choice != "none"
         if isinstance(self.calls, Harmony):
@@ -116,7 +116,7 @@ class OutputForm:
         """Return the grammar of an output, after any reasoning; None if the output is not restricted.
 
         Args:
-            formatted: the JSON schema of the answer; None: the answer is free text.
+            formatted: the JSON schema of the answer. None means that the answer is free text.
             free: functions whose arguments may be any object.
         """
         schemas = None if choice == "none" or not tools else _schemas(tools, choice, free)

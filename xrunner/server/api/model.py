@@ -16,12 +16,12 @@ class ServedModel:
 
     Attributes:
         names: the model's names; a request must give one of them.
-        codec: the tokenizer; None: prompts are token ids only, and answers have no text.
+        codec: the tokenizer. None means that prompts are token ids only, and answers have no text.
         eos_token_ids: tokens that end an output.
-        grammars: compiler of grammars for outputs; None: there is no tokenizer, or the engine does not support
-            grammars.
+        grammars: compiler of grammars for outputs. None means that there is no tokenizer, or the engine does not
+            support grammars.
         sampling_defaults: values of fields that a request leaves out (`checkpoint.sampling_defaults`).
-        path: the checkpoint's directory; empty: the weights are drawn from a seed.
+        path: the checkpoint's directory. Empty means that the weights are drawn from a seed.
     """
 
     names: tuple[str, ...]

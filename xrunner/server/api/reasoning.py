@@ -52,7 +52,9 @@ class Thought(NamedTuple):
 
 
 def thought_after(prompt: str, marks: Marks | None) -> Thought | None:
-    """Return how the output after a prompt may begin; None: without reasoning, which the prompt has closed."""
+    """Return how the output after a prompt may begin, or None if it begins without reasoning, which the prompt has
+    closed.
+    """
     if marks is None or (end := prompt.rstrip()).endswith(marks.end):
         return None
     return Thought(marks, end.endswith(marks.begin.rstrip()))

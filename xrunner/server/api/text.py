@@ -31,7 +31,8 @@ class TextCodec:
 
     Attributes:
         form: the form of the model's outputs: reasoning, function calls.
-        eos_token_id: the tokenizer's end token, which may differ from the model's; None: the tokenizer names none.
+        eos_token_id: the tokenizer's end token, which may differ from the model's. None means that the tokenizer names
+            none.
         added: ids of the tokens that are not text: a model may write each of them anywhere.
         longest_token: characters of the longest token: a text of n tokens is at most n times as long.
     """

@@ -29,7 +29,7 @@ class Function(msgspec.Struct, omit_defaults=True):
     """A function that the model may call.
 
     Attributes:
-        parameters: a JSON schema of an object; None: the function takes no arguments.
+        parameters: a JSON schema of an object. None means that the function takes no arguments.
         strict: accepted without effect: arguments always follow the schema.
     """
 

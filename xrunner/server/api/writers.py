@@ -34,7 +34,7 @@ class TokenReport:
     """A token with its log probability, as text.
 
     Attributes:
-        logprob: log probability; None: the first token of a prompt, which has none.
+        logprob: log probability, or None for the first token of a prompt, which has none.
         offset: length of the choice's text before the token.
         top: the most probable tokens: text, log probability, bytes.
         raw: the token's bytes; a part of a character has no text.
@@ -54,7 +54,7 @@ class Delta:
     index: int
     text: str
     token: int | None
-    """The token to report; None: it is not shown."""
+    """The token to report. None means that it is not shown."""
     finish: str | None
     logprobs: LogprobsJson | None = None
     is_first: bool = False

@@ -52,10 +52,10 @@ def create_app(
     """Return the endpoint; the engine's client runs from the app's startup to its shutdown.
 
     Args:
-        keys: API keys; None: requests need none.
-        classes: the plan's classes of requests; None: there are none.
-        hosts: host names by which requests may address this server; None: any.
-        tracer: records requests that have ended; None: none are recorded.
+        keys: API keys. None means that requests need none.
+        classes: the plan's classes of requests, or None.
+        hosts: host names by which requests may address this server. None means any.
+        tracer: records requests that have ended. None means that none are recorded.
     """
     service = Service(engine, model, limits or Limits())
     count = engine.metrics.note_answer

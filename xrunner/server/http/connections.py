@@ -116,7 +116,7 @@ class Listener(socket.socket):
 
     Args:
         bound: the bound socket, which this object takes over.
-        most: limit of connections; None: as many as the process can have open.
+        most: limit of connections. None means as many as the process can have open.
 
     Raises:
         MachineError: too few files may be open.
@@ -228,8 +228,8 @@ class Protocol(H11Protocol):
         self._accepted: AcceptedSocket | None = None
         self._now = self.loop.time
         self._head_since: float | None = self._now()
-        """Time since which the head of a request has been awaited; None: a request is under way, or the connection may
-        be idle.
+        """Time since which the head of a request has been awaited. None means that a request is under way, or the
+        connection may be idle.
         """
         self._stalled_since: float | None = None
         """Time since which the client has not read the bytes that were written."""

@@ -52,11 +52,11 @@ class Guard:
     """An ASGI application around another. It refuses before any of the body is read.
 
     Args:
-        keys: API keys; None: clients need none.
+        keys: API keys. None means that clients need none.
         classes: the plan's classes of requests.
-        hosts: accepted host names; None: any (tests, and servers behind a proxy that checks them).
-        tracer: records requests; None: none are recorded.
-        on_answer: called with the status of each answer; 0: the client had left.
+        hosts: accepted host names. None means any (tests, and servers behind a proxy that checks them).
+        tracer: records requests. None means that none are recorded.
+        on_answer: called with the status of each answer. 0 means that the client had left.
     """
 
     def __init__(

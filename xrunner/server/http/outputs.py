@@ -43,7 +43,7 @@ class Outputs:
 
     Attributes:
         inbox: receives the outputs' tokens, or the reason why none will come.
-        end_s: time after which the outputs are useless, on the clock of `time.perf_counter`; infinite: never.
+        end_s: time after which the outputs are useless, on the clock of `time.perf_counter`. Infinite means never.
         choices: the submitted outputs, in the order of the answer.
         num_running: number of unfinished outputs.
     """
@@ -74,7 +74,7 @@ class Outputs:
         self._unwritten: dict[int, TokenStream] = {}
         """Streams with tokens that are taken from the inbox and not written yet."""
         self._prompt_tokens: PromptTokens | None = None
-        """None: a choice has begun since these were counted."""
+        """None means that a choice has begun since these were counted."""
         self.num_running = 0
         self.inbox: Inbox = asyncio.Queue()
         ends = frozenset(request.stop_token_ids or ())

@@ -56,7 +56,7 @@ def serve(
     after that they end with an error. A second signal ends them immediately.
 
     Args:
-        tls: context with the server's certificate; None: HTTP without TLS.
+        tls: context with the server's certificate. None means HTTP without TLS.
 
     Raises:
         MachineError: the address is not available, or the engine's workers cannot be restarted.

@@ -15,7 +15,7 @@ def server_context(certificate: Path, key: Path | None = None) -> ssl.SSLContext
 
     Args:
         certificate: a PEM file, followed by the intermediate certificates.
-        key: its private key; None: in the same file.
+        key: its private key. None means that it is in the same file.
 
     Raises:
         InputError: a file cannot be read, is not PEM, is encrypted, or the key belongs to another certificate.

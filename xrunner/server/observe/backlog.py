@@ -42,8 +42,8 @@ class Backlog:
         """Number of waiting requests, by account."""
         self._begun = self._seconds = 0.0
         self._since_s: float | None = None
-        """End of the last step that admitted some requests and left others waiting; None: since then, all requests have
-        been admitted.
+        """End of the last step that admitted some requests and left others waiting. None means that all requests have
+        been admitted since then.
         """
         self._told_s = 0.0
         self._phase = _Phase(-inf, 0)

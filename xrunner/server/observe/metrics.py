@@ -22,7 +22,7 @@ REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.
 
 class RequestBounds(NamedTuple):
     """A request's bounds in seconds: on the time to its first token, on the mean time per token, and on the time to its
-    last token; None: no bound.
+    last token. None means no bound.
     """
 
     ttft_s: float | None = None
@@ -41,7 +41,7 @@ class Metrics:
         counter, buckets = self._counter, self._buckets
         self.requests = counter("xgpt_requests", "Requests that ended, by finish reason.", "finish_reason")
         self._answers = counter(
-            "xgpt_http_answers", "HTTP answers, by status; 0: the client left before the answer.", "status"
+            "xgpt_http_answers", "HTTP answers, by status. 0 means that the client left before the answer.", "status"
         )
         self.prompt_tokens = counter("xgpt_prompt_tokens", "Prompt tokens of accepted requests.")
         self.cached_tokens = counter(
@@ -168,7 +168,7 @@ class Metrics:
         )
 
     def note_answer(self, status: int) -> None:
-        """Count an HTTP answer by its status; 0: the client left before one."""
+        """Count an HTTP answer by its status. 0 means that the client left before the answer."""
         self._answers.labels(str(status)).inc()
 
     def note_deadline(self, *, met: bool, prompt_tokens: int) -> None:
@@ -185,8 +185,8 @@ class Metrics:
                 tokens.labels(name, "output").inc(output_tokens)
 
     def note_bounds(self, account: Account, took: RequestBounds, bounds: RequestBounds) -> bool | None:
-        """Count a complete request by whether it kept the bounds of its key, and return whether it did; None: it has no
-        bounds.
+        """Count a complete request by whether it kept the bounds of its key, and return whether it did. None means that
+        it has no bounds.
 
         For a key without bounds, the plan's bounds count; a request of a class without bounds always counts as within
         them.

@@ -32,11 +32,12 @@ class Watch:
     """Tracks a served plan: its predictions, observations, and decisions to change it.
 
     Args:
-        planner: judges plans; None: lengths are observed, but the plan stays.
+        planner: judges plans. None means that lengths are observed, but the plan stays.
 
     Attributes:
         history: decisions and failed judgements, the latest last.
-        judging_since: date and time, ISO 8601, UTC, since which the planner judges the plan; None: it does not.
+        judging_since: date and time, ISO 8601, UTC, since which the planner judges the plan. None means that it does
+            not.
     """
 
     def __init__(self, plan: Plan, planner: Planner | None = None) -> None:
