@@ -4,7 +4,7 @@
     plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8)
 
 `xgpt` connects four packages: `xprofiler` measures step times, `xsimulator` predicts a schedule from them, `xscheduler`
-finds the best schedule under a bound, and `xrunner` executes it. `xgpt.api` documents the functions below; they are
+finds the best schedule under a bound, and `xrunner` executes it. `xgpt.api` documents the functions below. They are
 loaded when first used.
 """
 

@@ -321,7 +321,7 @@ def simulate(plan: Plan | PathLike, *, keep_steps: bool = False, **asked: Unpack
     (True, True)
 
     Args:
-        keep_steps: keep the steps of such a replay as well; the simulation then takes about 0.6 ms for each request.
+        keep_steps: keep the steps of such a replay as well. The simulation then takes about 0.6 ms for each request.
         **asked
 
     Raises:
@@ -572,7 +572,7 @@ def doctor() -> list[Finding]:
     It takes a few seconds.
 
     Raises:
-        XgptError: never; a failed examination is a finding.
+        XgptError: never. A failed examination is a finding.
     """
     from xgpt.diagnosis import examine
 
@@ -650,7 +650,7 @@ def _plan(given: Plan | PathLike) -> Plan:
 
 
 def _is_fleet(path: PathLike) -> bool:
-    """Return whether a file has the fields of a fleet; False if it cannot be read."""
+    """Return whether a file has the fields of a fleet, or False if it cannot be read."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -76,11 +76,11 @@ class Load:
     """The requests with which a plan or an endpoint is measured.
 
     Attributes:
-        num_requests: number of measured requests; further requests are sent to keep the load steady.
+        num_requests: number of measured requests. Further requests are sent to keep the load steady.
         workload: their lengths. None means the plan's lengths, or for an endpoint the lengths of the workload
             summarization.
         arrivals: the times at which they are sent. None means a closed loop.
-        stream: whether answers are streamed. Figures of a plan come from the engine's log in any case; the client
+        stream: whether answers are streamed. Figures of a plan come from the engine's log in any case. The client
             shares the machine with the engine, and reading tokens one by one makes decode steps on two cores a tenth
             longer.
         concurrency: outstanding requests of the closed loop against an endpoint.
@@ -430,7 +430,7 @@ def _figures(measured: Measured, times: RequestTimes | None) -> dict[str, float]
 def bench_url(url: str, load: Load, rng: np.random.Generator, progress: Progress = silent) -> UrlReport:
     """Replay sampled requests against any running endpoint, and return what the client measured.
 
-    Requests arrive at the load's rate; without one, `concurrency` of them are always outstanding.
+    Requests arrive at the load's rate. Without one, `concurrency` of them are always outstanding.
 
     Raises:
         InputError: `ca_file` contains no certificate, or XGPT_API_KEY is not a key.
@@ -487,7 +487,7 @@ def served(
     replan: bool = False,
     options: Sequence[str] = (),
 ) -> Iterator[str]:
-    """Run `xgpt serve` in a separate process, on a free port, and yield its URL; the process ends with the block.
+    """Run `xgpt serve` in a separate process, on a free port, and yield its URL. The process ends with the block.
 
     Args:
         directory: directory in which the plan is written.

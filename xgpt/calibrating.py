@@ -32,7 +32,7 @@ SHIFT = 4.0
 NEARNESS = 0.003
 """Weight of the distance from the profile's own values, relative to the weight of the errors."""
 VLLM_ONLY = {"mean_ttft_ms", "mean_tpot_ms", "total_input_tokens"}
-"""Fields that identify a result of `vllm bench serve`; one of them is enough."""
+"""Fields that identify a result of `vllm bench serve`. One of them is enough."""
 MOSTLY = 0.8
 """Share of the allowed concurrent requests from which on a load at a rate counts as a closed loop."""
 LEAST_CV = 1e-3
@@ -287,7 +287,7 @@ def _of_nvidia(data: dict[str, Any], name: str) -> MeasuredLoad:
 
 
 def _found(config: Any, key: str) -> float | None:
-    """Return the number under a key, at any depth of a configuration; None if no such number exists."""
+    """Return the number under a key, at any depth of a configuration, or None if no such number exists."""
     if not isinstance(config, dict):
         return None
     value = config.get(key)

@@ -59,7 +59,7 @@ class ClientResult:
         token_ids: the tokens, if the server sends them.
         usage_tokens: number of tokens in the answer's `usage`, or None.
         end_s: time at which the answer was complete, or had failed.
-        server: times measured by the server; None if the request failed.
+        server: times measured by the server, or None if the request failed.
         error: the reason of the failure, in one line.
     """
 
@@ -270,7 +270,7 @@ class _Client:
         return result
 
     def _ending(self, request: ClientRequest) -> dict[str, Any]:
-        """Return the fields that tell the server after how many tokens to end the output; the server's schedule does
+        """Return the fields that tell the server after how many tokens to end the output. The server's schedule does
         not read these fields.
         """
         if self._model.owned_by == "xgpt":

@@ -41,10 +41,10 @@ def _tls(ca_file: Path | None) -> ssl.SSLContext:
 
 
 def own_api_key() -> str | None:
-    """Return the key in XGPT_API_KEY; None if it is not set.
+    """Return the key in XGPT_API_KEY, or None if it is not set.
 
     Raises:
-        InputError: the key is malformed; the message never contains it.
+        InputError: the key is malformed. The message never contains it.
     """
     key = os.environ.get("XGPT_API_KEY")
     if key and not (key.isascii() and key.isprintable() and len(key.split()) == 1):

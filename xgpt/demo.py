@@ -51,7 +51,7 @@ def num_requests(plan: Plan) -> int:
 
 
 def _run(command: list[str]) -> None:
-    """Print one xgpt command and run it; an error ends the demo with the command's exit code."""
+    """Print one xgpt command and run it. An error ends the demo with the command's exit code."""
     _show(command)
     try:
         xgpt(command)
@@ -65,7 +65,7 @@ def _show(command: list[str]) -> None:
 
 
 def main() -> None:
-    """Plan, serve and measure the default model; all files are written to ./demo.
+    """Plan, serve and measure the default model. All files are written to ./demo.
 
     If the steps take longer than the plan allows, the machine is profiled again, and the new plan is measured.
     """

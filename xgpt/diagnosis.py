@@ -24,7 +24,7 @@ STEADY = 0.10
 CLOCK_S = 1.0
 """Seconds for which the clock is observed."""
 FEW_FILES = 1024
-"""If the limit on open files is at most this number, a higher one is recommended; an endpoint needs one file for each
+"""If the limit on open files is at most this number, a higher one is recommended. An endpoint needs one file for each
 connection.
 """
 INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_bf16", "amx_int8")
@@ -43,7 +43,7 @@ class Finding(Frozen):
 
 
 def examine(root: Path = Path("/")) -> list[Finding]:
-    """Return findings about the machine, installed software and cached files; it takes two to four seconds.
+    """Return findings about the machine, installed software and cached files. It takes two to four seconds.
 
     Args:
         root: directory that contains proc.

@@ -69,7 +69,7 @@ class ProblemRequest(ProblemFields, ObjectiveAndShares, total=False):
     workload: str | PathLike[str] | Workload | None
     """Request lengths: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
     shared_prefix: int | None
-    """Number of tokens with which all prompts begin, such as a system prompt; their keys and values are computed once. Not for a trace that already contains the prefixes of its prompts."""
+    """Number of tokens with which all prompts begin, such as a system prompt. Their keys and values are computed once. Not for a trace that already contains the prefixes of its prompts."""
     search: Literal["branch-and-bound", "exhaustive", "optuna"] | None
     """Method of search; exhaustive needs `objective=saturated`."""
     kv: Literal["reserve", "quantile"] | None
@@ -179,7 +179,7 @@ class Served(OfAPlan, EngineFields, Replanning, total=False):
 
 class RequestLimits(TypedDict, total=False):
     max_waiting: int | None
-    """Largest number of waiting requests; further requests are answered with 429."""
+    """Largest number of waiting requests. Further requests are answered with 429."""
     answer_within_s: float | None
     """Seconds within which an answer must be complete, waiting included; a request that would take longer is answered with 429 immediately. CLASS=S: for one of the plan's classes. Repeatable."""
     answer_within_of: Mapping[str | PathLike[str], float] | None
@@ -221,7 +221,7 @@ class ServeKeywords(Endpoint, RequestLimits, Served, total=False):
     log_level: Literal["debug", "info", "warning", "error"] | None
     """Lowest severity of logged messages."""
     otlp_endpoint: str | PathLike[str] | None
-    """Send OpenTelemetry traces to this URL; the standard OTEL_... variables are also read."""
+    """Send OpenTelemetry traces to this URL. The standard OTEL_... variables are also read."""
     step_log: str | PathLike[str] | None
     """Write every executed step to FILE, as one JSON line."""
     force: bool | None
@@ -229,7 +229,7 @@ class ServeKeywords(Endpoint, RequestLimits, Served, total=False):
 
 class AutoscaleKeywords(TypedDict, total=False):
     scrape: Sequence[str | PathLike[str]] | None
-    """URL of replicas; their /metrics are read with the key in XGPT_API_KEY. A host name with several addresses stands for one replica at each address. KIND may be left out if the fleet has one kind. Repeatable."""
+    """URL of replicas. Their /metrics are read with the key in XGPT_API_KEY. A host name with several addresses stands for one replica at each address. KIND may be left out if the fleet has one kind. Repeatable."""
     arrival_rate_per_s: float | None
     """The current load, in requests a second, instead of `scrape`."""
     once: bool | None
@@ -245,7 +245,7 @@ class AutoscaleKeywords(TypedDict, total=False):
 
 class BenchKeywords(LoadFields, EngineFields, total=False):
     num_requests: int | None
-    """Number of measured requests; some more run before and after them."""
+    """Number of measured requests. Some more run before and after them."""
     saturated: bool | None
     """Keep requests waiting at all times, even if the plan was made for arrivals."""
     concurrency: int | None

@@ -75,7 +75,7 @@ def _runs_in_vllm(
 
 
 def _speculation(request: PlanRequest, model: ModelSpec) -> Speculation | None:
-    """Return the draft of a request; its number of draft tokens is the number of positions of its acceptance. None if
+    """Return the draft of a request. Its number of draft tokens is the number of positions of its acceptance. None if
     the request has no draft.
 
     Raises:
@@ -113,7 +113,8 @@ def _speculation(request: PlanRequest, model: ModelSpec) -> Speculation | None:
 
 
 def _shared_prefix(request: PlanRequest, model: ModelSpec, workload: Workload, block_size: int) -> Reused | None:
-    """Return the prefix reuse of requests whose prompts all have a common prefix; None if they have no common prefix.
+    """Return the prefix reuse of requests whose prompts all have a common prefix, or None if they have no common
+    prefix.
 
     Raises:
         InputError: it cannot be combined with the engine, the objective or the workload.
@@ -180,7 +181,7 @@ def _model(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:
 
 
 def _named_engine(request: PlanRequest, cluster: ClusterSpec) -> EngineSpec | None:
-    """Return the requested engine; None if there is none.
+    """Return the requested engine, or None if there is none.
 
     Raises:
         InputError: the cluster is this machine, for which the engine's steps must be measured.

@@ -202,7 +202,7 @@ class ProblemRequest(ProblemFields, ObjectiveAndShares):
     workload: Annotated[Name | Workload, Option(names="workloads")] = "summarization"
     """Request lengths: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
     shared_prefix: Annotated[NonNegativeInt, Option(metavar="TOKENS")] = 0
-    """Number of tokens with which all prompts begin, such as a system prompt; their keys and values are computed once.
+    """Number of tokens with which all prompts begin, such as a system prompt. Their keys and values are computed once.
     Not for a trace that already contains the prefixes of its prompts."""
     search: SearchMethod = "branch-and-bound"
     """Method of search; exhaustive needs `objective=saturated`."""
@@ -361,7 +361,7 @@ class LoadFields(OfAPlan):
             "--requests", unset="2000 to simulate, 300 to measure, or the number in the stages of `arrival_rate_per_s`"
         ),
     ] = None
-    """Number of measured requests; some more run before and after them."""
+    """Number of measured requests. Some more run before and after them."""
     arrival_rate_per_s: Annotated[
         Rates | None,
         Option(
@@ -471,7 +471,7 @@ class AutoscaleRequest(RequestBase):
 
     group: ClassVar[str] = "Load"
     scrape: Annotated[tuple[str, ...], Option(metavar="[KIND=]URL")] = ()
-    """URL of replicas; their /metrics are read with the key in XGPT_API_KEY. A host name with several addresses stands
+    """URL of replicas. Their /metrics are read with the key in XGPT_API_KEY. A host name with several addresses stands
     for one replica at each address. KIND may be left out if the fleet has one kind. Repeatable.
     """
     arrival_rate_per_s: Annotated[NonNegativeFloat | None, Option("--arrival-rate", "R")] = None
@@ -551,7 +551,7 @@ class RequestLimits(RequestBase):
 
     group: ClassVar[str] = "Limits"
     max_waiting: PositiveInt = 4096
-    """Largest number of waiting requests; further requests are answered with 429."""
+    """Largest number of waiting requests. Further requests are answered with 429."""
     answer_within_s: Annotated[PositiveFloat | None, Option("--answer-within", "[CLASS=]S", "of_class")] = None
     """Seconds within which an answer must be complete, waiting included; a request that would take longer is answered
     with 429 immediately. CLASS=S: for one of the plan's classes. Repeatable.
@@ -585,7 +585,7 @@ class ServeFields(Endpoint, RequestLimits, Served):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest severity of logged messages."""
     otlp_endpoint: Annotated[str | None, Option(metavar="URL")] = None
-    """Send OpenTelemetry traces to this URL; the standard OTEL_... variables are also read."""
+    """Send OpenTelemetry traces to this URL. The standard OTEL_... variables are also read."""
     step_log: Annotated[Path | None, Option(metavar="FILE")] = None
     """Write every executed step to FILE, as one JSON line."""
     force: Annotated[bool, Option(None)] = False

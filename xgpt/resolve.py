@@ -106,7 +106,7 @@ def check_names(among: Iterable[str]) -> None:
 
 
 def load_engine(name: str) -> EngineSpec:
-    """Return an engine by name or file; a framework's name means its newest version.
+    """Return an engine by name or file. A framework's name means its newest version.
 
     `xgpt-vllm`, or `xgpt-` before any of vLLM's versions, is vLLM with xgpt's scheduler class.
 
@@ -121,7 +121,7 @@ def load_engine(name: str) -> EngineSpec:
 
 
 def engine_of(profile: Profile) -> EngineSpec | None:
-    """Return the engine whose steps a profile contains; None if the profile has no engine, or the engine has no
+    """Return the engine whose steps a profile contains, or None if the profile has no engine, or the engine has no
     description.
 
     A vLLM that was measured on this machine runs xgpt's schedule, so the description of vLLM's own scheduler does not
@@ -192,13 +192,13 @@ def workload_of(given: str | Workload, spec: ModelSpec | None = None) -> Workloa
 
 
 def load_trace(name: str) -> TraceLengths | None:
-    """Return the requests of a workload that is a trace; None if it is not a trace."""
+    """Return the requests of a workload that is a trace, or None if it is not a trace."""
     path = find_config("workloads", name)
     return read_lengths(path) if has_requests(path) else None
 
 
 def _check_context(workload: Workload, spec: ModelSpec) -> None:
-    """Check that lengths fit the context; in encoder-decoders, input and output must each fit separately."""
+    """Check that lengths fit the context. In encoder-decoders, input and output must each fit separately."""
     longest_input, longest_output = workload.input.lengths[-1], workload.output.lengths[-1]
     longest = max(longest_input, longest_output) if spec.is_encoder_decoder else longest_input + longest_output
     if longest > spec.max_context:

@@ -95,7 +95,7 @@ def _quieter_load(plan: Plan, progress: Progress) -> tuple[dict[str, float], lis
 
 
 def _steps_of_load(plan: Plan) -> list[StepRecord]:
-    """Return the steps of the load; the caller's thread may run an event loop, as in a notebook."""
+    """Return the steps of the load. The caller's thread may run an event loop, as in a notebook."""
     rng, rate = np.random.default_rng(0), plan.estimate.throughput_rps
     most = LOADS[plan.cluster.device.type].most_requests / (rate * sum(share * seconds for share, seconds in STAGES))
     stages = [(share * rate, seconds * min(1.0, most)) for share, seconds in STAGES]

@@ -66,8 +66,8 @@ class Planned:
         return self.problem.cluster.num_devices > 1 and not one_way
 
     def best_uneven(self) -> Plan | None:
-        """Return the best plan among those with stages that vLLM cannot run; None if the search did not leave out such
-        stages by default.
+        """Return the best plan among those with stages that vLLM cannot run, or None if the search did not leave out
+        such stages by default.
         """
         problem = self.problem
         if not problem.even or problem.engine is not None or problem.profile.engine is not None:
@@ -147,7 +147,7 @@ def _with_best_draft(
 
 
 def _annotate(plans: dict[str, Plan], problem: Problem, trace: TraceLengths | None) -> dict[str, Plan]:
-    """Return the plans with their arrival rates; the best plan also gets the ranges of its figures, and the assumptions
+    """Return the plans with their arrival rates. The best plan also gets the ranges of its figures, and the assumptions
     on which it depends.
     """
     plans = with_capacities(plans, problem.profile)
@@ -179,8 +179,9 @@ def _with_ranges(plan: Plan) -> Plan:
 
 
 def _range_of_rate(plan: Plan, fast: float, slow: float) -> tuple[float, float] | None:
-    """Return the range of the arrival rate if steps take between `fast` and `slow` times as long as predicted; None if
-    it is not known."""
+    """Return the range of the arrival rate if steps take between `fast` and `slow` times as long as predicted, or None
+    if it is not known.
+    """
     found = plan.estimate.capacity
     if found is None or found.rate_under_tighter_per_s is None or found.rate_under_looser_per_s is None:
         return None

@@ -1,6 +1,6 @@
 """Find a model's step times on a device: measured on xrunner's own layers, computed from a datasheet, or imported.
 
-The input is a ModelSpec and a ClusterSpec; the output is a Profile. Only `xprofiler.measure` loads torch.
+The input is a ModelSpec and a ClusterSpec. The output is a Profile. Only `xprofiler.measure` loads torch.
 """
 
 from importlib.metadata import PackageNotFoundError, version

@@ -300,7 +300,7 @@ class Kernels:
         """Return the seconds of an all-to-all, in which each device sends its share of `sent_bytes` to each other
         device.
 
-        Traffic within the node and between nodes overlaps; each device has its own network adapter.
+        Traffic within the node and between nodes overlaps. Each device has its own network adapter.
         """
         assert self._link is not None
         near = min(devices, self._per_node)

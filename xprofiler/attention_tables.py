@@ -39,7 +39,7 @@ def latent_attention(
     tables: Tables, hidden: int, attention: Attention, t: int, dtype: str, slower: float
 ) -> tuple[Surface, Surface, Shapes] | None:
     """Return the seconds of latent attention of prompts and of decode on one of t devices, and the sizes (n, k) of the
-    matrix products around it that these seconds do not include; None if no table has these sizes.
+    matrix products around it that these seconds do not include, or None if no table has these sizes.
 
     Raises:
         InputError: these sizes were not measured with this type of weights or K/V.

@@ -1,7 +1,7 @@
 """Measure the points of a profile on a worker.
 
 Each point is measured once in each of several passes. Its time is the mean over the passes, since a run also takes the
-mean time on average. The clock of a shared machine changes between two or three rates about every second; a median of a
+mean time on average. The clock of a shared machine changes between two or three rates about every second. A median of a
 few calls would be the time at one of these rates, and at a different one for each point. Layers are run one after the
 other, as in a step, so weights and K/V come from memory and not from a cache that is warm only in benchmarks.
 """
@@ -39,7 +39,7 @@ BLOCK_SIZE = 16
 TOKENS = (*range(1, 15), 16, 17, 18, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 256, 512, 1024, 2048)
 """All small numbers are measured: matrix kernels process rows in blocks, and with 3, 11, 13, 14 or 17 rows a step takes
 4 to 8% longer than interpolation between multiples of four predicts. The steps of a saturated engine have the size of
-its token budget; with arriving requests, steps have any size.
+its token budget. With arriving requests, steps have any size.
 """
 STAIR = 128
 """Tokens between points for large steps on a GPU: its matrix products process tiles of about as many rows, so times
@@ -52,12 +52,12 @@ much on average.
 PROMPTS = (8, 24, *CONTEXTS[1:])
 ENCODE_BATCHES = (1, 4, 16)
 STEP_PROMPT = 128
-"""Length of prompts in measured whole steps; their attention takes so little time that its measurement error does not
+"""Length of prompts in measured whole steps. Their attention takes so little time that its measurement error does not
 affect the rest of a layer."""
 TYPICAL_STEP = [(100, 1)] * 8 + [(0, 128)]
 """A step that is measured repeatedly for the profile's spread: (tokens before, tokens now) of each sequence."""
 SHORT_STEP = [(100, 1)]
-"""The shortest step of a server; it is measured `SHORT_STEPS` times with each typical step, for the jitter."""
+"""The shortest step of a server. It is measured `SHORT_STEPS` times with each typical step, for the jitter."""
 SHORT_STEPS = 6
 JITTER_QUANTILES = 100
 """Number of evenly spaced quantiles of short steps' times in a profile."""
@@ -85,7 +85,7 @@ to the rate that its power limit allows in service.
 """
 MIXED_DECODES, MIXED_CONTEXT, MIXED_PROMPTS, MIXED_LENGTH = 32, 56, 4, 120
 """A step with prompts that is measured in the engine's loop on a GPU: its decodes and their context, its prompts and
-their length. Together they have 512 tokens; both parts are also points of the profile's tables."""
+their length. Together they have 512 tokens. Both parts are also points of the profile's tables."""
 MAX_STEP_TOKENS = 2048
 """Most prompt tokens in a measured attention call: larger calls cost proportionally more."""
 MAX_CACHED_TOKENS = 16384
@@ -366,7 +366,7 @@ class Bench:
         return self.seconds(self.as_served(lambda: model.embed(batch), "embedding", *sequences))
 
     def all_layers(self, sequences: Sizes) -> float:
-        """Return the seconds of embedding and layers; the last layer computes as much as the others."""
+        """Return the seconds of embedding and layers. The last layer computes as much as the others."""
         model, batch = self.worker.model, self.batch(sequences)
         assert isinstance(model, DecoderModel)
         cache, backend = self.worker.cache, self.worker.backend

@@ -28,7 +28,7 @@ class Ahead:
     run.
 
     Args:
-        is_cpu: whether the model runs on this machine's CPUs; otherwise nothing is compiled.
+        is_cpu: whether the model runs on this machine's CPUs. Otherwise nothing is compiled.
     """
 
     def __init__(self, spec: ModelSpec, dtype: DType, kv_dtype: DType | None, *, is_cpu: bool) -> None:

@@ -27,8 +27,8 @@ DIVIDED = 0.9
 FASTER = {"w4a16_mxfp4": ("w4a8_mxfp4_mxfp8",)}
 """Kernels for the same weights that round activations to eight bits, on devices that have them."""
 SHARED_FROM = "trtllm"
-"""The framework whose kernels the other frameworks use through FlashInfer; only this framework's tables contain them.
-"""
+"""The framework whose kernels the other frameworks use through FlashInfer. Only this framework's tables contain
+them."""
 EXPERT_COLUMNS = (
     *("moe_dtype", "num_tokens", "hidden_size", "inter_size", "topk", "num_experts"),
     *("moe_tp_size", "moe_ep_size", "distribution", "latency"),
@@ -92,7 +92,7 @@ class ExpertTable:
     def seconds(self, tokens: Array, t: int, ep: int) -> Array:
         """Return the seconds of tokens that choose their experts independently of each other. # [n] -> [n]
 
-        Tables with balanced routing assign tokens to experts in turn; this balances the devices, and uses more experts
+        Tables with balanced routing assign tokens to experts in turn. This balances the devices, and uses more experts
         than random choices would.
         """
         routing, points, seconds = self._held[t, ep]
@@ -132,7 +132,7 @@ def _of_groups(rows: Rows) -> dict[tuple[int, int], tuple[Array, Array]]:
 
 
 def _distribution(experts: Experts, kinds: set[str]) -> str | None:
-    """Return the measured routing nearest to a model's; None if there is none."""
+    """Return the measured routing nearest to a model's, or None if there is none."""
     exponents = {name: float(name.removeprefix("power_law_")) for name in kinds if name.startswith("power_law_")}
     if "balanced" in kinds:
         exponents["balanced"] = 0.0

@@ -1,10 +1,10 @@
 """Compute a profile from published latencies: AIConfigurator's tables, from its wheel or a folder.
 
 The folder of a kind of device holds `<family of operators>/<framework>/<version>/<operator>_perf.parquet` with
-latencies in milliseconds. Matrix products, attention and all-reduces come from these tables; all other times (norms,
+latencies in milliseconds. Matrix products, attention and all-reduces come from these tables. All other times (norms,
 activations, hops between stages, K/V transfer) come from the datasheet, and `provenance` says so.
 
-Between the points of a table, logarithms of latencies are interpolated, which is exact for every power law; beyond the
+Between the points of a table, logarithms of latencies are interpolated, which is exact for every power law. Beyond the
 last point, latencies grow in proportion to size.
 """
 
@@ -37,7 +37,7 @@ SYSTEMS = {
 """The tables' folder for each kind of device."""
 
 TABLE_DTYPES: Mapping[DType, str] = {"float16": "bfloat16", "bfloat16": "bfloat16", "float8": "fp8"}
-"""The tables' name for each dtype; both half-precision types are equally fast."""
+"""The tables' name for each dtype. Both half-precision types are equally fast."""
 
 
 def profile(

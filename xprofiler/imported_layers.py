@@ -225,7 +225,7 @@ class ImportedLayers:
 
 
 def head(spec: ModelSpec, tables: Tables, kernels: analytic.Kernels, t: int) -> Curve:
-    """Return the head's seconds; its product stays in half precision."""
+    """Return the head's seconds. Its product stays in half precision."""
     rows = np.asarray(analytic.BATCHES, float)
     half = BYTES_PER_ELEMENT["bfloat16"] / kernels.size
     gathered = [kernels.all_gather(n * spec.vocab_size * half, t) for n in analytic.BATCHES]
@@ -249,7 +249,7 @@ def _attention_shapes(spec: ModelSpec, attention: Attention, t: int) -> list[tup
 
 
 def _recurrent_shapes(spec: ModelSpec, recurrent: Recurrent, t: int) -> list[tuple[float, float]]:
-    """Return shapes of the two products around a recurrent block; the state of each head is assumed to be square."""
+    """Return shapes of the two products around a recurrent block. The state of each head is assumed to be square."""
     out = min(_values(recurrent), recurrent.weights / spec.hidden_size / 2)
     return [((recurrent.weights / spec.hidden_size - out) / t, spec.hidden_size), (spec.hidden_size, out / t)]
 

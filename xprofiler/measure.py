@@ -82,7 +82,7 @@ def profile(
 
     Args:
         kv_dtype: type of K/V. None means the dtype.
-        wait: a function that returns when kernels have been compiled; on a busy machine, layouts of weights are
+        wait: a function that returns when kernels have been compiled. On a busy machine, layouts of weights are
             compared before it is called.
         progress: is called with the number of measured points and the number of all points.
     """

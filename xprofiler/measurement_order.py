@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 PASSES = 6
-"""Number of passes; the first one is warm-up."""
+"""Number of passes. The first one is warm-up."""
 LONG_TOKENS, LONG_EVERY = 1024, 2
 """Prompts of at least this length take long enough to meet all clock rates, so they are measured only in every second
 pass.

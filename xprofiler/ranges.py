@@ -129,7 +129,7 @@ def _in_words(cell: Cell, names: tuple[str, ...]) -> str:
 
 
 def within(ratios: list[float], factor: float = 1.0) -> tuple[float, float]:
-    """Return the ends of a range around the median; the range is `factor` times as wide as that of the errors."""
+    """Return the ends of a range around the median. The range is `factor` times as wide as that of the errors."""
     logs = np.log(ratios)
     middle = float(np.median(logs))
     low, high = (middle + factor * (float(np.quantile(logs, q)) - middle) for q in INSIDE)
@@ -138,7 +138,7 @@ def within(ratios: list[float], factor: float = 1.0) -> tuple[float, float]:
 
 
 def cell_of(plan: Plan) -> Cell | None:
-    """Return a plan's cell; None if the plan's steps were measured on its own devices."""
+    """Return a plan's cell, or None if the plan's steps were measured on its own devices."""
     if plan.profile.source == "measured":
         return None
     two_lanes = len(plan.policy.lanes) > 1

@@ -74,7 +74,7 @@ class Together:
 def degrees(spec: ModelSpec, num_devices: int) -> tuple[int, ...]:
     """Return the tensor-parallel degrees that the devices and the model's heads allow.
 
-    Degrees that do not divide the number of devices must be powers of two; the remaining devices then compute alone, as
+    Degrees that do not divide the number of devices must be powers of two. The remaining devices then compute alone, as
     in partial tensor parallelism.
     """
     found = []
@@ -189,7 +189,7 @@ def _device(task: RanksTask, rank: int) -> str:
 
 
 def _meet(others: Sequence[Connection]) -> None:
-    """Wait until all ranks have called this function. It takes one process switch for each rank; a barrier of
+    """Wait until all ranks have called this function. It takes one process switch for each rank. A barrier of
     torch.distributed takes four.
     """
     for other in others:
@@ -241,7 +241,7 @@ def _transfer(rank: int, meet: Meet, worker: Worker, num_tokens: int) -> float:
 
 
 def _there_and_back(rank: int, meet: Meet, send: Callable[[], object], receive: Callable[[], object]) -> float:
-    """Return the median seconds of a round trip between the first two ranks; the others wait."""
+    """Return the median seconds of a round trip between the first two ranks. The others wait."""
     seconds = []
     for _ in range(1 + REPEATS):
         meet()

@@ -334,7 +334,7 @@ def profile_vllm(
     dtype: DType | None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Return vLLM's step times on this machine; they are not cached, since a plan for vLLM names its profile.
+    """Return vLLM's step times on this machine. They are not cached, since a plan for vLLM names its profile.
 
     Raises:
         InputError: vLLM cannot run that model, or the cluster is not this machine.
@@ -354,7 +354,7 @@ def _path_of(content: str) -> Path:
 
 
 def _kept(content: str) -> Profile | None:
-    """Return the stored profile with this hash; None if there is none, or if its file has been changed."""
+    """Return the stored profile with this hash, or None if there is none, or if its file has been changed."""
     try:
         profile = load_json(_path_of(content), Profile, "profile")
     except InputError:

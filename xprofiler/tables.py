@@ -248,10 +248,10 @@ class Tables:
         """Return an operator's tables: those of the engine's version and later ones, then those of older versions, the
         nearest first.
 
-        Kernels change from version to version; in a later version they may take half the time.
+        Kernels change from version to version. In a later version they may take half the time.
 
         Args:
-            framework: a framework other than the engine's; its newest tables come first, and an empty list is allowed.
+            framework: a framework other than the engine's. Its newest tables come first, and an empty list is allowed.
 
         Raises:
             InputError: there is no table.

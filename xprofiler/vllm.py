@@ -89,7 +89,7 @@ class Probe(NamedTuple):
 
     @property
     def step_tokens(self) -> int:
-        """Prompt tokens of the point's step; a prompt in pieces has many steps, and counts as short."""
+        """Prompt tokens of the point's step. A prompt in pieces has many steps, and counts as short."""
         return self.batch * self.length if self.kind == "encode" else 0
 
     def holds(self, step: StepRecord) -> bool:
@@ -196,7 +196,7 @@ def _run(
 
 
 def _times(log: list[StepRecord], jobs: Sequence[Probe]) -> dict[Probe, list[float]]:
-    """Return the seconds of every step of each point after the first pass; the log holds `jobs` in this order."""
+    """Return the seconds of every step of each point after the first pass. The log holds `jobs` in this order."""
     job_of = [index for index, job in enumerate(jobs) for _ in range(job.num_requests)]
     first_pass = len(set(jobs))
     times: dict[Probe, list[float]] = {job: [] for job in jobs}

@@ -74,7 +74,7 @@ def _keep_to(cores: Sequence[Sequence[int]]) -> bool:
 
 @cache
 def _openmp() -> Any:
-    """Return the OpenMP library that runs torch's threads; None if its interface is not GNU's."""
+    """Return the OpenMP library that runs torch's threads, or None if its interface is not GNU's."""
     names = sorted(set(_OPENMP.findall(_MAPS.read_text())), key=lambda name: "/torch" not in name)
     libraries = map(ctypes.CDLL, names)
     return next((library for library in libraries if hasattr(library, "GOMP_parallel")), None)

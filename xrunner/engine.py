@@ -86,7 +86,7 @@ class Engine:
         self._grammars.submit(generation)
 
     def cancel(self, id_: int) -> None:
-        """Remove a request before the next step; if it has already ended, do nothing."""
+        """Remove a request before the next step. If it has already ended, do nothing."""
         if not self._grammars.cancel(id_):
             self._hand_in(id_)
 
@@ -127,11 +127,11 @@ class Engine:
         self._inbox.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
-        """Begin every step that can begin, then wait until a step ends; if a request arrives during the wait, a further
+        """Begin every step that can begin, then wait until a step ends. If a request arrives during the wait, a further
         step may begin.
 
         Returns:
-            That step's tokens, and the ends of lost requests; None if nothing could run.
+            That step's tokens, and the ends of lost requests, or None if nothing could run.
 
         Raises:
             MachineError: lost workers cannot be restarted.
@@ -212,8 +212,8 @@ class Engine:
 
     @property
     def _shared(self) -> Prefixes | None:
-        """Return the hash chains for blocks that requests share; None if requests share no blocks, for example because
-        an encoder reads prompts.
+        """Return the hash chains for blocks that requests share, or None if requests share no blocks, for example
+        because an encoder reads prompts.
         """
         return self._prefixes if self.executor.resumes else None
 
@@ -265,7 +265,7 @@ class Engine:
             self.on_begin(taken_up)
 
     def _settle(self, step: Step, sampled: dict[int, int]) -> list[Token]:
-        """Account for the step's tokens. A static batch goes on computing requests that have ended; their further
+        """Account for the step's tokens. A static batch goes on computing requests that have ended. Their further
         tokens are not returned.
         """
         logprobs, failed, pool = self.executor.logprobs, self.executor.failed, self._schedule.pool

@@ -60,7 +60,7 @@ class Executor(Protocol):
         """Add a request that is about to be encoded.
 
         Args:
-            table: the request's blocks in the lane that encodes it; the first `found` blocks already contain its K/V.
+            table: the request's blocks in the lane that encodes it. The first `found` blocks already contain its K/V.
                 Later blocks are passed with steps (`Step.grown`).
             moves_to: the request's blocks in the lane that decodes it. None means the same blocks.
         """
@@ -79,7 +79,7 @@ class Executor(Protocol):
         """
 
     def interrupt(self) -> None:
-        """Make `collect` return immediately; if it is not waiting now, its next call returns immediately. Any thread
+        """Make `collect` return immediately. If it is not waiting now, its next call returns immediately. Any thread
         may call this.
 
         It does nothing if steps are executed inside `collect`, since no step could then begin earlier.
@@ -105,7 +105,7 @@ class Executor(Protocol):
         """
 
     def close(self) -> None:
-        """Free all resources; the executor cannot be used afterwards."""
+        """Free all resources. The executor cannot be used afterwards."""
 
     def release(self, ids: Collection[int]) -> None:
         """Forget these requests, which no current step uses. The schedule reassigns their blocks."""

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from xgpt.core.schema import ANYONE, Account
 
 FinishReason = Literal["stop", "length", "error"]
-"""error: the engine could not continue the request; its last token does not count."""
+"""error: the engine could not continue the request. Its last token does not count."""
 
 NO_TOKEN = -1
 """Stands in a token's place if the logits hold NaN, or the highest is infinite."""
@@ -17,7 +17,7 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The parameters by which a request's tokens are chosen; by default, the token with the highest logit is chosen.
+    """The parameters by which a request's tokens are chosen. By default, the token with the highest logit is chosen.
 
     Attributes:
         temperature: divides the logits. 0 chooses the highest logit.
@@ -64,7 +64,7 @@ class SamplingParams:
 GREEDY = SamplingParams()
 
 SEED_STRIDE = 0x9E3779B97F4A7C15
-"""Difference between the seeds of two outputs of one request; it is so large that they differ from other requests'
+"""Difference between the seeds of two outputs of one request. It is so large that they differ from other requests'
 seeds."""
 
 
@@ -128,7 +128,7 @@ class Generation:
         return self.sampling.prompt_logprobs is not None and not self.num_resumed
 
     def resumed(self, generated: Sequence[int]) -> Generation:
-        """Return the request that continues after these output tokens; they are encoded together with its prompt."""
+        """Return the request that continues after these output tokens. They are encoded together with its prompt."""
         if not generated:
             return self
         count = len(generated)
@@ -141,7 +141,7 @@ class Generation:
         )
 
     def finish(self, token: int, count: int) -> FinishReason | None:
-        """Return the reason why this output token, number `count`, is the last one; None if it is not the last."""
+        """Return the reason why this output token, number `count`, is the last one, or None if it is not the last."""
         if token == NO_TOKEN:
             return "error"
         if token in self.stop_token_ids or count == self.output_length:
@@ -150,7 +150,7 @@ class Generation:
 
 
 class Token(NamedTuple):
-    """One output token of one request; the last one has a finish reason."""
+    """One output token of one request. The last one has a finish reason."""
 
     id: int
     token: int

@@ -94,7 +94,7 @@ def whole_grammar(answer: str, begin: str = "", end: str = "", *, is_open: bool 
     Args:
         answer: rules; the rule `answer` describes what follows the reasoning.
         begin, end: Lark terms of the marks around reasoning, or empty.
-        is_open: whether the output begins within reasoning; the output must then end the reasoning.
+        is_open: whether the output begins within reasoning. The output must then end the reasoning.
     """
     if not end:
         return f"start: answer\n{answer}"
@@ -126,7 +126,7 @@ def opened_grammar(opened: Mapping[str, dict[str, Any]], end: str, free: Collect
     """Return the grammar of text in which each of several openings is followed by a value of its JSON schema and `end`.
 
     Args:
-        opened: schemas by openings; all other text is free.
+        opened: schemas by openings. All other text is free.
         free: tokens that are not text, and that may occur anywhere in the text.
     """
     rules = [f"tag: {' | '.join(f'tag_{number}' for number in range(len(opened)))}"]
@@ -154,7 +154,7 @@ def ranges(tokens: Collection[int]) -> str:
 
 
 class Grammars:
-    """Grammars for a checkpoint's tokens. A separate thread reads the checkpoint's tokenizer; the first use waits for
+    """Grammars for a checkpoint's tokens. A separate thread reads the checkpoint's tokenizer. The first use waits for
     this thread.
 
     Args:
@@ -183,7 +183,7 @@ class Grammars:
             self._read.set_exception(MachineError(f"{path} cannot be used for grammars: {error}"))
 
     def why_not(self, grammar: str) -> str | None:
-        """Return why a grammar is refused; None if it is accepted. Any thread may call this.
+        """Return why a grammar is refused, or None if it is accepted. Any thread may call this.
 
         Raises:
             MachineError: the tokenizer cannot be used.
@@ -267,8 +267,8 @@ class GrammarState:
         self._eos = list(eos_token_ids)
 
     def allowed(self) -> np.ndarray | None:
-        """Return which tokens may come next; None if the grammar can no longer follow the output, for instance because
-        it is too large.
+        """Return which tokens may come next, or None if the grammar can no longer follow the output, for instance
+        because it is too large.
 
         # bool [vocab]
         """
@@ -281,7 +281,7 @@ class GrammarState:
         return found
 
     def take(self, token: int) -> None:
-        """Advance by a token; after a token that is not allowed, no token is allowed."""
+        """Advance by a token. After a token that is not allowed, no token is allowed."""
         self._matcher.consume_token(token)
 
 

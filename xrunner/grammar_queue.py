@@ -19,7 +19,7 @@ class _Compiled:
     """A compiled grammar.
 
     Attributes:
-        kept: an object; the grammar stays compiled as long as this object is referenced.
+        kept: an object. The grammar stays compiled as long as this object is referenced.
         account: name of the account that it was compiled for.
         users: the unfinished requests that follow the grammar.
         has_begun: whether one of these requests has begun.
@@ -36,7 +36,7 @@ class GrammarQueue:
     can begin without a wait.
 
     A grammar stays compiled until its last request has ended, even if that request is preempted in between. If requests
-    wait long before they begin, only `AHEAD_BYTES` of grammars are compiled for them; further requests wait in this
+    wait long before they begin, only `AHEAD_BYTES` of grammars are compiled for them. Further requests wait in this
     queue. No account's requests hold up another's: the next grammar comes from the account with the highest priority
     and, among equals, from the account that has the least compiled ahead relative to its share, in turns. An account
     that has nothing compiled ahead does not wait for others.
@@ -44,7 +44,7 @@ class GrammarQueue:
     Any thread may call the methods.
 
     Args:
-        compile_: compiles a grammar; it stays compiled as long as the result is referenced.
+        compile_: compiles a grammar. It stays compiled as long as the result is referenced.
         pass_on: receives each request, or the last token of a request whose grammar cannot be compiled.
     """
 
@@ -97,7 +97,7 @@ class GrammarQueue:
                 self._changed.notify()
 
     def forget(self, ids: Iterable[int]) -> None:
-        """Note that these requests have ended; those without a grammar are ignored."""
+        """Note that these requests have ended. Those without a grammar are ignored."""
         if self._grammars:
             with self._changed:
                 for id_ in ids:
@@ -128,7 +128,8 @@ class GrammarQueue:
         self._pass_on(generation)  # within the lock: a request must not be passed on after it was cancelled
 
     def _next(self) -> Generation | None:
-        """Return a request whose grammar is to be compiled next; None if none waits, or if too many have not begun."""
+        """Return a request whose grammar is to be compiled next, or None if none waits, or if too many have not begun.
+        """
         ahead: Counter[str] = Counter()
         for grammar, compiled in self._compiled.items():
             if not compiled.has_begun:

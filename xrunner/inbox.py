@@ -1,4 +1,4 @@
-"""The queue of requests and orders that other threads submit to an engine; the engine's next step takes them."""
+"""The queue of requests and orders that other threads submit to an engine. The engine's next step takes them."""
 
 from __future__ import annotations
 

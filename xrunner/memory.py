@@ -17,10 +17,10 @@ from torch import Tensor
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
 """Parameters of glibc's mallopt."""
 GROWTH = 2**28
-"""Least number of bytes by which the heap grows; they take no memory before they are written to."""
+"""Least number of bytes by which the heap grows. They take no memory before they are written to."""
 MADV_HUGEPAGE = 14
 HUGE_PAGE = 2**21
-"""Size of a huge page in bytes; smaller requests are left to the allocator."""
+"""Size of a huge page in bytes. Smaller requests are left to the allocator."""
 
 
 def keep_freed_memory() -> None:
@@ -57,7 +57,7 @@ def ask_for_heap() -> None:
 
 @cache
 def _heap_begin() -> int | None:
-    """Return the address of the heap's first page; None if the system does not report it."""
+    """Return the address of the heap's first page, or None if the system does not report it."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None

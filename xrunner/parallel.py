@@ -43,7 +43,7 @@ class Group(Protocol):
         """Return the sum over all ranks, in place."""
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """Return every rank's tensor, by rank; all have the same shape."""
+        """Return every rank's tensor, by rank. All have the same shape."""
 
 
 class Share(NamedTuple):
@@ -85,7 +85,7 @@ class Part:
         is_first: whether it embeds tokens.
         is_last: whether it computes logits.
         rank, degree: the rank's number among the ranks that share these layers, and the number of these ranks.
-        ep: number of parts into which the ranks divide a layer's experts; the ranks of one part hold slices of its
+        ep: number of parts into which the ranks divide a layer's experts. The ranks of one part hold slices of its
             experts.
         runs_decoder: False for an encoder without decoder layers.
 
@@ -238,7 +238,7 @@ def build(part: Part) -> Model:
 
 
 def places_of(model: Model) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Return, for each parameter, the modules that hold it and its names there; the key is its name in the first
+    """Return, for each parameter, the modules that hold it and its names there. The key is its name in the first
     module.
     """
     found: dict[int, tuple[str, list[tuple[nn.Module, str]]]] = {}

@@ -38,7 +38,7 @@ class PromptScores:
         return any(chunk.id in self._scores for chunk in step.encode)
 
     def places(self, step: Step, prompts: Mapping[int, np.ndarray]) -> ScoredPlaces | None:
-        """Return the places in a step after which prompt tokens are scored; None if the step has none."""
+        """Return the places in a step after which prompt tokens are scored, or None if the step has none."""
         return ScoredPlaces.at(step, prompts, self._num_top)
 
     def add(self, places: ScoredPlaces, logits: Tensor) -> None:
@@ -67,7 +67,7 @@ class ScoredPlaces:
 
     @classmethod
     def at(cls, step: Step, prompts: Mapping[int, np.ndarray], num_top: Mapping[int, int]) -> ScoredPlaces | None:
-        """Return the places of a step; None if it has none.
+        """Return the places of a step, or None if it has none.
 
         Args:
             num_top: most probable tokens to report, by request whose prompt is scored.

@@ -37,7 +37,7 @@ class Ledger:
         return (*self.generations[id_].prompt, *self._generated.get(id_, ()))
 
     def resumed(self, request: Request) -> Generation:
-        """Return a request that is to be encoded; after a preemption, its output so far is part of the prompt."""
+        """Return a request that is to be encoded. After a preemption, its output so far is part of the prompt."""
         return self.generations[request.id].resumed(self._generated.get(request.id, [])[: request.generated])
 
     def repeat(self, ids: Iterable[int]) -> None:
@@ -48,7 +48,7 @@ class Ledger:
         """Return the request as it enters a schedule again, on workers that do not have it.
 
         Args:
-            can_resume: whether its output can be encoded with its prompt; otherwise the same tokens are generated
+            can_resume: whether its output can be encoded with its prompt. Otherwise the same tokens are generated
                 again, since they depend only on the request.
         """
         generation = self.resumed(request)

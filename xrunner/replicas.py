@@ -32,7 +32,7 @@ def _of_all(combine: Callable[[Iterable[int]], int], name: str) -> property:
 class Pools:
     """The pools of all replicas together; `kv_blocks` is the largest number of blocks that one request can have.
 
-    The replicas' threads change the pools at the same time, so only sizes and membership are read; such reads are
+    The replicas' threads change the pools at the same time, so only sizes and membership are read. Such reads are
     atomic.
     """
 

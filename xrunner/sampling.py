@@ -5,7 +5,7 @@ A row of logits that holds NaN, or whose highest value is infinite, gives no tok
 A drawn token depends only on its request: each candidate's random number is a hash of the request's seed, the token's
 position and the candidate, so equal logits give equal tokens. Other requests in the batch, or a preemption, may change
 the last bits of logits, since products of different sizes are rounded differently. A different token is then drawn only
-if two candidates differ by no more than this rounding error; in the same case, greedy sampling may also choose a
+if two candidates differ by no more than this rounding error. In the same case, greedy sampling may also choose a
 different token.
 """
 
@@ -30,7 +30,7 @@ RACERS = 2**17
 """Number of candidates that are computed together: they fit into a processor's cache."""
 
 CANDIDATES = 256
-"""Number of highest scores that are sorted first; if top-p needs more, all scores are sorted."""
+"""Number of highest scores that are sorted first. If top-p needs more, all scores are sorted."""
 
 _SETTINGS = np.dtype(
     [
@@ -101,7 +101,7 @@ class Sampler:
         return not ruled.any() and constrained.isdisjoint(rows.tolist())
 
     def clocks(self, rows: np.ndarray, positions: np.ndarray) -> Tensor | None:
-        """Return the random numbers to add to logits, for rows that sample with a temperature only; None if all rows
+        """Return the random numbers to add to logits, for rows that sample with a temperature only, or None if all rows
         are greedy.
 
         The arguments are those of `__call__`.
@@ -326,7 +326,7 @@ def _is_cut(settings: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def _lowest_kept(scores: Tensor, settings: np.ndarray, width: int = CANDIDATES) -> Tensor:
-    """Return the lowest score that is kept by top-k, then by top-p among the remaining scores, and by min-p; equal
+    """Return the lowest score that is kept by top-k, then by top-p among the remaining scores, and by min-p. Equal
     scores are kept together.
 
     Args:

@@ -32,7 +32,7 @@ class StageModel:
     """A stage's part of a model, called like the whole model.
 
     In an encoder-decoder, the first decoder layer needs the output of the last encoder layer, so a step with prompts
-    goes through the pipeline twice, in the order of the steps. The first pass is `run_encoder`; at its end, the last
+    goes through the pipeline twice, in the order of the steps. The first pass is `run_encoder`. At its end, the last
     stage sends the encoder's output to every other stage. The second pass is the call. Under WAA each lane does one of
     the two: the output of the encode lane's last stage is transferred to every stage of the decode lane, by
     `take_encoder_output`.
@@ -85,7 +85,7 @@ class StageModel:
         return None
 
     def _memory(self, batch: Batch) -> Tensor | None:
-        """Return the encoder's output for the batch's prompts; None if the batch has no prompts."""
+        """Return the encoder's output for the batch's prompts, or None if the batch has no prompts."""
         num_rows = _num_prompt_tokens(batch)
         if not num_rows:
             return None

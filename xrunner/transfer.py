@@ -46,7 +46,7 @@ class Cargo(Protocol):
         """Return a copy of a piece in host memory, which is then sent."""
 
     def write(self, piece: Piece, requests: Sequence[Moving], received: Tensor) -> None:
-        """Store a received piece; the worker may execute steps meanwhile."""
+        """Store a received piece. The worker may execute steps meanwhile."""
 
     def take_in(self, count: int) -> None:
         """Between two steps, give the worker the contents of the first `count` transfers."""
@@ -56,7 +56,7 @@ class Cargo(Protocol):
 
 
 def pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
-    """Return the pieces to send; every part is sent only once to each receiver. If several ranks hold a head, the
+    """Return the pieces to send. Every part is sent only once to each receiver. If several ranks hold a head, the
     receivers are divided among them.
     """
     found = []

@@ -114,7 +114,7 @@ class WeightSource(Protocol):
     """A source of weights, read one tensor at a time."""
 
     def check(self, weights: Iterable[Weight], copies: Mapping[str, tuple[str, ...]]) -> None:
-        """Refuse weights that cannot be read, before large memory is allocated; the given weights have no memory yet.
+        """Refuse weights that cannot be read, before large memory is allocated. The given weights have no memory yet.
 
         Args:
             copies: tensors that may be stored more than once, and the names of the copies, which must be equal.
@@ -178,7 +178,7 @@ class Checkpoint:
                     raise InputError("model", str(self._directory), accepted)
 
     def read(self, weight: Weight) -> None:
-        """Copy a checked tensor; if it is cut, only the part is read.
+        """Copy a checked tensor. If it is cut, only the part is read.
 
         Raises:
             InputError: the tensor contains NaN or infinity, possibly only after conversion to the model's dtype.
@@ -334,7 +334,7 @@ def _checked(part: Part, dtype: DType, source: WeightSource) -> Model:
 
 
 def weights_of(model: Model, part: Part) -> Iterator[Weight]:
-    """Yield every tensor that a checkpoint stores for a part of the model; a tied head is the embedding's."""
+    """Yield every tensor that a checkpoint stores for a part of the model. A tied head is the embedding's."""
     cut = cuts(model, part)
     for name in places_of(model):
         yield from _pieces(model, part, name, cut.get(name))

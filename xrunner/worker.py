@@ -1,4 +1,4 @@
-"""A worker executes steps on one device; it holds the weights, the K/V cache and each request's last token."""
+"""A worker executes steps on one device. It holds the weights, the K/V cache and each request's last token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Worker(OneAtATime):
     """The executor of one device: turns a step into a batch, runs its part of the model, and chooses the next tokens.
 
     It holds the whole model, or a stage of a pipeline. All stages execute the same steps. Only the last stage chooses
-    tokens; the others get them through `set_last_tokens`.
+    tokens. The others get them through `set_last_tokens`.
 
     Attributes:
         encoder_outputs: an encoder's output for prompts that another lane decodes, by request: kept in the encode lane
@@ -93,7 +93,7 @@ class Worker(OneAtATime):
     def adopt(self, generation: Generation, table: BlockTable, cached: int) -> None:
         """Reserve a row for a request whose first `cached` tokens another worker has encoded.
 
-        Before the request decodes, their K/V must be written into its blocks; for an encoder-decoder, the encoder's
+        Before the request decodes, their K/V must be written into its blocks. For an encoder-decoder, the encoder's
         output must be put into `encoder_outputs`.
         """
         if self.model.decoder_start:
@@ -144,7 +144,7 @@ class Worker(OneAtATime):
         """Give requests the step's blocks; run its prompts through the encoder, if prompts go through the pipeline
         twice.
 
-        The prompts are cut into the same slices as in the second pass; the slices depend on the requests that the step
+        The prompts are cut into the same slices as in the second pass. The slices depend on the requests that the step
         decodes.
         """
         self._rows.grow(step.grown)
@@ -252,7 +252,7 @@ class Worker(OneAtATime):
         """Run the model, and choose by each request's sampling parameters. # int64 [sampled]
 
         Args:
-            scored: prompt tokens to score; their logits follow those of the requests.
+            scored: prompt tokens to score. Their logits follow those of the requests.
         """
         with torch.inference_mode():
             logits = self.logits(batch)
@@ -294,7 +294,7 @@ def fed(tokens: np.ndarray) -> np.ndarray:
 
 
 def slices(step: Step, most: int = SLICE_TOKENS) -> Iterator[Step]:
-    """Yield the step in parts of at most `most` tokens, decodes first; a prompt may span several parts."""
+    """Yield the step in parts of at most `most` tokens, decodes first. A prompt may span several parts."""
     decode, chunks = step.decode, []
     room = max(1, most - len(decode))
     for id_, start, length in step.encode:

@@ -64,7 +64,7 @@ BISECTIONS = 24
 NUM_ARRIVALS, NUM_ARRIVALS_AT_SEVERAL = 12_000, 4000
 """Number of drawn arrivals at one server and at several, starting with an empty engine."""
 WAIT_SHARES = np.linspace(0.0, 1.0, 401)[:-1]
-"""Quantiles at which waits are computed; a group of requests counts with its shortest wait."""
+"""Quantiles at which waits are computed. A group of requests counts with its shortest wait."""
 LOAD_STEP, MOST_LOAD = 0.01, 1.2
 """Waits are computed at loads that are multiples of `LOAD_STEP`, rounded down, up to `MOST_LOAD`."""
 MOST_SERVERS, MANY_SERVERS = 4, 0
@@ -179,7 +179,7 @@ class Waits:
         return high * self._longest / self._bound_s
 
     def _queue(self, servers: int, load: float) -> _Queue | None:
-        """Return the queue at the load rounded down to a multiple of `LOAD_STEP`; None if it is overloaded."""
+        """Return the queue at the load rounded down to a multiple of `LOAD_STEP`, or None if it is overloaded."""
         number = int(load / LOAD_STEP)
         if number >= MOST_LOAD / LOAD_STEP:
             return None

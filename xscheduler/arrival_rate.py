@@ -74,7 +74,7 @@ def by_rate(spaces: Sequence[Space], known: dict[Space, Rated | None] | None = N
 
 
 def best_of(space: Space) -> Rated | None:
-    """Return the best settings of a placement; None if no settings keep the bounds at any rate."""
+    """Return the best settings of a placement, or None if no settings keep the bounds at any rate."""
     best = _best_on_a_grid(space, 0.0)
     return None if best is None else _best_nearby(best)
 

@@ -60,7 +60,7 @@ def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners:
     Args:
         evaluation, floor: predictions of the boxes' corners, on the profile and on its lower tables. Each box has
             `corners` entries: the corner with the lowest values first, the one with the highest last.
-        fast: index of the fast corner; None if there is none.
+        fast: index of the fast corner, or None if there is none.
     """
     low, high = slice(0, None, corners), slice(corners - 1, None, corners)
     if fast is not None:

@@ -129,7 +129,7 @@ class Candidates:
         return Space(kind, placement, self.lengths, models, self.problem.constraint, limits)
 
     def _limits(self, kind: str, placement: Placement) -> SpaceLimits | None:
-        """Return the limits of a placement; None if the weights do not fit in memory."""
+        """Return the limits of a placement, or None if the weights do not fit in memory."""
         # Cached prompts stay in the memory of the lane that encodes them.
         memories = [self.memory(layout.lane, keeps=not i) for i, layout in enumerate(placement.layouts)]
         if any(isinstance(memory, InfeasibleError) for memory in memories):

@@ -94,7 +94,7 @@ def _never_falls(seconds: Array, axis: int = 0) -> Array:
 
 
 def _ever_cheaper(sizes: Array, seconds: Array) -> Array:
-    """Return the largest table below this one whose time per unit never rises; the entry of size 0 does not change."""
+    """Return the largest table below this one whose time per unit never rises. The entry of size 0 does not change."""
     positive = sizes > 0
     result = seconds.copy()
     per_unit = np.minimum.accumulate(seconds[positive] / sizes[positive])

@@ -296,8 +296,8 @@ class Placements:
         """Return numbers of encode devices to try, each with the allocations to which it belongs.
 
         WAA-C divides devices by compute time, WAA-M by memory. A number of devices belongs to the allocation whose
-        computed number is nearer, or to both. The computed numbers depend on the batch size, which is searched later;
-        so neighbouring numbers are also tried, and all numbers if there are few devices. Source: ExeGPT sec. 4.1:
+        computed number is nearer, or to both. The computed numbers depend on the batch size, which is searched later.
+        So neighbouring numbers are also tried, and all numbers if there are few devices. Source: ExeGPT sec. 4.1:
         ceil(N C_E / (C_E + C_D)).
         """
         if size < 2:

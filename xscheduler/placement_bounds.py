@@ -379,7 +379,7 @@ class _Degree(NamedTuple):
 
     decode_s: Array
     steady_s: Array
-    """Every step decodes m requests; for `decode_s` only the mean is m."""
+    """Every step decodes m requests. For `decode_s` only the mean is m."""
     steady_head_s: Array
     mixed_s: Array
     met_s: Array

@@ -22,7 +22,7 @@ from xscheduler.why_not import infeasible
 
 
 class Scheduler:
-    """Finds plans for one problem by closed forms; each policy's spaces are searched once.
+    """Finds plans for one problem by closed forms. Each policy's spaces are searched once.
 
     Raises:
         InputError: the workload is longer than the model's context.
@@ -99,7 +99,7 @@ class Scheduler:
         return self._plan(space, settings, evaluation.at(0), given)
 
     def plan_at(self, space: Space, settings: PolicySettings, certificate: SearchCertificate) -> Plan | None:
-        """Return the plan of one point of a space; None if it does not fit in memory."""
+        """Return the plan of one point of a space, or None if it does not fit in memory."""
         evaluation = space.evaluate(columns_of(settings))
         return self._plan(space, settings, evaluation.at(0), certificate) if evaluation.fits[0] else None
 

@@ -94,7 +94,7 @@ class Models:
 class Space:
     """All settings of one policy on one placement: the points of a search.
 
-    Variables whose latency is monotone are searched; the others are enumerated (`branches`).
+    Variables whose latency is monotone are searched. The others are enumerated (`branches`).
 
     Args:
         models: returns the forecasts; called when the first point is predicted.
@@ -393,7 +393,7 @@ def columns_of(settings: PolicySettings) -> dict[str, Ints]:
 
 @lru_cache(maxsize=4096)
 def _at_rest(memory: LaneMemory, lengths: Lengths, block_size: int, kv: KvPromise) -> float:
-    """Return the number of requests whose K/V a lane holds if activations take no memory; this number is the same for
+    """Return the number of requests whose K/V a lane holds if activations take no memory. This number is the same for
     all placements with that lane.
     """
     blocks = memory.blocks_beside(np.zeros(1))
@@ -424,7 +424,7 @@ class Evaluation:
 
     @cached_property
     def lesser(self) -> Performance:
-        """Predictions of the smallest batches that the points represent; the times of these batches must keep the
+        """Predictions of the smallest batches that the points represent. The times of these batches must keep the
         constraint.
         """
         return self.performance if self._lesser is None else self._lesser(np.arange(len(self.left)))

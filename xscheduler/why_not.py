@@ -67,12 +67,12 @@ def why_slow(candidates: Candidates, kinds: Sequence[str]) -> str:
 
 
 def fastest(candidates: Candidates, kinds: Sequence[str]) -> Fastest | None:
-    """Return the fastest schedule for the quantile's output; None if nothing fits in memory."""
+    """Return the fastest schedule for the quantile's output, or None if nothing fits in memory."""
     return _nearest(candidates, kinds)[1]
 
 
 def _reason(candidates: Candidates, found: Fastest | None) -> str:
-    """Return the end of a message about the fastest schedule and the headroom; "" if there is none."""
+    """Return the end of a message about the fastest schedule and the headroom, or "" if there is none."""
     if found is None:
         return ""
     constraint = candidates.problem.constraint

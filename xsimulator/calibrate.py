@@ -56,7 +56,7 @@ class Steps:
 
 
 def steps_of(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> Steps:
-    """Return the steps of a log with their parts; each replica must have one device.
+    """Return the steps of a log with their parts. Each replica must have one device.
 
     Raises:
         InputError: the engine has several devices.

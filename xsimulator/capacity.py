@@ -63,7 +63,7 @@ class _Drawn(NamedTuple):
 def _drawn(
     workload: Workload, speculation: Speculation | None, burstiness: float, num_requests: int, seed: int
 ) -> _Drawn:
-    """Draw requests; they are kept, since a search simulates many plans with the same ones."""
+    """Draw requests. They are kept, since a search simulates many plans with the same ones."""
     rng = np.random.default_rng(seed)
     inputs, outputs = sample(workload, num_requests, rng)
     steps = decoded(outputs, speculation, rng)
@@ -123,7 +123,7 @@ class Trial:
         return np.minimum(share * inputs, inputs - 1).astype(int) if share else np.zeros(0, int)
 
     def at(self, rate: float, slack: float | None = None) -> RequestTimes | None:
-        """Return the times of the measured requests at a rate; the rate is that of all replicas together.
+        """Return the times of the measured requests at a rate. The rate is that of all replicas together.
 
         Args:
             slack: once a goal's quantile exceeds this multiple of its bounds, give up and return None. None means
@@ -174,7 +174,7 @@ def endings(ends: Array, first: int, last: int) -> tuple[int, float]:
 
 
 def in_order_of_arrival(plan: Plan) -> Plan:
-    """Return the plan with admission in order of arrival; with many waiting requests, other orders would admit short
+    """Return the plan with admission in order of arrival. With many waiting requests, other orders would admit short
     requests first.
     """
     return plan.model_copy(
@@ -226,7 +226,8 @@ class CapacitySearch:
 
     @property
     def rate(self) -> float:
-        """The highest rate at which the bounds are kept; 0 if no rate of at least a tenth of saturation keeps them."""
+        """The highest rate at which the bounds are kept, or 0 if no rate of at least a tenth of saturation keeps them.
+        """
         return self._highest(self._slack, max(self.precision, PRECISION) if self._trial.is_far else self.precision)
 
     def keeps(self, rate: float) -> bool:
@@ -234,7 +235,7 @@ class CapacitySearch:
         return 0 < rate < self._promised and rate < self._most and self._excess_at(rate, self._slack) <= self._slack
 
     def excess_over(self, rate: float, far: float) -> float:
-        """Return the ratio of the worst goal's quantile to its bounds at a rate; infinite if the ratio exceeds
+        """Return the ratio of the worst goal's quantile to its bounds at a rate, or infinite if the ratio exceeds
         `far`.
         """
         return self._excess_at(rate, far * self._slack) / self._slack
@@ -279,7 +280,8 @@ class CapacitySearch:
         return inf if self._trial.is_far or self._is_given else self._trial.saturated()
 
     def _excess_at(self, rate: float, slack: float) -> float:
-        """Return the worst goal's quantile of the ratio of time to bound at a rate; infinite if it exceeds `slack`."""
+        """Return the worst goal's quantile of the ratio of time to bound at a rate, or infinite if it exceeds `slack`.
+        """
         known = self._excess.get(rate)
         if known is None:
             constraint, times = self.plan.constraint, self._trial.at(rate, slack)
@@ -328,11 +330,12 @@ class CapacitySearch:
 
 
 def capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, edges: bool = True) -> Capacity | None:
-    """Return the arrival rate up to which a plan keeps its bounds, by simulation; None if it has no bounds.
+    """Return the arrival rate up to which a plan keeps its bounds, by simulation, or None if it has no bounds.
 
     Args:
         predicted: the closed form's rate.
-        edges: whether to also return the rates under slightly tighter and looser bounds."""
+        edges: whether to also return the rates under slightly tighter and looser bounds.
+    """
     if not plan.constraint.bounds_latency:
         return None
     return CapacitySearch(plan, profile, predicted).found(edges=edges)
@@ -354,7 +357,7 @@ def _follows_bounds(plan: Plan) -> bool:
 
 
 def _slack(plan: Plan) -> float:
-    """Return the share of its bounds that a plan may use; the rest is headroom."""
+    """Return the share of its bounds that a plan may use. The rest is headroom."""
     return 1 / (1 + plan.constraint.headroom)
 
 

@@ -17,7 +17,7 @@ from xsimulator.jitter import JitteredTimes
 
 
 class Span(NamedTuple):
-    """The execution of a step on a stage; times are in ns."""
+    """The execution of a step on a stage. Times are in ns."""
 
     lane: LaneName
     stage: int

@@ -15,7 +15,7 @@ def decoded(outputs: npt.ArrayLike, speculation: Speculation | None, rng: np.ran
 
     A step of the schedule stands for the part of a real step in which a request gets one token on average. A request
     whose drafts are accepted less often than average takes more such steps: its real steps emit 1, 2, ... tokens with
-    the probabilities in `Speculation.shares` until it has its output; the first token comes with its prompt.
+    the probabilities in `Speculation.shares` until it has its output. The first token comes with its prompt.
 
     Args:
         outputs: output tokens. # [requests]

@@ -22,14 +22,14 @@ Array = npt.NDArray[np.float64]
 
 
 BETWEEN_NS = 5_000_000
-"""Longest time between consecutive steps of a busy engine; in this time it delivers tokens and accepts requests."""
+"""Longest time between consecutive steps of a busy engine. In this time it delivers tokens and accepts requests."""
 
 
 class Executed(NamedTuple):
     """A step of a log.
 
     Attributes:
-        seconds: time for which its lane was busy with the step; it counts from the end of the previous step if a
+        seconds: time for which its lane was busy with the step. It counts from the end of the previous step if a
             request was already there at that time.
     """
 

@@ -57,7 +57,7 @@ class Requests:
 
 
 def replicas_of(counts: Ints, interval_s: float) -> list[Replica]:
-    """Return replicas such that each interval has the given number of each kind; the newest leave first.
+    """Return replicas such that each interval has the given number of each kind. The newest leave first.
 
     Args:
         counts: # [intervals, kinds]

@@ -7,7 +7,7 @@ from math import ceil, inf
 from xgpt.core.schema import EngineSpec, Plan, Workload
 
 MOST_BUSY = 0.8
-"""Largest share of its time for which an API server may work; beyond this share, requests wait long for the server."""
+"""Largest share of its time for which an API server may work. Beyond this share, requests wait long for the server."""
 
 
 def request_s(engine: EngineSpec, workload: Workload) -> float:
@@ -23,7 +23,7 @@ def served_rate(plan: Plan) -> float:
 
 
 def most_rate(plan: Plan, num_servers: int) -> float:
-    """Return the requests a second that a number of API servers can handle; infinite if their work is not known."""
+    """Return the requests a second that a number of API servers can handle, or infinite if their work is not known."""
     each_s = 0.0 if plan.engine is None or not plan.engine.stream_s else request_s(plan.engine, plan.workload)
     return MOST_BUSY * num_servers / each_s if each_s else inf
 

@@ -17,7 +17,7 @@ NUM_DRAWN = 2**16
 
 
 class JitteredTimes:
-    """Returns a random time for a step, given its mean time; equal sequences of calls give equal results.
+    """Returns a random time for a step, given its mean time. Equal sequences of calls give equal results.
 
     A step is divided into parts about as long as the measured steps. Each part's time varies by a ratio drawn from
     those that were measured, so a step of n parts varies by 1/sqrt(n) as much.
@@ -38,6 +38,6 @@ class JitteredTimes:
 
 @lru_cache(maxsize=8)
 def _sums_of(ratios: tuple[float, ...]) -> list[float]:
-    """Return the sums of the first 0, 1, .. drawn ratios, whose mean is 1; they are the same in every run."""
+    """Return the sums of the first 0, 1, .. drawn ratios, whose mean is 1. They are the same in every run."""
     drawn = np.random.default_rng(0).choice(ratios, NUM_DRAWN)
     return [0.0, *np.cumsum(drawn / drawn.mean()).tolist()]

@@ -97,7 +97,7 @@ class Lengths:
 
     @cached_property
     def survival(self) -> Array:
-        """P(D >= t) for t = 1 .. max D; it has at least one entry, so one-token outputs need no special case."""
+        """P(D >= t) for t = 1 .. max D. It has at least one entry, so one-token outputs need no special case."""
         times = np.arange(1, max(2, self.max_output))
         above = np.searchsorted(self.outputs - 1, times, side="left")
         tail = np.concatenate([np.cumsum(self.output_probabilities[::-1])[::-1], [0.0]])

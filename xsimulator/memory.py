@@ -31,12 +31,11 @@ WORKSPACE_BYTES = 256 * MIB
 
 
 PADDED = "mxfp4"
-"""Weight format of experts whose sizes engines pad; its kernels need no buffers between the matrix products of experts.
-"""
+"""Weight format of experts whose sizes engines pad. Its kernels need no buffers between the matrix products of
+experts."""
 OWN_KERNELS = re.compile(r"^g?h(100|20|200)|^g?b[23]00")
-"""Names of devices for which engines have special kernels for this format; on other devices they use Marlin's
-kernels.
-"""
+"""Names of devices for which engines have special kernels for this format. On other devices they use Marlin's
+kernels."""
 
 
 def activation_bytes_per_token(spec: ModelSpec, dtype: DType) -> int:
@@ -142,7 +141,7 @@ class _Kept(NamedTuple):
 
     def within(self, context: float | None) -> _Kept:
         """Return the bytes that are kept for requests of this context. Layers whose window is shorter than the context
-        keep only the window; if the context is None, every layer keeps every token.
+        keep only the window. If the context is None, every layer keeps every token.
         """
         shorter = [context is not None and window < context for window, _ in self.windows]
         kept = list(zip(self.windows, shorter, strict=True))
@@ -168,7 +167,7 @@ class LaneMemory:
 
     Every stage holds its layers' K/V of every request in the lane, so the stage with the fewest blocks decides. The
     encode lane of an encoder-decoder has no decoder layer: its last stage holds the encoder's output, one hidden state
-    per token, until the decode lane has received it. Arrays have an entry for each stage; all devices of a stage's
+    per token, until the decode lane has received it. Arrays have an entry for each stage. All devices of a stage's
     group hold the same number of bytes.
 
     Args:
@@ -341,7 +340,7 @@ def _padding(
 
     Args:
         multiples: multiples to which the hidden size and the width of an expert are padded.
-        is_repacked: whether kernels repack weights and scales into new tensors (Marlin's); then biases are added, which
+        is_repacked: whether kernels repack weights and scales into new tensors (Marlin's). Then biases are added, which
             other figures include.
     """
     stored = spec.quantization
@@ -374,7 +373,7 @@ def _rounded_up(size: float, multiple: int) -> float:
 
 
 def _allocated(size: float) -> float:
-    """Return the bytes that PyTorch's allocator uses for a tensor; the allocator does not split off a rest of up to 1
+    """Return the bytes that PyTorch's allocator uses for a tensor. The allocator does not split off a rest of up to 1
     MiB from the last 2 MiB.
     """
     rest = -size % (2 * MIB)
@@ -398,7 +397,7 @@ def capacity(
     must fit at 999 of 1000 moments. In both cases, a quadratic equation in sqrt(B) is solved.
 
     Args:
-        kept_blocks: blocks for cached prompts; the outputs so far must fit into the others. Blocks that are reserved
+        kept_blocks: blocks for cached prompts. The outputs so far must fit into the others. Blocks that are reserved
             but not used yet also hold cached prompts.
         request_blocks: further blocks that each request takes regardless of its length.
     """

@@ -12,7 +12,7 @@ phase or a batch. A request that meets k others spends in turn
 - if all n slots are taken, the wait for one: exponential, since the tail of P is geometric;
 - its time inside, at the pace of the schedule with k + 1 requests.
 
-This is exact for Poisson arrivals and processor sharing up to n (the distribution of stays does not matter); beyond n
+This is exact for Poisson arrivals and processor sharing up to n (the distribution of stays does not matter). Beyond n
 it uses the variance of the diffusion approximation. Sources: Kelly 1979, ch. 3; Whitt 1993 for z. Requests wait in
 order of arrival.
 
@@ -38,7 +38,7 @@ Array = npt.NDArray[np.float64]
 NUM_LOADS = 16
 """Number of batch sizes at which a curve is evaluated, from one request to its largest."""
 FEW_STATES = 24
-"""Up to this number of requests, each number is a state; beyond it, states are further and further apart."""
+"""Up to this number of requests, each number is a state. Beyond it, states are further and further apart."""
 NUM_STATES = 72
 RATE_STEPS = 14
 """Bisections of a rate, to a ten-thousandth of saturation."""
@@ -156,7 +156,7 @@ class LoadCurves:
         """# [curves, loads]"""
 
     def _set_states(self) -> None:
-        """Choose the numbers k of requests inside to evaluate; for each, compute sum_{j<=k} log X(j) and the share of
+        """Choose the numbers k of requests inside to evaluate. For each, compute sum_{j<=k} log X(j) and the share of
         requests that are late with k + 1 inside.
         """
         most = max(int(np.ceil(self._inside.max())), 2)
@@ -217,8 +217,8 @@ class LoadCurves:
         return np.where(stable, ((p * points.late_at).sum(axis=1) + tail * late) / total, 1.0)
 
     def max_rate(self, at_least: float = 0.0) -> Array:
-        """Return the highest rate at which the quantile of requests keeps the bounds, for every point of every curve; 0
-        if there is none. # [curves, loads]
+        """Return the highest rate at which the quantile of requests keeps the bounds, for every point of every curve,
+        or 0 if there is none. # [curves, loads]
 
         Args:
             at_least: points that saturate below this rate are skipped, and get 0.

@@ -72,7 +72,7 @@ class RequestLaw:
         return bool(np.ptp(self.seconds, axis=0).max() <= 1e-9 * self.seconds.max())
 
     def batches_beyond(self, q: float) -> int:
-        """Return the number of batches with requests that take longer than the quantile; with few such batches, the
+        """Return the number of batches with requests that take longer than the quantile. With few such batches, the
         tail is uncertain.
         """
         return len(np.unique(self.batch[(self.seconds > self.quantile(q)).any(axis=1)]))
@@ -265,7 +265,7 @@ class SeenSteps:
         return len(self.start_s) if (self.admitted < 0).any() else int(self.admitted.max())
 
     def first_output_s(self, ids: Ints, *, encode_emits: bool) -> Array:
-        """Return the times of requests' first tokens; if no encode step makes them, the first decode step does."""
+        """Return the times of requests' first tokens. If no encode step makes them, the first decode step does."""
         if encode_emits:
             return self.end_s[self.first_token[ids]]
         found = np.full(len(ids), np.nan)

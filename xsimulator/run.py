@@ -35,7 +35,7 @@ from xsimulator.timeline import Timeline, chrome_trace, idle_shares
 FULL = 0.95
 """A batch counts as steady once its requests in decode reach this share of their mean number."""
 GOLDEN = (5**0.5 - 1) / 2
-"""The golden ratio; the fractional parts of its multiples are evenly spread."""
+"""The golden ratio. The fractional parts of its multiples are evenly spread."""
 FROM_ADMISSION = ("latency_s", "request_latency_s", "ttft_s")
 """Figures that count from admission."""
 MANY_REQUESTS = 20_000
@@ -169,7 +169,7 @@ def run_simulation(
             times.
         since_s: seconds after the trace's first request at which the replay begins.
         clients: number of clients of a closed loop, all replicas together. None means no closed loop.
-        keep_steps: whether to also return the steps of replays of more than `MANY_REQUESTS` requests; the simulation
+        keep_steps: whether to also return the steps of replays of more than `MANY_REQUESTS` requests. The simulation
             then takes 0.6 ms for each request.
 
     Raises:
@@ -403,7 +403,7 @@ def _replayed(plan: Plan, workload: Workload, trace: TraceLengths, num_requests:
 def replay_by_counts(
     plan: Plan, profile: Profile, workload: Workload, trace: TraceLengths, num_requests: int
 ) -> Simulated | None:
-    """Return a replay of a trace by counts, with mean step times and without steps; None if the plan cannot be
+    """Return a replay of a trace by counts, with mean step times and without steps, or None if the plan cannot be
     simulated by counts.
 
     Times of requests are those of `replay_trace`; gaps between single tokens and idle shares are not known.

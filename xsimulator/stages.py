@@ -45,7 +45,7 @@ def whole(spec: ModelSpec, tp: int = 1, ep: int = 1) -> Lane:
 
 
 def spread(num_layers: int, layer_s: Sequence[float], fixed_s: Sequence[float] | None = None) -> tuple[int, ...]:
-    """Return the layers of each stage that make the slowest stage as fast as possible; every stage has at least one.
+    """Return the layers of each stage that make the slowest stage as fast as possible. Every stage has at least one.
 
     Each layer in turn goes to the stage whose time is shortest with this layer. This is optimal, since every layer adds
     the same time to a stage.

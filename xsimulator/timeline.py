@@ -17,7 +17,7 @@ class Timeline(NamedTuple):
     """Steps to draw.
 
     Attributes:
-        spans: busy times of each stage; without them, steps are drawn on one line per micro-batch and lane, from
+        spans: busy times of each stage. Without them, steps are drawn on one line per micro-batch and lane, from
             scheduling to end.
     """
 

@@ -168,7 +168,7 @@ class LoadReader:
         return kind, url, None if text is None else read_counts(text)
 
     async def _page(self, url: str) -> str | None:
-        """Return a page; None if it is an error, is too long, or has not arrived as a whole within `TIMEOUT_S`."""
+        """Return a page, or None if it is an error, is too long, or has not arrived as a whole within `TIMEOUT_S`."""
         page = bytearray()
         with suppress(httpx.HTTPError, TimeoutError):
             async with (
@@ -187,8 +187,8 @@ class LoadReader:
 
 
 def read_counts(text: str) -> Counts | None:
-    """Return a replica's counters from the text of its /metrics; None if the page does not have them, or has counters
-    that are negative or not finite.
+    """Return a replica's counters from the text of its /metrics, or None if the page does not have them, or has
+    counters that are negative or not finite.
 
     >>> read_counts("xgpt_requests_running 2.0") is None
     True

@@ -106,7 +106,7 @@ def language_model(config: dict[str, Any], source: str) -> tuple[str, dict[str, 
 def tower_params(config: Mapping[str, Any]) -> int:
     """Estimate the number of weights in a model's encoders of images and sound.
 
-    Their blocks have attention and two or three matrices between hidden and intermediate size; the merging of several
+    Their blocks have attention and two or three matrices between hidden and intermediate size. The merging of several
     patches into a token has two more. Positions, norms and patch embeddings are not counted.
     """
     inner = config.get("thinker_config")

@@ -1,4 +1,4 @@
-"""The known fields of config.json: those that are read, and those without effect; all others are refused.
+"""The known fields of config.json: those that are read, and those without effect. All others are refused.
 
 `transformers` 5 keeps unknown fields in the config, where code may read them, so fields that are not in these tables
 are refused, not ignored.
@@ -66,7 +66,7 @@ class Fields:
         read: fields that determine the spec.
         only: fields of a variant, with the values for which the variant is absent.
         without_effect: fields that `transformers` does not read.
-        aliases: alternative names of fields; a field given under both names must have the same value.
+        aliases: alternative names of fields. A field given under both names must have the same value.
         untimed: fields that affect tokens but neither times nor memory, in families for which xgpt makes plans but
             which its own engine does not run.
     """

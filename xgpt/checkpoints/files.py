@@ -30,7 +30,7 @@ SAMPLING_RANGES: dict[str, tuple[float, float]] = {
 """Settings of generation_config.json that are defaults of requests, with their ranges."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""Largest accepted header of a file of weights, as in the safetensors library; a sparse file can claim any size."""
+"""Largest accepted header of a file of weights, as in the safetensors library. A sparse file can claim any size."""
 
 ENCODER_DECODERS = ("t5", "mt5")
 """Values of model_type that belong to the family t5."""
@@ -39,7 +39,7 @@ ENCODER_DECODERS = ("t5", "mt5")
 def read_spec(directory: Path) -> ModelSpec:
     """Return the model that a directory in Hugging Face layout describes, as `transformers` 5 reads it.
 
-    Stop tokens come from generation_config.json, or from config.json if that file is missing; the tokenizer's end token
+    Stop tokens come from generation_config.json, or from config.json if that file is missing. The tokenizer's end token
     is added, as in vLLM. Embedding and head are tied if config.json says so and no head is stored.
 
     Raises:
@@ -142,13 +142,13 @@ def sampling_defaults(directory: Path) -> dict[str, float]:
 
 
 def default_output(directory: Path) -> int | None:
-    """Return generation_config.json's limit on output tokens, for requests without one; None if it has none."""
+    """Return generation_config.json's limit on output tokens, for requests without one, or None if it has none."""
     most = (_read_object(directory / "generation_config.json") or {}).get("max_new_tokens")
     return most if type(most) is int and most > 0 else None
 
 
 def _tokenizer_end(directory: Path) -> int | None:
-    """Return the id of the end token in tokenizer_config.json; None if it contains no known token."""
+    """Return the id of the end token in tokenizer_config.json, or None if it contains no known token."""
     settings = _read_object(directory / "tokenizer_config.json") or {}
     end = settings.get("eos_token")
     text = end.get("content") if isinstance(end, dict) else end
@@ -164,7 +164,7 @@ def _tokenizer_end(directory: Path) -> int | None:
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
-    """Return a JSON object; None if there is no such file."""
+    """Return a JSON object, or None if there is no such file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -218,7 +218,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _stored_dtype(headers: Sequence[str]) -> DType | None:
-    """Return the dtype of the weights in the first file, for configs that state none (GPT-2); None if it cannot be
+    """Return the dtype of the weights in the first file, for configs that state none (GPT-2), or None if it cannot be
     read.
     """
     names = re.findall(rf'"dtype":\s*"({"|".join(STORED_DTYPES)})"', headers[0] if headers else "")

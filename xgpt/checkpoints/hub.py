@@ -18,7 +18,7 @@ def is_id(name: str) -> bool:
 
 
 def id_of(checkpoint: str | None) -> str | None:
-    """Return the hub id of a plan's checkpoint; None if the checkpoint is a directory, or the plan has none.
+    """Return the hub id of a plan's checkpoint, or None if the checkpoint is a directory, or the plan has none.
 
     Raises:
         InputError: the hub does not allow such an id.
@@ -32,7 +32,7 @@ def id_of(checkpoint: str | None) -> str | None:
 
 
 def cached(model_id: str) -> Path | None:
-    """Return the directory of a model's newest download in huggingface_hub's cache; None if there is none."""
+    """Return the directory of a model's newest download in huggingface_hub's cache, or None if there is none."""
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     model = cache / f"models--{model_id.replace('/', '--')}"
@@ -47,12 +47,13 @@ def cached(model_id: str) -> Path | None:
 
 
 def shipped_as(model_id: str) -> str | None:
-    """Return the name of the shipped config with the same shape as the model of an id; None if there is none."""
+    """Return the name of the shipped config with the same shape as the model of an id, or None if there is none."""
     return next((name for name, ids in _shipped_ids().items() if model_id in ids), None)
 
 
 def id_of_shipped(name: str) -> str | None:
-    """Return the hub id of the model in a shipped config; None if the hub does not have this model under its name."""
+    """Return the hub id of the model in a shipped config, or None if the hub does not have this model under its name.
+    """
     return next(iter(_shipped_ids().get(name, ())), None)
 
 

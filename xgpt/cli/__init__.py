@@ -142,7 +142,7 @@ def _takes(name: str, option: str) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; every error is one line on standard error and an exit code (see xgpt.core.errors)."""
+    """Run the command line. Every error is one line on standard error and an exit code (see xgpt.core.errors)."""
     try:
         code = cli.main(arguments, prog_name="xgpt", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)

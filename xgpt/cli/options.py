@@ -168,7 +168,7 @@ def _names(kind: ConfigKind) -> Callable[[click.Context, click.Parameter, str], 
 
 
 def _is_bounded(context: click.Context, option: click.Parameter, bound_s: float | None) -> float | None:
-    """Return the latency bound; a command without any bound is an error (click reads missing options last)."""
+    """Return the latency bound. A command without any bound is an error (click reads missing options last)."""
     parts = (context.params.get(name) for name in ("ttft_s", "tpot_s"))
     is_given = context.get_parameter_source("latency_bound_s") is not click.core.ParameterSource.DEFAULT
     if not (is_given or context.resilient_parsing) and all(part is None for part in parts):

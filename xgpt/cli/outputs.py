@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 WRITTEN = ("output", "engine_output", "calibrate", "timeline", "step_log")
-"""Parameters with paths that a command writes; it reads all other paths."""
+"""Parameters with paths that a command writes. It reads all other paths."""
 
 force_option = click.option(
     "--force", is_flag=True, help="Overwrite any file, even one that xgpt did not write or that this command reads."
@@ -47,7 +47,7 @@ def output_file(path: str | Path, name: str = "output") -> OutputFile:
 
 
 def unchecked_file(path: str | Path, name: str = "output") -> OutputFile:
-    """Return the file that the running command will write to `path`; the path is checked when the file is written, not
+    """Return the file that the running command will write to `path`. The path is checked when the file is written, not
     before.
 
     Raises:

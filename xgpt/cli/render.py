@@ -222,7 +222,7 @@ TIMES = {"ttft": "time to first token, s", "tpot": "time per output token, s", "
 
 
 def simulated_tables(run: Simulated) -> list[Table]:
-    """Return tables of a simulated run; if requests arrive, their times are in a separate table."""
+    """Return tables of a simulated run. If requests arrive, their times are in a separate table."""
     figures = run.figures
     of_times = [] if run.times is None else [*run.times.figures]
     rows = [

@@ -67,7 +67,7 @@ class CurrentEngine:
         return self.tp_degree * self.num_stages * self.replicas
 
     def step_tokens(self, context: int) -> int:
-        """Return the largest number of tokens of a step; if prompts are not cut, it is at least the length of the
+        """Return the largest number of tokens of a step. If prompts are not cut, it is at least the length of the
         longest request.
 
         Args:

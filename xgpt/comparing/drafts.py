@@ -36,7 +36,7 @@ class Drafts(NamedTuple):
 
 
 def vllm_drafts(given: Given, model: str | None) -> Drafts | None:
-    """Return the speculative decoding of a `vllm serve` command; None if the command has none.
+    """Return the speculative decoding of a `vllm serve` command, or None if the command has none.
 
     Args:
         model: the model that the command serves.
@@ -79,7 +79,7 @@ def _parts(given: Given) -> dict[str, Any]:
 
 
 def sglang_drafts(given: Given) -> Drafts | None:
-    """Return the speculative decoding of an SGLang command; None if the command has none.
+    """Return the speculative decoding of an SGLang command, or None if the command has none.
 
     Raises:
         InputError: drafts of this kind, or with branches, are not scored.

@@ -66,7 +66,7 @@ class Launched:
 
     @property
     def version(self) -> str | None:
-        """Version in the image's tag, such as 0.15.1; None if it has none."""
+        """Version in the image's tag, such as 0.15.1, or None if it has none."""
         tag = re.search(r":v?(\d+\.\d+(\.\d+)?)", self.image)
         return None if tag is None else tag[1]
 

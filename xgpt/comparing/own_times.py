@@ -95,7 +95,7 @@ def _late_in(planned: RequestTimes, running: Problem, too_long: npt.NDArray[np.b
 
 
 def _times(plan: Plan, profile: Profile, trace: TraceLengths) -> RequestTimes | None:
-    """Return each request's times on a plan's first replica; None if they cannot be simulated quickly."""
+    """Return each request's times on a plan's first replica, or None if they cannot be simulated quickly."""
     if plan.replicas > 1:  # a replica gets only a part of the log
         return None
     try:

@@ -1,4 +1,4 @@
-"""The flags of `vllm serve` whose effect on speed or memory is not modelled; no other flag has such an effect."""
+"""The flags of `vllm serve` whose effect on speed or memory is not modelled. No other flag has such an effect."""
 
 from __future__ import annotations
 

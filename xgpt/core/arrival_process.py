@@ -56,7 +56,7 @@ class ArrivalProcess:
 
     @property
     def num_requests(self) -> int | None:
-        """Expected number of requests in all stages; None if the last one has no end."""
+        """Expected number of requests in all stages, or None if the last one has no end."""
         total = sum(stage.rate_per_s * (stage.seconds or math.inf) for stage in self.stages)
         return max(1, round(total)) if math.isfinite(total) else None
 

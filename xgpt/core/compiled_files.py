@@ -62,7 +62,7 @@ class Files(caching.IndexDataCacheFile):
         return self._read(self._data_path(name), lambda: super(Files, self)._load_data(name))
 
     def _read(self, path: str, read: Any) -> Any:
-        """Return the result of `read`; None if the file is another user's or unreadable."""
+        """Return the result of `read`, or None if the file is another user's or unreadable."""
         try:
             if is_ours(self._cache_path) and is_ours(path):
                 return read()

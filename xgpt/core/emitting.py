@@ -56,7 +56,7 @@ class Library(codegen.JITCodeLibrary):
                 super()._finalize_final_module()
 
     def get_pointer_to_function(self, name: str) -> int:
-        """Return the address of a function; 0 if this code does not define it, or if it is the body of a loop."""
+        """Return the address of a function, or 0 if this code does not define it, or if it is the body of a loop."""
         self._ensure_finalized()
         if LOOP_BODY in name:
             return 0
@@ -73,7 +73,7 @@ class Library(codegen.JITCodeLibrary):
 
 
 def set_env(self: Any, env_name: str, env: object) -> None:
-    """Set a function's environment if its code has been emitted; before that, there is no place to store it."""
+    """Set a function's environment if its code has been emitted. Before that, there is no place to store it."""
     if self._engine.is_symbol_defined(env_name):
         _set_env(self, env_name, env)
 

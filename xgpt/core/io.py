@@ -142,7 +142,7 @@ FIELDS_OF_FILES = {
 
 
 def load_json(path: Path, type_: type[T], field: str) -> T:
-    """Return the content of one of our JSON files; its schema version is checked first.
+    """Return the content of one of our JSON files. Its schema version is checked first.
 
     Raises:
         InputError: the file is missing, not JSON, of another kind or schema version, or invalid.
@@ -194,7 +194,7 @@ def sha256(value: BaseModel) -> str:
 
 
 def file_sha256(path: Path) -> str | None:
-    """Return the `sha256` of the value in a JSON file written by any version; None if it cannot be read.
+    """Return the `sha256` of the value in a JSON file written by any version, or None if it cannot be read.
 
     A later version may add fields to the value, which changes the hash.
     """
@@ -228,7 +228,7 @@ def write_atomic(path: Path, text: str) -> None:
 class StepLogWriter:
     """Writes the engine's steps, one JSON line each, for `xsimulator.measures` and for replays.
 
-    If a line cannot be written, for example on a full disk, the log ends there; the engine goes on.
+    If a line cannot be written, for example on a full disk, the log ends there. The engine goes on.
 
     Attributes:
         num_lost: number of steps that were not written.
@@ -272,7 +272,7 @@ class StepLogWriter:
 
 
 def read_step_log(path: Path) -> list[StepRecord]:
-    """Return the steps of a log; an incomplete last line, as a killed engine leaves it, is ignored."""
+    """Return the steps of a log. An incomplete last line, as a killed engine leaves it, is ignored."""
     decode = msgspec.json.Decoder(StepRecord).decode
     lines = path.read_bytes().split(b"\n")
     return [decode(line) for line in lines[:-1]]

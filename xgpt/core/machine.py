@@ -17,7 +17,7 @@ LOOPBACK = Link(bandwidth_bytes_per_s=2e9, latency_s=50e-6)
 """Link between processes of one machine over Gloo: an order of magnitude, since there is no datasheet."""
 
 CPU_USABLE_MEMORY = 0.5
-"""Share of a CPU's memory that a plan may fill; the system and other programs need the rest."""
+"""Share of a CPU's memory that a plan may fill. The system and other programs need the rest."""
 
 
 def detect(num_devices: int | None = None, *, root: Path = Path("/")) -> ClusterSpec:

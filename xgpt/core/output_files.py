@@ -61,7 +61,7 @@ class OutputFile:
         """Write all of `text` or nothing.
 
         Raises:
-            InputError: see `check`; the file may have appeared after that check.
+            InputError: see `check`. The file may have appeared after that check.
             MachineError: the place cannot be written.
         """
         self.check(text)
@@ -151,7 +151,7 @@ def check_writable(path: Path) -> None:
 
 
 def _why_not_writable(directory: Path) -> str:
-    """Return why no file can be made in a directory; "" if one can. The function makes one, because access rights do
+    """Return why no file can be made in a directory, or "" if one can. The function makes one, because access rights do
     not show this reliably.
     """
     try:

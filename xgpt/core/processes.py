@@ -22,7 +22,7 @@ def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIG
     """On Linux, make the kernel end this process when the thread that started the process ends.
 
     Args:
-        parent: id of the parent process; if it has already ended, this process ends at once.
+        parent: id of the parent process. If it has already ended, this process ends at once.
         sent: the signal that the kernel then sends to this process.
     """
     if _prctl is not None:

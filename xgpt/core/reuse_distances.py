@@ -24,8 +24,8 @@ class ReuseCurve:
 
     Args:
         trace: a trace with prefixes.
-        block_size: tokens of a K/V block; only whole blocks are found.
-        inside: number of requests that run at the same time; their answers are not cached yet when the next request
+        block_size: tokens of a K/V block. Only whole blocks are found.
+        inside: number of requests that run at the same time. Their answers are not cached yet when the next request
             enters.
     """
 
@@ -67,7 +67,7 @@ class ReuseCurve:
         return [(q, float(np.quantile(needed, q) * self._size)) for q in quantiles if len(needed)]
 
     def sizes(self, count: int) -> Array:
-        """Return cache sizes, in tokens, at which the share grows in equal steps; the last size gives the largest
+        """Return cache sizes, in tokens, at which the share grows in equal steps. The last size gives the largest
         share.
         """
         needed = np.sort(self._needed[np.isfinite(self._needed)])
@@ -81,7 +81,7 @@ def _whole_outputs(trace: TraceLengths, size: int, block_size: int) -> Ints:
     """Return for each request how many further blocks of `size` tokens, after the full blocks of its prompt, are cached
     when it ends.
 
-    K/V blocks of `block_size` tokens are cached; if these are smaller than the trace's blocks, the count is rounded.
+    K/V blocks of `block_size` tokens are cached. If these are smaller than the trace's blocks, the count is rounded.
     """
     kept = (trace.input + trace.output - 1) // block_size * block_size - trace.input // size * size
     return np.maximum(0, (kept + (size - 1) // 2) // size)

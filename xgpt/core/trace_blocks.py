@@ -2,7 +2,7 @@
 
 In a trace, `hash_ids` of a line lists the ids of the request's blocks of `block_size` tokens; equal ids mean that all
 tokens up to the end of the block are equal. `output_hash_ids`, an extension of xgpt, continues after the prompt's full
-blocks with the rest of the prompt and the output; the next turn of a conversation finds these blocks. Source: Qin et
+blocks with the rest of the prompt and the output. The next turn of a conversation finds these blocks. Source: Qin et
 al., Mooncake, FAST 2025 (traces).
 """
 
@@ -26,7 +26,7 @@ class TracePrefixes:
     """The blocks of a trace's requests, in the order of its requests.
 
     Attributes:
-        block_size: number of tokens of a block; the last block of a request may hold fewer.
+        block_size: number of tokens of a block. The last block of a request may hold fewer.
         prompts: ids of each prompt's blocks.
         outputs: ids of each request's blocks from the first one that its prompt does not fill. Empty means that no
             request continues them.
@@ -39,7 +39,7 @@ class TracePrefixes:
     def chain(self, request: int, input_length: int, block_size: int) -> Chain:
         """Return the keys of a prompt's full K/V blocks.
 
-        A K/V block is identified by the trace's block that holds its last token; if the trace's blocks are longer, less
+        A K/V block is identified by the trace's block that holds its last token. If the trace's blocks are longer, less
         is shared than would be possible.
         """
         return self._keys(self.prompts[request], 0, 0, input_length // block_size, block_size)

@@ -93,7 +93,7 @@ def plain(name: str) -> str:
 
 
 def read_text(path: Path, field: str) -> str:
-    """Return the text of a file; a file ending in .gz is decompressed.
+    """Return the text of a file. A file ending in .gz is decompressed.
 
     Raises:
         InputError: it cannot be read, or is not text.
@@ -296,7 +296,7 @@ def _is_value(role: Role, text: str) -> bool:
 
 
 def _fields(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield names and values without their units; those of outer objects come first."""
+    """Yield names and values without their units. Those of outer objects come first."""
     level: list[Mapping[str, Any]] = [entry]
     while level:
         inner: list[Mapping[str, Any]] = []

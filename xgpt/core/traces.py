@@ -29,7 +29,7 @@ LARGEST_LENGTH = 2**31 - 1
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 WORDS = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
 EPOCHS = {"s": 1e9, "ms": 1e12, "us": 1e15, "ns": 1e18}
-"""The year 2001 as a time since 1970, in each unit; larger numbers must be in that unit."""
+"""The year 2001 as a time since 1970, in each unit. Larger numbers must be in that unit."""
 SECONDS_BY_FORMAT = ("arrived_at", "start_times", "created")
 """Names under which Vidur, vLLM and OpenAI give times in seconds."""
 FEW_TIMES, LONG_GAP_S = 20, 100.0
@@ -201,7 +201,7 @@ def _unit(
 
 
 def _length(where: str, name: str, value: object) -> int:
-    """Return the number of tokens in a value; 0 if it is empty."""
+    """Return the number of tokens in a value, or 0 if it is empty."""
     if value is None or value == "":
         return 0
     number: object = value

@@ -29,10 +29,10 @@ BLOCK = 100
 """Number of requests that a stratified sample draws together."""
 
 LARGEST_CV = 100
-"""Largest coefficient of variation; above it, nearly all gaps would be too short for a float."""
+"""Largest coefficient of variation. Above it, nearly all gaps would be too short for a float."""
 
 MAX_LENGTHS = 1 << 20
-"""Largest number of lengths of a distribution; a plan contains the probability of each."""
+"""Largest number of lengths of a distribution. A plan contains the probability of each."""
 
 
 class TraceLengths(NamedTuple):
@@ -129,8 +129,7 @@ def standard_deviation(histogram: Histogram) -> float:
 
 
 def decoding_share(workload: Workload) -> float:
-    """Return the share of requests with more than one output token; these decode, since encoding emits the first
-    token.
+    """Return the share of requests with more than one output token. These decode, since encoding emits the first token.
     """
     output = workload.output
     return 1 - output.probabilities[0] if output.lengths[0] == 1 else 1.0

@@ -1,4 +1,4 @@
-"""Answer the questions of the planning page; the quick parts of an answer come first.
+"""Answer the questions of the planning page. The quick parts of an answer come first.
 
 A question contains the arguments of `xgpt.plan` by name, and `current`, the command of the current deployment. Closed
 forms answer immediately; then a run is simulated; the last part is the plan that `xgpt plan` would write. This runs in

@@ -40,21 +40,21 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost")
-"""Host names that a browser may use; requests with another name, from another site's page, are rejected."""
+"""Host names that a browser may use. Requests with another name, from another site's page, are rejected."""
 MOST_NAME = 64
 MOST_BYTES = 64 * 2**20
 """Largest size of a trace dropped on the page, and of a question."""
 
 
 class AnswerProcess:
-    """The process that answers questions, one at a time; a new question ends the answer to the one before."""
+    """The process that answers questions, one at a time. A new question ends the answer to the one before."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
         self._asked = 0
         self._lines: asyncio.Queue[bytes] = asyncio.Queue()
-        """Lines of the answer to the last question, a JSON object each; an empty line: the process has ended."""
+        """Lines of the answer to the last question, a JSON object each. An empty line: the process has ended."""
         self._reading: asyncio.Task[None] | None = None
         self._is_ready = asyncio.Event()
         """Set once the process can be interrupted, or has ended."""

@@ -212,7 +212,7 @@ def _nixl(role: str) -> dict[str, Any]:
 
 
 def _component(plan: Plan, names: Names, work: PodSpec, name: str, type_: str, replicas: int) -> Object:
-    """Return a component of a graph; the operator adds shared memory and the needs of Dynamo's runtime."""
+    """Return a component of a graph. The operator adds shared memory and the needs of Dynamo's runtime."""
     spec = pods.pod(plan, names, work, fetches=False)
     for entries in (spec["volumes"], spec["containers"][0]["volumeMounts"]):
         entries[:] = [entry for entry in entries if entry["name"] != "shm"]

@@ -30,7 +30,7 @@ USER = 10001
 MAX_NAME = 48
 """Largest length of an object's name; suffixes are added to it, and a label holds 63 characters."""
 MAX_CONFIG_BYTES = 1_000_000
-"""Largest size of a ConfigMap; the API server accepts 1 MiB, names included."""
+"""Largest size of a ConfigMap. The API server accepts 1 MiB, names included."""
 LEAVE_S, DRAIN_S, SPARE_S = 15, 60, 30
 """Seconds after SIGTERM: until load balancers stop sending; then for running requests to finish; then until the engine
 ends.
@@ -111,7 +111,7 @@ def pod(plan: Plan, names: Names, work: PodSpec, *, fetches: bool = True) -> Obj
     """Return a pod's specification.
 
     Args:
-        fetches: whether an init container downloads the weights of a model with a hub id to MODEL_PATH; otherwise the
+        fetches: whether an init container downloads the weights of a model with a hub id to MODEL_PATH. Otherwise the
             main container does it.
     """
     model_id = hub.id_of(plan.checkpoint)
@@ -255,7 +255,7 @@ def network_policy(
 def disruption_budget(names: Names) -> Object:
     """Return a PodDisruptionBudget that lets drains of nodes end 5% of the pods at a time, but at least one.
 
-    With one pod at a time, a drain would take hours for a thousand replicas; with 5% at a time, the bounds are kept
+    With one pod at a time, a drain would take hours for a thousand replicas. With 5% at a time, the bounds are kept
     (benchmarks.many_replicas).
     """
     spec = {"maxUnavailable": "5%", "selector": {"matchLabels": names.selector}}

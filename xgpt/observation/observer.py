@@ -42,7 +42,7 @@ less than a broken bound, so a faster pace counts later than a slower one."""
 COMPARED_SHARE = 1 / 8
 """Least share of steps that are compared with their predictions."""
 COMPARED_EVERY_S = 0.05
-"""Least time between two comparisons; one takes a tenth of a millisecond."""
+"""Least time between two comparisons. One takes a tenth of a millisecond."""
 RISE = 1.25
 """The arrival rate counts as a change if it exceeds by this factor both the rate at the last judgement and the rate up
 to which the plan keeps its bounds. The factor is two standard errors of the rate of `RATE_REQUESTS` Poisson arrivals.
@@ -127,7 +127,7 @@ class MeasuredPace:
 
     @property
     def least_ratio(self) -> float:
-        """Lower confidence limit of the ratio, computed from its values in several periods; 0 if there are too few
+        """Lower confidence limit of the ratio, computed from its values in several periods, or 0 if there are too few
         periods.
         """
         count = len(self._stretches)
@@ -300,8 +300,8 @@ class Observer:
         return rate_per_s > RISE * max(self._judged_rate_per_s, rate_of(plan))
 
     def _look_at_reuse(self, common: list[Common]) -> list[Common] | None:
-        """Return the requests since prefix reuse changed from its value at the last judgement; None if the difference
-        is not significant.
+        """Return the requests since prefix reuse changed from its value at the last judgement, or None if the
+        difference is not significant.
 
         A change that rests on few requests is examined again once there are twice as many.
         """

@@ -68,7 +68,7 @@ def _path(device: str) -> Path:
 
 
 def _recent(path: Path) -> list[dict[str, float]]:
-    """Return the recent entries of a record; those of other versions, or of a damaged file, are left out."""
+    """Return the recent entries of a record. Those of other versions, or of a damaged file, are left out."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):

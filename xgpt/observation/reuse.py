@@ -120,7 +120,7 @@ def _numbers(chain: Chain) -> Ints:
 
 
 def changed(requests: Sequence[Common], share: float) -> Sequence[Common] | None:
-    """Return the requests since the reused share of prompt tokens changed; None if the share has not changed
+    """Return the requests since the reused share of prompt tokens changed, or None if the share has not changed
     significantly.
 
     A low share while the cache fills does not count, since it will rise.
@@ -148,7 +148,7 @@ def share_of(requests: Sequence[Common]) -> tuple[float, float]:
 
 def observed_reuse(requests: Sequence[Common], block_size: int) -> ObservedReuse | None:
     """Return the share of prompt tokens that requests reused, and the shares that they would reuse with other cache
-    sizes; None if the requests have no keys.
+    sizes, or None if the requests have no keys.
 
     The first half of the requests fills the cache, and the second half is counted.
     """

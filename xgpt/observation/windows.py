@@ -31,7 +31,7 @@ MIN_CENSORED = 25
 """Least number of finished requests after a change that is certain, if most requests wait or are cancelled
 before their first token."""
 RATE_REQUESTS = 64
-"""Number of the latest requests from which the arrival rate is computed; with fewer, re-planning does not know the
+"""Number of the latest requests from which the arrival rate is computed. With fewer, re-planning does not know the
 rate.
 """
 LEAST_RATE_S, MOST_RATE_S = 1.0, 60.0
@@ -39,13 +39,13 @@ LEAST_RATE_S, MOST_RATE_S = 1.0, 60.0
 MOST_ARRIVALS = 4096
 """Number of remembered arrivals."""
 FALSE_ALARM = 1e-4
-"""Probability of a false alarm in one examination; there are hundreds of examinations in 10,000 requests."""
+"""Probability of a false alarm in one examination. There are hundreds of examinations in 10,000 requests."""
 WINDOWS_A_DOUBLING = 2
 """Number of compared windows for each doubling of their size. A window that starts before the change shows the change
 less clearly.
 """
 LEVELS = (0.05, 0.2, 0.5, 0.8, 0.95)
-"""Quantiles of the planned lengths between which requests are counted; the outer ones show changes of the tails."""
+"""Quantiles of the planned lengths between which requests are counted. The outer ones show changes of the tails."""
 MOST_NATS = 500.0
 """Negative logarithm above which a probability is computed by its asymptote, since the floating-point number would be
 0.
@@ -159,7 +159,7 @@ class Sample:
 
     @property
     def weight(self) -> float:
-        """Effective number of ended requests; 0 if no request has ended. Source: Kish, Survey Sampling, 1965."""
+        """Effective number of ended requests, or 0 if no request has ended. Source: Kish, Survey Sampling, 1965."""
         return _effective(self.weights[self.has_ended])
 
     def input_histogram(self) -> Histogram:
@@ -331,8 +331,8 @@ class ChangeDetector:
         self.weight = weight
 
     def look(self, whole: Sample) -> Sample | None:
-        """Return the requests since the lengths changed; None if lengths have not changed, or if too few requests have
-        ended since then.
+        """Return the requests since the lengths changed, or None if lengths have not changed, or if too few requests
+        have ended since then.
 
         If the planned lengths were computed from few requests, the next examination is due once there are twice as many
         requests.

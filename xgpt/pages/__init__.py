@@ -1,6 +1,6 @@
 """Pages for a browser: one stylesheet, one frame, and a template for each page.
 
-A page is one self-contained HTML document that loads nothing from a network; all values in it are escaped.
+A page is one self-contained HTML document that loads nothing from a network. All values in it are escaped.
 """
 
 from __future__ import annotations

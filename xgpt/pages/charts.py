@@ -48,7 +48,7 @@ class Chart(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A bar of a timeline; times are in seconds from the left edge."""
+    """A bar of a timeline. Times are in seconds from the left edge."""
 
     row: int
     start_s: float

@@ -14,7 +14,7 @@ ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM", "
 SPECULATES = ("vllm", "sglang")
 """Engines for which options of a draft can be written."""
 QUANTIZES = ("vllm", "sglang")
-"""Engines that turn a checkpoint's weights into float8 at start; others take a checkpoint in float8."""
+"""Engines that turn a checkpoint's weights into float8 at start. Others take a checkpoint in float8."""
 
 
 def engine_command(plan: Plan, kept: Sequence[str] = ()) -> str | None:

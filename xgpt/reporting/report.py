@@ -171,7 +171,7 @@ def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
 
 def _arriving(plan: Plan, profile: Profile) -> dict[str, object] | None:
     """Return times that count from arrival, simulated at the highest rate within the bounds, or without bounds at a
-    share of saturation; None if no rate keeps the bounds.
+    share of saturation, or None if no rate keeps the bounds.
     """
     bounded = plan.constraint.bounds_latency
     rate = rate_of(plan) if bounded else LOAD_WITHOUT_BOUNDS * plan.estimate.throughput_rps
@@ -190,7 +190,7 @@ def _arriving(plan: Plan, profile: Profile) -> dict[str, object] | None:
 
 def _classes(plan: Plan, profile: Profile) -> dict[str, object] | None:
     """Return each class of requests with its bounds, and the share of its requests that keep them at the highest
-    arrival rate; None if there are no classes, or no rate keeps the bounds.
+    arrival rate, or None if there are no classes, or no rate keeps the bounds.
     """
     if not plan.constraint.classes or not (rate := rate_of(plan)):
         return None

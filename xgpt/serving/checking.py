@@ -97,7 +97,7 @@ def missing(plan: Plan, given: str | Profile | None = None, *, replan: bool = Tr
 
 
 def _device_here(plan: Plan) -> str:
-    """Return the kind of device that serves the plan; a CPU is divided among the devices of the plan's cluster."""
+    """Return the kind of device that serves the plan. A CPU is divided among the devices of the plan's cluster."""
     here = detect()
     if here.device.type == "cpu":
         here = detect(min(plan.cluster.devices_per_node, num_cores()))
@@ -148,7 +148,7 @@ def check_planned(plan: Plan) -> None:
 
 
 def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "native") -> None:
-    """Check that an engine can run a plan here; the weights are not checked.
+    """Check that an engine can run a plan here. The weights are not checked.
 
     Raises:
         MachineError: devices or memory are missing.

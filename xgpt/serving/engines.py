@@ -37,7 +37,7 @@ def build_engine(
 ) -> Engine | Replicas:
     """Return the engine of a plan, with its weights loaded and warmed up.
 
-    A plan for one device of this machine runs in this process; for any other plan, each device has a process of its
+    A plan for one device of this machine runs in this process. For any other plan, each device has a process of its
     own. `close` ends these processes.
 
     Args:

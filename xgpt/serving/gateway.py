@@ -258,7 +258,7 @@ async def _lists(host: str, port: int, model: str) -> bool:
 
 
 async def _started(arguments: list[str]) -> Process:
-    """Start a gateway's process; it ends when its input is closed, and it writes its log where this process writes its
+    """Start a gateway's process. It ends when its input is closed, and it writes its log where this process writes its
     log.
     """
     command = (sys.executable, "-m", "xgpt.serving.gateway_process")

@@ -119,7 +119,7 @@ def start_engine(plan: Plan, request: ServeRequest, machines: Machines | None = 
 
 
 def _planner(plan: Plan, request: ServeRequest) -> BackgroundPlanner | None:
-    """Return the planner for re-planning; None if re-planning is off, and the log then says why."""
+    """Return the planner for re-planning, or None if re-planning is off, and the log then says why."""
     replan = request.replan
     if request.engine == "vllm" and replan and plan.num_devices > 1:
         logger.warning("re-planning is off: vLLM cannot change to another plan on several devices")
@@ -133,7 +133,7 @@ def _planner(plan: Plan, request: ServeRequest) -> BackgroundPlanner | None:
 
 
 def find_planner(plan: Plan, given: str | Profile | None) -> BackgroundPlanner | None:
-    """Return the planner for re-planning; None if the plan's profile is not on this machine (see `missing`).
+    """Return the planner for re-planning, or None if the plan's profile is not on this machine (see `missing`).
 
     Raises:
         InputError: `given` is not the plan's profile.

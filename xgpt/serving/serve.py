@@ -214,7 +214,7 @@ def _check_port(request: ServeRequest, on_note: Callable[[str], None]) -> None:
 
 
 def _differences(plan: Plan, request: ServeRequest) -> str | None:
-    """Return how this machine differs from its state when the plan's profile was measured; None if it does not
+    """Return how this machine differs from its state when the plan's profile was measured, or None if it does not
     differ.
     """
     if not plan.cluster.is_local or plan.profile.source != "measured":

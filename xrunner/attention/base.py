@@ -31,7 +31,7 @@ class Batch:
         context_len: number of tokens that each sequence's last token attends to, itself included. # int32 [sequences]
         block_tables: blocks of each sequence, in order; padding is arbitrary. # int32 [sequences, max blocks]
         logit_rows: indices of the tokens whose logits are computed. # int64 [sampled]
-        num_decodes: number of sequences with one token; they come first.
+        num_decodes: number of sequences with one token. They come first.
         max_query_len: length of the longest piece of a prompt; 1 if there is none.
         counts: numbers of decodes and of all sequences. Set only in captured steps, in which the host does not know
             these numbers and `num_decodes` is 0. # int32 [2]
@@ -61,7 +61,7 @@ class Batch:
 
 
 class PositionBias(NamedTuple):
-    """The number that each head adds to a score; it depends on the distance between query and key.
+    """The number that each head adds to a score. It depends on the distance between query and key.
 
     Attributes:
         values: `values[head, center + query - key]`, for all distances in a batch. # float32 [heads, places]
@@ -123,7 +123,7 @@ def make_batch(
     wants_logits: np.ndarray | None = None,
     device: torch.device | None = None,
 ) -> Batch:
-    """Return a batch from the properties in which sequences differ; all other fields are derived.
+    """Return a batch from the properties in which sequences differ. All other fields are derived.
 
     Args:
         token_ids: tokens of all sequences, one after the other. # int64 [tokens]

@@ -1,4 +1,4 @@
-"""Attention computed directly from its definition; every other backend must agree with it."""
+"""Attention computed directly from its definition. Every other backend must agree with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xrunner.kv_cache import read_kv, write_kv
 
 
 class ReferenceAttention(AttentionBackend):
-    """Attention in plain torch, sequence by sequence, on any device and in any dtype; the softmax is in float32."""
+    """Attention in plain torch, sequence by sequence, on any device and in any dtype. The softmax is in float32."""
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> bool:

@@ -147,7 +147,7 @@ class FrontEnd(Generic[T]):
             self._write()
 
     def receive(self) -> T | None:
-        """Return the next message; None if there is none yet."""
+        """Return the next message, or None if there is none yet."""
         if not self._received and not self.has_gone:
             for _, mask in self._selector.select(0):
                 if mask & selectors.EVENT_WRITE:

@@ -58,7 +58,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
 
 
 class Alive(msgspec.Struct, tag="alive", array_like=True):
-    """The engine's process is running; the message has the bytes sent and the seconds computed by each of its
+    """The engine's process is running. The message has the bytes sent and the seconds computed by each of its
     processes.
     """
 

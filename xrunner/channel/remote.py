@@ -144,7 +144,7 @@ class FarEnd(Protocol):
         """Return the connection to the engine."""
 
     def why_ended(self) -> str | None:
-        """Return how the far end has ended; None if it is running."""
+        """Return how the far end has ended, or None if it is running."""
 
     def is_at_work(self) -> bool:
         """Return whether the kernel shows that the far end runs or waits for a processor."""
@@ -157,7 +157,7 @@ class EngineProcess:
     """A process that runs `python -m MODULE FD`, where FD is its end of the channel, and reads an order from standard
     input.
 
-    The process has a process group of its own, so that Ctrl-C in a terminal reaches only the front; the front first
+    The process has a process group of its own, so that Ctrl-C in a terminal reaches only the front. The front first
     lets requests end.
     """
 
@@ -192,13 +192,13 @@ class RemoteEngine:
     """An engine at the other end of the channel; the package's docstring states the contract.
 
     Args:
-        far_end: the far end that runs the engine; it may still be starting.
+        far_end: the far end that runs the engine. It may still be starting.
         limits: limits on the K/V memory of one request.
         launch: starts another far end with a plan.
         limits_of: returns the limits under a plan.
 
     Raises:
-        XgptError: the engine does not start; the error is the engine's own.
+        XgptError: the engine does not start. The error is the engine's own.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class RemoteEngine:
         self._front.send(Submit(generation))
 
     def cancel(self, id_: int) -> None:
-        """Remove a request; if it has already ended, do nothing."""
+        """Remove a request. If it has already ended, do nothing."""
         self.pool.leave(id_)
         self._front.send(Cancel(id_))
 
@@ -297,7 +297,7 @@ class RemoteEngine:
         self._front.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
-        """Return the tokens of the next step that has ended; None if no step has ended since the last call.
+        """Return the tokens of the next step that has ended, or None if no step has ended since the last call.
 
         Raises:
             EngineLost: the process has ended, or hangs.

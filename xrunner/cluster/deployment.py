@@ -1,6 +1,6 @@
 """Compute what each worker of a replica holds, and with which workers it exchanges data.
 
-Every worker derives this from the plan; it needs nothing else.
+Every worker derives this from the plan. It needs nothing else.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class RemoteExecutor:
         self._reading_lanes = {
             lane for lane in self._lanes if spec.is_encoder_decoder and len(deployment.lane(lane)) > 1
         } & {"both"}
-        """Lanes in which prompts go through all stages twice, first through the encoder's layers; other steps may run
+        """Lanes in which prompts go through all stages twice, first through the encoder's layers. Other steps may run
         in between.
         """
         self._sockets: Sockets | None = None
@@ -104,7 +104,7 @@ class RemoteExecutor:
         """Return an executor for other stages on the same workers, in place of this one.
 
         Raises:
-            MachineError: there are too few workers, or a worker cannot build its part; this executor can then be
+            MachineError: there are too few workers, or a worker cannot build its part. This executor can then be
                 deployed again.
         """
         self.disconnect()

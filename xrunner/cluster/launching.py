@@ -87,7 +87,7 @@ class MachineLauncher(Protocol):
         """Return the workers that have ended since the last call.
 
         Raises:
-            MachineError: the launcher has ended, or hangs; its workers end with it.
+            MachineError: the launcher has ended, or hangs. Its workers end with it.
         """
 
     def is_at_work(self) -> bool:
@@ -158,7 +158,7 @@ class LauncherProcess:
         """Return the workers that have ended since the last call.
 
         Raises:
-            MachineError: the launcher has ended, or hangs; its workers end with it.
+            MachineError: the launcher has ended, or hangs. Its workers end with it.
         """
         now = time.monotonic()
         try:

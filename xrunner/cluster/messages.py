@@ -50,7 +50,7 @@ class Beginning(_Message):
     num_resumed: int
     blocks: list[int]
     cached: int = 0
-    """Tokens whose K/V is present, or will be received; the token after them, if any, is decoded next."""
+    """Tokens whose K/V is present, or will be received. The token after them, if any, is decoded next."""
     moving: list[int] = []
     """Blocks to send to, or receive from, the other lane."""
 
@@ -108,8 +108,8 @@ class RunEncoder(_Message):
     requests before `Work` follows.
 
     Attributes:
-        decode: the requests that the step decodes; their number decides where the step's prompts are cut into slices.
-        grown: pairs of a request and a block that it gets; the request may be in the micro-batch without decoding now.
+        decode: the requests that the step decodes. Their number decides where the step's prompts are cut into slices.
+        grown: pairs of a request and a block that it gets. The request may be in the micro-batch without decoding now.
     """
 
     number: int
@@ -161,7 +161,7 @@ class Hello(_Message):
 
 
 class Loaded(_Message):
-    """A worker has built its part; with an error and an exit code: the worker cannot build it."""
+    """A worker has built its part. With an error and an exit code: the worker cannot build it."""
 
     worker: int
     seconds: float
@@ -170,7 +170,7 @@ class Loaded(_Message):
 
 
 class Prepared(_Message):
-    """A worker has compiled a grammar; with an error: the worker cannot compile it."""
+    """A worker has compiled a grammar. With an error: the worker cannot compile it."""
 
     number: int
     worker: int

@@ -77,7 +77,7 @@ def main(settings: ProcessSettings, parent: int) -> None:
 
 
 def _connect(settings: ProcessSettings) -> EngineStore:
-    """Join the group of all workers; the caller must keep the store alive."""
+    """Join the group of all workers. The caller must keep the store alive."""
     address = settings.launcher
     store = EngineStore(settings.secret, address.host, address.engine, settings.started.epoch)
     dist.init_process_group(
@@ -97,7 +97,7 @@ class ControlPlane(threading.Thread):
 
     Args:
         compiling: the queue for grammars.
-        move: a function that begins a transfer; the transfer need not wait for the steps queued before it.
+        move: a function that begins a transfer. The transfer need not wait for the steps queued before it.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Compiling(threading.Thread):
     """Compiles grammars while steps are executed, and keeps them until the engine forgets them.
 
     Args:
-        prepare: compiles a grammar; it stays compiled as long as the result is referenced.
+        prepare: compiles a grammar. It stays compiled as long as the result is referenced.
     """
 
     def __init__(self, settings: ProcessSettings, prepare: Callable[[str], object]) -> None:
@@ -294,7 +294,7 @@ class Executing:
         self._mover = self._cargo = self._answers = self._worker = None
 
     def _tell_moved(self, answers_to: str) -> Callable[[int], None]:
-        """Return a function that reports a transfer; the thread of transfers has a socket of its own for this."""
+        """Return a function that reports a transfer. The thread of transfers has a socket of its own for this."""
         answers = self._sockets.connect(zmq.PUSH, answers_to)
         return lambda number: answers.send(m.encode(m.Moved(number, self._number)))
 

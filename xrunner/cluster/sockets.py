@@ -61,7 +61,7 @@ class Sockets:
     def bind(self, kind: int, max_bytes: int = DATA_BYTES) -> tuple[zmq.Socket[bytes], str]:
         """Return a socket that listens, and its endpoint.
 
-        On loopback, this is a Unix socket; on other interfaces, it is any free port.
+        On loopback, this is a Unix socket. On other interfaces, it is any free port.
 
         Args:
             max_bytes: largest message that a peer may send.

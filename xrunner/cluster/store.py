@@ -121,7 +121,7 @@ class EngineStore(dist.Store):
         return EngineStore(*self._where)
 
     def close(self) -> None:
-        """Close all threads' sockets; no thread may use the store afterwards."""
+        """Close all threads' sockets. No thread may use the store afterwards."""
         self._sockets.close()
 
     def _call(

@@ -17,7 +17,7 @@ MAX_UNDER_WAY = 8
 micro-batches.
 """
 MAX_MEMORIES = 64
-"""Largest number of encoder outputs under way; they are received only in a step's second pass, one for each slice of
+"""Largest number of encoder outputs under way. They are received only in a step's second pass, one for each slice of
 the step.
 """
 
@@ -106,7 +106,7 @@ class RankPipe:
 
 
 def stage_groups(deployment: Deployment, worker: int, traffic: Traffic) -> RankGroup | None:
-    """Return the group of this worker's stage; None if the stage has no other worker. All workers must call this
+    """Return the group of this worker's stage, or None if the stage has no other worker. All workers must call this
     together.
     """
     own_groups = None

@@ -40,7 +40,7 @@ POLL_MS = 50
 
 
 class DeploymentRefused(XgptError):
-    """A worker cannot build its part; this error has the message and the exit code of the worker's error."""
+    """A worker cannot build its part. This error has the message and the exit code of the worker's error."""
 
     def __init__(self, loaded: m.Loaded) -> None:
         super().__init__(f"worker {loaded.worker}: {loaded.error}")
@@ -66,9 +66,9 @@ class _Shared:
     """The state that the watching thread and the engine's thread share; hold `changed` to access the other fields.
 
     Attributes:
-        epoch: number of the current workers' epoch; all workers of an epoch are started together.
+        epoch: number of the current workers' epoch. All workers of an epoch are started together.
         prepared: errors in the answers to a `Prepare`, by the order's number and the worker's number.
-        lost: the reason why a worker is lost; None if no worker is lost.
+        lost: the reason why a worker is lost, or None if no worker is lost.
         unstarted: number of the machine whose launcher was lost before any of its workers had started. None means that
             it was another loss.
     """
@@ -93,7 +93,7 @@ class Workers:
         num_workers: number of workers, one for each device.
         host: address of the interface that this machine's sockets bind to.
         first_device: number of this machine's first device for these workers.
-        machines: the machines on which the workers run; they are free again after `close`.
+        machines: the machines on which the workers run. They are free again after `close`.
 
     Raises:
         MachineError: no interface has the address `host`.
@@ -154,7 +154,7 @@ class Workers:
             raise WorkerLost(self._shared.lost)
 
     def deploy(self, deployment: Deployment, answers_to: str) -> dict[int, float]:
-        """Make all workers build their parts, which replace their previous ones; no step may be under way.
+        """Make all workers build their parts, which replace their previous ones. No step may be under way.
 
         Returns:
             Seconds that each worker took, by number.

@@ -1,7 +1,7 @@
 """Products of bfloat16 numbers in the processor's matrix registers (AMX), summed in float32; numba calls these
 functions.
 
-A register holds 16 rows of 64 bytes. A product takes 16 x 32 numbers times 32 x 16; the second operand comes in pairs:
+A register holds 16 rows of 64 bytes. A product takes 16 x 32 numbers times 32 x 16. The second operand comes in pairs:
 elements of an even row next to those of the odd row that follows. Queries are lanes, as in `simd`, in one or two
 registers.
 """

@@ -2,7 +2,7 @@
 
 Greedy sampling needs only the highest logit, and an output head for 150,000 tokens has a quarter of a small model's
 weights. The head's product in eight bits reads a quarter of the bytes, and its error is bounded for each output. By
-this bound, only some tens of outputs can be the highest; these are then multiplied in float32. So the chosen token is
+this bound, only some tens of outputs can be the highest. These are then multiplied in float32. So the chosen token is
 the one that a product in float32 would give.
 
 Source: the bound is the Cauchy-Schwarz inequality; screening before exact products: Teflioudi et al., LEMP (SIGMOD
@@ -42,7 +42,7 @@ _ROUNDING = 2.0**-20
 class Screen:
     """The product with a weight if only each row's highest sum is needed.
 
-    The weight is read in place; only its copy in eight bits takes additional memory.
+    The weight is read in place. Only its copy in eight bits takes additional memory.
 
     Args:
         weight: the weight. # float32 [out, in]
@@ -60,7 +60,7 @@ class Screen:
         self._rest = self._left = 0
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """Return sums in which each row's highest value is at the output that is highest in float32; the row's other
+        """Return sums in which each row's highest value is at the output that is highest in float32. The row's other
         sums may be wrong, but none is above it.
 
         # float32 [rows, in] -> [rows, out]

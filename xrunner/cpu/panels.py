@@ -73,7 +73,7 @@ FEATURES = {"float32": "avx512f", "bfloat16": "avx512bf16", "int8": "avx512vnni"
 
 X, X_STRIDE, WEIGHT, TURNS, REST, BEGIN, BEGIN_STRIDE, Y, Y_STRIDE, SOON, SOON_LINES, NO_NEGATIVES = range(12)
 """Positions of the inner loop's arguments in an array of int64: addresses, and strides in bytes. Sums start from the
-values at BEGIN; each turn prefetches SOON_LINES lines from SOON."""
+values at BEGIN. Each turn prefetches SOON_LINES lines from SOON."""
 
 
 def is_available(dtype: str = "float32") -> bool:
@@ -114,7 +114,7 @@ def pack_bfloat16(weight: Tensor, finish: Finish = Finish.NOTHING) -> Product:
 
 
 def pack_int8(weight: Tensor, scales: Tensor, finish: Finish = Finish.NOTHING) -> Product:
-    """Return the product x W^T + b with a weight in eight bits; each row of x is rounded to eight bits.
+    """Return the product x W^T + b with a weight in eight bits. Each row of x is rounded to eight bits.
 
     Args:
         weight: the weight. # int8 [out, in]
@@ -344,7 +344,7 @@ def _multiply(inputs: Any, packed: Any, y: Any, block: Any, how: Any, first: Any
 
 @njit(**OPTIONS, **INNER)
 def _scale(sums: Any, width: Any, count: Any, of_panel: Any, relu: Any) -> None:
-    """Scale a panel's sums in place; they are int32 bits."""
+    """Scale a panel's sums in place. They are int32 bits."""
     of_outputs, bias, of_rows = of_panel
     for i in range(count):
         of_row = of_rows[i]
@@ -458,7 +458,7 @@ def _assembly(num_rows: int, instruction: str) -> str:
         return [*code, f"add $$128 * {count}, %rdx", *(f"add $$4 * {count}, {start}" for start in starts)]
 
     def spread(lines: int) -> list[str]:
-        """Run all turns; each turn prefetches `lines` lines."""
+        """Run all turns. Each turn prefetches `lines` lines."""
         turn = [f"9{lines}:", *multiply(STEPS, lines), f"add $${64 * lines}, %r11", "dec %r13", f"jnz 9{lines}b"]
         return [f"cmp $${lines}, %r12", f"jne 8{lines}f", *turn, "jmp 5f", f"8{lines}:"]
 

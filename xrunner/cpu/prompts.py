@@ -25,7 +25,7 @@ from xrunner.cpu.simd import at, fetch, widen
 from xrunner.cpu.tiles import add_values, hide, rescale, score_keys, soften
 
 NARROW, WIDE = 16, 32
-"""Number of lanes of a tile; in a wide tile, a loaded key is used for two registers."""
+"""Number of lanes of a tile. In a wide tile, a loaded key is used for two registers."""
 
 KEYS_AT_ONCE = {WIDE: 8, NARROW: 16}
 """Number of keys that are scored together: their sums fit into registers."""
@@ -62,7 +62,7 @@ def _(way: Any, piece: Any) -> Any:
 
 
 class RowSpan(NamedTuple):
-    """Some rows of a sequence; a row is a pair (token, head of the group). Arrays, here and below, are pointers
+    """Some rows of a sequence. A row is a pair (token, head of the group). Arrays, here and below, are pointers
     (`simd.at`).
 
     Attributes:
@@ -105,10 +105,10 @@ class Context(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """A `Scoring` with its factors in powers of two; an absent cap, window, bias or sinks is 0.
+    """A `Scoring` with its factors in powers of two. An absent cap, window, bias or sinks is 0.
 
     Attributes:
-        bias: bias of the K/V head, by query position minus key position; each head has its own keys.
+        bias: bias of the K/V head, by query position minus key position. Each head has its own keys.
         sinks: sinks of the heads in the group.
     """
 
@@ -470,7 +470,7 @@ def _score(
     bounds: tuple[int, int],
     lanes: int,
 ) -> None:
-    """Score a tile's queries against keys from `begin` to `end` of a piece; further keys may be scored as well.
+    """Score a tile's queries against keys from `begin` to `end` of a piece. Further keys may be scored as well.
 
     Args:
         bounds: the number of the piece's keys, and the number of the next piece's keys to prefetch.

@@ -1,11 +1,10 @@
 """Inner loops of the CPU kernels over 16 or 32 float32 lanes, as LLVM vector instructions for numba to call.
 
 This module has the parts of which all loops consist, and the loops for a query that shares its keys with no other
-query; their lanes are the query's dimensions. `tiles` has the loops whose lanes are queries. Keys and values may be
-bfloat16, stored as uint16, or
-int8: loading converts them to float32.
+query. Their lanes are the query's dimensions. `tiles` has the loops whose lanes are queries. Keys and values may be
+bfloat16, stored as uint16, or int8: loading converts them to float32.
 
-LLVM's own vectoriser uses half an AVX-512 register and keeps accumulators in memory; in loops that are written out,
+LLVM's own vectoriser uses half an AVX-512 register and keeps accumulators in memory. In loops that are written out,
 each accumulator stays in a register. On narrower registers LLVM splits a vector into several.
 
 An array is passed with the index of its first element and must be C-contiguous; `lanes` and other counts by which loops
@@ -119,7 +118,7 @@ def dot_keys(
 def soften_keys(
     typing_context: Any, scores: Any, totals: Any, from_totals: Any, highest: Any, begin: Any, end: Any, lanes: Any
 ) -> Any:
-    """Take one step of the online softmax of a query over `lanes` keys; only keys from `begin` to `end` are visible.
+    """Take one step of the online softmax of a query over `lanes` keys. Only keys from `begin` to `end` are visible.
 
     Scores become weights, computed as powers of two; totals sum them lane by lane.
 
@@ -203,7 +202,7 @@ def widen(
 
 @inlined
 def at(typing_context: Any, array: Any, first: Any) -> Any:
-    """Return a pointer to an element of an array, or of an earlier pointer; it keeps nothing alive.
+    """Return a pointer to an element of an array, or of an earlier pointer. It keeps nothing alive.
 
     Numba counts references to an array atomically wherever the array is passed on, and this is too slow for inner
     loops.
@@ -274,7 +273,7 @@ class Emit:
 
     @contextmanager
     def shrunk_sums(self, sums: ir.Value, factor: ir.Value, count: int) -> Iterator[list[ir.Value]]:
-        """Yield an array's first vectors times a factor, as variables to which a caller adds; they are written back
+        """Yield an array's first vectors times a factor, as variables to which a caller adds. They are written back
         after the block.
         """
         totals = self.variables(count)

@@ -95,7 +95,7 @@ class Output:
         )
 
     def _input_logprobs(self) -> pb.InputLogProbs | None:
-        """Return the scores of the prompt's tokens; the first token has none."""
+        """Return the scores of the prompt's tokens. The first token has none."""
         if self._scores is None:
             return None
         values = [pb.InputTokenLogProb(), *(pb.InputTokenLogProb(value=score.chosen) for score in self._scores)]

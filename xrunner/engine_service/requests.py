@@ -27,7 +27,7 @@ MAX_STOP_TOKENS = 128
 
 
 class Invalid(ValueError):
-    """A field is not supported here, or makes no sense; the call ends with INVALID_ARGUMENT."""
+    """A field is not supported here, or makes no sense. The call ends with INVALID_ARGUMENT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def _prompt(request: GenerateRequest, spec: ModelSpec) -> tuple[int, ...]:
 
 
 def _sampling(given: ProtoSampling, spec: ModelSpec) -> SamplingParams:
-    """Return the sampling parameters; an unset number has its neutral value, as in vLLM's servicer."""
+    """Return the sampling parameters. An unset number has its neutral value, as in vLLM's servicer."""
     logprobs = _logprobs(given, "logprobs")
     prompt_logprobs = _logprobs(given, "prompt_logprobs")
     if prompt_logprobs is not None and logprobs is None:

@@ -35,7 +35,7 @@ STATUS = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-"""gRPC's status for each HTTP status of the endpoint; all others become INTERNAL."""
+"""gRPC's status for each HTTP status of the endpoint. All others become INTERNAL."""
 
 
 class Servicer(pb_grpc.VllmEngineServicer):
@@ -235,6 +235,6 @@ class Servicer(pb_grpc.VllmEngineServicer):
 
 
 async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, says: str) -> NoReturn:
-    """End a call with an error; a gateway shows its words to the client."""
+    """End a call with an error. A gateway shows its words to the client."""
     await context.abort(code, says[:500])
     raise AssertionError("abort raises")

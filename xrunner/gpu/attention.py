@@ -27,7 +27,7 @@ PROGRAMS_A_PROCESSOR = 4
 many.
 """
 CAPTURED_SPLITS = 8
-"""Largest number of splits in a captured step with prompts, in which only the device knows the number of decodes; with
+"""Largest number of splits in a captured step with prompts, in which only the device knows the number of decodes. With
 many decodes, most of these splits are empty.
 """
 LEAST_DOT = 16
@@ -144,8 +144,9 @@ class TritonAttention(AttentionBackend):
         *,
         is_decode: bool = False,
     ) -> None:
-        """Attend for all pieces of prompts or all decodes; if decodes are split, return their partial results and
-        weights."""
+        """Attend for all pieces of prompts or all decodes. If decodes are split, return their partial results and
+        weights.
+        """
         num_kv_heads, block_size, head_dim = cache.shape[2:]
         group = q.shape[1] // num_kv_heads
         first = 0 if is_decode else batch.num_decodes
@@ -211,8 +212,8 @@ def num_splits(num_tiles: int, most_keys: int, keys: int, num_processors: int) -
 
     Args:
         num_tiles: sequences times K/V heads.
-        most_keys: number of keys for which a block table has room; the actual contexts are not read from the device.
-        keys: keys of a tile; a split takes at least two tiles.
+        most_keys: number of keys for which a block table has room. The actual contexts are not read from the device.
+        keys: keys of a tile. A split takes at least two tiles.
     """
     wanted = PROGRAMS_A_PROCESSOR * num_processors // num_tiles
     return 2 ** (max(1, min(wanted, most_keys // (2 * keys), MOST_SPLITS)).bit_length() - 1)

@@ -1,4 +1,4 @@
-"""Kernels of the Triton backend; this module needs triton.
+"""Kernels of the Triton backend. This module needs triton.
 
 One kernel serves decodes and pieces of prompts: a program takes a tile of queries that read one K/V head, with a row
 for each (token, head of the group), and passes over the sequence's blocks with an online softmax in powers of two.

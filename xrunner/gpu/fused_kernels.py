@@ -1,4 +1,4 @@
-"""Triton kernels of `fused`; this module needs triton."""
+"""Triton kernels of `fused`. This module needs triton."""
 
 from __future__ import annotations
 

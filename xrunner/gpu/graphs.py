@@ -1,7 +1,7 @@
 """Capture steps as CUDA graphs, one for each size: a replay is one launch instead of hundreds.
 
 A captured step reads its batch from memory that never moves. A batch is copied to that memory and padded to the next
-size. A decode batch is padded with rows that belong to no request and use a separate K/V block; a step with prompts is
+size. A decode batch is padded with rows that belong to no request and use a separate K/V block. A step with prompts is
 padded with tokens that belong to no sequence. Source: vLLM's and nano-vllm's decode graphs.
 """
 
@@ -40,7 +40,7 @@ class Capture(Protocol):
 
 
 class GraphedModel:
-    """A model whose steps are captured; it is called like the model.
+    """A model whose steps are captured. It is called like the model.
 
     Args:
         cache: the K/V cache. Its last block is for tokens that belong to no request, so the cache has one block more
@@ -91,7 +91,7 @@ class GraphedModel:
 
 
 def size_of(count: int, sizes: tuple[int, ...]) -> int:
-    """Return the smallest size that holds `count` tokens; the caller makes sure that the largest one does."""
+    """Return the smallest size that holds `count` tokens. The caller makes sure that the largest one does."""
     return sizes[bisect_left(sizes, count)]
 
 
@@ -168,7 +168,7 @@ class _Captured:
         )
 
     def _fill(self, batch: Batch, size: int) -> None:
-        """Copy a batch to the first positions; the remaining tokens of the first `size` belong to no sequence."""
+        """Copy a batch to the first positions. The remaining tokens of the first `size` belong to no sequence."""
         whole, num_tokens = self._batch, len(batch.token_ids)
         count, width = batch.block_tables.shape
         whole.token_ids[:num_tokens] = batch.token_ids
@@ -194,7 +194,7 @@ class _Captured:
 
 
 class CudaCapture:
-    """Captures steps as CUDA graphs that share one memory pool; only one of them runs at a time."""
+    """Captures steps as CUDA graphs that share one memory pool. Only one of them runs at a time."""
 
     def __init__(self) -> None:
         self._pool: Any = None

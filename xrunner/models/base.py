@@ -18,7 +18,7 @@ from xrunner.models.layers import Attend, Embedding, Empty, Head, LayerNorm, Lin
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then the feed-forward block; each follows a norm, and its result is added to its input.
+    """Attention, then the feed-forward block. Each follows a norm, and its result is added to its input.
 
     Args:
         norm: builds a norm.
@@ -40,7 +40,7 @@ class DecoderLayer(nn.Module):
         """# [tokens, hidden], int64 [wanted] -> [wanted, hidden]
 
         Args:
-            rows: tokens whose outputs are needed; for the others, only keys and values are computed. None means all.
+            rows: tokens whose outputs are needed. For the others, only keys and values are computed. None means all.
         """
         if rows is not None:
             attend = partial(attend_to, attend, rows)
@@ -78,8 +78,8 @@ class Model(nn.Module):
         first_modules: modules that only the first stage of a pipeline needs.
         last_modules: modules that only the last stage of a pipeline needs.
         has_embedding, has_head: whether this is a pipeline's first stage, and its last.
-        runs_decoder: whether it runs a decoder; otherwise it is an encoder for a decoder that runs elsewhere.
-        first_layers: for each list of layers, the number of its first layer in the checkpoint; 0 if the list is not
+        runs_decoder: whether it runs a decoder. Otherwise it is an encoder for a decoder that runs elsewhere.
+        first_layers: for each list of layers, the number of its first layer in the checkpoint, or 0 if the list is not
             named.
     """
 

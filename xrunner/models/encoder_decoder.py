@@ -114,7 +114,7 @@ class EncoderDecoderModel(Model):
         return self.decode(batch, self.encode(batch, backend), cache, backend)
 
     def encode(self, batch: Batch, backend: AttentionBackend, received: Tensor | None = None) -> Tensor | None:
-        """Run the encoder over a step's prompts, one after the other; None if there are none.
+        """Run the encoder over a step's prompts, one after the other, or None if there are none.
 
         A stage that is not the last returns hidden states for the next stage. # [prompt tokens, hidden]
         """

@@ -1,7 +1,7 @@
 """A mixture of experts: a router, and the feed-forward blocks among which it chooses.
 
 Each expert is a separate block, so that its weights are read, cut and packed in the same way as those of any other
-block. A rank may hold some of the experts, or slices of all of them; the ranks' results are added.
+block. A rank may hold some of the experts, or slices of all of them. The ranks' results are added.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class LatentSelfAttention(nn.Module):
     rotary position.
 
     Args:
-        scoring: the layer's scoring; its scale is that of a whole head's query and key.
+        scoring: the layer's scoring. Its scale is that of a whole head's query and key.
     """
 
     def __init__(self, empty: Empty, spec: ModelSpec, *, rotary: Rotary, scoring: Scoring) -> None:

@@ -99,7 +99,7 @@ class Head(Linear):
         """# [rows, in] -> [rows, vocab]
 
         Args:
-            highest_only: whether only the highest logit of each row must be right; no other logit may be above it.
+            highest_only: whether only the highest logit of each row must be right. No other logit may be above it.
             added: numbers to add to the logits. # [rows, vocab]
         """
         if highest_only and self._highest is not None:
@@ -190,7 +190,7 @@ class Rotary(nn.Module):
         return turned
 
     def begin_step(self) -> None:
-        """Forget the last step's angles; this step's positions may lie in the same memory."""
+        """Forget the last step's angles. This step's positions may lie in the same memory."""
         self._last = None
 
     def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,7 +244,7 @@ class RelativeBias(nn.Module):
     """The number that each head adds to a score, which depends on the distance from query to key: one value for each
     bucket of distances.
 
-    Half of the buckets contain one distance each; the others contain more and more distances, and the last one also all
+    Half of the buckets contain one distance each. The others contain more and more distances, and the last one also all
     distances beyond the longest. If both directions are visible, each direction has half of the buckets. Source: T5
     (arXiv 1910.10683) sec. 2.1.
     """
@@ -293,7 +293,7 @@ class SelfAttention(nn.Module):
     Args:
         rotary: rotates queries and keys to their positions. None means that the embedding has added positions.
         qk_norm: the type of norm on each head's query and key (Qwen3, Gemma 3), or None.
-        scoring: the layer's scoring; a model's sinks are weights of this block.
+        scoring: the layer's scoring. A model's sinks are weights of this block.
     """
 
     def __init__(
@@ -377,7 +377,7 @@ class GatedMlp(nn.Module):
     """down(activation(gate(x)) * up(x)), gate and up fused. Source: GLU variants (arXiv 2002.05202).
 
     Attributes:
-        takes_turns: whether the columns of gate and up alternate in one stored tensor; they have no activation
+        takes_turns: whether the columns of gate and up alternate in one stored tensor. They have no activation
             function.
     """
 

@@ -21,7 +21,7 @@ class HighestLinear(Protocol):
     """A product of which only each row's highest sum is needed."""
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """Return sums in which each row's highest value is at the output that is highest in float32; the row's other
+        """Return sums in which each row's highest value is at the output that is highest in float32. The row's other
         sums may be wrong, but none is above it.
 
         # float32 [rows, in] -> [rows, out]
@@ -40,7 +40,7 @@ class WeightLayout(NamedTuple):
         pack: returns the product with a float32 weight [out, in], followed by the activation function of the given
             name.
         pack_highest: returns the product that finds the highest sums by a copy of a float32 weight [out, in] in this
-            layout, given the product with the whole weight; None if the layout is not used for this.
+            layout, given the product with the whole weight, or None if the layout is not used for this.
     """
 
     dtype: DType

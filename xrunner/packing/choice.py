@@ -16,7 +16,7 @@ from xrunner.packing import libraries
 from xrunner.packing.base import HighestLinear, PackedLinear, Shape, WeightLayout
 
 LAYOUTS: dict[str, WeightLayout] = cpu.LAYOUTS | libraries.LAYOUTS
-"""Layouts by the name that profiles and plans use; without a measurement, the first available one is used."""
+"""Layouts by the name that profiles and plans use. Without a measurement, the first available one is used."""
 
 
 def layouts_of(dtype: DType) -> list[str]:
@@ -32,7 +32,8 @@ def shape_name(shape: Shape) -> str:
 def pack(
     weight: Tensor, activation: str, dtype: DType = "float32", layouts: Mapping[str, str] | None = None
 ) -> PackedLinear | None:
-    """Return the product with a weight [out, in]; None if it is not on a CPU, or no layout is available for the dtype.
+    """Return the product with a weight [out, in], or None if it is not on a CPU, or no layout is available for the
+    dtype.
 
     Args:
         layouts: layout to use for each shape, by `shape_name`; layouts that are not available here are ignored.
@@ -47,7 +48,7 @@ def pack(
 
 
 def pack_highest(weight: Tensor, whole: PackedLinear, layouts: Mapping[str, str] | None = None) -> HighestLinear | None:
-    """Return the product for which only each row's highest sum is needed; None if the whole product is used instead.
+    """Return the product for which only each row's highest sum is needed, or None if the whole product is used instead.
 
     Args:
         whole: the product with the same weight in float32.

@@ -15,7 +15,7 @@ from xrunner.packing.base import Shape
 from xrunner.packing.choice import LAYOUTS, layouts_of, pack, pack_highest, shape_name
 
 ROWS = (1, 8, 32, 128, 512)
-"""Numbers of rows at which layouts are compared; each number of rows has the same weight, relative to the fastest
+"""Numbers of rows at which layouts are compared. Each number of rows has the same weight, relative to the fastest
 layout.
 """
 MOST_PRODUCT = 2**33
@@ -81,7 +81,7 @@ def mean_times(
 
 
 def _timed(products: Mapping[str, Callable[..., Tensor]], x: Tensor, others: Tensor, repeats: int) -> dict[str, float]:
-    """Return each product's least time with x; the products alternate, and `others` are read before each."""
+    """Return each product's least time with x. The products alternate, and `others` are read before each."""
     best = dict.fromkeys(products, float("inf"))
     for repeat in range(1 + repeats):
         for name, product in products.items():

@@ -86,7 +86,7 @@ class Submission:
 class TokenStream:
     """A request in the engine: the inbox of its tokens, and the times at which they came.
 
-    Times are on the clock of `time.perf_counter`; a time is 0 until its event.
+    Times are on the clock of `time.perf_counter`. A time is 0 until its event.
     """
 
     id: int
@@ -224,7 +224,7 @@ class EngineClient:
 
     @property
     def is_restarting(self) -> bool:
-        """Return whether the engine was lost and is being restarted; requests wait until it runs."""
+        """Return whether the engine was lost and is being restarted. Requests wait until it runs."""
         return self._lasting.is_restarting
 
     def submit(
@@ -254,7 +254,7 @@ class EngineClient:
         return stream
 
     def cancel(self, stream: TokenStream, *, finish_reason: str = "cancelled") -> None:
-        """Remove a request; if it has already ended, do nothing."""
+        """Remove a request. If it has already ended, do nothing."""
         if self._streams.pop(stream.id, None) is not None:
             self.backlog.leave(stream.id)
             self._lasting.cancel(stream.id)

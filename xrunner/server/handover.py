@@ -13,7 +13,7 @@ from xrunner.generation import NO_TOKEN, Generation, Token
 from xrunner.recovery import Ledger
 
 RESTARTS, PERIOD_S = 3, 600.0
-"""An engine is restarted at most `RESTARTS` times within `PERIOD_S`; the next loss ends the server."""
+"""An engine is restarted at most `RESTARTS` times within `PERIOD_S`. The next loss ends the server."""
 
 
 class Handover:
@@ -80,7 +80,7 @@ class Handover:
         tokens. Otherwise the same tokens are generated again, but are not delivered twice.
 
         Args:
-            engine: the lost engine, which will be restarted; it decides which requests can be resumed and which must be
+            engine: the lost engine, which will be restarted. It decides which requests can be resumed and which must be
                 repeated.
 
         Raises:

@@ -86,11 +86,11 @@ class LastingEngine:
 
     @property
     def is_restarting(self) -> bool:
-        """Return whether the engine was lost and is being restarted; requests wait until it runs."""
+        """Return whether the engine was lost and is being restarted. Requests wait until it runs."""
         return self._restarting is not None and not self._restarting.done()
 
     def go_over_to(self, plan: Plan) -> None:
-        """Follow another plan as soon as possible; an engine is restarted if the number of replicas changes.
+        """Follow another plan as soon as possible. An engine is restarted if the number of replicas changes.
 
         Raises:
             InputError: the engine cannot run the plan.
@@ -109,7 +109,7 @@ class LastingEngine:
         self._hand_over()
 
     def cancel(self, id_: int) -> None:
-        """Remove a request; if it has already ended, do nothing."""
+        """Remove a request. If it has already ended, do nothing."""
         self._handover.forget(id_)
         if not self._is_over and not self.is_restarting:
             self.engine.cancel(id_)

@@ -23,7 +23,7 @@ class RequestInfo:
         key: rights and limits of its client.
         quota: the requests and tokens that its key may still use. None means that the request asks for no tokens.
         phases: (name, start, end) of its waiting, encoding and decoding, on the clock of `received_s`.
-        log: further fields of its log line, which never contain a prompt; the error of a refused request may name a
+        log: further fields of its log line, which never contain a prompt. The error of a refused request may name a
             field's value.
     """
 

@@ -23,7 +23,7 @@ PADDING = -1
 
 
 def attend_slots(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Attend from each query, within its slot, to its allowed keys; each query must be allowed at least one.
+    """Attend from each query, within its slot, to its allowed keys. Each query must be allowed at least one.
 
     Args:
         q: # [slots, heads, queries, dim]

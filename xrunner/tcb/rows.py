@@ -1,9 +1,9 @@
 """Run a batch in rows, from its prompts to the last token of its longest output, as in TCB and its baselines.
 
-The layers are those of ordinary serving; only the layout differs. All slots of a batch have the same number of tokens,
+The layers are those of ordinary serving. Only the layout differs. All slots of a batch have the same number of tokens,
 so padding is also computed. A decode step computes one token of every request, and its attention treats each slot as if
 the slot had as many requests as the fullest slot, until the longest output of the batch has ended. Keys and values are
-stored slot by slot until the batch has ended; with `free_slots`, a slot is removed as soon as all of its requests have
+stored slot by slot until the batch has ended. With `free_slots`, a slot is removed as soon as all of its requests have
 ended. Positions restart with each request.
 """
 

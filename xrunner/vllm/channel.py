@@ -154,7 +154,7 @@ class Lanes:
             self._selector.select(timeout_s)
 
     def receive(self) -> messages.Up | None:
-        """Return the next message; None if there is none."""
+        """Return the next message, or None if there is none."""
         if not self._received:
             self._take_in()
         if not self._is_ready and self._taking >= self._lanes and len(self._cores) >= self._num_cores:
@@ -169,7 +169,8 @@ class Lanes:
         return None if self._is_ready or self.has_gone else Alive([])
 
     def _meaning(self, end: FrontEnd[Up], lane: LaneName, message: messages.Up) -> messages.Up | None:
-        """Return the message about the whole engine that follows from a connection's message; None if there is none."""
+        """Return the message about the whole engine that follows from a connection's message, or None if there is none.
+        """
         match message:
             case Ready():
                 self._taking.add(lane)
@@ -194,7 +195,7 @@ class Lanes:
         return message
 
     def stepped(self, lane: LaneName, message: Stepped) -> Stepped | None:
-        """Return the front's message for a lane's step; None if there is none."""
+        """Return the front's message for a lane's step, or None if there is none."""
         return message
 
     def _room(self, core: FrontEnd[Up], room: Room) -> Room:

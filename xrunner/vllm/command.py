@@ -21,7 +21,7 @@ CPU_BLOCK_SIZE = 32
 MAX_RUNNING = 1024
 """Largest number of concurrent requests for which vLLM prepares batches, if the plan's memory holds more."""
 NIXL_PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
-"""The variable with the port at which a lane's NixlConnector describes how to reach its K/V; each lane on a host has
+"""The variable with the port at which a lane's NixlConnector describes how to reach its K/V. Each lane on a host has
 its own port.
 """
 HOST = "xrunner.vllm.host"
@@ -50,8 +50,7 @@ class Launch:
     block_size: int = 0
 
     def command(self, python: str, directory: str) -> list[str]:
-        """Return the command that starts this vLLM with its own Python; requests come over a socket in the
-        directory.
+        """Return the command that starts this vLLM with its own Python. Requests come over a socket in the directory.
         """
         return [python, "-m", HOST, f"--model={self.model}", *self.arguments, directory, self.lane]
 

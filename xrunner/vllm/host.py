@@ -167,7 +167,7 @@ def compute(arguments: AsyncEngineArgs) -> None:
 
 
 def store(host: str, port: int) -> TCPStore:
-    """Return the store through which the workers of all machines meet; the caller must keep it.
+    """Return the store through which the workers of all machines meet. The caller must keep it.
 
     The store listens only on this address; a store that torch opens in a worker would listen on all interfaces.
 

@@ -93,7 +93,7 @@ class Instances:
             self._readers.append(Reader(self._at_end.enter_context(started(command, packages, variables))))
 
     def why_ended(self) -> str | None:
-        """Return the reason why a process has ended; None if all processes run."""
+        """Return the reason why a process has ended, or None if all processes run."""
         for reader in self._readers:
             if reader.process.poll() is not None:
                 return f"vLLM has ended with exit code {reader.process.returncode}: {reader.last_error()}"

@@ -44,7 +44,7 @@ class VllmRoom:
     """The limits of vLLM on requests.
 
     Attributes:
-        num_blocks: number of K/V blocks; each has `block_size` tokens, whatever the plan says.
+        num_blocks: number of K/V blocks. Each has `block_size` tokens, whatever the plan says.
         max_running: largest number of concurrent requests.
     """
 

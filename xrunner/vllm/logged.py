@@ -32,7 +32,7 @@ class LoggedScheduler(Scheduler):
     steps.
 
     With `front`, the directory of an `xgpt serve` run, and `lane`, each step and its tokens are reported there. A
-    request has the number that `xgpt serve` has given it; otherwise requests are counted from 0 in the order of
+    request has the number that `xgpt serve` has given it. Otherwise requests are counted from 0 in the order of
     arrival. If the K/V of a prompt's first tokens was computed elsewhere, the log shows the prompt from the first token
     after these.
     """
@@ -113,13 +113,13 @@ class LoggedScheduler(Scheduler):
         return tokens, transfers
 
     def _room_taken(self) -> Room | None:
-        """Return the K/V state; None if the schedule is vLLM's own."""
+        """Return the K/V state, or None if the schedule is vLLM's own."""
         return None
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        """Process results in the same way as vLLM; in benchmarks, also end a request after
+        """Process results in the same way as vLLM. In benchmarks, also end a request after
         `vllm_xargs={"output_length": N}` tokens, a number that the schedule does not know.
         """
         tokens, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
@@ -176,7 +176,7 @@ class LoggedScheduler(Scheduler):
         return record
 
     def _settle(self, step: StepRecord) -> None:
-        """Record that a scheduled step was executed; it may have been empty."""
+        """Record that a scheduled step was executed. It may have been empty."""
         if step.encode or step.decode:
             self._num_settled += 1
             if self._front is not None:

@@ -49,7 +49,7 @@ class Machines:
     Attributes:
         count: number of machines.
         rank: number of this machine; machine 0 has the engine.
-        host, port: address of the first machine, and the port at which the others connect; vLLM uses the next port.
+        host, port: address of the first machine, and the port at which the others connect. VLLM uses the next port.
     """
 
     count: int
@@ -123,7 +123,7 @@ class Followers:
         self._tell(START)
 
     def why_ended(self) -> str | None:
-        """Return the machine that was lost, or whose workers have ended; None if all machines run."""
+        """Return the machine that was lost, or whose workers have ended, or None if all machines run."""
         gone = self._gone()
         return f"the workers of machine {gone[0]} have ended, or the network has cut it off" if gone else None
 
@@ -170,7 +170,7 @@ def follow(plan: Plan, machines: Machines, launch: Launch, is_over: Callable[[],
     """Start this machine's workers whenever the first machine starts the engine, until the first machine ends for good.
 
     Args:
-        is_over: called twice a second; when it returns True, this function returns.
+        is_over: called twice a second. When it returns True, this function returns.
 
     Raises:
         MachineError: the first machine has another plan, or cannot be reached.
@@ -200,8 +200,8 @@ def follow(plan: Plan, machines: Machines, launch: Launch, is_over: Callable[[],
 
 
 def _connected(machines: Machines, is_over: Callable[[], bool]) -> socket.socket | None:
-    """Return a connection to the first machine; None if `is_over` returned True. Raises MachineError if no connection
-    is made in time.
+    """Return a connection to the first machine, or None if `is_over` returned True. Raises MachineError if no
+    connection is made in time.
     """
     until_s = time.monotonic() + MEET_S
     while not is_over():

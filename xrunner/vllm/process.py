@@ -1,7 +1,7 @@
 """Start vLLM: find the Python in which it is installed, and set the environment of its processes.
 
 vLLM may be installed in another environment, with another torch. Its processes find xgpt and xrunner on their path, and
-no other package of this environment; they use vLLM's own pydantic, msgspec and numpy.
+no other package of this environment. They use vLLM's own pydantic, msgspec and numpy.
 """
 
 from __future__ import annotations

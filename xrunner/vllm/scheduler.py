@@ -94,7 +94,7 @@ class XgptScheduler(LoggedScheduler):
         self._until: dict[str, int] = {}
         """For each request that vLLM sees, by its name there, the number of its tokens computed after this step."""
         self._pieces: deque[_Execution | None] = deque()
-        """The execution of each unfinished vLLM step; None if it has none."""
+        """The execution of each unfinished vLLM step, or None if it has none."""
 
     @property
     def _lane(self) -> OneLane:
@@ -194,7 +194,7 @@ class XgptScheduler(LoggedScheduler):
         return *self._mirror.found(request), 0, False
 
     def _tell_the_rule(self) -> None:
-        """Submit requests to the rule when they are ready; a request with a grammar is ready once the grammar is
+        """Submit requests to the rule when they are ready. A request with a grammar is ready once the grammar is
         compiled.
         """
         if not self._untold or self._planned.is_emptying:
@@ -294,7 +294,7 @@ class XgptScheduler(LoggedScheduler):
 
 
 def _in_order_of(execution: _Execution, record: StepRecord) -> StepRecord:
-    """Return the executed step with its requests in the order of the rule's step; vLLM's order is that of arrival."""
+    """Return the executed step with its requests in the order of the rule's step. VLLM's order is that of arrival."""
     step = execution.step
     place = {id_: n for n, id_ in enumerate((*(chunk.id for chunk in step.encode), *step.decode))}
     return record._replace(

@@ -27,7 +27,7 @@ from xrunner.vllm.channel import Lanes
 from xrunner.vllm.command import NIXL_PORT_VARIABLE, Launch, launch_lane
 
 NIXL = {"kv_connector": "NixlConnector"}
-"""Connector from GPU to GPU; each request carries the encode lane's address."""
+"""Connector from GPU to GPU. Each request carries the encode lane's address."""
 LANES: tuple[LaneName, ...] = ("encode", "decode")
 FILES = "kv"
 PRUNE_S = 10.0
@@ -132,7 +132,7 @@ class WaaLanes(Lanes):
         return Room(pool.reserved_blocks, 0, pool.num_preemptions)
 
     def receive(self) -> Up | None:
-        """Return the next message to the front; None if there is none."""
+        """Return the next message to the front, or None if there is none."""
         return self._untold.popleft() if self._untold else super().receive()
 
     def _submit(self, request: Generation) -> None:

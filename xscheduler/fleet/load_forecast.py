@@ -22,7 +22,7 @@ UNLIKE = 3.0
 LEAST_REQUESTS = 0.5
 """Added to counts of requests, which may be zero, before they are divided."""
 SEASON_ERROR, TREND_ERROR = 0.02, 0.1
-"""Smallest relative errors assumed for forecasts from the season and from the trend; the trend cannot foresee steps."""
+"""Smallest relative errors assumed for forecasts from the season and from the trend. The trend cannot foresee steps."""
 FIRST_ERROR = 0.1
 """Relative error assumed before any forecast has been compared with reality."""
 MEMORY_OF_ERRORS = 0.05
@@ -131,7 +131,7 @@ class LoadForecast:
         return float(counts[last] - counts[first]), float(due[last] - due[first])
 
     def _recent_slope(self) -> float:
-        """Return the rate's change, requests/s², over at most twice the lead time; 0 if it may be chance."""
+        """Return the rate's change, requests/s², over at most twice the lead time, or 0 if it may be chance."""
         since_s = self._looks[-1][0] - 2 * max(self._lead_s, SHORTEST_S)
         looks = [look for look in self._looks if look[0] > since_s]
         half = len(looks) // 2

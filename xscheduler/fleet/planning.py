@@ -180,7 +180,7 @@ def _settled(
     """Return the smallest tried load factor whose fleet keeps the bounds for enough simulated requests, and that fleet.
 
     If several factors give the same fleet, the highest of them is returned. Replicas that share a load serve more
-    requests in time than separate replicas would, but a load that changes within an interval is served less well; the
+    requests in time than separate replicas would, but a load that changes within an interval is served less well. The
     simulated day shows which effect is larger.
 
     Raises:

@@ -30,7 +30,7 @@ NUM_STEPS = 6
 DEVIATIONS = 1.0
 """Reserve for the forecast's error, in standard errors."""
 BACKLOG_SHARE = 0.5
-"""Backlogs that the fleet clears within this share of the latency bound count as random; replicas are added so that
+"""Backlogs that the fleet clears within this share of the latency bound count as random. Replicas are added so that
 larger backlogs are cleared within the lead time.
 """
 HYSTERESIS = 0.03

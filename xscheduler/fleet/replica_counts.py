@@ -33,7 +33,7 @@ problems, the last half percent would take minutes, and it is less than the unce
 """
 FEW = 200
 TIME_S = 30.0
-"""Seconds after which a search stops with its best fleet; only large problems on slow machines take so long."""
+"""Seconds after which a search stops with its best fleet. Only large problems on slow machines take so long."""
 MOST_STATES, MOST_CONSTANT = 1000, 20_000
 """Largest number of fleets over which the shortest path is searched, and largest number among which the cheapest
 constant fleet is searched.
@@ -272,7 +272,7 @@ def _most(problem: FleetProblem) -> Ints:
 
 
 def _states(problem: FleetProblem, at_most: int) -> Ints | None:
-    """Return all useful fleets that the devices allow; None if there are too many. # [states, kinds]"""
+    """Return all useful fleets that the devices allow, or None if there are too many. # [states, kinds]"""
     most = _most(problem)
     if np.prod(most + 1.0) > at_most:
         return None

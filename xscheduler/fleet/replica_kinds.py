@@ -48,7 +48,7 @@ def devices_here(cluster: ClusterSpec, num_threads: int | None) -> int:
 def candidates(
     problem: Problem, policy: PolicyChoice, lengths: Sequence[Workload], startup_s: float
 ) -> list[Candidate]:
-    """Return one cluster's useful kinds of replicas; the kind with the fewest devices comes first.
+    """Return one cluster's useful kinds of replicas. The kind with the fewest devices comes first.
 
     Args:
         problem: the problem under the whole day's lengths.
@@ -87,7 +87,7 @@ def _sizes(problem: Problem) -> Iterator[int]:
 
 
 def _best_plan(problem: Problem, policy: PolicyChoice, least_a_device: float) -> Plan | None:
-    """Return the plan of one replica with the highest simulated rate; None if no plan is worth a simulation.
+    """Return the plan of one replica with the highest simulated rate, or None if no plan is worth a simulation.
 
     Args:
         least_a_device: requests a second per device that plans on fewer devices serve within the bounds.

@@ -99,7 +99,7 @@ class Arrivals(Objective):
         first.
 
         Args:
-            most: largest number of plans; each is on another placement.
+            most: largest number of plans. Each is on another placement.
         """
         return self._ranked([self._in_engine(space) for space in self.scheduler.candidates.spaces(kind)], kind, most)
 

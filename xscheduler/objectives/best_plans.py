@@ -209,7 +209,7 @@ def is_uniform(plan: Plan) -> bool:
 
 
 def plan_uniform(problem: Problem, search: SearchMethod = "branch-and-bound") -> Plan | None:
-    """Return the best plan of replicas of equal stages, without rra and waa; None if no such plan fits."""
+    """Return the best plan of replicas of equal stages, without rra and waa, or None if no such plan fits."""
     problem = replace(problem, uniform=True)
     able = runnable(UNIFORM_KINDS, problem.model, problem.speculation)
     kinds = [kind for kind in able if problem.fixed.keys() <= variables_of(kind)]

@@ -79,7 +79,7 @@ class Branch:
         return min(self.space.evaluations + self.relaxed.evaluations, self.space.num_points)
 
     def refine(self, at_least: float, waits: Waits | None) -> None:
-        """Tighten the bound by counting the waits at a rate; the bound does not fall below this rate.
+        """Tighten the bound by counting the waits at a rate. The bound does not fall below this rate.
 
         The higher a rate is, the longer requests wait and the less time remains for decoding. So the throughput that is
         possible in the time which remains at this rate is a bound for all higher rates. If this throughput is not above
@@ -281,7 +281,7 @@ class Branches:
             self._progress(self._num_bounded, parts, f"bounding the rates of placements: {branch.kind}")
 
     def most(self, rate: float, kind: str | None = None) -> float:
-        """Return a rate that no settings of any branch, or of one policy's branches, exceed; the result is at least the
+        """Return a rate that no settings of any branch, or of one policy's branches, exceed. The result is at least the
         given rate.
 
         A policy's bound is not below the best rate of all policies, since its branches are not examined more closely.

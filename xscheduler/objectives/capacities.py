@@ -24,7 +24,7 @@ def with_capacities(plans: dict[str, Plan], profile: Profile) -> dict[str, Plan]
 
 
 def predicted_rate(plan: Plan, profile: Profile) -> float | None:
-    """Return the highest arrival rate of a plan in closed form; None if it has no bounds."""
+    """Return the highest arrival rate of a plan in closed form, or None if it has no bounds."""
     if not plan.constraint.bounds_latency:
         return None
     return _closed_rate(plan, Problem.of(plan, profile))

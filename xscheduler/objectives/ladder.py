@@ -38,7 +38,7 @@ NUM_DRAWN = 20_000
 MOST_STEPS = 250_000
 """If `NUM_DRAWN` requests would take more decode steps than this, fewer are simulated, but at least `MOST_REQUESTS`."""
 BATCHES_BEYOND = 3
-"""Least number of encode batches with requests beyond the quantile; with fewer such batches, more requests are
+"""Least number of encode batches with requests beyond the quantile. With fewer such batches, more requests are
 simulated.
 """
 GOOD_ERROR = 0.01
@@ -109,7 +109,7 @@ class Ladder:
     """A policy's plans by the latency that they keep in closed form: rung k stands for RUNG to the power of k seconds.
 
     Args:
-        search: a scheduler; its latency bound is ignored.
+        search: a scheduler. Its latency bound is ignored.
         progress: is called for each simulation.
     """
 
@@ -120,7 +120,7 @@ class Ladder:
         self.plan = cache(self._plan)
 
     def top(self, bound_s: float) -> Plan | None:
-        """Return the plan of the highest rung that is searched under a bound; its throughput is the highest. None means
+        """Return the plan of the highest rung that is searched under a bound. Its throughput is the highest. None means
         that no rung has a plan.
         """
         return self.plan((_top(bound_s) + 1) * BLOCK)
@@ -161,7 +161,7 @@ class Ladder:
         return None if plan is None or rung is None else max(self.simulated(plan).guarded_s, RUNG**rung / REACH)
 
     def lowest(self) -> int | None:
-        """Return the lowest rung that has a plan; None if none has."""
+        """Return the lowest rung that has a plan, or None if none has."""
         try:
             self._best_under(RUNG**LOWEST)
         except InfeasibleError as error:
@@ -209,7 +209,7 @@ def _top(bound_s: float) -> int:
 
 
 def with_law(plan: Plan, law: RequestLaw, closed_s: float | None = None) -> Plan:
-    """Return the plan with the simulated quantile of all requests as its latency; its proof is the closed form's.
+    """Return the plan with the simulated quantile of all requests as its latency. Its proof is the closed form's.
 
     Args:
         closed_s: the bound, in s, under which the plan is the best in closed form. None means that the proof does not

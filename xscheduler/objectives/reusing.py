@@ -46,7 +46,7 @@ def with_reuse(
 ) -> dict[str, Plan]:
     """Return each policy's best plan, the best of all first: the given one, or a better one that counts on reuse.
 
-    A plan with reuse has one replica, or the same number as the best plan without reuse; each replica then gets the
+    A plan with reuse has one replica, or the same number as the best plan without reuse. Each replica then gets the
     requests that are routed to it.
 
     Args:

@@ -2,7 +2,7 @@
 
 Closed forms describe the steady state in which running requests are at different points of their outputs. If outputs
 have nearly equal lengths there is another steady state: requests that began together end together, and whole batches
-follow each other. So each plan is simulated; if the simulation disagrees, the plan gets the simulated figures. If
+follow each other. So each plan is simulated. If the simulation disagrees, the plan gets the simulated figures. If
 throughput disagrees or a bound is broken, other plans are also simulated: those that are best in closed form under ever
 tighter bounds. The plan with the highest simulated throughput becomes the policy's plan. These tighter bounds do not
 depend on the user's bound, so a looser bound adds plans and removes none.
@@ -180,7 +180,7 @@ class Saturated(Objective):
         """Return each policy's plan with the highest throughput that keeps the bound on all requests in simulation.
 
         A policy is not simulated if its throughput, even in closed form and under a looser bound, is below that of the
-        best policy; its plan then keeps the bound in closed form only.
+        best policy. Its plan then keeps the bound in closed form only.
         """
         plans: dict[str, Plan] = {}
         best_rps = 0.0
@@ -294,8 +294,9 @@ def _valued(plan: Plan) -> tuple[Plan, float]:
 
 
 def _with(plan: Plan, seen: SaturatedFigures) -> Plan:
-    """Return the plan with simulated figures wherever they disagree with its own; the closed form's proof is then
-    dropped."""
+    """Return the plan with simulated figures wherever they disagree with its own. The closed form's proof is then
+    dropped.
+    """
     e, search, figures = plan.estimate, plan.search, seen.other_than(plan)
     rps = figures.get("throughput_rps")
     if rps is not None:

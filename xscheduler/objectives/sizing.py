@@ -16,8 +16,8 @@ class ClusterChoice:
     """One of several clusters, with the devices that sustain the rate and their price.
 
     Attributes:
-        num_devices: the fewest devices that sustain the arrival rate; None if not even all of them do.
-        price_per_hour: price of these devices; None if the rate is not sustained.
+        num_devices: the fewest devices that sustain the arrival rate, or None if not even all of them do.
+        price_per_hour: price of these devices, or None if the rate is not sustained.
         why_not: the error, if the rate is not sustained.
         why_not_fewer: see `Fewest`.
     """

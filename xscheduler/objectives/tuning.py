@@ -1,7 +1,7 @@
 """Tune by simulation the settings that closed forms cannot compare: token budgets that follow the slack of requests.
 
 Optuna proposes settings in rounds, beginning with settings that are equivalent to the plan's fixed budget. All settings
-are simulated with the same lengths and arrivals, at a rate slightly above the best so far; a run ends early if too many
+are simulated with the same lengths and arrivals, at a rate slightly above the best so far. A run ends early if too many
 requests have broken their bounds. So the result is never worse than the plan that was tuned.
 """
 

@@ -40,7 +40,7 @@ UNUSED = 0.02
 this share in addition.
 """
 SWAPPABLE = tuple(kind for kind, forecast in FORECASTS.items() if forecast.swaps_between_steps)
-"""Policies that can be swapped in between two steps; a static batch must end first, and waa's lanes must drain."""
+"""Policies that can be swapped in between two steps. A static batch must end first, and waa's lanes must drain."""
 ON_ONE_DEVICE = tuple(kind for kind, forecast in FORECASTS.items() if len(forecast.settings.lanes) == 1)
 
 
@@ -50,7 +50,7 @@ class Verdict:
 
     Attributes:
         breaks_bound: whether the running plan certainly breaks its bounds.
-        plan: the best plan, in a form that can replace the running one; None if no plan keeps the bounds.
+        plan: the best plan, in a form that can replace the running one, or None if no plan keeps the bounds.
         is_swap: whether the plan takes effect between two steps, without a pause.
         gain: the best plan's gain in the objective, as a share of the running plan's value.
         pause_s: seconds for which the change would delay requests.
@@ -93,7 +93,7 @@ def judged(
 
 
 def _judged_by_arrivals(situation: Situation, terms: Terms) -> Verdict:
-    """Compare plans by the arrival rate that they keep; if requests now break their bounds, even a small gain is worth
+    """Compare plans by the arrival rate that they keep. If requests now break their bounds, even a small gain is worth
     a change.
     """
     if not situation.misses:
@@ -108,7 +108,7 @@ def _judged_by_arrivals(situation: Situation, terms: Terms) -> Verdict:
 
 
 def with_known_rate(verdict: Verdict, num_requests: int) -> Verdict:
-    """Return the verdict; if the other plan serves less and the arrival rate is not yet known, return a verdict that
+    """Return the verdict. If the other plan serves less and the arrival rate is not yet known, return a verdict that
     keeps the running plan.
     """
     best, running = verdict.best, verdict.running
@@ -182,7 +182,7 @@ def decide(judge: Judge) -> Verdict:
 
 
 def _sustaining(judge: Judge, verdict: Verdict) -> Verdict | None:
-    """Return a verdict whose plan serves the observed arrival rate; None if the given verdict's plan does.
+    """Return a verdict whose plan serves the observed arrival rate, or None if the given verdict's plan does.
 
     Beyond the rate at saturation, queues grow without limit, and no request keeps its bounds. A plan that keeps wider
     bounds at the rate, or else serves more requests, is then better than one that keeps the bounds at a lower rate.

@@ -99,8 +99,8 @@ class Judge(ABC):
             rate_rps: the objective's value of `plan`.
 
         Returns:
-            The plan; None if `plan` itself keeps the bounds, if no plan keeps them at a small loss, or if the bounds do
-            not depend on lengths.
+            The plan, or None if `plan` itself keeps the bounds, if no plan keeps them at a small loss, or if the bounds
+            do not depend on lengths.
         """
         return None
 

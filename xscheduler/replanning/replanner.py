@@ -125,7 +125,7 @@ def in_numbers(plan: Plan, observation: Observation) -> str:
 def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
     """Return the plan to judge, and the lengths under which to judge it.
 
-    A trace file gives only lengths; a running server gives plan and lengths.
+    A trace file gives only lengths. A running server gives plan and lengths.
 
     Args:
         source: CSV or JSON lines, or the URL of a server (without /plan).

@@ -69,7 +69,7 @@ class Situation:
         The number of replicas does not change if they are on several machines or share experts.
 
         Args:
-            in_place: whether to keep the running plan's stages and micro-batches; with a single device, they are kept
+            in_place: whether to keep the running plan's stages and micro-batches. With a single device, they are kept
                 in any case.
         """
         plan = self.plan

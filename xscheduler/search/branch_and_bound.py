@@ -78,7 +78,7 @@ class _Open:
         return -self.blocks[0].priority if self.blocks else 0.0
 
     def take(self, best: float) -> list[Box]:
-        """Remove the most promising blocks and return their parts; at first, return the whole space."""
+        """Remove the most promising blocks and return their parts. At first, return the whole space."""
         if self.roots:
             roots, self.roots = self.roots, []
             return roots
@@ -88,7 +88,7 @@ class _Open:
         return [part for block in taken for part in self._parts(block.box)]
 
     def corners(self, box: Box) -> list[tuple[int, ...]]:
-        """Return all corners; the first has all indices at their lowest, the last all at their highest."""
+        """Return all corners. The first has all indices at their lowest, the last all at their highest."""
         low, high, _ = box
         return list(product(*zip(low, high, strict=True)))
 
@@ -202,7 +202,7 @@ class _Search:
             chosen = chosen[tolerated[chosen] > self.best_throughput]
 
     def _try_parts(self, space: Space, columns: dict[str, Ints]) -> None:
-        """Predict the fractional batch sizes that points represent; these may serve more than the whole sizes on both
+        """Predict the fractional batch sizes that points represent. These may serve more than the whole sizes on both
         sides.
         """
         parts = space.evaluate_parts(columns, PARTS_OF_A_BATCH)

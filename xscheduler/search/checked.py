@@ -3,7 +3,7 @@
 The search trusts the bounds of boxes (xscheduler.box_bounds). Afterwards, random boxes are drawn in the space of the
 best point and in the next most promising one. If a point exceeds the bound of its box, the excess is added to the gap.
 If the excess is more than a tolerance, nothing is proven: small spaces are then searched exhaustively, which is a
-proof; larger ones are also searched by Optuna, and the better of the two points is taken.
+proof. Larger ones are also searched by Optuna, and the better of the two points is taken.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from xscheduler.space import Space
 NUM_BOXES = 12
 """Boxes drawn in each of the two spaces."""
 TOLERANCE = 0.02
-"""A point may exceed the bound of its box by this share; if it exceeds the bound by more, the bounds are not valid."""
+"""A point may exceed the bound of its box by this share. If it exceeds the bound by more, the bounds are not valid."""
 
 SWEPT = 100_000
 """Spaces of up to this many points are searched exhaustively if bounds do not hold, which takes about a second; Optuna
@@ -29,7 +29,7 @@ takes three."""
 
 
 def search(spaces: Sequence[Space]) -> SearchResult:
-    """Return the best allowed point; its gap is widened or dropped if random samples beat their bounds."""
+    """Return the best allowed point. Its gap is widened or dropped if random samples beat their bounds."""
     found = branch_and_bound.search(spaces)
     promising = [space for space in sorted(spaces, key=lambda space: -space.bound) if space is not found.space]
     looked_at = [*([found.space] if found.space is not None else []), *promising[:1]]

@@ -174,7 +174,7 @@ class Table:
         return Table(points, self(points) + other(points))
 
     def beside(self, other: Table) -> Table:
-        """Return one table with the functions of both tables, this table's first; the other's are broadcast to the same
+        """Return one table with the functions of both tables, this table's first. The other's are broadcast to the same
         axes.
         """
         points = np.union1d(self.points, other.points)

@@ -1,11 +1,11 @@
 """Convert a profile to step times of speculative decoding, per token that a request gets.
 
 A decode step of b requests with k drafted tokens passes (1 + k) b tokens through the model and k times b tokens through
-the draft; each request gets T = `Speculation.tokens_per_step` tokens on average. All other code counts one token for
+the draft. Each request gets T = `Speculation.tokens_per_step` tokens on average. All other code counts one token for
 each request and step. So the profile is changed: each of its steps stands for 1 / T of a real step, and encodes 1 / T
 of the prompts of a real step. With f(n) the seconds of n tokens, such a step takes f((1 + k) b + T p) / T for b
 requests and p prompt tokens. Tables of tokens become F(n) = f(T n) / T, which is exact for prompts. Decodes take F((1 +
-k) b / T) - F(b) more; this time and the time of the draft's passes are added to the table of decode attention.
+k) b / T) - F(b) more. This time and the time of the draft's passes are added to the table of decode attention.
 
 Attention reads keys and values once for all tokens of a request that are verified together.
 """
@@ -58,7 +58,7 @@ class Draft:
         self._spec, self._is_own = spec, method == "mtp"
 
     def bytes(self, dtype: DType) -> float:
-        """Return the bytes of the draft's weights. An EAGLE-3 draft has its own output head; other drafts use the
+        """Return the bytes of the draft's weights. An EAGLE-3 draft has its own output head. Other drafts use the
         model's head.
         """
         spec = self._spec
@@ -67,7 +67,7 @@ class Draft:
         return self.params * size + own_head
 
     def kept_bytes(self, dtype: DType, group: int) -> float:
-        """Return the K/V bytes of the draft for each token on a device of a group; a layer of the draft is like a layer
+        """Return the K/V bytes of the draft for each token on a device of a group. A layer of the draft is like a layer
         of the model.
         """
         kinds = [kind for kind in self._spec.kinds if kind.attention is not None and kind.attention.keeps]
@@ -148,7 +148,7 @@ def _layer(layer: LayerTimes, profile: Profile, spec: ModelSpec, speculation: Sp
         return (number - 1) * rest(tokens) + last(tokens) + head(tokens)
 
     def drafted(requests: Array) -> Array:
-        """Return the seconds of all passes of the draft; the first one reads the tokens that the last step accepted."""
+        """Return the seconds of all passes of the draft. The first one reads the tokens that the last step accepted."""
         if not draft.layers:
             return np.zeros_like(requests)
         share = draft.share(profile.dtype, requests)

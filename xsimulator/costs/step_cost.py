@@ -1,16 +1,16 @@
 """Compute the cost of steps on the stages of a lane: tables for closed forms, and single steps for simulation.
 
-The simulated engine, calibration and the observation of a machine's pace use single steps; the closed forms' tables are
+The simulated engine, calibration and the observation of a machine's pace use single steps. The closed forms' tables are
 computed from the same curves.
 
 A stage with d decoder and e encoder layers takes, for a step with n tokens of which k are sampled and r requests,
 
     d (rest(n) + attention) + e (encoder's rest + attention) + embedding(n) + head(k) + overhead(r)
 
-with the tables of its tensor-parallel degree; the embedding is on the first stage, the head on the last. On the last
+with the tables of its tensor-parallel degree. The embedding is on the first stage, the head on the last. On the last
 stage, the last layer computes only keys and values for all n tokens (`last`); its work for the k sampled tokens counts
 as head. Every stage pays the overhead, since each worker assembles its own batch. In an encoder-decoder, prompts go
-through the encoder layers; in the same step, their start tokens go through the decoder. Source: ExeGPT sec. 3, 6.
+through the encoder layers. In the same step, their start tokens go through the decoder. Source: ExeGPT sec. 3, 6.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LaneCost:
     Args:
         degrees: the profile's tables, shared by several lanes. None means that they are computed here.
         engine: the engine that runs the steps. None means an engine of which only the profile's step times are known.
-        is_floor: whether these are lower tables; on lower tables, closed forms count the cost of mixing for one decode
+        is_floor: whether these are lower tables. On lower tables, closed forms count the cost of mixing for one decode
             only.
 
     Attributes:

@@ -12,7 +12,7 @@ from xsimulator.costs.step_counts import StepCounts
 NUM_POINTS = 32
 """Points of a fitted table."""
 NUM_STEPS = 200
-"""Number of steps that are fitted; the error is computed on as many others."""
+"""Number of steps that are fitted. The error is computed on as many others."""
 
 
 def with_step_times(plan: Plan, profile: Profile) -> Plan:

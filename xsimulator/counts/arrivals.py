@@ -2,7 +2,7 @@
 
 All requests that decode in a micro-batch advance together. So the cost of a step needs only the number of these
 requests and the total number of tokens to which they attend, and a request needs only the iteration in which it ends.
-Requests enter in order of arrival. Memory for their longest output is reserved ("reserve"); in a single micro-batch of
+Requests enter in order of arrival. Memory for their longest output is reserved ("reserve"). In a single micro-batch of
 orca or chunked, they may instead take only the blocks of their prompt ("quantile"). Other schedules are simulated
 request by request (`xsimulator.events`). For schedules that both can simulate, the times are the same
 (tests/contract/test_counts.py).
@@ -79,7 +79,7 @@ STEP = np.dtype(
     + _fields("first_piece last_piece first_moved last_moved")
     + _fields("mean_input", np.float64)
 )
-"""A step that runs now, with the counts on which its cost depends (`StepCounts`); its prompt pieces and moved requests
+"""A step that runs now, with the counts on which its cost depends (`StepCounts`). Its prompt pieces and moved requests
 are ranges."""
 
 PIECE = np.dtype(_fields("request start length"))
@@ -102,7 +102,7 @@ LANE = np.dtype(
 
 Requests [head, tail) wait behind the preempted requests, a list that begins with `preempted`. by_use: whether requests
 take blocks as they grow. Steps [first_step, end_step) run now. Requests [first_counted, last_counted) are measured.
-num_sent, path_ns: number of requests sent; in a closed loop the next one is sent `path_ns` after one has ended. emits:
+num_sent, path_ns: number of requests sent. In a closed loop the next one is sent `path_ns` after one has ended. emits:
 whether an encode step makes first tokens. Of WAA's requests, in the order in which their prompts end, `num_encoded` are
 encoded, `num_moving` have left, `num_arrived` are in the decode lane, and `num_joined` decode there. `num_decode` of
 the micro-batches belong to that lane. occupies: whether a transfer takes the devices' compute time.
@@ -173,7 +173,7 @@ class RunState(NamedTuple):
 
     Attributes:
         lane: one record.
-        batches: the micro-batches; under WAA, the decode lane's first, then the encode lane's.
+        batches: the micro-batches. Under WAA, the decode lane's first, then the encode lane's.
         ends: the first request that ends in each iteration, modulo the number of iterations. # [batches, iterations]
         grows: number of requests that take a block in each iteration, modulo the tokens of a block. # [tokens]
         steps, pieces: ring buffers.

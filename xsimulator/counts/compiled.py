@@ -1,7 +1,7 @@
 """Compile loops with numba and keep them on disk.
 
 A helper is compiled into its callers. A function that Python calls is compiled when it first runs, which takes some
-seconds; the result is kept on disk (`xgpt.core.compiled_code`).
+seconds. The result is kept on disk (`xgpt.core.compiled_code`).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def kept(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_kept(function: Callable[..., Any]) -> bool:
-    """Return whether the compiled form of a `kept` function is on disk; otherwise its first run compiles it."""
+    """Return whether the compiled form of a `kept` function is on disk. Otherwise its first run compiles it."""
     directory, file = function.stats.cache_path, function.__code__.co_filename  # type: ignore[attr-defined]
     return directory is not None and any(Path(directory).glob(f"{Path(file).stem}.*.nbi"))
 
 
 def _borrowed(typing_context: Any, arrays: Any) -> Any:
-    """Return the same named tuple with arrays that have no reference counts; the caller must keep them alive.
+    """Return the same named tuple with arrays that have no reference counts. The caller must keep them alive.
 
     Numba changes a reference count atomically whenever an array is read from a tuple, and this took most of the loops'
     time.

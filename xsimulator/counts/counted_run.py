@@ -19,14 +19,14 @@ from xsimulator.forecast import FORECASTS
 
 
 def is_compiled() -> bool:
-    """Return whether runs of one lane are already compiled; the first run on a machine compiles them."""
+    """Return whether runs of one lane are already compiled. The first run on a machine compiles them."""
     return is_kept(one_lane_arrivals.run)
 
 
 def counted_run(
     plan: Plan, lanes: Mapping[StageLane, LaneCost], stream: Stream, *, is_logged: bool = False
 ) -> Run | None:
-    """Return one replica's compiled run; None if the plan cannot be simulated by counts (see `is_counted`).
+    """Return one replica's compiled run, or None if the plan cannot be simulated by counts (see `is_counted`).
 
     Args:
         lanes: step costs of the plan's lanes.

@@ -191,7 +191,7 @@ def is_phase_over(batch):
 
 @helper
 def may_encode(s, lane, number):
-    """Return whether a phase may begin; the phases of all micro-batches begin together."""
+    """Return whether a phase may begin. The phases of all micro-batches begin together."""
     if len(s.batches) == 1 or lane.mix or lane.refills:
         return True
     for i in range(len(s.batches)):
@@ -352,7 +352,7 @@ def join_encoded(s, lane, step, now_ns):
 
 @helper
 def finish(s, lane, number):
-    """End the requests that have their last token now; requests of a static batch keep their places."""
+    """End the requests that have their last token now. Requests of a static batch keep their places."""
     batch, id_ = s.batches[number], take_ends(s, number)
     while id_ != NONE:
         drop(s, batch, id_)

@@ -120,7 +120,7 @@ def go_on(s, encode, decode, encode_free_ns, decode_free_ns, tokens_moved, moved
 
 @helper
 def free_slot(s):
-    """Return the place for the next step; there is one more place than the number of steps that can run at the same
+    """Return the place for the next step. There is one more place than the number of steps that can run at the same
     time.
     """
     i = 0

@@ -143,7 +143,7 @@ class Forecast(ABC, Generic[M]):
         return self.estimate(model, plan.policy.model_copy(update={self.load: most}))
 
     def promises_too_little(self, found: Performance) -> npt.NDArray[np.bool_]:
-        """Return which settings may have a throughput that exceeds its prediction by more than chance; for these, the
+        """Return which settings may have a throughput that exceeds its prediction by more than chance. For these, the
         search uses bounds instead of predictions.
         """
         return np.zeros(len(found.throughput), bool)

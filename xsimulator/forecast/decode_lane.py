@@ -103,7 +103,7 @@ class DecodeLane:
 
         The requests of a batch join together, and no request joins in most steps. Only steps with joining requests read
         these layers' weights, and all steps after such a step wait for it. With larger batches there are fewer such
-        steps; with smaller batches each of them takes less time.
+        steps. With smaller batches each of them takes less time.
         """
         cost, slowest, through = (times[..., :size] for times in self._grid)
         joining = GRID[:size] / self.mean_decodes

@@ -21,7 +21,7 @@ BEFORE = np.arange(1.0, PERIODS + 1)[:, None, None]
 def as_interpolated(batches: Array) -> Array:
     """Return the matrix that interpolates times at some batch sizes to the grid and back. # [batches, batches]
 
-    A row of times is multiplied with it from the right; the result shows the times as the grid represents them.
+    A row of times is multiplied with it from the right. The result shows the times as the grid represents them.
     """
     on_grid = [np.interp(GRID, batches, unit) for unit in np.eye(len(batches))]
     return np.stack([np.interp(batches, GRID, row) for row in on_grid])
@@ -113,7 +113,7 @@ class Stays:
 
     def __init__(self, survival: Array) -> None:
         self.transferred = float(survival[0])
-        """Share of requests that reach the decode lane; the others end with the token that the encode lane makes."""
+        """Share of requests that reach the decode lane. The others end with the token that the encode lane makes."""
         self._share: Array = np.concatenate([survival[:1], survival, [0.0]])
         """Share of requests that are still in the lanes, by iterations since their transfer, joining included."""
         tail = (self._share[1:] + self._share[:-1]) / 2
@@ -164,7 +164,7 @@ def between(values: Array, at: Array) -> Array:
 class Waiting:
     """Computes the number of free slots that wait for the encode lane while it is busy, by requests a second.
 
-    The encode lane is a queue of batches; the number of free slots goes to infinity as the rate approaches `limit`.
+    The encode lane is a queue of batches. The number of free slots goes to infinity as the rate approaches `limit`.
 
     Args:
         arrivals, service: squared coefficients of variation of the time between batches and of a batch's time.

@@ -42,7 +42,7 @@ class Mixed(Forecast[OneLaneModel]):
 def _budgets(room: PlacementLimits) -> list[int]:
     """Return the token budgets to try that the engine allows.
 
-    If the engine cuts no prompts, these are the budgets with room for the longest prompt and all decodes; if no budget
+    If the engine cuts no prompts, these are the budgets with room for the longest prompt and all decodes. If no budget
     has this room, it is the largest budget.
     """
     longest, engine = room.lengths.max_input, room.engine

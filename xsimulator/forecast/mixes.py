@@ -28,7 +28,7 @@ ROOT_STEPS = np.linspace(0.0, 1.0, 33)
 ROOT_LEVELS = 2
 """The root is bracketed on a grid, then on a finer grid within the bracket."""
 PROMPTS = np.asarray([0.35, 0.3, 0.2, 0.1, 0.05])
-"""Shares of all prompts, from the shortest to the longest; each is represented by its mean length."""
+"""Shares of all prompts, from the shortest to the longest. Each is represented by its mean length."""
 DEVIATES = np.asarray([[-2.334414], [-0.741964], [0.741964], [2.334414]])
 WEIGHTS = np.asarray([0.045876, 0.454124, 0.454124, 0.045876])
 """Nodes and weights that represent a normal distribution (Gauss-Hermite)."""

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class OneLaneModel:
-    """Steps of a lane of stages under one workload; the forecasts of the single-lane policies read it.
+    """Steps of a lane of stages under one workload. The forecasts of the single-lane policies read it.
 
     Args:
         lane: step costs on the lane's stages.

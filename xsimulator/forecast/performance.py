@@ -30,7 +30,7 @@ class Performance:
         cycle: time from one encode step to the next, s.
         bubble: share of the devices' time in which their stage is idle.
         filling: part of a cycle, s, that the last decode steps before an encode phase spend on stages other than the
-            slowest (rra); it falls as more iterations a phase make steps smaller.
+            slowest (rra). It falls as more iterations a phase make steps smaller.
     """
 
     throughput: Array
@@ -66,7 +66,7 @@ def stack(size: int, parts: list[tuple[Any, Performance]]) -> Performance:
 
 
 def upper_deviate(share: npt.ArrayLike) -> Array:
-    """Return the standard normal deviate that the 99th percentile of all gaps has among the longest `share` of them; it
+    """Return the standard normal deviate that the 99th percentile of all gaps has among the longest `share` of them. It
     is at most 2.33.
     """
     return ndtri(np.minimum(np.maximum(1 - 0.01 / np.maximum(share, 1e-9), 0.02), 0.99))

@@ -114,7 +114,7 @@ def phases_of(lengths: Lengths, decodes: int) -> Phases:
 
 def segments(length: int, edges: set[int], most: int) -> Counts:
     """Return edges of at most `most` segments of 0 .. length, with `edges` added. The first segments are single
-    iterations; the later ones are ever longer.
+    iterations. The later ones are ever longer.
     """
     if length <= most:
         return np.arange(length + 1)

@@ -102,7 +102,7 @@ class RandomSteps:
 
     The length with the highest gain gives a lower bound on a step's time. It is only a lower bound, because such a path
     does not look ahead. As an upper estimate, every M steps take as long as the longest of them, which is too long if M
-    is large. The true time lies between the two; for few micro-batches it is nearer to the upper estimate.
+    is large. The true time lies between the two. For few micro-batches it is nearer to the upper estimate.
 
     Args:
         through, slowest: seconds of each kind of step on all stages, and on the slowest. # [steps, n]

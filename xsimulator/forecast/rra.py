@@ -76,7 +76,7 @@ class Rra(Forecast[OneLaneModel]):
 
 
 def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, microbatches: Array) -> Performance:
-    """Return the predictions for candidates; requests encoded k phases ago decode together.
+    """Return the predictions for candidates. Requests encoded k phases ago decode together.
 
     The time of a cycle is the longest of several paths through it (for equal stages this is exact): one stage's work;
     a micro-batch's own steps; decode rounds, and then the encode round from stage x on.

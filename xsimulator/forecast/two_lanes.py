@@ -8,9 +8,9 @@ every t_E, by the K/V transfers, or by the cap on requests inside:
 
 since a batch waits until all of it fits beside the remaining requests of the batches that entered j periods of B_E / X
 before, and then until the encode lane is free (as in a queue with batch arrivals). G(a) is the share of requests still
-inside at age a: all of them until they are encoded; then those with further output, until they have been transferred,
+inside at age a: all of them until they are encoded. Then those with further output, until they have been transferred,
 have joined (after half an iteration on average) and have run their iterations. If outputs end together, with the encode
-lane's token or after equally many iterations, whole batches stay inside; otherwise half a batch's slots are free on
+lane's token or after equally many iterations, whole batches stay inside. Otherwise half a batch's slots are free on
 average. If devices are CPU cores, moving K/V takes their compute time, so both lanes do nothing else meanwhile
 (TransferCost.occupies). Source: ExeGPT sec. 4.1, 6, for the case B = B_E E[S], in which encode and decode take turns.
 """
@@ -52,7 +52,7 @@ class TwoLaneModel:
 
     Args:
         quantile: quantile of the output length for which latency is reported.
-        all_requests: ignored; the latency of a request of the quantile's length is always reported.
+        all_requests: ignored. The latency of a request of the quantile's length is always reported.
 
     Raises:
         InputError: the profile has no times of K/V transfers, or the cluster states no link to the host.
@@ -130,7 +130,7 @@ class TwoLaneModel:
         """Return a rate, in requests a second, that no settings with encode batches between these two sizes exceed
         while they keep the latency.
 
-        With the largest batch, the encode lane has its highest throughput and slots wait least; with the smallest
+        With the largest batch, the encode lane has its highest throughput and slots wait least. With the smallest
         batch, the fewest requests are in the lanes before their first decode step.
 
         Args:

@@ -197,7 +197,7 @@ def _attention(family: str, config: Config, layer: int, kind: str) -> Attention:
 
 
 def _searched_attention(config: Config, block: Config) -> Attention | None:
-    """Return the attention of a layer from an architecture search (Llama-Nemotron); None if the layer has no
+    """Return the attention of a layer from an architecture search (Llama-Nemotron), or None if the layer has no
     attention.
     """
     if block.get("no_op") or block.get("replace_with_linear"):
@@ -322,7 +322,7 @@ def _feeds(family: str, config: Config, number: int) -> list[tuple[int, Experts 
 
 
 def _searched_width(config: Config, block: Config) -> int:
-    """Return the width of a feed-forward block from an architecture search; 0 if the layer has none."""
+    """Return the width of a feed-forward block from an architecture search, or 0 if the layer has none."""
     if block.get("no_op") or block.get("replace_with_linear"):
         return 0
     if (size := block.get("intermediate_size")) is not None:

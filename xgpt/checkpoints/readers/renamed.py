@@ -80,7 +80,7 @@ def _llama4(config: Config) -> Config:
 
 
 def _longcat_flash(config: Config) -> Config:
-    """Split each layer into two, each with attention and a dense block; the first also has the experts, some of which
+    """Split each layer into two, each with attention and a dense block. The first also has the experts, some of which
     return their input unchanged.
     """
     number, real = 2 * config["num_layers"], config["n_routed_experts"]
@@ -91,7 +91,7 @@ def _longcat_flash(config: Config) -> Config:
 
 
 def _glm_moe_dsa(config: Config) -> Config:
-    """Set which layers have an index: the first ones, and after them one in every `index_topk_freq` layers; the layers
+    """Set which layers have an index: the first ones, and after them one in every `index_topk_freq` layers. The layers
     in between use the choice of the last index before them.
     """
     every, first = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset") or 0

@@ -27,7 +27,7 @@ PREFIXES = ("", "model.", "model.language_model.", "language_model.model.", "bac
 
 
 def quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Return the format in which weights are stored; None if they are stored in the model's dtype.
+    """Return the format in which weights are stored, or None if they are stored in the model's dtype.
 
     Args:
         side: content of hf_quant_config.json, or None.

@@ -107,7 +107,7 @@ class Queue:
         return set().union(*(order.plan(begun, pace) for order in orders if isinstance(order, InTimeOrder)))
 
     def head_gives_way(self) -> bool:
-        """Return whether the head gives way to requests that can still be in time; the queue must not be empty."""
+        """Return whether the head gives way to requests that can still be in time. The queue must not be empty."""
         chosen = self._choose()
         order = chosen.account.order
         return chosen.place == "order" and isinstance(order, InTimeOrder) and order.gives_way(chosen.request)
@@ -118,12 +118,12 @@ class Queue:
         self._account(request).front.appendleft(request)
 
     def push_back(self, request: Request) -> None:
-        """Add a preempted request after the others of its account; it stays there until it becomes overdue again."""
+        """Add a preempted request after the others of its account. It stays there until it becomes overdue again."""
         self._returned[request.id] = request
         self._account(request).back.append((self.now_ns, request))
 
     def head(self) -> Request | None:
-        """Return the request that enters next; None if none is waiting."""
+        """Return the request that enters next, or None if none is waiting."""
         return self._choose().request if len(self) else None
 
     def pop(self) -> Request:
@@ -134,7 +134,7 @@ class Queue:
         return chosen.request
 
     def charge(self, requests: Iterable[Request]) -> None:
-        """Charge one output token of each request to its account; without API keys, do nothing."""
+        """Charge one output token of each request to its account. Without API keys, do nothing."""
         self._next = None
         for request in requests:
             if request.account.name:
@@ -225,7 +225,7 @@ class Queue:
         return self._named(name).order
 
     def _account(self, request: Request) -> _Account:
-        """Return a request's account; the caller is about to change the account's queue."""
+        """Return a request's account. The caller is about to change the account's queue."""
         self._next = None
         return self._named(request.account.name)
 
@@ -235,7 +235,7 @@ class Queue:
         return self._accounts[name]
 
     def _choose(self) -> _NextRequest:
-        """Return the head and where it waits; the queue must not be empty."""
+        """Return the head and where it waits. The queue must not be empty."""
         if self._next is None:
             due_ns = None if self.patience_ns is None else self.now_ns - self.patience_ns
             account = self._choose_account(due_ns)
@@ -270,8 +270,7 @@ class Queue:
 
 
 class _NextRequest(NamedTuple):
-    """The request that enters next. `since_ns` is the time at which its wait began; it is set only with place
-    "back".
+    """The request that enters next. `since_ns` is the time at which its wait began. It is set only with place "back".
     """
 
     account: _Account
@@ -316,7 +315,7 @@ class _Account:
         self.served += num_tokens / request.account.share
 
     def overdue(self, due_ns: int | None) -> tuple[Request, QueuePlace, int] | None:
-        """Return the request that has waited longest, its place and the time at which its wait began; None if that
+        """Return the request that has waited longest, its place and the time at which its wait began, or None if that
         request is not overdue.
         """
         if due_ns is None:
@@ -384,7 +383,7 @@ class _Account:
 def make_order(
     order: AdmissionOrder, row_tokens: int | None = None, first_tokens: FirstTokens | None = None, eta: float = ETA
 ) -> Order:
-    """Return an empty order; its arguments are those of `make_queue`."""
+    """Return an empty order. Its arguments are those of `make_queue`."""
     match order:
         case "fcfs":
             return SortedOrder()

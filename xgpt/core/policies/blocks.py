@@ -56,7 +56,7 @@ NOTHING = Found((), 0, (), 0)
 
 
 class Blocks:
-    """The K/V blocks of one lane; all its stages use the same numbers.
+    """The K/V blocks of one lane. All its stages use the same numbers.
 
     Every block is free, in use or cached. A request gets a free block, or if there is none, the block that has been
     cached for longest.
@@ -71,7 +71,7 @@ class Blocks:
         self._by_key: dict[bytes, int] = {}
         self._key: dict[int, bytes] = {}
         self._uses: dict[int, int] = {}
-        """Number of requests that use each block with a present or former key; other blocks belong to one request."""
+        """Number of requests that use each block with a present or former key. Other blocks belong to one request."""
         self._kept: OrderedDict[int, None] = OrderedDict()
         """Blocks that have a key and that no request uses, in the order of their release."""
         self._found: dict[int, Found] = {}
@@ -111,7 +111,7 @@ class Blocks:
         return sum(uses.get(block, 1) == 1 and block not in shared for block in table.blocks)
 
     def share(self, found: Sequence[int]) -> BlockTable:
-        """Return a new table of blocks that `find` has just returned; they are then in use."""
+        """Return a new table of blocks that `find` has just returned. They are then in use."""
         uses = self._uses
         for block in found:
             if not uses[block]:
@@ -121,7 +121,7 @@ class Blocks:
         return BlockTable(found)
 
     def grow(self, table: BlockTable) -> int:
-        """Give a request one more block and return its number; the caller must have made sure that a block is
+        """Give a request one more block and return its number. The caller must have made sure that a block is
         available.
         """
         if self._free:
@@ -166,7 +166,7 @@ class Blocks:
                 self._free.append(block)
 
     def release(self, table: BlockTable) -> None:
-        """Release a request's blocks; those with a key stay cached once no request uses them."""
+        """Release a request's blocks. Those with a key stay cached once no request uses them."""
         uses = self._uses
         for block in reversed(table.blocks):
             if block not in uses:

@@ -114,8 +114,8 @@ def _slack(plan: Plan, policy: SingleLaneSettings) -> Slack | None:
 
 
 def first_tokens(plan: Plan) -> FirstTokens | None:
-    """Return when first tokens are due by the plan's bound, and how long prompts take; None if the order of admission
-    does not use these times.
+    """Return when first tokens are due by the plan's bound, and how long prompts take, or None if the order of
+    admission does not use these times.
     """
     if plan.admission.order != "in-time":
         return None

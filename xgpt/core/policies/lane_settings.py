@@ -28,7 +28,7 @@ class LaneSettings:
         encode_tokens: mean number of prompt tokens in a step that encodes. None means no such target.
         carried_batch: mean number of requests in decode when a phase begins; used with `encode_tokens`.
         decode_batch: mean number of requests in decode after the phase's encoding; used with `encode_tokens`.
-        token_budget: largest number of tokens in a step; prompts are cut to fit. None means whole prompts.
+        token_budget: largest number of tokens in a step. Prompts are cut to fit. None means whole prompts.
         max_batch: largest number of requests in the lane.
         refill_when_empty: whether no request enters before the whole batch has finished.
         microbatches: number of micro-batches, each with its own rule.
@@ -94,7 +94,7 @@ def lane_settings(
     Args:
         encode_tokens: the plan's mean number of prompt tokens in a step that encodes (rra only).
         decode_batch: the plan's requests in decode at the start of a phase (rra only).
-        decoding_share: share of the requests that have more than one output token; the others end with their first
+        decoding_share: share of the requests that have more than one output token. The others end with their first
             token (rra only).
     """
     return RULES[settings.kind](settings, encode_tokens, decode_batch, decoding_share)

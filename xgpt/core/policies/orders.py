@@ -1,7 +1,7 @@
 """Implement the orders of admission, which decide which of an account's waiting requests enters next.
 
 First come, first served (fcfs), shortest prompt first (sjf), longest output first (lpt), earliest deadline first (edf),
-and TCB's deadline-aware scheduling (das); in-time is in `in_time`. All orders sort requests as they arrive, so the cost
+and TCB's deadline-aware scheduling (das). In-time is in `in_time`. All orders sort requests as they arrive, so the cost
 of a step depends on the number of requests that enter, not on the number that wait.
 """
 
@@ -26,7 +26,7 @@ def utility(request: Request) -> float:
 
 
 def deadline(request: Request) -> float:
-    """Return a request's deadline in nanoseconds; infinite if it has none."""
+    """Return a request's deadline in nanoseconds, or infinite if it has none."""
     return math.inf if request.deadline_ns is None else request.deadline_ns
 
 
@@ -86,7 +86,7 @@ class Order(ABC):
 
     @abstractmethod
     def first(self) -> Request:
-        """Return the request that enters next; the order must not be empty."""
+        """Return the request that enters next. The order must not be empty."""
 
     @abstractmethod
     def _add(self, request: Request, number: int) -> None:
@@ -126,10 +126,10 @@ class DasOrder(Order):
     A row holds `row_tokens` prompt tokens. Let s be the number of the shortest requests that would fill it. First, the
     ceil(eta s) shortest requests enter. Then those with the earliest deadlines enter, among the requests whose utility
     is at least q times the mean utility of the first ones (q = 1 - eta); then again the shortest. A request that does
-    not fit in the rest of the row is skipped; if none fits, the next row begins. For a fixed set of requests this
+    not fit in the rest of the row is skipped. If none fits, the next row begins. For a fixed set of requests this
     reaches eta q / (eta q + 1) of the best schedule's utility (Theorem 5.1).
 
-    A request that is longer than a row fits in no row; it enters once no other request waits.
+    A request that is longer than a row fits in no row. It enters once no other request waits.
     """
 
     def __init__(self, row_tokens: int, eta: float = ETA) -> None:
@@ -140,7 +140,7 @@ class DasOrder(Order):
         self._heaps: dict[int, list[Entry]] = {}
         """Waiting requests by length, each list by deadline."""
         self._count: dict[int, int] = {}
-        """Number of waiting requests by length; the heaps also hold requests that have left."""
+        """Number of waiting requests by length. The heaps also hold requests that have left."""
         self._lengths: list[int] = []
         """Lengths of waiting requests, in ascending order."""
         self._earliest = EarliestUpTo()
@@ -201,7 +201,7 @@ class DasOrder(Order):
         return self._heaps[length][0][2]
 
     def _most_urgent(self, longest: int) -> int | None:
-        """Return the length with the earliest deadline among lengths up to `longest`; None if no waiting request is
+        """Return the length with the earliest deadline among lengths up to `longest`, or None if no waiting request is
         that short.
         """
         for length in self._changed:
@@ -235,7 +235,7 @@ class DasOrder(Order):
 class EarliestUpTo:
     """Finds the length with the earliest deadline among all lengths up to a limit: a tree of minima.
 
-    Node i has the children 2i and 2i + 1; the last half are the leaves, one for each length.
+    Node i has the children 2i and 2i + 1. The last half are the leaves, one for each length.
     """
 
     def __init__(self) -> None:
@@ -253,7 +253,7 @@ class EarliestUpTo:
             tree[node] = _least(tree[2 * node], tree[2 * node + 1])
 
     def up_to(self, limit: int) -> int | None:
-        """Return the length up to `limit` whose deadline is earliest; None if no waiting request is that short."""
+        """Return the length up to `limit` whose deadline is earliest, or None if no waiting request is that short."""
         size = len(self._tree) // 2
         if limit >= size - 1:
             best = self._tree[1]

@@ -18,8 +18,8 @@ from xgpt.core.schema import KvPromise
 from xgpt.core.schema.step_log import Chain
 
 MOST_SCORED = 512
-"""Largest number of prompt tokens that a step scores, since each takes a row of logits; further prompts wait for the
-next step. A longer prompt is cut if steps mix prompts and decodes; otherwise it is the only prompt that its step
+"""Largest number of prompt tokens that a step scores, since each takes a row of logits. Further prompts wait for the
+next step. A longer prompt is cut if steps mix prompts and decodes. Otherwise it is the only prompt that its step
 scores.
 """
 
@@ -28,9 +28,9 @@ class Pool(Running):
     """Requests with their state, and K/V memory in blocks.
 
     Under "reserve", the blocks of a request's prompt and promised output are reserved when it enters (ORCA Algorithm
-    1); if its maximum is promised, it never waits for memory again. A request that exceeds its promise takes more
+    1). If its maximum is promised, it never waits for memory again. A request that exceeds its promise takes more
     blocks as it grows, until a request within its promise needs them. Then requests that exceed their promise are
-    preempted, the last to enter first. A preempted request loses its K/V and waits after the others of its account; it
+    preempted, the last to enter first. A preempted request loses its K/V and waits after the others of its account. It
     is encoded again together with its generated tokens, and is promised the same number of further tokens. Under
     "quantile", a request enters with the blocks of its prompt and takes more as it grows; when blocks run out, the
     request that entered last is preempted and waits first. A request in a running step is never preempted, since a
@@ -165,7 +165,7 @@ class Pool(Running):
         return self.memory.num_missing(request, (table for table in overdrawn if table is not None)) <= 0
 
     def admit(self, batch: MicroBatch) -> Request | None:
-        """Admit the first waiting request and return it; None if no request waits, or the first one's K/V does not
+        """Admit the first waiting request and return it, or None if no request waits, or the first one's K/V does not
         fit.
         """
         if not self.can_admit():
@@ -192,7 +192,7 @@ class Pool(Running):
 
         Args:
             outputs: for requests that ended, the keys of the blocks after those of the prompt.
-            failed: finished requests that ended in an error; their blocks are no longer shared.
+            failed: finished requests that ended in an error. Their blocks are no longer shared.
 
         Returns:
             The requests whose slot and K/V become free.

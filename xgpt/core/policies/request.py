@@ -86,7 +86,7 @@ class Request:
 
 
 class Chunk(NamedTuple):
-    """Tokens [start, start + length) of a request's prompt; after a preemption, these tokens may include generated
+    """Tokens [start, start + length) of a request's prompt. After a preemption, these tokens may include generated
     ones.
     """
 
@@ -131,7 +131,7 @@ class MicroBatch:
     them, and an event of one request after some number of tokens is stored under the iteration in which it occurs.
 
     Args:
-        decodes: whether the micro-batch has decode steps; otherwise requests are only encoded in it.
+        decodes: whether the micro-batch has decode steps. Otherwise requests are only encoded in it.
 
     Attributes:
         encoding: requests whose prompts are not encoded yet, by id, in order of admission.

@@ -36,7 +36,7 @@ class ReplicaRouter:
         self.load = [0] * count
         self._slack = slack
         self._home: OrderedDict[bytes, int] = OrderedDict()
-        """For each key, the replica to which it was last sent; the least recently used key comes first."""
+        """For each key, the replica to which it was last sent. The least recently used key comes first."""
 
     @classmethod
     def of(cls, plan: Plan) -> ReplicaRouter:

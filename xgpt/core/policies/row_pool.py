@@ -127,8 +127,8 @@ class RowPool(Pool):
     def _by_algorithm_2(self, most: int | None) -> list[Request]:
         """Remove and return the next batch in slots, by TCB's Algorithm 2.
 
-        A slot is as long as the longest request that das chooses only by utility; longer requests go on waiting. Orders
-        other than das choose no request by utility; a slot is then as long as the longest request.
+        A slot is as long as the longest request that das chooses only by utility. Longer requests go on waiting. Orders
+        other than das choose no request by utility. A slot is then as long as the longest request.
         """
         chosen: list[Request] = []
         longest = 0
@@ -198,7 +198,7 @@ class RowPool(Pool):
 
 
 class RowSchedule(OneLane):
-    """Static batches in rows on one device, which runs one step at a time; each micro-batch is a whole batch."""
+    """Static batches in rows on one device, which runs one step at a time. Each micro-batch is a whole batch."""
 
     def fresh(self) -> RowSchedule:
         return RowSchedule(self.settings, self.pool.fresh(), self.stages)

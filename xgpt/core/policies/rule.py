@@ -62,7 +62,7 @@ class PromptBudget:
 
 
 class OneLaneRule:
-    """Decides the steps of one micro-batch; its state is the phase and the budget's credit."""
+    """Decides the steps of one micro-batch. Its state is the phase and the budget's credit."""
 
     def __init__(self, settings: LaneSettings, number: int = 0) -> None:
         self.settings = settings
@@ -76,7 +76,7 @@ class OneLaneRule:
         """Number of steps for which prompts have waited for more prompts."""
 
     def apply(self, settings: LaneSettings) -> None:
-        """Adopt other settings; the phase goes on, and the budget is reset."""
+        """Adopt other settings. The phase goes on, and the budget is reset."""
         self.settings = settings
         self._budget = PromptBudget(settings.encode_tokens or 0.0, settings.decode_batch)
 
@@ -216,7 +216,7 @@ class OneLaneRule:
     def _admit(
         self, room: PromptRoom, pool: Pool, batch: MicroBatch, chunks: list[Chunk], *, in_time: bool = False
     ) -> None:
-        """Admit waiting prompts and add pieces of them; with `in_time`, stop at the first that gives way."""
+        """Admit waiting prompts and add pieces of them. With `in_time`, stop at the first that gives way."""
         while room.is_open and self.has_slot(batch):
             if in_time and pool.num_waiting and pool.waiting.head_gives_way():
                 return
@@ -246,13 +246,13 @@ class OneLaneRule:
         return self.settings.max_batch is None or batch.num_running < self.settings.max_batch
 
     def _part(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
-        """Return the next part of a batch that entered as a whole; several parts may run at the same time."""
+        """Return the next part of a batch that entered as a whole. Several parts may run at the same time."""
         missing = [batch.encoding[id_] for id_ in pool.under_way.untouched(batch.encoding)]
         size = -(-batch.num_running // self.settings.encode_parts)
         return tuple(rest_of_prompt(request) for request in missing[:size])
 
     def prompts_of_phase(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
-        """Return whole prompts up to the phase's token target; the difference is carried to the next phase."""
+        """Return whole prompts up to the phase's token target. The difference is carried to the next phase."""
         settings = self.settings
         self._budget.open(len(batch.decoding) - settings.carried_batch)
         # Partly encoded prompts were begun under settings that cut them (see apply).

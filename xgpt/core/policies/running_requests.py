@@ -15,7 +15,7 @@ class StepsUnderWay:
     def __init__(self) -> None:
         self._steps: list[Step] = []
         self.leaving: set[int] = set()
-        """Requests cancelled while their step ran; they leave when it is settled."""
+        """Requests cancelled while their step ran. They leave when it is settled."""
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -52,7 +52,7 @@ class StepsUnderWay:
 class Running:
     """Running requests in their micro-batches.
 
-    Their tokens and blocks grow with each step; when blocks run out, some requests are preempted and wait again.
+    Their tokens and blocks grow with each step. When blocks run out, some requests are preempted and wait again.
 
     Args:
         memory: K/V memory of the lanes.
@@ -189,7 +189,7 @@ class Running:
         return grown
 
     def take_preempted(self) -> tuple[int, ...]:
-        """Return the requests preempted since the last call; they wait again."""
+        """Return the requests preempted since the last call. They wait again."""
         if not self._preempted:
             return ()
         preempted = tuple(self._preempted)

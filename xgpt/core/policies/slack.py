@@ -99,7 +99,7 @@ class Slack(NamedTuple):
 
         Args:
             own_ns: time from the moment when the first stage is free until the first of the micro-batch's requests is
-                due its next token; infinite if none decodes.
+                due its next token, or infinite if none decodes.
             others_ns: the same for the other micro-batches' next steps, in the order of their turns.
         """
         stages, equal_ns = self.num_stages, self.equal_ns
@@ -145,7 +145,7 @@ class LaneForecast:
 
     def first_due_ns(self, batch: MicroBatch, now_ns: int, slack: Slack) -> float:
         """Return the earliest time at which a request of a micro-batch is due its next token, beyond the tokens that
-        running steps make; infinite if no request decodes.
+        running steps make, or infinite if no request decodes.
         """
         coming = batch.steps_under_way if batch.assumed is None else 0
         further = batch.iterations + coming + slack.budget.behind_tokens
@@ -209,7 +209,7 @@ class PromptRoom(Protocol):
 
     def take(self, start: int, end: int) -> int:
         """Add tokens [start, end) of a prompt to the step, or the first of them if not all fit, and return their
-        number. It is at least one; the step must have room.
+        number. It is at least one. The step must have room.
         """
 
 

@@ -56,7 +56,7 @@ class RowBatch:
 
 
 def lay_out(batching: Batching, requests: Sequence[Request], row_tokens: int) -> RowBatch:
-    """Return the layout of a batch; equal requests in the same order give equal layouts.
+    """Return the layout of a batch. Equal requests in the same order give equal layouts.
 
     A row holds `row_tokens` prompt tokens, or the longest prompt if that is longer. A slot holds the longest prompt, so
     every request fits in a slot.

@@ -60,7 +60,7 @@ class TwoLaneSettings:
 
 
 class TwoLane(Schedule):
-    """The schedule of WAA. The pool's memory is that of the decode lane; a request has memory there as soon as it
+    """The schedule of WAA. The pool's memory is that of the decode lane. A request has memory there as soon as it
     enters the encode lane.
     """
 

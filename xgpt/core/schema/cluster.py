@@ -10,7 +10,7 @@ from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.model import DType
 
 MOST = 1024
-"""Largest number of nodes, and of devices in a node; larger ones are rejected as typing errors."""
+"""Largest number of nodes, and of devices in a node. Larger ones are rejected as typing errors."""
 
 
 class Efficiency(Frozen):

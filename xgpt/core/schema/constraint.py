@@ -71,7 +71,7 @@ class Constraint(Frozen):
     burstiness: float = Field(default=1.0, gt=0, le=100)
     """Coefficient of variation of the gaps between arrivals: 1 for Poisson, above 1 for bursts."""
     classes: tuple[RequestClass, ...] = ()
-    """Classes of requests with separate bounds; the bounds above are then the tightest of each kind."""
+    """Classes of requests with separate bounds. The bounds above are then the tightest of each kind."""
     headroom: float = Field(default=0.0, ge=0, lt=1)
     """Share by which steps may take longer than predicted before a bound is broken."""
     maximise: str | None = Field(default=None, exclude_if=lambda text: text is None)
@@ -80,7 +80,7 @@ class Constraint(Frozen):
 
     @property
     def planned_quantile(self) -> float:
-        """The share of requests for which a plan is made to keep the bound; under sla "request" it is slightly above
+        """The share of requests for which a plan is made to keep the bound. Under sla "request" it is slightly above
         the quantile.
 
         Latency jumps when one more token falls into the next encode phase, so a share that is only just reached is
@@ -90,7 +90,7 @@ class Constraint(Frozen):
 
     @property
     def maximises_arrivals(self) -> bool:
-        """Whether the plan maximises the arrival rate; without bounds, any rate up to saturation is sustained."""
+        """Whether the plan maximises the arrival rate. Without bounds, any rate up to saturation is sustained."""
         return self.objective == "arrivals" and self.bounds_latency
 
     @property
@@ -178,7 +178,7 @@ class Admission(Frozen):
     means that no request is ever overdue.
 
     If a request states no maximum, memory is reserved for the quantile `promise_quantile` of the plan's output lengths.
-    A longer output continues; it is preempted when other requests need the memory that it uses beyond its reservation.
+    A longer output continues. It is preempted when other requests need the memory that it uses beyond its reservation.
     """
 
     order: AdmissionOrder = "fcfs"

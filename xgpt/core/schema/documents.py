@@ -62,7 +62,7 @@ class CalibratedLoadOutput(Frozen):
     source: str
     """Benchmark and file."""
     used: bool
-    """Whether the fit used it; otherwise it shows the fit's error."""
+    """Whether the fit used it. Otherwise it shows the fit's error."""
     measured: dict[str, float]
     """Measured requests a second, and mean seconds to the first token and between tokens."""
     before: dict[str, float]

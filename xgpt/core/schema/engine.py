@@ -1,4 +1,4 @@
-"""The costs and the scheduling of one version of an engine; the costs add to the step times of a model."""
+"""The costs and the scheduling of one version of an engine. The costs add to the step times of a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EngineSpec(Frozen):
     """The schedule, costs and memory of one version of an engine, as in a file of configs/engines.
 
     Times of the loop (`layer_s` to `captured_tokens`) are added to profiles that are computed or imported for the
-    engine; a measured profile already contains them. A field that is None leaves the profile's figure unchanged.
+    engine. A measured profile already contains them. A field that is None leaves the profile's figure unchanged.
     """
 
     name: str
@@ -42,13 +42,13 @@ class EngineSpec(Frozen):
     mixes: bool = True
     """Whether a step of orca and chunked both encodes and decodes; otherwise steps that encode come first."""
     cuts_prompts: bool = True
-    """Whether a step cuts a prompt that does not fit; otherwise the prompt waits for a step with room for it."""
+    """Whether a step cuts a prompt that does not fit. Otherwise the prompt waits for a step with room for it."""
     admits_by_use: bool = False
-    """Whether requests enter as long as K/V memory is free, and the last request is preempted if memory runs out;
-    otherwise memory for each request's maximum is reserved.
+    """Whether requests enter as long as K/V memory is free, and the last request is preempted if memory runs out.
+    Otherwise memory for each request's maximum is reserved.
     """
     batch_wait_steps: NonNegativeInt = 0
-    """Largest number of steps for which prompts wait for further prompts while requests decode; they wait no longer
+    """Largest number of steps for which prompts wait for further prompts while requests decode. They wait no longer
     once the step would have `batch_wait_tokens` tokens.
     """
     batch_wait_tokens: NonNegativeInt = 0
@@ -107,7 +107,7 @@ class EngineSpec(Frozen):
     block_size: PositiveInt = 16
     """Tokens of a K/V block."""
     max_batch: PositiveInt | None = None
-    """Default largest number of requests in a step; plans do not exceed it unless `--fix` sets more."""
+    """Default largest number of requests in a step. Plans do not exceed it unless `--fix` sets more."""
     token_budget: PositiveInt | None = None
     """Default largest number of tokens in a step: the limit of orca, and the largest budget of chunked unless `--fix`
     sets more."""
@@ -148,7 +148,7 @@ class EngineSpec(Frozen):
         """Return the engine as it is started for a policy: with xgpt's scheduler class if its own scheduler lacks the
         policy.
 
-        Only vLLM accepts such a class; its own scheduler runs only chunked prompts under a token budget.
+        Only vLLM accepts such a class. Its own scheduler runs only chunked prompts under a token budget.
         """
         return self.with_xgpt if self.framework == "vllm" and kind != "chunked" else self
 

@@ -130,12 +130,12 @@ class Estimate(Frozen):
     reuse: ReuseEstimate | None = None
     """The expected prefix reuse. None means that the plan does not count on K/V of earlier requests."""
     simulated: tuple[str, ...] = ()
-    """Names of the figures that come from simulation; all others except `capacity` come from closed forms."""
+    """Names of the figures that come from simulation. All others except `capacity` come from closed forms."""
     step_times: StepTimes | None = None
     """Step times that the scheduling rule uses, or None."""
     ranges: dict[str, tuple[float, float]] = Field(default_factory=dict, exclude_if=lambda ranges: not ranges)
     """By figure, including the capacity's `rate_per_s`: the lowest and highest value in nine of ten cases. If the
-    profile is fitted to a served engine, the cases are loads on this machine while it is otherwise idle; if not, they
+    profile is fitted to a served engine, the cases are loads on this machine while it is otherwise idle. If not, they
     are the published measurements in `ranges_from`.
     """
     ranges_from: dict[str, str] = Field(default_factory=dict, exclude_if=lambda rows: not rows)
@@ -147,7 +147,7 @@ class Estimate(Frozen):
 
     @property
     def predicts_rate(self) -> bool:
-        """Whether throughput is predicted; a plan written by hand may have zeros here."""
+        """Whether throughput is predicted. A plan written by hand may have zeros here."""
         return min(self.throughput_rps, self.encode_batch, self.encode_tokens) > 0
 
     @model_validator(mode="before")

@@ -47,7 +47,7 @@ class FleetInterval(Frozen):
     rate_per_s: NonNegativeFloat
     """Mean number of requests that arrive each second."""
     peak_per_s: NonNegativeFloat
-    """Mean rate in the busiest third of the interval; the fleet is planned for this rate."""
+    """Mean rate in the busiest third of the interval. The fleet is planned for this rate."""
     lengths: NonNegativeInt
     """Index of the interval's request lengths in the fleet's `lengths`."""
     replicas: tuple[NonNegativeInt, ...]
@@ -94,7 +94,7 @@ class FleetPlan(Frozen):
     constraint: Constraint
     """The bounds; the quantile is the share of all requests of the day that must keep them."""
     interval_s: PositiveFloat
-    """Length of an interval, in seconds; the last one ends with the day."""
+    """Length of an interval, in seconds. The last one ends with the day."""
     least_stay_s: NonNegativeFloat
     """Least time for which a started replica runs."""
     least_replicas: NonNegativeInt
@@ -128,7 +128,7 @@ class FleetPlan(Frozen):
 
     @property
     def is_priced(self) -> bool:
-        """Whether devices have prices; without, costs are device-hours."""
+        """Whether devices have prices. Without, costs are device-hours."""
         return any(kind.plan.cluster.price_per_device_hour is not None for kind in self.kinds)
 
     @property

@@ -41,9 +41,8 @@ Family = Literal[
     "deepseek_v3",
     "other",
 ]
-"""Families that xgpt runs, or whose shapes it reads completely; a model of family "other" is planned from its
-`blocks`.
-"""
+"""Families that xgpt runs, or whose shapes it reads completely. A model of family "other" is planned from its
+`blocks`."""
 StoredDType = Literal["float32", "float16", "bfloat16"]
 """Types in which a checkpoint's weights may be stored."""
 RunDType = Literal[StoredDType, "int8"]
@@ -72,7 +71,7 @@ class Precision(NamedTuple):
         weights: type of the projections.
         state: type of activations and the embedding table.
         kv: type of K/V.
-        packs: whether projections are stored in a layout for the device's kernels; a tied head is then a copy of the
+        packs: whether projections are stored in a layout for the device's kernels. A tied head is then a copy of the
             embedding.
         screens: whether the head is stored twice: in 8 bits, and as it was read.
     """
@@ -214,7 +213,7 @@ class ModelSpec(ModelShape):
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end an output."""
     mtp_layers: NonNegativeInt = Field(default=0, exclude_if=lambda number: not number)
-    """Number of layers for multi-token prediction, which can draft for `speculation`; other steps do not use them."""
+    """Number of layers for multi-token prediction, which can draft for `speculation`. Other steps do not use them."""
     default_dtype: DType = "float16"
     """Data type that plans use by default."""
     tower_params: NonNegativeInt = 0

@@ -52,9 +52,9 @@ class Attention(Frozen):
     has_values: bool = True
     """Whether values have a projection; otherwise the keys serve as values."""
     keeps: bool = True
-    """Whether the layer stores keys and values; otherwise it reads those of an earlier layer."""
+    """Whether the layer stores keys and values. Otherwise it reads those of an earlier layer."""
     compression: PositiveInt = 1
-    """Number of tokens for each stored entry; the last tokens, in `window`, have one entry each."""
+    """Number of tokens for each stored entry. The last tokens, in `window`, have one entry each."""
     weights: PositiveInt | None = None
     """Number of weights of all projections, if their shapes are unusual. None means that the number follows from the
     sizes."""

@@ -23,7 +23,7 @@ class Experts(Frozen):
     ffn_size: PositiveInt
     """Width between the two products of an expert."""
     shared_ffn_size: int = Field(default=0, ge=0)
-    """Width of all shared experts together; every token goes to them."""
+    """Width of all shared experts together. Every token goes to them."""
     dense_layers: tuple[int, ...] = ()
     """Layers without experts, which have one feed-forward block of the model's `ffn_size`."""
     skew: float = Field(default=0.0, ge=0)
@@ -42,7 +42,7 @@ class Experts(Frozen):
     bias: bool = Field(default=False, exclude_if=lambda bias: not bias)
     """Whether the products of an expert have biases."""
     latent_size: PositiveInt | None = None
-    """Width to which tokens are projected before the routed experts; after them, they are projected back. None means
+    """Width to which tokens are projected before the routed experts. After them, they are projected back. None means
     the hidden size, without projections.
     """
 
@@ -129,7 +129,7 @@ class Quantization(Frozen):
 
     @property
     def computes_in_eight_bits(self) -> bool:
-        """Whether products run in 8 bits; otherwise weights are unpacked for products in the dtype."""
+        """Whether products run in 8 bits. Otherwise weights are unpacked for products in the dtype."""
         return self.kind in EIGHT_BITS
 
     @property

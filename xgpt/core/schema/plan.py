@@ -24,7 +24,7 @@ HUB = "hf://"
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9]([A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?")
 
 SLICE_TOKENS = 2048
-"""Largest number of tokens that go through the layers at once; larger steps run in slices, to limit activations."""
+"""Largest number of tokens that go through the layers at once. Larger steps run in slices, to limit activations."""
 
 NEVER_NS = 10**15
 """The bound that the scheduling rule uses for requests without a bound: eleven days."""
@@ -61,16 +61,16 @@ class Stage(Frozen):
     tp: PositiveInt = 1
     """Tensor-parallel degree."""
     ep: PositiveInt = 1
-    """Number of parts into which the devices divide a layer's experts; the devices of a part hold slices of its
+    """Number of parts into which the devices divide a layer's experts. The devices of a part hold slices of its
     experts. If it exceeds `tp`, several replicas run in step and divide the experts among them, so that each device
-    holds whole experts; each replica still has its own attention and K/V (attention by data parallelism).
+    holds whole experts. Each replica still has its own attention and K/V (attention by data parallelism).
     """
     kv_blocks: PositiveInt
     """Number of K/V blocks of the stage's layers."""
 
 
 class ProfileRef(Frozen):
-    """The profile from which the plan was made; its model, dtype and device are those of the plan.
+    """The profile from which the plan was made. Its model, dtype and device are those of the plan.
 
     Attributes:
         sha256: Hash of the profile's content, which identifies it.
@@ -271,8 +271,8 @@ class Plan(Frozen):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether the plan's engine shares the K/V of equal prompt prefixes; no engine can if the model has an
-        encoder."""
+        """Whether the plan's engine shares the K/V of equal prompt prefixes. No engine can if the model has an encoder.
+        """
         return not self.model.is_encoder_decoder and (self.profile.engine != "vllm" or self.vllm_shares_prompts)
 
     @property

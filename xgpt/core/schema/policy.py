@@ -1,6 +1,6 @@
 """The settings of every policy, including the control variables that the search varies.
 
-Each class declares its variables once, with the direction in which throughput and latency change; the search space and
+Each class declares its variables once, with the direction in which throughput and latency change. The search space and
 the contract tests read them here.
 """
 
@@ -20,7 +20,7 @@ class Variable(NamedTuple):
     """A control variable, and how throughput and latency change as it grows.
 
     A policy has at most two. A variable whose latency is "none" should have few values (see `Forecast.values`), since
-    each of them is searched separately; the other variables are searched by branch and bound.
+    each of them is searched separately. The other variables are searched by branch and bound.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Variable(NamedTuple):
 
 
 class TensorParallel(Frozen):
-    """Tensor parallelism of a lane: `devices` of its devices form groups of `degree`; each of its other devices is a
+    """Tensor parallelism of a lane: `devices` of its devices form groups of `degree`. Each of its other devices is a
     stage by itself.
     """
 
@@ -43,7 +43,7 @@ class TensorParallel(Frozen):
 
 
 class SingleLane(Frozen):
-    """Settings of all single-lane policies: `tp_devices` of the devices form groups of `tp_degree`; each other device
+    """Settings of all single-lane policies: `tp_devices` of the devices form groups of `tp_degree`. Each other device
     is a stage by itself.
     """
 
@@ -102,7 +102,7 @@ class OrcaSettings(SingleLane):
     kind: Literal["orca"] = "orca"
     """The policy."""
     max_batch: PositiveInt
-    """Largest number of running requests over all micro-batches; a step has the share of one micro-batch."""
+    """Largest number of running requests over all micro-batches. A step has the share of one micro-batch."""
     microbatches: PositiveInt = 1
     """Number of micro-batches that pass through the pipeline in turn."""
 
@@ -148,7 +148,7 @@ class ChunkedSettings(SingleLane):
     """Largest number of tokens in the steps of all micro-batches together; with `slack`, which then sets the prompt
     tokens of each step, the number of tokens of a step at saturation."""
     max_batch: PositiveInt
-    """Largest number of running requests over all micro-batches; a step has the share of one micro-batch."""
+    """Largest number of running requests over all micro-batches. A step has the share of one micro-batch."""
     microbatches: PositiveInt = 1
     """Number of micro-batches that pass through the pipeline in turn."""
     tuned: ClassVar[tuple[str, ...]] = ("slack",)
@@ -240,7 +240,7 @@ POLICY_GROUPS: dict[str, tuple[str, ...]] = {
 
 
 class Pinned(Frozen):
-    """The user's settings of the schedule, which re-planning keeps; others are in `constraint` and `admission`."""
+    """The user's settings of the schedule, which re-planning keeps. Others are in `constraint` and `admission`."""
 
     policy: PolicyChoice = "auto"
     """The policy, or the group of policies."""

@@ -40,7 +40,7 @@ drift nor the load of clients on the same machine. A running server re-plans onl
 RESTLESS = 0.15
 """Spread above which a profile counts as measured on a busy machine, with other work in its times."""
 MOST_HEADROOM = 0.20
-"""Largest headroom that a profile's spread or other processes cause; a disturbed measurement should not lead to plans
+"""Largest headroom that a profile's spread or other processes cause. A disturbed measurement should not lead to plans
 that waste more of the machine.
 """
 
@@ -131,7 +131,7 @@ class LayerTimes(Frozen):
     tp_degree: PositiveInt = 1
     """Number of devices of the group."""
     ep_degree: PositiveInt = 1
-    """Number of parts into which a layer's experts are divided; the devices of each part hold slices of its experts. If
+    """Number of parts into which a layer's experts are divided. The devices of each part hold slices of its experts. If
     it exceeds `tp_degree`, several groups divide the experts, and each group processes the same number of tokens.
     """
     rest: Curve
@@ -205,7 +205,7 @@ class Profile(Frozen):
     device: str
     """Name of the device."""
     devices_per_node: PositiveInt = 1
-    """Devices in a node of the cluster; the profile covers tensor-parallel degrees up to this number."""
+    """Devices in a node of the cluster. The profile covers tensor-parallel degrees up to this number."""
     engine: str | None = None
     """The engine whose steps were timed: "native", "vllm" or another framework. None means that times are from a
     datasheet, for any engine."""
@@ -248,7 +248,7 @@ class Profile(Frozen):
     is time that the host of a virtual machine gave to others.
     """
     is_brief: bool = Field(default=False, exclude_if=lambda is_brief: not is_brief)
-    """Whether fewer points were measured, and less often, because other processes used the machine; the other points
+    """Whether fewer points were measured, and less often, because other processes used the machine. The other points
     are interpolated.
     """
     gflops: float | None = Field(default=None, gt=0, exclude_if=lambda gflops: gflops is None)
@@ -292,7 +292,7 @@ class Profile(Frozen):
         plus the share of the engine's cores that other processes used during the measurement. Spread and other
         processes raise it to at most `MOST_HEADROOM`.
 
-        The measured times already contain the time that other processes took; these may take as much again while the
+        The measured times already contain the time that other processes took. These may take as much again while the
         plan runs.
         """
         is_unserved = self.source == "measured" and self.engine == "native" and not self.is_served

@@ -173,7 +173,7 @@ class Planner(Protocol):
         """Judge the running plan under the observed lengths.
 
         Raises:
-            XgptError: planning has failed; the running plan stays.
+            XgptError: planning has failed. The running plan stays.
         """
 
     async def close(self) -> None:

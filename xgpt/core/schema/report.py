@@ -85,7 +85,7 @@ class BenchReport(Frozen):
     """The results of replaying a workload against a plan.
 
     For a plan that maximises arrivals, `bound_kept` says whether the quantile of all requests kept the bounds, counted
-    from arrival, and `share_within_bound` is the share that kept every bound (the goodput); both are None if requests
+    from arrival, and `share_within_bound` is the share that kept every bound (the goodput). Both are None if requests
     are always waiting. For other plans times count from admission, and `bound_kept` is about the latency that the plan
     bounds.
 

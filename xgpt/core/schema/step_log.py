@@ -63,10 +63,10 @@ class Arrival(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """One executed step; steps may overlap on the stages of a pipeline and are logged in the order in which they end.
+    """One executed step. Steps may overlap on the stages of a pipeline and are logged in the order in which they end.
 
     Attributes:
-        start_ns: the engine's clock when the step was scheduled; requests that arrived until then had been received,
+        start_ns: the engine's clock when the step was scheduled. Requests that arrived until then had been received,
             and those waiting beyond their deadline had been dropped.
         end_ns: the clock after the step's results were processed.
         encode: (request, first prompt token, number of tokens) triples.
@@ -81,9 +81,9 @@ class StepRecord(NamedTuple):
         number: its position in the order in which steps were scheduled, from 0.
         settled: number of steps whose results had been processed when this step was scheduled; together with `number`,
             it gives the order of all events.
-        outputs: (request, keys) pairs for requests that ended in this step; the keys are those of the blocks after the
+        outputs: (request, keys) pairs for requests that ended in this step. The keys are those of the blocks after the
             prompt's blocks.
-        failed: requests that ended in this step with an error; the content of their blocks is no longer shared.
+        failed: requests that ended in this step with an error. The content of their blocks is no longer shared.
         cancelled_after: for each request in `cancelled`, the number of steps whose results had been processed when it
             was removed; in a log without it, the number when this step was scheduled.
         replica: the replica that executed it; each replica numbers its steps.

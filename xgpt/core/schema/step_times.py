@@ -11,7 +11,7 @@ class StepTimes(Frozen):
     """A model of the seconds of a step through all stages of its lane.
 
     The time is a sum of three parts. The first is for the step's tokens: a table, linear between points. The second is
-    for its prompts' attention: another table; for a chunk [start, end), the difference between the values at the two
+    for its prompts' attention: another table. For a chunk [start, end), the difference between the values at the two
     ends. The third is for its decodes, and depends on their number and on the number of tokens that they attend to. The
     model is fitted to the profile, with the error `error`. Scheduling rules use it, but no figure of a plan depends on
     it.

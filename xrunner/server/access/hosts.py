@@ -11,7 +11,7 @@ from xgpt.core.errors import InputError
 from xrunner.server.access.keys import ApiKeys
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Paths for probes; their answers contain no information about requests."""
+"""Paths for probes. Their answers contain no information about requests."""
 
 GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 ADMIN_PATHS = frozenset({"/", "/live", "/plan", "/plan/history", "/plan/decision", "/metrics"})
@@ -25,7 +25,7 @@ class AllowedHosts:
     foreign pages that post to this server across sites.
 
     Args:
-        bound: the host that the server listens on; with "0.0.0.0" or "::" any literal address is accepted.
+        bound: the host that the server listens on. With "0.0.0.0" or "::" any literal address is accepted.
         extra: further names, for example of a proxy or a service.
         origins: origins of other sites whose pages may use this server.
     """

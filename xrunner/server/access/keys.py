@@ -23,7 +23,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 NUMBERS = ("share", "priority", "requests_per_minute", "tokens_per_minute", "answer_within", "ttft", "tpot")
 SETTING = re.compile(rf"admin|(class|{'|'.join(NUMBERS)})=(\S*)")
 LIKE_SETTING = re.compile(rf"{SETTING.pattern}|[A-Za-z_-]+=[^=]\S*")
-"""A setting, known or mistyped; a key in Base64 contains = at its end only."""
+"""A setting, known or mistyped. A key in Base64 contains = at its end only."""
 OF_CLASS = ("priority", "ttft", "tpot")
 """Settings that a class replaces in a key."""
 
@@ -90,10 +90,9 @@ class ApiKeys:
 
         Each line holds a key, after an optional name and before optional settings: `share=3`, `priority=1`,
         `requests_per_minute=60`, `tokens_per_minute=1e5`, `answer_within=10`, `ttft=0.5`, `tpot=0.05`, `class=batch`,
-        `admin`.
-        Empty lines and lines that begin with # are skipped. A key without a name belongs to the operator and may do
-        everything; a key with a name belongs to a client, and has the rights of an administrator only with the setting
-        `admin`.
+        `admin`. Empty lines and lines that begin with # are skipped. A key without a name belongs to the operator and
+        may do everything. A key with a name belongs to a client, and has the rights of an administrator only with the
+        setting `admin`.
 
         Raises:
             InputError: there is no key, or a line is malformed. The message never shows a key.
@@ -101,7 +100,7 @@ class ApiKeys:
         return cls(_parse(text, "keys", classes))
 
     def reload(self) -> None:
-        """Read the file again; if it is broken, keep the present keys. A log line states which of the two happened."""
+        """Read the file again. If it is broken, keep the present keys. A log line states which of the two happened."""
         assert self.path is not None
         try:
             self._keys = _read(self.path, self._classes)
@@ -112,7 +111,7 @@ class ApiKeys:
             logger.info("API keys reloaded", extra={"fields": {"keys": names}})
 
     def find(self, authorization: bytes) -> Key | None:
-        """Return the rights of the key in an Authorization header; None if there is no such key.
+        """Return the rights of the key in an Authorization header, or None if there is no such key.
 
         Args:
             authorization: the header's value: Bearer KEY, or Basic with the key as password.

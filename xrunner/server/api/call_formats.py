@@ -37,10 +37,10 @@ class CallFormat(ABC):
     """A format in which a model writes calls within free text.
 
     Attributes:
-        trigger: text with which calls begin; one or more calls follow.
+        trigger: text with which calls begin. One or more calls follow.
         marks: texts for which a tokenizer may have special tokens.
         special: ids of the tokenizer's special tokens for these marks.
-        free: ids of tokens that are not text; a model may write each of them anywhere.
+        free: ids of tokens that are not text. A model may write each of them anywhere.
         arguments: name of the arguments in a call's object.
     """
 
@@ -90,8 +90,8 @@ class CallFormat(ABC):
 
     @abstractmethod
     def read(self, text: str) -> tuple[list[Call], int] | None:
-        """Return the calls at the beginning of a text, which is a trigger, and the place where they end; None if there
-        are no calls.
+        """Return the calls at the beginning of a text, which is a trigger, and the place where they end, or None if
+        there are no calls.
         """
 
     def begin(self, name: str) -> str:
@@ -102,7 +102,7 @@ class CallFormat(ABC):
         return f"call_{uuid.uuid4().hex[:24]}"
 
     def call_of(self, found: Any) -> Call | None:
-        """Return the call in a JSON value; None if it is not a call."""
+        """Return the call in a JSON value, or None if it is not a call."""
         match found:
             case {"name": str(name), **rest} if self.arguments in rest and _is_unicode(name):
                 id_ = rest.get("id")
@@ -111,7 +111,7 @@ class CallFormat(ABC):
         return None
 
     def call_in(self, text: str) -> Call | None:
-        """Return the call in a text of JSON; None if it is not a call."""
+        """Return the call in a text of JSON, or None if it is not a call."""
         try:
             return self.call_of(json.loads(text))
         except (ValueError, RecursionError):

@@ -30,7 +30,7 @@ class CallList:
     """The function calls of an output, which can be read as a whole, or in pieces for a stream.
 
     Args:
-        most: largest number of calls of an output; further calls are left out. None means no limit.
+        most: largest number of calls of an output. Further calls are left out. None means no limit.
     """
 
     def __init__(self, most: int | None) -> None:
@@ -80,7 +80,7 @@ class Calls:
     """Extracts calls from an output's text. Text that may be the beginning of a call is held back.
 
     Args:
-        most: largest number of calls of an output; further calls are left out. None means no limit.
+        most: largest number of calls of an output. Further calls are left out. None means no limit.
     """
 
     def __init__(self, choice: ToolChoice, most: int | None = None, format_: CallFormat = HERMES) -> None:
@@ -265,7 +265,7 @@ class JsonObject:
         self._in_string = self._escaped = False
 
     def feed(self, text: str) -> int | None:
-        """Return the number of characters up to the end of the object; None if the object continues."""
+        """Return the number of characters up to the end of the object, or None if the object continues."""
         for position, character in enumerate(text):
             if self._in_string:
                 if self._escaped:

@@ -201,7 +201,7 @@ def _up_to(text: str, content: Content) -> str:
 
 
 def load_chat_template(checkpoint: Path) -> ChatTemplate | None:
-    """Return the templates of a checkpoint directory; None if it has none.
+    """Return the templates of a checkpoint directory, or None if it has none.
 
     They are chat_template.jinja and additional_chat_templates/*.jinja, or those of tokenizer_config.json.
 
@@ -223,7 +223,7 @@ def load_chat_template(checkpoint: Path) -> ChatTemplate | None:
 
 
 def _listed(found: object) -> dict[str, str]:
-    """Return the templates in tokenizer_config.json by name; a template without a name is called `default`."""
+    """Return the templates in tokenizer_config.json by name. A template without a name is called `default`."""
     if found is None:
         return {}
     if isinstance(found, str):

@@ -14,7 +14,7 @@ from xrunner.server.api.writers import AnswerWriter, Delta, LogprobsJson, TokenR
 class Choice:
     """The state of one output of an answer.
 
-    In a stream, nothing is kept; for a whole answer, text, tokens and log probabilities are kept in the form in which
+    In a stream, nothing is kept. For a whole answer, text, tokens and log probabilities are kept in the form in which
     they will be written.
     """
 
@@ -88,7 +88,7 @@ class Choice:
         self._num_chars += len(self._echoed.push(token))
 
     def push(self, token: Token) -> Delta:
-        """Account for a token. A stop token is counted, but adds no text; a stop string ends the choice."""
+        """Account for a token. A stop token is counted, but adds no text. A stop string ends the choice."""
         if self._is_hidden:
             self.finish = "length"
             self._texts.append(self._prefix)

@@ -1,7 +1,7 @@
 """Read a checkpoint's tokenizer as transformers' `AutoTokenizer` reads it: tokenizer.json and tokenizer_config.json.
 
 Sections of tokenizer.json that cut or pad texts are dropped, since they are for training, not for prompts. Tokens that
-only tokenizer_config.json lists are added; a token that this file lists as special (`eos_token`, ...) becomes special.
+only tokenizer_config.json lists are added. A token that this file lists as special (`eos_token`, ...) becomes special.
 tokenizer.json decides which tokens surround a prompt, whatever the value of `add_bos_token`.
 """
 
@@ -21,7 +21,8 @@ OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, dict[str, Any]] | None:
-    """Return the tokenizer of a checkpoint directory and its tokenizer_config.json; None if there is no tokenizer.json.
+    """Return the tokenizer of a checkpoint directory and its tokenizer_config.json, or None if there is no
+    tokenizer.json.
 
     Raises:
         InputError: a file exists but cannot be read.

@@ -94,10 +94,10 @@ class OutputForm:
         return frozenset(self.tokens.values()) | frozenset(self.calls.special.values() if is_read else ())
 
     def reader(self, choice: ToolChoice, most: int | None = None) -> OutputReader | None:
-        """Return a reader of one output; None if the whole output is the answer.
+        """Return a reader of one output, or None if the whole output is the answer.
 
         Args:
-            most: largest number of calls of an output; further calls are left out. None means no limit.
+            most: largest number of calls of an output. Further calls are left out. None means no limit.
         """
         takes_calls = choice != "none"
         if isinstance(self.calls, Harmony):
@@ -113,7 +113,7 @@ class OutputForm:
         formatted: dict[str, Any] | None = None,
         free: Container[str] = (),
     ) -> str | None:
-        """Return the grammar of an output, after any reasoning; None if the output is not restricted.
+        """Return the grammar of an output, after any reasoning, or None if the output is not restricted.
 
         Args:
             formatted: the JSON schema of the answer. None means that the answer is free text.

@@ -4,7 +4,7 @@
     <|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"place":"Rome"}<|call|>
 
 Source: openai-cookbook, articles/openai-harmony.md. OpenAI's own parser reads token ids of its own vocabulary, which it
-downloads; this one reads text.
+downloads. This one reads text.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class HarmonyReader:
 
     Args:
         calls: whether function calls are extracted.
-        most: largest number of calls of an output; further calls are left out. None means no limit.
+        most: largest number of calls of an output. Further calls are left out. None means no limit.
     """
 
     def __init__(self, format_: Harmony, *, calls: bool, most: int | None = None) -> None:

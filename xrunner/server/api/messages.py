@@ -1,7 +1,7 @@
 """Implement Anthropic's Messages by chats: POST /v1/messages and /v1/messages/count_tokens.
 
-If the last message is the assistant's, the model continues it. `thinking` switches a template's reasoning on or off;
-its budget is a hint, which models here do not use. Images, documents, and tools that Anthropic runs are refused.
+If the last message is the assistant's, the model continues it. `thinking` switches a template's reasoning on or off.
+Its budget is a hint, which models here do not use. Images, documents, and tools that Anthropic runs are refused.
 `max_tokens` may be more than the context holds: the output then ends there, with `model_context_window_exceeded`.
 """
 
@@ -52,7 +52,7 @@ OBJECT = {"anyOf": [{"type": "object"}, {"type": "null"}]}
 
 
 class ContentBlock(msgspec.Struct):
-    """A part of a message. Only the fields of its type are used; other fields (`cache_control`, ...) are hints.
+    """A part of a message. Only the fields of its type are used. Other fields (`cache_control`, ...) are hints.
 
     The input of a call is not decoded here: a million small objects take most of a second.
     """
@@ -258,7 +258,7 @@ class MessagesWriter(BlockWriter):
     """Writes a chat's answer in the format of Anthropic's messages.
 
     Args:
-        max_tokens: the request's limit; if an output was cut off with fewer tokens, the reason was a full context.
+        max_tokens: the request's limit. If an output was cut off with fewer tokens, the reason was a full context.
     """
 
     def __init__(self, model: str, max_tokens: int) -> None:

@@ -15,7 +15,7 @@ class ServedModel:
     """The model of an endpoint, with its tokenizer and grammars.
 
     Attributes:
-        names: the model's names; a request must give one of them.
+        names: the model's names. A request must give one of them.
         codec: the tokenizer. None means that prompts are token ids only, and answers have no text.
         eos_token_ids: tokens that end an output.
         grammars: compiler of grammars for outputs. None means that there is no tokenizer, or the engine does not

@@ -25,7 +25,7 @@ from xrunner.server.api.responses import ResponsesRequest
 from xrunner.server.api.translated import Translated
 
 MAX_ITEMS = 1 << 18
-"""Largest number of items of all lists in a body, approximately; most are prompt tokens. Half a million block the event
+"""Largest number of items of all lists in a body, approximately. Most are prompt tokens. Half a million block the event
 loop for 25 ms."""
 
 MAX_FREE_BYTES = 256 << 10
@@ -59,7 +59,7 @@ P = TypeVar("P", bound=GenerationRequest | ResponsesRequest | CountRequest | Tok
 
 
 def _parser(kind: type[P]) -> Callable[[Body], P]:
-    """Return a function that parses a body with all checks that need no model; it raises ApiError (400, 413)."""
+    """Return a function that parses a body with all checks that need no model. It raises ApiError (400, 413)."""
     return partial(_parse, msgspec.json.Decoder(kind))
 
 
@@ -88,8 +88,8 @@ def _parse(decoder: msgspec.json.Decoder[P], body: Body) -> P:
 
 
 def _in_text(body: Body) -> str | None:
-    """Return what is wrong with the text of a body, with its position there; None if it is UTF-8. msgspec counts from
-    the beginning of a string.
+    """Return what is wrong with the text of a body, with its position there, or None if it is UTF-8. msgspec counts
+    from the beginning of a string.
     """
     try:
         body.decode()
@@ -104,7 +104,7 @@ VLLM_FIELDS = ("structured_outputs", "guided_json", "guided_regex", "guided_choi
 
 
 def _accepted(kind: Any, path: str) -> str:
-    """Return, for the end of a message, the values that a field may have; "" if they are not a few words.
+    """Return, for the end of a message, the values that a field may have, or "" if they are not a few words.
 
     Args:
         path: the field's path in messages of msgspec, for example $.tools[0].type.
@@ -151,7 +151,7 @@ def _explained(says: str, kind: Any) -> str:
 
 
 def _translator(kind: type[ResponsesRequest | CountRequest]) -> Callable[[Body], Translated]:
-    """Return a function that parses a body into a chat, with a chat's checks; it raises ApiError (400, 413)."""
+    """Return a function that parses a body into a chat, with a chat's checks. It raises ApiError (400, 413)."""
     parse = _parser(kind)
 
     def translate(body: Body) -> Translated:

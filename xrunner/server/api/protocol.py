@@ -88,7 +88,7 @@ HINTS = (
     *("user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
     "prediction",
 )
-"""Fields that cannot change an answer; they are dropped immediately."""
+"""Fields that cannot change an answer. They are dropped immediately."""
 COMMON_WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "skip_special_tokens": (True, "special tokens are never shown; leave it out"),
 }
@@ -176,7 +176,7 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
         return frozenset()
 
     def reader(self) -> OutputReader | None:
-        """Return a reader of one output; None if the whole output is the answer."""
+        """Return a reader of one output, or None if the whole output is the answer."""
         return None
 
     def kept_of(self, tokens: list[int], max_context: int) -> list[int]:
@@ -212,7 +212,7 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def named_output(self) -> int | None:
-        """Largest number of output tokens that the request names; None if it names none."""
+        """Largest number of output tokens that the request names, or None if it names none."""
         return self.max_tokens
 
     def sampling(self, seed: int) -> SamplingParams:
@@ -262,7 +262,7 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
         return biases + sum(map(getsizeof, self.stops)) + getsizeof(self.grammar or "")
 
     def forget_text(self) -> None:
-        """Forget the texts from which prompts are made; this is called once prompts are token ids."""
+        """Forget the texts from which prompts are made. This is called once prompts are token ids."""
         raise NotImplementedError
 
     def fill(self, defaults: Mapping[str, float]) -> None:
@@ -344,7 +344,7 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
         """Return the prompts: strings or lists of token ids.
 
         Args:
-            longest: largest number of items of a list; longer lists are refused without examining their items.
+            longest: largest number of items of a list. Longer lists are refused without examining their items.
 
         Raises:
             ApiError: 400, a prompt is empty or far too long, or both token ids and prompts are given.
@@ -371,8 +371,8 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text"):
 class ChatMessage(msgspec.Struct):
     """A message. An assistant's may have no content; a function's result names its call.
 
-    Clients send earlier answers back unchanged, with fields that models do not use (`annotations`, `audio`, `id`);
-    these fields are dropped.
+    Clients send earlier answers back unchanged, with fields that models do not use (`annotations`, `audio`, `id`).
+    These fields are dropped.
     """
 
     role: Annotated[str, Meta(min_length=1)]
@@ -561,7 +561,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
 
     @property
     def answer_schema(self) -> dict[str, Any] | None:
-        """Return the JSON schema of an answer that is not a call; None if the answer is free text."""
+        """Return the JSON schema of an answer that is not a call, or None if the answer is free text."""
         match self.response_format:
             case JsonObjectFormat():
                 return {"type": "object"}

@@ -1,7 +1,7 @@
 """Separate a model's reasoning from its answer while the output is generated.
 
 Models of a family write their reasoning between two marks. The chat template shows which marks these are, since it
-removes reasoning from earlier messages; if it does not, the tokenizer's tokens show them. Whether an output begins
+removes reasoning from earlier messages. If it does not, the tokenizer's tokens show them. Whether an output begins
 within reasoning follows from the prompt, in which templates open the reasoning, or open and close it.
 """
 
@@ -34,7 +34,7 @@ MAX_SPACE = 64
 
 
 def marks_of(template: str, tokens: Container[str]) -> Marks | None:
-    """Return the marks around a model's reasoning, found in its chat template or its added tokens; None if the model
+    """Return the marks around a model's reasoning, found in its chat template or its added tokens, or None if the model
     has none.
     """
     return next((m for m in ALL_MARKS if m.end in template or (m.begin.strip() in tokens and m.end in tokens)), None)

@@ -54,7 +54,7 @@ class TextCodec:
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of a text; a rendered chat already has its special tokens. Other threads run meanwhile."""
+        """Return the tokens of a text. A rendered chat already has its special tokens. Other threads run meanwhile."""
         # Encoding a single text with the library's other method would hold Python's lock throughout.
         return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 

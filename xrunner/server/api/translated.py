@@ -70,7 +70,7 @@ class AnswerBlock(NamedTuple):
 
 
 class BlockWriter(AnswerWriter):
-    """Writes an answer with one choice as a sequence of blocks, each of which is opened, filled and closed; the answer
+    """Writes an answer with one choice as a sequence of blocks, each of which is opened, filled and closed. The answer
     is sent as named events or as one object.
     """
 

@@ -37,7 +37,7 @@ class TokenReport:
         logprob: log probability, or None for the first token of a prompt, which has none.
         offset: length of the choice's text before the token.
         top: the most probable tokens: text, log probability, bytes.
-        raw: the token's bytes; a part of a character has no text.
+        raw: the token's bytes. A part of a character has no text.
     """
 
     text: str
@@ -109,7 +109,7 @@ class AnswerWriter(ABC):
 
 
 class Writer(AnswerWriter):
-    """Writes completions and chats in OpenAI's format; most of a stream's chunk is the same bytes each time.
+    """Writes completions and chats in OpenAI's format. Most of a stream's chunk is the same bytes each time.
 
     Args:
         include_usage: whether a stream ends with its usage.

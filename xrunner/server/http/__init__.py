@@ -1,5 +1,5 @@
 """Everything between a socket and the engine's client: connections, routes, and a request's path to its answer.
 
 Its input is the bytes of clients, its output the bytes of answers. This package imports all other packages of the
-server; only `xrunner.server` may import it.
+server. Only `xrunner.server` may import it.
 """

@@ -165,7 +165,7 @@ class Answer(Response):
                 await ErrorResponse(failure)(scope, receive, send)
 
     async def _first(self, send: Send) -> Sequence[Token] | ApiError:
-        """Return the first tokens, or the reason why there are none; if they take long, send the head, and then
+        """Return the first tokens, or the reason why there are none. If they take long, send the head, and then
         comments.
         """
         getting = asyncio.ensure_future(self._outputs.inbox.get())

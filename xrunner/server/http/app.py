@@ -49,7 +49,7 @@ def create_app(
     hosts: AllowedHosts | None = None,
     tracer: Tracer | None = None,
 ) -> Starlette:
-    """Return the endpoint; the engine's client runs from the app's startup to its shutdown.
+    """Return the endpoint. The engine's client runs from the app's startup to its shutdown.
 
     Args:
         keys: API keys. None means that requests need none.
@@ -164,7 +164,7 @@ def _route(path: str, value_of: Callable[[Request], Any], media_type: str = "app
 
 
 def _warning(engine: EngineClient) -> str | None:
-    """Return a warning for clients about the model's weights; None if there is none."""
+    """Return a warning for clients about the model's weights, or None if there is none."""
     return None if engine.watch is None else engine.watch.plan.seeded_weights
 
 
@@ -215,7 +215,7 @@ def _state_routes(engine: EngineClient) -> Iterator[Route]:
 
 
 def _plan_routes(engine: EngineClient, model: ServedModel) -> Iterator[Route]:
-    """Yield the routes about the plan; there are none if no plan is served."""
+    """Yield the routes about the plan. There are none if no plan is served."""
     live, watch = engine.live, engine.watch
     if live is None or watch is None:
         return

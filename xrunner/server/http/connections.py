@@ -27,7 +27,7 @@ from xrunner.server.http.parser import CHUNK_BYTES, FREE_CHUNKS, Parser
 from xrunner.server.request_info import ABORT
 
 HEAD_TIMEOUT_S = 10.0
-"""Time for a TLS handshake, and for a request's head; the wait for the first request counts."""
+"""Time for a TLS handshake, and for a request's head. The wait for the first request counts."""
 KEEP_ALIVE_S = 120
 """Time for which an idle connection is kept. It is longer than for proxies and clients (Go 90 s, nginx 60 s), so that
 the server never closes a connection while a request arrives.
@@ -175,7 +175,7 @@ class Listener(socket.socket):
         return sum(map(len, self._open))
 
     def of(self, file_number: int) -> AcceptedSocket | None:
-        """Return the connection with this file number; None if it has been dropped."""
+        """Return the connection with this file number, or None if it has been dropped."""
         return next((found for by_number in self._open if (found := by_number.get(file_number))), None)
 
     def enter(self, accepted: AcceptedSocket, phase: Phase) -> None:

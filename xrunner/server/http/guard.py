@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("xrunner.server.access")
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-"""Request ids that are accepted from clients; others could forge log lines."""
+"""Request ids that are accepted from clients. Others could forge log lines."""
 
 SECURITY_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
@@ -174,7 +174,7 @@ class Guard:
 
 
 def _malformed(headers: Headers) -> ApiError | None:
-    """Return an error for a head that a proxy could read differently; the connection is closed after the answer."""
+    """Return an error for a head that a proxy could read differently. The connection is closed after the answer."""
     reason = None
     if "content-length" in headers and "transfer-encoding" in headers:
         reason = "a request must not have both Content-Length and Transfer-Encoding"

@@ -14,16 +14,16 @@ class Limits:
     """Limits beyond which requests are refused.
 
     Attributes:
-        max_waiting: number of outputs that may wait for their first step; further outputs get 429. An API key may
+        max_waiting: number of outputs that may wait for their first step. Further outputs get 429. An API key may
             always have its share of this number waiting.
-        answer_within_s: time from a request to its last token that is promised to each accepted request; a request that
+        answer_within_s: time from a request to its last token that is promised to each accepted request. A request that
             would take longer, by the plan and the recent pace, gets 429. None means no promise.
         request_timeout_s: longest time from a request to its last token, after which it ends with 504. None means no
             limit.
         default_max_tokens, max_max_tokens: see `OutputRule`.
         max_body_bytes: longer bodies are answered with 413.
         all_bodies_bytes: memory of all bodies together, from their first byte until their prompts are token ids,
-            without the first 64 KiB of each. An account may use half of it; further bodies get 503.
+            without the first 64 KiB of each. An account may use half of it. Further bodies get 503.
         all_requests_bytes: the same limit for requests after their prompts have become token ids, until the requests
             have ended.
         body_timeout_s: time in which a body must arrive; otherwise 408.

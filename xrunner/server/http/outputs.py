@@ -134,7 +134,7 @@ class Outputs:
         self.num_running = len(self._choices)
 
     def _check_room(self, num_outputs: int) -> Promise | None:
-        """Return the time that is promised for these outputs; None if there is no promise.
+        """Return the time that is promised for these outputs, or None if there is no promise.
 
         Raises:
             ApiError: 429, too many outputs are waiting, or these outputs would be complete too late.
@@ -257,7 +257,7 @@ class Outputs:
         return min(oldest_s, time.perf_counter())
 
     def _phases(self) -> Iterator[tuple[str, float, float]]:
-        """Yield the phases (waiting, encoding, decoding); each lasts from its start in the first choice to its end in
+        """Yield the phases (waiting, encoding, decoding). Each lasts from its start in the first choice to its end in
         the last one.
         """
         now_s = time.perf_counter()

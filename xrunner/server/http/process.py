@@ -149,7 +149,7 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def _leave(self) -> None:
-        """Keep serving until the shutdown delay is over; only /ready has changed."""
+        """Keep serving until the shutdown delay is over. Only /ready has changed."""
         self._app.state.is_leaving = True
         end_s = time.monotonic() + self._shutdown_delay_s
         while not self.force_exit and self._engine.failure is None and (left_s := end_s - time.monotonic()) > 0:

@@ -315,7 +315,7 @@ class Service:
         return found
 
     async def _why_not(self, info: RequestInfo, grammar: str) -> str | None:
-        """Return the reason why outputs cannot follow a grammar; None if they can."""
+        """Return the reason why outputs cannot follow a grammar, or None if they can."""
         if self._model.grammars is None or self._prompts.tokenising is None:
             return (
                 "this server cannot follow grammars, because the model has no tokenizer or runs in vLLM; leave it out"

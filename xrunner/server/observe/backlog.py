@@ -60,13 +60,13 @@ class Backlog:
         return len(self._waiting)
 
     def join(self, id_: int, num_tokens: int, now_s: float, account: Account = ANYONE) -> None:
-        """Add a waiting request of `num_tokens` prompt tokens; requests are added in the order of their arrival."""
+        """Add a waiting request of `num_tokens` prompt tokens. Requests are added in the order of their arrival."""
         self._waiting[id_] = _Queued(num_tokens, now_s, account)
         self._accounts[account.name] = account
         self._counts[account.name] += 1
 
     def has_room(self, account: Account, num_outputs: int, most: int) -> bool:
-        """Return whether an account may add `num_outputs` if at most `most` outputs may wait in total; an account may
+        """Return whether an account may add `num_outputs` if at most `most` outputs may wait in total. An account may
         always use its share.
         """
         if len(self) + num_outputs <= most:
@@ -112,7 +112,8 @@ class Backlog:
         return one
 
     def rate_per_s(self, now_s: float) -> float | None:
-        """Return how many prompt tokens start per second; None if there are too few observations, or only old ones."""
+        """Return how many prompt tokens start per second, or None if there are too few observations, or only old ones.
+        """
         is_told = self._seconds >= ENOUGH * self._memory_s and now_s < self._told_s + FORGOTTEN * self._memory_s
         return self._begun / self._seconds if is_told else None
 
@@ -125,12 +126,12 @@ class Backlog:
         slowness: float,
         entered: Container[int] = (),
     ) -> float | None:
-        """Return the seconds until `num_outputs` more outputs of an account are complete; None if the plan has no
+        """Return the seconds until `num_outputs` more outputs of an account are complete, or None if the plan has no
         prediction.
 
         The last output starts in the first phase that has room for it. Prompts count with the planned mean length,
         because a long prompt would otherwise never be accepted. A full phase takes the planned time, at the recent
-        pace; a smaller phase is shorter. With several replicas, each of which has its own phases, the present phase
+        pace. A smaller phase is shorter. With several replicas, each of which has its own phases, the present phase
         counts as full and as just begun. From its admission on, an output takes the planned latency. This assumes that
         each account's requests enter in the order of arrival, and accounts as `xgpt.core.policies.admission` says.
 
@@ -205,7 +206,7 @@ class _Phase(NamedTuple):
         """Return the phase's length in seconds, if a phase of `room` tokens lasts `cycle_s`.
 
         Args:
-            before: tokens and length of another phase. Between the two phases, lengths are interpolated; below the
+            before: tokens and length of another phase. Between the two phases, lengths are interpolated. Below the
                 smaller one, they are constant.
         """
         tokens, seconds = before

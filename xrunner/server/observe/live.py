@@ -53,7 +53,7 @@ class Live:
         return [decision.model_dump(mode="json") for decision in list(self._watch.history)[-most:]]
 
     async def decision(self) -> dict[str, Any] | None:
-        """Return the decision that re-planning would make now; None if re-planning is off, or nothing was observed.
+        """Return the decision that re-planning would make now, or None if re-planning is off, or nothing was observed.
 
         Raises:
             MachineError: planning failed.

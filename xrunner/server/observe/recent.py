@@ -19,7 +19,7 @@ class Ended(NamedTuple):
     Attributes:
         latency_s: time from its admission to its last token.
         first_s, whole_s: times from its arrival to its first token, and to its last token.
-        is_kept: whether it kept its bounds; None if it has none.
+        is_kept: whether it kept its bounds, or None if it has none.
     """
 
     num_tokens: int
@@ -40,12 +40,12 @@ class Recent:
         self._ended.append((time.perf_counter(), request))
 
     def rate_per_s(self) -> float | None:
-        """Return the requests that end per second; None if too few have ended."""
+        """Return the requests that end per second, or None if too few have ended."""
         seconds = self._forget()
         return (len(self._ended) - 1) / seconds if len(self._ended) > 1 and seconds > 0 else None
 
     def figures(self) -> dict[str, float | None]:
-        """Return the live page's figures; None if no request has ended in the last seconds."""
+        """Return the live page's figures, or None if no request has ended in the last seconds."""
         seconds = self._forget()
         ended = [request for _, request in self._ended]
         kept = [request.is_kept for request in ended if request.is_kept is not None]

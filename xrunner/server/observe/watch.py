@@ -1,4 +1,4 @@
-"""Observe how a served plan performs; when lengths or pace change, have it judged, and switch to a better one.
+"""Observe how a served plan performs. When lengths or pace change, have it judged, and switch to a better one.
 
 Everything here belongs to the event loop's thread. Planning (`xgpt.core.schema.Planner`), the test for changes and the
 summary of lengths run elsewhere; the loop itself only lists the requests of the window.
@@ -68,7 +68,7 @@ class Watch:
 
         Args:
             apply: makes the engine change to another plan.
-            is_draining: returns whether the server is draining; the plan then stays.
+            is_draining: returns whether the server is draining. The plan then stays.
         """
         self._apply, self._is_draining = apply, is_draining
 
@@ -91,7 +91,7 @@ class Watch:
 
     @property
     def step_ratio(self) -> float | None:
-        """Measured over predicted time of recent steps; None if there is no prediction."""
+        """Measured over predicted time of recent steps, or None if there is no prediction."""
         return self._observer.pace.ratio
 
     @property
@@ -104,7 +104,7 @@ class Watch:
         return self._observer.window.arrive(time.perf_counter(), input_length, max_output)
 
     def note(self, record: StepRecord) -> None:
-        """Note an executed step; its record shows which blocks requests shared."""
+        """Note an executed step. Its record shows which blocks requests shared."""
         if self._planner is not None:
             self._observer.reuse.note(record)
 
@@ -144,7 +144,7 @@ class Watch:
             await asyncio.to_thread(paces.record, self.plan, slowdown)
 
     async def observation(self, *, lengths_alone: bool = False) -> Observation | None:
-        """Return the recent observation; None if no request has ended yet.
+        """Return the recent observation, or None if no request has ended yet.
 
         Args:
             lengths_alone: whether to leave out prefix reuse, which takes a tenth of a second to compute.
@@ -155,8 +155,8 @@ class Watch:
         return None if now is None else await asyncio.to_thread(now.observation)
 
     async def would_decide(self) -> Decision | None:
-        """Return the decision that re-planning would make now, without carrying it out; None if re-planning is off, or
-        nothing was observed.
+        """Return the decision that re-planning would make now, without carrying it out, or None if re-planning is off,
+        or nothing was observed.
 
         Simultaneous calls share one answer.
 
@@ -181,7 +181,7 @@ class Watch:
         self._observer.go_over_to(plan)
 
     def go_back(self, reason: str) -> None:
-        """Return to the previous plan, because the engine could not deploy the last one; the last one is not tried
+        """Return to the previous plan, because the engine could not deploy the last one. The last one is not tried
         again.
         """
         before, refused = self._before, self.plan
@@ -246,7 +246,7 @@ class Watch:
         logger.info("re-planned" if plan is not None else "plan kept", extra={"fields": fields})
 
     def _go_over(self, plan: Plan) -> None:
-        """Make the engine change to another plan; it may report only later that it refuses."""
+        """Make the engine change to another plan. It may report only later that it refuses."""
         assert self._apply is not None
         self._apply(plan)
         self._before = self.plan
