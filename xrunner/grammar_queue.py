@@ -128,7 +128,8 @@ class GrammarQueue:
         self._pass_on(generation)  # within the lock: a request must not be passed on after it was cancelled
 
     def _next(self) -> Generation | None:
-        """Return a request whose grammar is to be compiled next, or None if none waits, or if too many have not begun.
+        """Return a request whose grammar is to be compiled next, or None if none waits, or if too many have not
+        begun.
         """
         ahead: Counter[str] = Counter()
         for grammar, compiled in self._compiled.items():

@@ -226,7 +226,8 @@ class CapacitySearch:
 
     @property
     def rate(self) -> float:
-        """The highest rate at which the bounds are kept, or 0 if no rate of at least a tenth of saturation keeps them.
+        """The highest rate at which the bounds are kept, or 0 if no rate of at least a tenth of saturation keeps
+        them.
         """
         return self._highest(self._slack, max(self.precision, PRECISION) if self._trial.is_far else self.precision)
 
@@ -280,7 +281,8 @@ class CapacitySearch:
         return inf if self._trial.is_far or self._is_given else self._trial.saturated()
 
     def _excess_at(self, rate: float, slack: float) -> float:
-        """Return the worst goal's quantile of the ratio of time to bound at a rate, or infinite if it exceeds `slack`.
+        """Return the worst goal's quantile of the ratio of time to bound at a rate, or infinite if it exceeds
+        `slack`.
         """
         known = self._excess.get(rate)
         if known is None:

@@ -52,7 +52,8 @@ def shipped_as(model_id: str) -> str | None:
 
 
 def id_of_shipped(name: str) -> str | None:
-    """Return the hub id of the model in a shipped config, or None if the hub does not have this model under its name.
+    """Return the hub id of the model in a shipped config, or None if the hub does not have this model under its
+    name.
     """
     return next(iter(_shipped_ids().get(name, ())), None)
 

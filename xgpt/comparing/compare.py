@@ -315,7 +315,8 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
 
 
 def gain_of(best: Plan, current: Plan) -> Gain | None:
-    """Return a plan's gain over the current deployment, or None if the deployment keeps the bounds at no arrival rate.
+    """Return a plan's gain over the current deployment, or None if the deployment keeps the bounds at no arrival
+    rate.
     """
     if rate_of(current) <= 0:
         return None

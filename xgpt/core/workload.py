@@ -129,7 +129,8 @@ def standard_deviation(histogram: Histogram) -> float:
 
 
 def decoding_share(workload: Workload) -> float:
-    """Return the share of requests with more than one output token. These decode, since encoding emits the first token.
+    """Return the share of requests with more than one output token. These decode, since encoding emits the first
+    token.
     """
     output = workload.output
     return 1 - output.probabilities[0] if output.lengths[0] == 1 else 1.0

@@ -90,7 +90,8 @@ class RemoteExecutor:
         self._in_order: dict[str, deque[int]] = {lane: deque() for lane in self._lanes}
         """Steps under way, in the order in which they began."""
         self._done: dict[int, m.Done] = {}
-        """Steps that ended before an earlier step did, because that step's prompts still had to go through the encoder.
+        """Steps that ended before an earlier step did, because that step's prompts still had to go through the
+        encoder.
         """
         self._number = 0
         self._generations: dict[int, Generation] = {}

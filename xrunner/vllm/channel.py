@@ -169,7 +169,8 @@ class Lanes:
         return None if self._is_ready or self.has_gone else Alive([])
 
     def _meaning(self, end: FrontEnd[Up], lane: LaneName, message: messages.Up) -> messages.Up | None:
-        """Return the message about the whole engine that follows from a connection's message, or None if there is none.
+        """Return the message about the whole engine that follows from a connection's message, or None if there is
+        none.
         """
         match message:
             case Ready():

@@ -50,7 +50,8 @@ class Launch:
     block_size: int = 0
 
     def command(self, python: str, directory: str) -> list[str]:
-        """Return the command that starts this vLLM with its own Python. Requests come over a socket in the directory.
+        """Return the command that starts this vLLM with its own Python. Requests come over a socket in the
+        directory.
         """
         return [python, "-m", HOST, f"--model={self.model}", *self.arguments, directory, self.lane]
 

@@ -31,7 +31,8 @@ prompts might be missing, and the error estimate would not show this.
 """
 MOST_REQUESTS = 2000
 MOST_TOKENS = 40_000
-"""More than `MOST_REQUESTS` admissions are simulated if that number of outputs has fewer tokens than this on average.
+"""More than `MOST_REQUESTS` admissions are simulated if that number of outputs has fewer tokens than this on
+average.
 """
 NUM_DRAWN = 20_000
 """Number of simulated requests if each is counted only with its drawn length; simulating them takes about 15 ms."""

@@ -270,7 +270,8 @@ class Queue:
 
 
 class _NextRequest(NamedTuple):
-    """The request that enters next. `since_ns` is the time at which its wait began. It is set only with place "back".
+    """The request that enters next. `since_ns` is the time at which its wait began. It is set only with place
+    "back".
     """
 
     account: _Account

@@ -131,7 +131,8 @@ class Plan(Frozen):
     admission: Admission = Admission()
     """The order in which waiting requests enter, and the reservation of K/V memory."""
     api_servers: PositiveInt = Field(default=1, exclude_if=lambda number: number == 1)
-    """Number of API server processes that each command that starts the engine runs; they share the command's requests.
+    """Number of API server processes that each command that starts the engine runs; they share the command's
+    requests.
     """
     replicas: PositiveInt = 1
     """Number of copies of the stages, each of which serves different requests."""
@@ -271,7 +272,8 @@ class Plan(Frozen):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether the plan's engine shares the K/V of equal prompt prefixes. No engine can if the model has an encoder.
+        """Whether the plan's engine shares the K/V of equal prompt prefixes. No engine can if the model has an
+        encoder.
         """
         return not self.model.is_encoder_decoder and (self.profile.engine != "vllm" or self.vllm_shares_prompts)
 

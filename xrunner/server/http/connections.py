@@ -35,7 +35,8 @@ the server never closes a connection while a request arrives.
 WRITE_TIMEOUT_S = 30.0
 """Time in which a client must read what has been written to it, at most 64 KiB."""
 REST_TIMEOUT_S = 5.0
-"""Time for the rest of a body whose request has already been answered, and for the last bytes of a closing connection.
+"""Time for the rest of a body whose request has already been answered, and for the last bytes of a closing
+connection.
 """
 READ_AT_ONCE = 16 << 10
 """Bytes given to the parser at once. The parser refuses a head that is longer than its limit only if the head arrives

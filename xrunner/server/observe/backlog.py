@@ -112,7 +112,8 @@ class Backlog:
         return one
 
     def rate_per_s(self, now_s: float) -> float | None:
-        """Return how many prompt tokens start per second, or None if there are too few observations, or only old ones.
+        """Return how many prompt tokens start per second, or None if there are too few observations, or only old
+        ones.
         """
         is_told = self._seconds >= ENOUGH * self._memory_s and now_s < self._told_s + FORGOTTEN * self._memory_s
         return self._begun / self._seconds if is_told else None
