@@ -50,7 +50,7 @@ FACTORS = ((4.0, 4.0), (8.0, 4.0))
 @click.option("--bounds", multiple=True, type=(float, float), default=FACTORS, show_default=True)
 @click.option("--profile", help="Existing profile of this machine.")
 @click.option("--seconds", default=400.0, show_default=True, help="Time after which no further rate begins.")
-@click.option("--engine", type=click.Choice(["native", "vllm"]), default="native", show_default=True)
+@click.option("--engine", type=click.Choice(["xgpt", "vllm"]), default="xgpt", show_default=True)
 def main(
     plan_path: Path | None,
     run_path: Path | None,

@@ -359,7 +359,7 @@ def kill_each(
                 continue
             if options.kind and not any(part in kind for part in options.kind):
                 continue
-            if engine == "native":
+            if engine == "xgpt":
                 time.sleep(PERIOD_S)  # more than three restarts within it would end the server
             asking = ask_on_first(url, KILL_REQUESTS)
             time.sleep(KILL_AFTER_S)
@@ -380,7 +380,7 @@ def kill_each(
             yield {"host": number, "killed": kind} | outcome(asking, expected, path.parent)
     if "link" not in options.kill:
         return
-    if engine == "native":
+    if engine == "xgpt":
         time.sleep(PERIOD_S)
     asking = ask_on_first(url, KILL_REQUESTS)
     time.sleep(KILL_AFTER_S)
@@ -417,7 +417,7 @@ def measure(name: str, what: Plan, options: argparse.Namespace) -> Row:
     with tempfile.TemporaryDirectory() as directory:
         alone_options: tuple[str, ...] = ()
         alone_plan = what
-        if engine == "native":
+        if engine == "xgpt":
             cluster = what.cluster.model_copy(update={"num_nodes": 2, "devices_per_node": 1})
             what = what.model_copy(update={"cluster": cluster})
         else:
@@ -477,7 +477,7 @@ def in_vllm(what: Plan, directory: Path) -> Plan:
 
 def main() -> None:
     accepted = parser(__doc__ or "", 60)
-    accepted.add_argument("--engine", choices=("native", "vllm"), default="native")
+    accepted.add_argument("--engine", choices=("xgpt", "vllm"), default="xgpt")
     what = "kill each kind of process of this host while requests run, or cut the link for 30 s; repeatable"
     accepted.add_argument("--kill", action="append", choices=("0", "1", "link"), default=[], help=what)
     what = "kill only processes whose command lines contain this; repeatable"

@@ -601,7 +601,7 @@ def serve(
 
 
 @contextmanager
-def served(plan: Plan | PathLike, *, engine: EngineKind = "native", replan: bool = False) -> Iterator[str]:
+def served(plan: Plan | PathLike, *, engine: EngineKind = "xgpt", replan: bool = False) -> Iterator[str]:
     """Serve a plan in a separate process, on a free port of this machine, until the `with` block ends.
 
         with xgpt.served("plan.json") as url:

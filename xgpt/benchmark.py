@@ -115,7 +115,7 @@ def bench(
     load: Load,
     seed: int = 0,
     *,
-    engine: EngineKind = "native",
+    engine: EngineKind = "xgpt",
     batching: Batching = "flat",
     profile: Profile | None = None,
     calibrate: bool = False,
@@ -167,7 +167,7 @@ def bench_plan(
     rng: np.random.Generator,
     *,
     profile: Profile | None,
-    engine: EngineKind = "native",
+    engine: EngineKind = "xgpt",
     server: Server | None = None,
     progress: Progress = silent,
 ) -> tuple[BenchReport, list[StepRecord]]:
@@ -228,7 +228,7 @@ def replayed(
     rng: np.random.Generator,
     drawn: Drawn | None = None,
     *,
-    engine: EngineKind = "native",
+    engine: EngineKind = "xgpt",
     server: Server | None = None,
     progress: Progress = silent,
 ) -> Replayed:
@@ -258,7 +258,7 @@ def replayed(
                     progress=partial(_tell, progress, load),
                 )
             )
-            pipelined = engine == "native" and len(plan.stages) > len({stage.lane for stage in plan.stages})
+            pipelined = engine == "xgpt" and len(plan.stages) > len({stage.lane for stage in plan.stages})
             busy_s = busy_of_workers(url) if pipelined else {}
         log = read_step_log(step_log)
     if all(result.error is not None for result in results):
@@ -483,7 +483,7 @@ def served(
     directory: Path,
     step_log: Path | None = None,
     *,
-    engine: EngineKind = "native",
+    engine: EngineKind = "xgpt",
     replan: bool = False,
     options: Sequence[str] = (),
 ) -> Iterator[str]:

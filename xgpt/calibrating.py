@@ -163,7 +163,7 @@ def _fit(plan: Plan, profile: Profile, loads: Sequence[tuple[MeasuredLoad, Figur
 
 def _bare_engine(profile: Profile) -> EngineSpec:
     """Return an engine with only a name, for a profile that was measured in this engine."""
-    framework, version = profile.engine or "native", profile.engine_version or "1"
+    framework, version = profile.engine or "xgpt", profile.engine_version or "1"
     return EngineSpec(name=f"{framework}-{version}", framework=framework, version=version)
 
 

@@ -110,7 +110,7 @@ class FleetKeywords(ProblemFields, BoundFields, Policy, total=False):
     """Seed of the requests drawn from rates over hours."""
 
 class ProfileKeywords(ModelAndDevices, total=False):
-    engine: Literal["native", "vllm"] | None
+    engine: Literal["xgpt", "vllm"] | None
     """Engine whose steps are measured."""
     import_from: str | PathLike[str] | None
     """Import tables of measured times, from the installed package aiconfigurator or from a folder."""
@@ -154,7 +154,7 @@ class Replanning(TypedDict, total=False):
     """Policies that re-planning may choose. pinned: those that were requested for the plan, with their fixed values. all: every policy."""
 
 class EngineFields(TypedDict, total=False):
-    engine: Literal["native", "vllm"] | None
+    engine: Literal["xgpt", "vllm"] | None
     """Engine that runs the plan: xgpt's own, or vLLM with xgpt's schedule."""
     batching: Literal["flat", "padded", "rows", "slots"] | None
     """Layout of a batch. flat: without padding. padded: a row for each request. rows: several requests in each row, one after the other. slots: rows divided into slots, each freed when its request has finished. All except flat need a plan of policy static for one device."""

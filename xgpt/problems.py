@@ -189,7 +189,7 @@ def _named_engine(request: PlanRequest, cluster: ClusterSpec) -> EngineSpec | No
     if request.engine is None:
         return None
     engine = request.engine if isinstance(request.engine, EngineSpec) else load_engine(request.engine)
-    if cluster.is_local and engine.framework != "native":
+    if cluster.is_local and engine.framework != "xgpt":
         make = f"make one with `xgpt profile --engine {engine.framework} -o FILE` and plan with it as `profile`"
         raise InputError("engine", engine.name, f"plans for this machine need measured steps: {make}")
     return engine

@@ -333,7 +333,7 @@ class ProfileRequest(ModelAndDevices):
     """A request for a profile, the step times of a model on devices."""
 
     group: ClassVar[str] = "Source"
-    engine: EngineKind = "native"
+    engine: EngineKind = "xgpt"
     """Engine whose steps are measured."""
     import_from: Annotated[str | None, Option(metavar="aiconfigurator|FOLDER")] = None
     """Import tables of measured times, from the installed package aiconfigurator or from a folder."""
@@ -401,7 +401,7 @@ class EngineFields(RequestBase):
     """The engine of a plan."""
 
     group: ClassVar[str] = "Engine"
-    engine: EngineKind = "native"
+    engine: EngineKind = "xgpt"
     """Engine that runs the plan: xgpt's own, or vLLM with xgpt's schedule."""
     batching: Batching = "flat"
     """Layout of a batch. flat: without padding. padded: a row for each request. rows: several requests in each row, one

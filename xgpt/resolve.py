@@ -127,9 +127,9 @@ def engine_of(profile: Profile) -> EngineSpec | None:
     A vLLM that was measured on this machine runs xgpt's schedule, so the description of vLLM's own scheduler does not
     apply.
     """
-    if profile.engine is None or (profile.source == "measured" and profile.engine != "native"):
+    if profile.engine is None or (profile.source == "measured" and profile.engine != "xgpt"):
         return None
-    if profile.engine == "native":
+    if profile.engine == "xgpt":
         return load_engine("xgpt")
     engines = [load_engine(name) for name in config_names("engines")]
     return next((e for e in engines if (e.framework, e.version) == (profile.engine, profile.engine_version)), None)

@@ -12,8 +12,8 @@ for planning.
 """
 
 
-def native_version(device_type: Literal["cpu", "gpu"]) -> str:
-    """Return the version of the native engine in profiles measured on such a device."""
+def xgpt_version(device_type: Literal["cpu", "gpu"]) -> str:
+    """Return the version of xgpt's engine in profiles measured on such a device."""
     return f"steps of generation {GENERATIONS[device_type]}"
 
 

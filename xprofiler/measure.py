@@ -37,7 +37,7 @@ from xgpt.core.schema import (
     Surface,
 )
 from xgpt.core.version import __version__
-from xprofiler import libraries, native_version, ranks
+from xprofiler import libraries, ranks, xgpt_version
 from xprofiler.bench import (
     BATCHES,
     BLOCK_SIZE,
@@ -172,7 +172,7 @@ def loading_rate(
     """
     last, last_encoder = min(spec.num_layers, LOADED_LAYERS), min(spec.num_encoder_layers, LOADED_LAYERS)
     part = Part(spec, (0, last), (0, last_encoder), is_first=False, is_last=False)
-    size = BYTES_PER_ELEMENT[Precision.of(dtype, "gpu" if device == "cuda" else "cpu", "native").weights]
+    size = BYTES_PER_ELEMENT[Precision.of(dtype, "gpu" if device == "cuda" else "cpu", "xgpt").weights]
     num_bytes = size * (last * spec.decoder_layer_params + last_encoder * spec.encoder_layer_params)
     seconds = []
     for _ in range(LOADS):
@@ -246,8 +246,8 @@ def assembled(
         kv_dtype=kv_dtype,
         device=cluster.device.name,
         devices_per_node=cluster.devices_per_node,
-        engine="native",
-        engine_version=native_version(cluster.device.type),
+        engine="xgpt",
+        engine_version=xgpt_version(cluster.device.type),
         num_threads=threads,
         layouts=layouts,
         layers=layers,

@@ -121,7 +121,7 @@ def _in_words(cell: Cell, names: tuple[str, ...]) -> str:
     words = {
         "family": f" of {'dense models' if cell.family == 'dense' else 'mixtures of experts'}",
         "device": f" on {cell.device}",
-        "engine": f" in {'xgpt' if cell.engine == 'native' else cell.engine}",
+        "engine": f" in {cell.engine}",
         "load": f" under {cell.load.replace(' ', '-')} load" if "loop" in cell.load else f" served {cell.load}",
         "profile": planned.get(cell.profile, f", planned from {cell.profile} profiles"),
     }
@@ -144,5 +144,5 @@ def cell_of(plan: Plan) -> Cell | None:
     two_lanes = len(plan.policy.lanes) > 1
     load = "disaggregated" if two_lanes else "open loop" if plan.constraint.maximises_arrivals else "closed loop"
     family = "dense" if plan.model.experts is None else "experts"
-    framework = "native" if plan.engine is None else plan.engine.framework
+    framework = "xgpt" if plan.engine is None else plan.engine.framework
     return Cell(load, framework, family, plan.cluster.device.name, plan.profile.source)

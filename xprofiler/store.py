@@ -13,7 +13,7 @@ from xgpt.core.io import cache_dir, dump_json, file_sha256, load_json, sha256, w
 from xgpt.core.progress import Progress
 from xgpt.core.schema import ClusterSpec, DType, EngineKind, EngineSpec, ModelSpec, Plan, Precision, Profile
 from xgpt.resolve import load_cluster, load_engine, load_model
-from xprofiler import analytic, imported, libraries, native_version
+from xprofiler import analytic, imported, libraries, xgpt_version
 from xprofiler.compiling import Ahead
 
 CPU_DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "int8")
@@ -73,7 +73,7 @@ def new_profile(
     config: str | None = None,
     dtype: DType | None = None,
     kv_dtype: DType | None = None,
-    engine: EngineKind = "native",
+    engine: EngineKind = "xgpt",
     import_from: str | None = None,
     framework: str | None = None,
     progress: Progress | None = None,
@@ -217,7 +217,7 @@ def given_profile(path: str, spec: ModelSpec, cluster: ClusterSpec, dtype: DType
 
 
 def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> None:
-    """Raise InputError if a profile is for another model, device or dtype, for fewer devices, or an older native
+    """Raise InputError if a profile is for another model, device or dtype, for fewer devices, or an older xgpt
     engine.
 
     Raises:
@@ -238,8 +238,8 @@ def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype
     if cluster.num_nodes > 1 and cluster.inter_node is not None and profile.inter_node_hop is None:
         accepted = f"{cluster.name} has {cluster.num_nodes} nodes, but the profile has no times between nodes: {make}"
         raise InputError("profile.inter_node_hop", None, accepted)
-    here = native_version(cluster.device.type)
-    if profile.engine == "native" and (profile.engine_version or "").rpartition(", ")[2] != here:  # 0.1.0 stood before
+    here = xgpt_version(cluster.device.type)
+    if profile.engine == "xgpt" and (profile.engine_version or "").rpartition(", ")[2] != here:  # 0.1.0 stood before
         raise InputError("profile.engine_version", profile.engine_version, f"this engine has {here}: {make}")
 
 
@@ -253,7 +253,7 @@ def check_engine(plan: Plan, engine: str) -> None:
     profiled_engine = plan.profile.engine
     if profiled_engine in (None, engine):
         return
-    run = f"serve it with `xgpt serve --engine {profiled_engine}`, or " if profiled_engine in ("native", "vllm") else ""
+    run = f"serve it with `xgpt serve --engine {profiled_engine}`, or " if profiled_engine in ("xgpt", "vllm") else ""
     make = f"plan with a profile made by `xgpt profile --engine {engine} -o FILE`"
     raise InputError(
         "plan.profile.engine",
@@ -366,7 +366,7 @@ def _cache_key(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DT
     """Return a hash of everything that step times depend on: shape, dtype, device, versions, and the measurement."""
     shape = spec.shape.model_copy(update={"name": ""}).model_dump_json()
     versions = [
-        native_version(cluster.device.type),
+        xgpt_version(cluster.device.type),
         *(f"{name}={number}" for name, number in libraries().items()),
     ]
     device = f"{cluster.devices_per_node} x {cluster.device.model_dump_json()}"

@@ -24,7 +24,7 @@ def why_not_divided(model: ModelSpec, engine: EngineSpec | None, tp: int, ep: in
     """
     for kind in model.kinds:
         reason = _undivided(kind, tp, ep)
-        if reason is None and engine is not None and engine.framework != "native":
+        if reason is None and engine is not None and engine.framework != "xgpt":
             reason = _cut(model, kind, tp, ep)
         if reason is not None:
             return reason

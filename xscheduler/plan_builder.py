@@ -158,7 +158,7 @@ def _taken_from_another(problem: Problem) -> tuple[str, ...]:
 
 def _set_aside(problem: Problem) -> tuple[str, ...]:
     """Return a warning if the engine also loads encoders of images or sound and reserves memory for their inputs."""
-    if not problem.model.tower_params or problem.engine is None or problem.engine.framework == "native":
+    if not problem.model.tower_params or problem.engine is None or problem.engine.framework == "xgpt":
         return ()
     return (
         f"{problem.model.name} also reads images or sound, and the plan does not count the memory that the engine "

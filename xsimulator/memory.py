@@ -64,7 +64,7 @@ class StepBuffers:
     def __init__(
         self, spec: ModelSpec, precision: Precision, lane: Lane, keeps: EngineSpec | None = None, slots: int = 0
     ) -> None:
-        if keeps is None or keeps.framework == "native":
+        if keeps is None or keeps.framework == "xgpt":
             self._most = float(SLICE_TOKENS)
             activations = float(activation_bytes_per_token(spec, precision.state))
             self.rows: Array = np.asarray([(activations, 0.0, 0.0)] * len(lane))
@@ -328,7 +328,7 @@ def _weight_bytes(
         marlin = None if OWN_KERNELS.match(cluster.device.name) else keeps.marlin_multiples
         multiples = marlin or (1, keeps.expert_multiple)
         weights += _padding(spec, precision.weights, lane, ends, multiples, is_repacked=marlin is not None)
-        if keeps.framework != "native":  # such engines also load encoders of images and sound
+        if keeps.framework != "xgpt":  # such engines also load encoders of images and sound
             weights += embeds * spec.tower_params * state / tp
     return weights
 

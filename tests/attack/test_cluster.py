@@ -346,7 +346,7 @@ def test_a_stranger_on_the_link_between_two_machines_finds_no_store_of_tensors()
     with (
         two_hosts(),
         TemporaryDirectory() as directory,  # Ray's sockets have short paths
-        serving(what.model_copy(update={"cluster": cluster}), Path(directory), "native") as (_, servers),
+        serving(what.model_copy(update={"cluster": cluster}), Path(directory), "xgpt") as (_, servers),
     ):
         for number, local in enumerate(ADDRESSES):
             lines = subprocess.check_output(on_host(number, ["ss", "-ltnH"]), text=True)

@@ -146,7 +146,7 @@ REFUSED = {
 @pytest.mark.long
 @pytest.mark.point(1)
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("engine", ["native", "vllm"])
+@pytest.mark.parametrize("engine", ["xgpt", "vllm"])
 def test_what_is_of_no_use_is_refused(
     name: str, engine: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

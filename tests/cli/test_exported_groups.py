@@ -68,7 +68,7 @@ def test_the_pods_of_a_group_serve_together(kind: str, tmp_path: Path) -> None:
     directory = save_checkpoint(tmp_path / "model")
     plan = scored(problem_of(directory, 2), policy, degrees, 1, **values)
     plan = plan.model_copy(update={"cluster": cpus(2).model_copy(update={"num_nodes": 2, "devices_per_node": 1})})
-    plan = plan.model_copy(update={"profile": plan.profile.model_copy(update={"engine": "native"})})
+    plan = plan.model_copy(update={"profile": plan.profile.model_copy(update={"engine": "xgpt"})})
     (tmp_path / "plan").mkdir()
     (tmp_path / "keys").mkdir()
     (tmp_path / "plan" / "plan.json").write_text(dump_json(plan))

@@ -52,9 +52,9 @@ def test_a_profile_of_something_else_is_refused(xgpt: Xgpt, ours: str, theirs: s
     [
         ({"model.num_layers": 40}, "num_layers 32, not 40"),
         ({"model.num_kv_heads": 32}, "num_kv_heads 8, not 32"),
-        ({"engine": "native", "engine_version": "0.0.1"}, "profile.engine_version: '0.0.1'"),
+        ({"engine": "xgpt", "engine_version": "0.0.1"}, "profile.engine_version: '0.0.1'"),
         ({"schema_version": 1}, "profile.schema_version: 1"),
-        ({"engine_of": "native"}, "profile.engine_of"),
+        ({"engine_of": "xgpt"}, "profile.engine_of"),
     ],
 )
 def test_one_size_of_a_profile_differs(xgpt: Xgpt, change: dict[str, Any], said: str) -> None:
@@ -79,7 +79,7 @@ def test_fewer_devices_are_refused_and_more_are_taken(xgpt: Xgpt) -> None:
     assert xgpt(*plan, "--cluster", "h200x1", "--profile", "h200x8.json").code == 0
 
 
-@pytest.mark.parametrize(("engine_name", "run_by"), [("vllm", "native"), ("native", "vllm"), ("sglang", "native")])
+@pytest.mark.parametrize(("engine_name", "run_by"), [("vllm", "xgpt"), ("xgpt", "vllm"), ("sglang", "xgpt")])
 def test_a_plan_is_served_by_the_engine_of_its_profile(xgpt: Xgpt, plan: Path, engine_name: str, run_by: str) -> None:
     document = json.loads(plan.read_text())
     document["profile"]["engine"] = engine_name

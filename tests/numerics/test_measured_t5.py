@@ -41,7 +41,7 @@ def measured_problem(checkpoint):
 @pytest.mark.long
 def test_a_measured_profile_has_both_halves(measured_problem):
     profile = measured_problem("t5-gated-untied", 1).profile
-    assert profile.source == "measured" and profile.engine == "native"
+    assert profile.source == "measured" and profile.engine == "xgpt"
     (layer,), (encoder,) = profile.layers, profile.encoder_layers
     assert encoder.rest.points[-1] == 2048 and layer.rest.points[-1] == 128
     assert encoder.attention.lengths[-1] == layer.cross.attention.lengths[-1] == 120

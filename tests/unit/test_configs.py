@@ -16,7 +16,7 @@ from xgpt.core.io import config_names, configs_dir, load_json
 from xgpt.core.schema import ModelSpec, Profile
 from xgpt.core.workload import quantile
 from xgpt.resolve import load_cluster, load_model, load_workload
-from xprofiler import native_version
+from xprofiler import xgpt_version
 from xprofiler.store import check_belongs
 
 # The paper's model of three layers has no size in its name: 0.9e9 follows from its shape.
@@ -334,5 +334,5 @@ def test_measured_profiles_are_of_a_shipped_model_and_device(path: Path) -> None
     assert path.stem == f"{profile.model.name}-{profile.device}-{profile.dtype}"
     clusters = map(load_cluster, SHIPPED_CLUSTERS)
     (cluster,) = (c for c in clusters if c.device.name == profile.device and c.num_devices == profile.devices_per_node)
-    current = profile.model_copy(update={"engine_version": native_version(cluster.device.type)})
+    current = profile.model_copy(update={"engine_version": xgpt_version(cluster.device.type)})
     check_belongs(current, spec_of(profile.model.name), cluster, profile.dtype)

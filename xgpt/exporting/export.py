@@ -32,10 +32,10 @@ FRAMEWORKS: dict[Target, tuple[str | None, ...]] = {
     "vllm": ("vllm", None),
     "sglang": ("sglang",),
     "compose": ("vllm", None),
-    "k8s": ("vllm", "native", None),
+    "k8s": ("vllm", "xgpt", None),
     "dynamo": ("vllm", None),
     "llm-d": ("vllm", None),
-    "script": ("native", None),
+    "script": ("xgpt", None),
 }
 """The engines that each target starts. None stands for plans without an engine."""
 
@@ -76,7 +76,7 @@ def check_target(plan: Plan, target: Target) -> None:
     if (None if engine is None else engine.framework) in FRAMEWORKS[target]:
         return
     starts = str(FRAMEWORKS[target][0])
-    newest = load_engine("xgpt" if starts == "native" else starts).name
+    newest = load_engine(starts).name
     to_plan = f"plan with `xgpt plan --engine {newest}`"
     if engine is None:
         raise InputError("to", target, f"the plan is for no particular engine: {to_plan}")
@@ -172,7 +172,7 @@ def _start_script(plan: Plan) -> dict[str, str]:
     """Return a script that runs `xgpt serve` with xgpt's own engine; for several nodes, on a Ray cluster of these
     nodes.
     """
-    check_engine(plan, "native")
+    check_engine(plan, "xgpt")
     model_id = hub.id_of(plan.checkpoint)
     command = ["xgpt", "serve", "plan.json", "--host", "0.0.0.0", "--port", str(PORT), "--api-key-file", "keys.txt"]
     head = f"# Needs xgpt-serve[serve]=={__version__} and {pinned('torch')}, and the keys of clients in keys.txt.\n"

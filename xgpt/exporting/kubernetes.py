@@ -90,8 +90,8 @@ def num_nodes(plan: Plan) -> int:
 
 def _deployment(plan: Plan, names: Names) -> dict[str, str]:
     """Return a Deployment with a pod for each replica."""
-    in_vllm = plan.profile.engine != "native"
-    check_engine(plan, "vllm" if in_vllm else "native")
+    in_vllm = plan.profile.engine != "xgpt"
+    check_engine(plan, "vllm" if in_vllm else "xgpt")
     if in_vllm:
         check_vllm_runs(plan.model_copy(update={"replicas": 1}))
     image = f"xgpt-vllm:{__version__}-{TESTED_VERSION}" if in_vllm else f"xgpt:{__version__}"
@@ -127,8 +127,8 @@ def _leader_worker_set(plan: Plan, names: Names) -> dict[str, str]:
     """Return a LeaderWorkerSet with a group of pods for each replica, in which all pods compute and the leader answers
     requests.
     """
-    in_vllm = plan.profile.engine != "native"
-    check_engine(plan, "vllm" if in_vllm else "native")
+    in_vllm = plan.profile.engine != "xgpt"
+    check_engine(plan, "vllm" if in_vllm else "xgpt")
     nodes = num_nodes(plan)
     devices = plan.devices_per_replica // nodes
     image = f"xgpt-vllm:{__version__}-{TESTED_VERSION}" if in_vllm else f"xgpt:{__version__}"

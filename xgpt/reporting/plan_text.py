@@ -91,7 +91,7 @@ def _process(constraint: Constraint) -> str:
 def engine_in_words(plan: Plan) -> list[str]:
     """Return a line on the plan's engine and its effects on the prediction; nothing without an engine."""
     engine = plan.engine
-    if engine is None or engine.framework == "native":
+    if engine is None or engine.framework == "xgpt":
         return []
     parts = ["it prepares each step during the previous one"] if engine.schedules_ahead else []
     parts += (
@@ -205,7 +205,7 @@ def profile_in_words(plan: Plan) -> str:
     text = f"profile: {profile.source}, sha256 {profile.sha256[:12]}"
     if SERVED in profile.provenance:
         return f"{text}; {profile.provenance[SERVED]}"
-    if profile.source == "measured" and profile.engine == "native":
+    if profile.source == "measured" and profile.engine == "xgpt":
         return f"{text}; not fitted to served requests, whose steps take longer"
     return text
 

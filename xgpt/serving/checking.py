@@ -115,7 +115,7 @@ def check_plan(plan: Plan, ray: str | None = None) -> None:
         InputError: the plan is for another engine, or the checkpoint is not there, is broken, or does not have the
             plan's shape.
     """
-    check_native_runs(plan, ray)
+    check_xgpt_runs(plan, ray)
     if plan.checkpoint is not None:
         from xrunner.weights import Checkpoint, check_weights
 
@@ -147,7 +147,7 @@ def check_planned(plan: Plan) -> None:
         check_runs(plan)
 
 
-def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "native") -> None:
+def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "xgpt") -> None:
     """Check that an engine can run a plan here. The weights are not checked.
 
     Raises:
@@ -167,7 +167,7 @@ def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "native") ->
         )
 
 
-def check_native_runs(plan: Plan, ray: str | None) -> None:
+def check_xgpt_runs(plan: Plan, ray: str | None) -> None:
     """Check that xgpt's own engine can run a plan on this machine, or on the machines of a Ray cluster.
 
     Raises:
@@ -190,7 +190,7 @@ def check_runs_on_ray(plan: Plan, address: str) -> None:
     if find_spec("ray") is None:
         raise InputError("ray", address, "install Ray on every machine: pip install 'xgpt-serve[ray]'")
     check_own_schedule(plan)
-    check_engine(plan, "native")
+    check_engine(plan, "xgpt")
     nodes_of(plan, plan.devices_per_replica)
     try:
         if address != "auto":

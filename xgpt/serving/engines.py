@@ -49,7 +49,7 @@ def build_engine(
         InputError: the plan is for another engine, or cannot be combined with `batching`; or no Ray cluster answers.
         MachineError: the plan's devices are not on this machine, or not in the Ray cluster.
     """
-    check_engine(plan, "native")
+    check_engine(plan, "xgpt")
     if ray is None:
         check_devices(plan)
     if batching != "flat":

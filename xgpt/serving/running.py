@@ -95,7 +95,7 @@ def start_engine(plan: Plan, request: ServeRequest, machines: Machines | None = 
     """
     if request.engine == "vllm":
         return VllmEngine(plan, reuse=request.reuse, machines=machines)
-    check_engine(plan, "native")
+    check_engine(plan, "xgpt")
 
     def launch(plan: Plan) -> EngineProcess:
         order = EngineOrder(

@@ -18,7 +18,7 @@ from xgpt.core.errors import InputError, MachineError
 from xgpt.core.output_files import check_step_log
 from xgpt.core.schema import Pinned, Plan
 from xgpt.requests import ServeFields
-from xgpt.serving.checking import check_native_runs, check_plan, check_plan_for_vllm, located, missing
+from xgpt.serving.checking import check_plan, check_plan_for_vllm, check_xgpt_runs, located, missing
 from xgpt.serving.gateway import check_gateway, serve_behind_gateway
 from xgpt.serving.machines import follow_first, share_of
 from xgpt.serving.running import running
@@ -93,7 +93,7 @@ class ServeRequest(ServeFields):
         """
         if self.batching == "flat":
             return
-        if self.engine != "native":
+        if self.engine != "xgpt":
             raise InputError("--batching", self.batching, f"--engine {self.engine} runs only flat batches: use flat")
         policies.build_rows(plan, self.batching)
 
@@ -178,7 +178,7 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
     elif request.dry_run:
         check_plan(plan, request.ray)
     else:
-        check_native_runs(plan, request.ray)
+        check_xgpt_runs(plan, request.ray)
     if machines is None or not machines.rank:
         _check_port(request, on_note)
     if request.dry_run:

@@ -179,7 +179,7 @@ def _launch(
     if plan.checkpoint is None:
         raise InputError("plan.checkpoint", None, "vLLM reads weights from a directory; plan with --model DIRECTORY")
     if plan.model.is_encoder_decoder:
-        accepted = "it is an encoder-decoder, which xgpt does not run in vLLM: serve it with `engine=native`"
+        accepted = "it is an encoder-decoder, which xgpt does not run in vLLM: serve it with `engine=xgpt`"
         raise InputError("plan.model", plan.model.name, accepted)
     if plan.kv_dtype not in (None, plan.dtype, "float8"):
         raise InputError(

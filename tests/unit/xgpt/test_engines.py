@@ -119,7 +119,7 @@ def test_profiles_tell_their_engine() -> None:
     assert engine_of(of_vllm) == load_engine("vllm-0.15")
     measured = of_vllm.model_copy(update={"source": "measured"})
     assert engine_of(measured) is None, "it ran under xgpt's own schedule"
-    assert engine_of(measured.model_copy(update={"engine": "native"})) == load_engine("xgpt")
+    assert engine_of(measured.model_copy(update={"engine": "xgpt"})) == load_engine("xgpt")
 
 
 @pytest.mark.long

@@ -29,7 +29,7 @@ ONE, EIGHT = load_cluster("h200x1"), load_cluster("h200x8")
 @pytest.fixture(scope="module")
 def measured() -> Profile:
     profile = analytic.profile(SPEC, ONE, "float16")
-    return profile.model_copy(update={"source": "measured", "engine": "native"})
+    return profile.model_copy(update={"source": "measured", "engine": "xgpt"})
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ class EngineSpec(Frozen):
     name: str
     """Name of the engine with its version, as `--engine` accepts it."""
     framework: str
-    """Name of the engine without its version, as in a profile: native, vllm, trtllm, sglang."""
+    """Name of the engine without its version, as in a profile: xgpt, vllm, trtllm, sglang."""
     version: str
     """Version of that engine."""
     schedules_ahead: bool = False

@@ -100,7 +100,7 @@ class Precision(NamedTuple):
             kv_dtype: type of K/V. None means the engine's default.
             layouts: keys of the weights that have a special layout on a CPU.
         """
-        if device_type != "cpu" or engine not in (None, "native"):
+        if device_type != "cpu" or engine not in (None, "xgpt"):
             return cls(dtype, "bfloat16" if dtype == "float8" else dtype, kv_dtype or dtype, packs=False)
         if dtype in ("bfloat16", "int8"):
             return cls(dtype, "float32", kv_dtype or "bfloat16", packs=True)

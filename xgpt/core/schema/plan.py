@@ -29,7 +29,7 @@ SLICE_TOKENS = 2048
 NEVER_NS = 10**15
 """The bound that the scheduling rule uses for requests without a bound: eleven days."""
 
-EngineKind = Literal["native", "vllm"]
+EngineKind = Literal["xgpt", "vllm"]
 SPECULATIVE_POLICIES = ("chunked", "orca")
 """Policies that support speculative decoding: every step decodes all running requests."""
 Batching = Literal["flat", "padded", "rows", "slots"]

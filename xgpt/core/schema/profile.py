@@ -207,7 +207,7 @@ class Profile(Frozen):
     devices_per_node: PositiveInt = 1
     """Devices in a node of the cluster. The profile covers tensor-parallel degrees up to this number."""
     engine: str | None = None
-    """The engine whose steps were timed: "native", "vllm" or another framework. None means that times are from a
+    """The engine whose steps were timed: "xgpt", "vllm" or another framework. None means that times are from a
     datasheet, for any engine."""
     engine_version: str | None = None
     """Version of that engine."""
@@ -295,7 +295,7 @@ class Profile(Frozen):
         The measured times already contain the time that other processes took. These may take as much again while the
         plan runs.
         """
-        is_unserved = self.source == "measured" and self.engine == "native" and not self.is_served
+        is_unserved = self.source == "measured" and self.engine == "xgpt" and not self.is_served
         known = UNSERVED_ERROR if is_unserved else KNOWN_ERROR[self.source]
         share = sum(self.others.values()) / (self.num_threads or 1)
         return round(max(min(max(self.spread, known + share), MOST_HEADROOM), known), 4)

@@ -305,7 +305,7 @@ PLANS: dict[str, tuple[Plan, Target]] = {
     "one node": (fitting(RRA).model_copy(update={"cluster": load_cluster("h200x8"), "replicas": 3}), "k8s"),
     "waa on one node": (waa(), "k8s"),
     "two nodes": (over_two_nodes(), "k8s"),
-    "two nodes, own engine": (over_two_nodes("native"), "k8s"),
+    "two nodes, own engine": (over_two_nodes("xgpt"), "k8s"),
     "two nodes, dynamo": (over_two_nodes(), "dynamo"),
     "two nodes, llm-d": (over_two_nodes(), "llm-d"),
     "dynamo": (fitting(RRA), "dynamo"),
@@ -398,7 +398,7 @@ def test_under_llm_d_only_a_lane_that_spans_nodes_is_a_group() -> None:
 
 
 def test_several_nodes_of_our_own_engine_are_a_group_whose_leader_answers() -> None:
-    objects = objects_of(over_two_nodes("native"))
+    objects = objects_of(over_two_nodes("xgpt"))
     spec = objects["LeaderWorkerSet"]["spec"]
     group = spec["leaderWorkerTemplate"]
     assert (spec["replicas"], group["size"], group["restartPolicy"]) == (2, 2, "RecreateGroupOnPodRestart")
@@ -411,7 +411,7 @@ def test_several_nodes_of_our_own_engine_are_a_group_whose_leader_answers() -> N
             start, _, command = words[2].partition(" && exec ")
             assert words[:2] == ["sh", "-c"] and "--head" in start.split()
             given = serve.make_context("serve", shlex.split(command)[4:]).params
-            assert (given["api_key_file"], given["engine"], given["ray"]) == ("/etc/xgpt/keys/keys", "native", "auto")
+            assert (given["api_key_file"], given["engine"], given["ray"]) == ("/etc/xgpt/keys/keys", "xgpt", "auto")
         else:
             assert words[:3] == ["ray", "start", "--address=a-0.a.ns:6379"]
         assert {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} <= {entry["name"] for entry in container["env"]}

@@ -33,7 +33,7 @@ def served() -> Plan:
 def test_ranges_and_headroom_follow_the_paces_of_earlier_loads(served: Plan) -> None:
     device = served.cluster.device.name
     profile = analytic.profile(load_model("opt-125m")[0], load_cluster("h200x1"), "float16")
-    of_this = {"source": "measured", "engine": "native", "provenance": {SERVED: "x1"}, "device": device}
+    of_this = {"source": "measured", "engine": "xgpt", "provenance": {SERVED: "x1"}, "device": device}
     profile = profile.model_copy(update=of_this)
     assert usual(device) == PACES_AT_REST
     assert headroom_of(Constraint(), profile) == pytest.approx(PACES_AT_REST[1] - 1)
