@@ -65,7 +65,7 @@ def scaled(numbers: Tensor, scales: Tensor, shape: list[int], place: tuple[slice
     scales = scales.float()
     if scales.numel() > 1:
         rows, columns = (torch.arange(size)[part] for size, part in zip(shape, place, strict=True))
-        if scales.numel() == shape[0]:
+        if list(scales.shape) in ([shape[0]], [shape[0], 1]):
             scales = scales.reshape(-1, 1)[rows]
         else:
             scales = scales[rows[:, None] // BLOCK, columns // BLOCK]

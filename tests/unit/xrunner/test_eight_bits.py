@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from xrunner.eight_bits import quantise
+from xrunner.eight_bits import BLOCK, fits, quantise, scaled
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (7, 48), (3, 4096)], ids=str)
@@ -21,3 +21,12 @@ def test_only_a_row_that_is_not_finite_has_a_scale_that_is_not(bad):
     rows, scale = quantise(x)
     assert scale.isfinite().tolist() == [True, False, True] and not rows[1].any()
     assert quantise(torch.zeros(1, 4))[0].eq(0).all()
+
+
+def test_a_matrix_may_have_as_many_blocks_as_rows():
+    """As the output projections of DeepSeek-V3 have: 56 times 128 blocks, and 7168 rows."""
+    shape, scales = [256, 16384], torch.rand(2, 128)
+    numbers = torch.randint(-127, 128, shape, dtype=torch.int8)
+    assert fits([2, 128], shape)
+    wide = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    assert torch.equal(scaled(numbers, scales, shape, (slice(None), slice(None))), numbers.float() * wide)
