@@ -140,7 +140,7 @@ def obtain_profile(
     if not cluster.is_local:
         return analytic.profile(spec, cluster, dtype, engine, kv_dtype)
     latest = _latest(spec, cluster, dtype, kv_dtype)
-    if latest.is_file() and (found := _kept(latest.read_text(encoding="utf-8").strip())) is not None:
+    if latest.is_file() and (found := _kept(latest.read_text("utf-8", errors="replace").strip())) is not None:
         age_s = time.time() - latest.stat().st_mtime
         if not found.is_restless or 0 <= age_s < RESTLESS_KEPT_S:
             return found
@@ -193,7 +193,8 @@ def measured_profile(
     if as_served is not None:
         profile = as_served(profile, spec, checkpoint, cluster, progress)
     keep(profile)
-    write_atomic(_latest(spec, cluster, dtype, kv_dtype), sha256(profile) + "\n")
+    with suppress(MachineError):  # the cache cannot be written: the next plan measures again
+        write_atomic(_latest(spec, cluster, dtype, kv_dtype), sha256(profile) + "\n")
     return profile
 
 
@@ -263,9 +264,11 @@ def check_engine(plan: Plan, engine: str) -> None:
 
 
 def keep(profile: Profile) -> None:
-    """Store a profile in the cache, where plans made from it find it; do nothing if the cache cannot be written."""
-    path = _path_of(sha256(profile))
-    if not path.is_file():
+    """Store a profile in the cache, where plans made from it find it, in place of a damaged copy; do nothing if the
+    cache cannot be written.
+    """
+    path = _path_of(content := sha256(profile))
+    if file_sha256(path) != content:
         with suppress(MachineError):
             write_atomic(path, dump_json(profile))
 

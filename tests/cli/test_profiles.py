@@ -176,6 +176,36 @@ def test_measured_profiles_are_found_by_what_they_are_of(xgpt: Xgpt, monkeypatch
         assert profiles.profile_of(plan.model_copy(update={"profile": reference})) == name
 
 
+@pytest.mark.parametrize("damaged", ["*.sha256", "*.json"])
+def test_a_damaged_cache_is_mended(monkeypatch: pytest.MonkeyPatch, xgpt: Xgpt, damaged: str) -> None:
+    from xgpt.resolve import load_cluster, load_model
+    from xprofiler import measure
+
+    spec, _ = load_model("opt-125m")
+    local = load_cluster("local")
+    built = analytic.profile(spec, load_cluster("h200x1"), "float16")
+    built = built.model_copy(update={"source": "measured", "device": local.device.name, "dtype": "float32"})
+    monkeypatch.setattr(measure, "profile", lambda *_, **__: built)
+    profiles.obtain_profile(spec, None, local)
+    for file in (cache_dir() / "profiles").glob(damaged):
+        file.write_bytes(b"\xff\0")
+    assert profiles.obtain_profile(spec, None, local) == built
+    monkeypatch.setattr(measure, "profile", lambda *_, **__: pytest.fail("it is measured again"))
+    assert profiles.obtain_profile(spec, None, local) == built
+
+
+def test_a_measurement_outlives_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, xgpt: Xgpt) -> None:
+    from xgpt.resolve import load_cluster, load_model
+    from xprofiler import measure
+
+    spec, _ = load_model("opt-125m")
+    Path("file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(Path("file").absolute()))
+    built = analytic.profile(spec, load_cluster("h200x1"), "float16")
+    monkeypatch.setattr(measure, "profile", lambda *_, **__: built)
+    assert profiles.measured_profile(spec, None, load_cluster("local")) == built
+
+
 def test_a_restless_profile_is_kept_for_minutes_only(monkeypatch: pytest.MonkeyPatch, xgpt: Xgpt) -> None:
     from xgpt.resolve import load_cluster, load_model
     from xprofiler import measure
