@@ -1,14 +1,15 @@
 """Decide which waiting request enters next, with a fair share for each account.
 
-Each account (an API key; without keys, all requests belong to one) keeps its requests in the plan's order of admission
-(`orders`). The next request comes from an account of the highest priority; of several such accounts, from the one that
-has had the fewest tokens relative to its share. Prompt tokens count as a request enters, output tokens as they are
-generated. So two accounts that always have requests waiting get tokens in the ratio of their shares, whatever their
-lengths. An account that had no requests for a while starts level with the others, so it cannot save up an unused share.
-Source: Sheng et al., Fairness in serving large language models, OSDI 2024 (the virtual token counter), with shares.
+An account is an API key. Without keys, all requests belong to one account. Each account's requests wait in the plan's
+order of admission (see `orders`). The next request comes from the account with the highest priority. If several
+accounts have this priority, it comes from the account with the fewest counted tokens relative to its share. Prompt
+tokens are counted when a request enters, output tokens when they are generated. So two accounts that always have
+waiting requests get tokens in the ratio of their shares, whatever the lengths of their requests. After a time without
+requests, an account's count starts level with the account that was served last, so it cannot save up its share. Source:
+Sheng et al., Fairness in serving large language models, OSDI 2024 (the virtual token counter), with shares.
 
-No order starves a request: a request that has waited longer than `patience_ns` is overdue. Its account then has the
-highest priority, and every second request that enters from this account is its overdue request that has waited longest.
+No order starves a request. A request that has waited longer than `patience_ns` is overdue. Its account then has the
+highest priority, and every second request that enters from this account is the overdue request that has waited longest.
 """
 
 from __future__ import annotations
@@ -26,30 +27,32 @@ from xgpt.core.policies.request import Request
 from xgpt.core.schema import AdmissionOrder
 
 QueuePlace = Literal["front", "order", "overdue", "back"]
-"""Where a request waits in the queue of its account, or why it enters."""
+"""The part of its account's queue from which a request enters; "overdue" means that it enters out of order."""
 
 
 class Queue:
     """The waiting requests.
 
-    A preempted request waits before the others of its account if it had used no more memory than it was promised
-    (`push_front`), otherwise after them (`push_back`).
+    A preempted request waits before all other requests of its account if it had used no more memory than it was
+    promised (`push_front`), otherwise after them (`push_back`).
 
-    Logs must replay exactly. So `head` and `ahead` change nothing, since how often an engine calls them depends on its
-    clock; and the order of arrivals and removals between two admissions does not matter, since logs do not record it.
+    Logs must replay exactly. So `head` and `ahead` do not change the queue, since how often an engine calls them
+    depends on its clock. The order of arrivals and removals between two admissions has no effect either, since logs do
+    not record this order.
 
     Args:
-        make_order: returns an empty order, for a new account.
-        patience_ns: nanoseconds of waiting after which a request is overdue. None means never.
+        make_order: function that returns the empty order of a new account.
+        patience_ns: nanoseconds of waiting after which a request is overdue. None means that no request becomes
+            overdue.
     """
 
     def __init__(self, make_order: Callable[[], Order], patience_ns: int | None = None) -> None:
         self.patience_ns = patience_ns
         self._make_order = make_order
         self._waiting: OrderedDict[int, Request] = OrderedDict()
-        """New requests, which have never run, by id, in order of arrival."""
+        """Requests that have never run ("new" requests), by id, in order of arrival."""
         self._numbers: dict[int, int] = {}
-        """The number of each new request in order of arrival, by id."""
+        """By id: the number of each new request, counted in order of arrival."""
         self._returned: dict[int, Request] = {}
         """Preempted requests, by id."""
         self._accounts: dict[str, _Account] = {}
@@ -58,16 +61,15 @@ class Queue:
         self._deadlines: list[Entry] = []
         self._number = 0
         self._taken: dict[int, int] = {}
-        """The number, in order of arrival, of each request that `fill_row` has taken."""
+        """By id: the numbers of the requests that `fill_row` has taken."""
         self.longest_by_utility = 0
-        """Length of the longest prompt that was chosen only by utility for the last filled row. 0 means that no prompt
-        was."""
+        """Length of the longest prompt that das chose only by utility for the last filled row. 0 means none."""
         self.now_ns = 0
         """Time of the last `expire`."""
         self.has_accounts = False
         """Whether a request has come from an account with a name."""
         self._next: _NextRequest | None = None
-        """The result of `_choose`, kept until anything changes."""
+        """The result of `_choose`, until the queue changes."""
 
     def fresh(self) -> Queue:
         """Return an empty queue with the settings of this queue."""
@@ -94,10 +96,10 @@ class Queue:
         account.add(request, self._number)
 
     def plan(self, begun: Sequence[Job], pace: Pace) -> set[int]:
-        """Under order in-time, decide which requests give way to others; return the ids of the begun requests that must
-        pause.
+        """Under order in-time, decide which requests give way to others, and return the ids of the begun requests that
+        must pause.
 
-        Each account is planned separately, together with the begun requests.
+        Each account's requests are planned separately, together with the begun requests of all accounts.
 
         Args:
             begun: requests whose prompts are partly encoded.
@@ -107,34 +109,34 @@ class Queue:
         return set().union(*(order.plan(begun, pace) for order in orders if isinstance(order, InTimeOrder)))
 
     def head_gives_way(self) -> bool:
-        """Return whether the head gives way to requests that can still be in time. The queue must not be empty."""
+        """Return whether the next request gives way to requests that can be in time. The queue must not be empty."""
         chosen = self._choose()
         order = chosen.account.order
         return chosen.place == "order" and isinstance(order, InTimeOrder) and order.gives_way(chosen.request)
 
     def push_front(self, request: Request) -> None:
-        """Add a preempted request before the others of its account; it no longer expires."""
+        """Add a preempted request before all others of its account. A preempted request does not expire."""
         self._returned[request.id] = request
         self._account(request).front.appendleft(request)
 
     def push_back(self, request: Request) -> None:
-        """Add a preempted request after the others of its account. It stays there until it becomes overdue again."""
+        """Add a preempted request after all others of its account. It enters after them, or once it is overdue."""
         self._returned[request.id] = request
         self._account(request).back.append((self.now_ns, request))
 
     def head(self) -> Request | None:
-        """Return the request that enters next, or None if none is waiting."""
+        """Return the request that enters next, or None if no request waits."""
         return self._choose().request if len(self) else None
 
     def pop(self) -> Request:
-        """Remove and return the head, which enters."""
+        """Remove and return the request that enters next."""
         chosen = self._choose()
         self._take(chosen)
         self._forget(chosen.request)
         return chosen.request
 
     def charge(self, requests: Iterable[Request]) -> None:
-        """Charge one output token of each request to its account. Without API keys, do nothing."""
+        """Count one output token of each request for its account. Without API keys, do nothing."""
         self._next = None
         for request in requests:
             if request.account.name:
@@ -186,7 +188,7 @@ class Queue:
         return expired
 
     def fill_row(self, row_tokens: int, *, goes_on: bool = False) -> list[Request]:
-        """Remove and return, in order, the next requests whose prompts together fit a row of `row_tokens` tokens.
+        """Remove and return, in order, the next requests whose prompts together fit in a row of `row_tokens` tokens.
 
         Args:
             goes_on: whether the row continues a batch; `put_back` then accepts requests of all rows of the batch.
@@ -209,7 +211,7 @@ class Queue:
         return row
 
     def put_back(self, requests: Iterable[Request]) -> None:
-        """Put requests that `fill_row` has taken back in the places that they had."""
+        """Return requests that `fill_row` has removed to their former positions in the queue."""
         for request in requests:
             number = self._taken[request.id]
             self._waiting[request.id], self._numbers[request.id] = request, number
@@ -225,7 +227,7 @@ class Queue:
         return self._named(name).order
 
     def _account(self, request: Request) -> _Account:
-        """Return a request's account. The caller is about to change the account's queue."""
+        """Return the account of a request whose queue the caller is about to change."""
         self._next = None
         return self._named(request.account.name)
 
@@ -235,7 +237,7 @@ class Queue:
         return self._accounts[name]
 
     def _choose(self) -> _NextRequest:
-        """Return the head and where it waits. The queue must not be empty."""
+        """Return the request that enters next, and its part of the queue. The queue must not be empty."""
         if self._next is None:
             due_ns = None if self.patience_ns is None else self.now_ns - self.patience_ns
             account = self._choose_account(due_ns)
@@ -270,9 +272,7 @@ class Queue:
 
 
 class _NextRequest(NamedTuple):
-    """The request that enters next. `since_ns` is the time at which its wait began. It is set only with place
-    "back".
-    """
+    """The request that enters next. `since_ns` (the time at which its wait began) is set only in place "back"."""
 
     account: _Account
     request: Request
@@ -287,14 +287,14 @@ class _Account:
         self.order = order
         self.front: deque[Request] = deque()
         self.back: deque[tuple[int, Request]] = deque()
-        """Pairs (time at which a request's wait began, request)."""
+        """Pairs (time at which a request began to wait, request)."""
         self.priority = 0
         self.served = 0.0
         """Tokens charged to the account, divided by its share."""
         self._arrived: list[Entry] = []
         """The requests of `order`, in the order of arrival."""
         self._may_be_overdue = True
-        """Whether the next request to enter may be an overdue one; this alternates from request to request."""
+        """Whether the next request may enter because it is overdue. After each overdue request, one enters in order."""
 
     def has_any(self) -> bool:
         return bool(self.order.numbers or self.front or self.back)
@@ -316,8 +316,8 @@ class _Account:
         self.served += num_tokens / request.account.share
 
     def overdue(self, due_ns: int | None) -> tuple[Request, QueuePlace, int] | None:
-        """Return the request that has waited longest, its place and the time at which its wait began, or None if that
-        request is not overdue.
+        """Return the request that has waited longest, its part of the queue, and the time at which its wait began, or
+        None if the request is not overdue.
         """
         if due_ns is None:
             return None
@@ -330,8 +330,8 @@ class _Account:
         return None if oldest is None or oldest[2] >= due_ns else oldest
 
     def choose(self, due_ns: int | None) -> tuple[Request, QueuePlace, int]:
-        """Return the request that enters next, its place, and (only with place "back") the time at which its wait
-        began.
+        """Return the request that enters next, its part of the queue, and the time at which its wait began (0 in parts
+        "front" and "order").
         """
         if self.front:
             return self.front[0], "front", 0
@@ -360,7 +360,7 @@ class _Account:
         self._may_be_overdue = False
 
     def put_back(self, chosen: _NextRequest, number: int) -> None:
-        """Undo `take`. Call this for the last taken request first, and `restore` after all of them."""
+        """Undo `take`. To undo several calls, begin with the last one, and call `restore` at the end."""
         match chosen.place:
             case "front":
                 self.front.appendleft(chosen.request)
@@ -384,7 +384,7 @@ class _Account:
 def make_order(
     order: AdmissionOrder, row_tokens: int | None = None, first_tokens: FirstTokens | None = None, eta: float = ETA
 ) -> Order:
-    """Return an empty order. Its arguments are those of `make_queue`."""
+    """Return an empty order of admission; `make_queue` explains the arguments."""
     match order:
         case "fcfs":
             return SortedOrder()
@@ -412,8 +412,8 @@ def make_queue(
     """Return an empty queue.
 
     Args:
-        row_tokens: prompt tokens of a row (das).
+        row_tokens: number of prompt tokens that fit in a row (das).
         first_tokens: when first tokens are due, and how long prompts take (in-time).
-        eta: share of a row that is chosen only by utility (das).
+        eta: share of a row's requests that das chooses only by utility.
     """
     return Queue(partial(make_order, order, row_tokens, first_tokens, eta), patience_ns)

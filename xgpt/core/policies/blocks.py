@@ -1,12 +1,12 @@
-"""Manage K/V blocks: free, in use by one or several requests, or cached for later requests.
+"""Manage K/V blocks, which are free, in use by one or several requests, or cached for later requests.
 
-A full block of a prompt (or of a prompt and its output) has a key, a hash of its tokens and of all tokens before them.
-A request whose chain of keys begins with the keys of such blocks shares them instead of computing them again. A block
-that no request uses any more stays cached until memory is needed. Then the least recently used block is evicted first.
-Of blocks released together, the last one in the sequence goes first, because it is useless without the blocks before
-it.
+A full block of a prompt (or of a prompt and its output) has a key, which is a hash of the block's tokens and of all
+tokens before them. The keys of a sequence's blocks are its chain. If a request's chain begins with keys of existing
+blocks, the request shares these blocks instead of computing them again. A block that no request uses any more stays
+cached until memory is needed. The least recently used block is evicted first. Of blocks released together, the last one
+in the sequence is evicted first, because a block is useless without the blocks before it.
 
-Source: vLLM (hash chains, a queue in order of last use).
+Source: vLLM, which also has hash chains and a queue in order of last use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from xgpt.core.schema.step_log import Chain
 
 NO_CHAINS: Mapping[int, Chain] = MappingProxyType({})
-"""The chains of no requests."""
+"""The empty mapping from requests to chains."""
 
 
 class BlockTable:
@@ -27,8 +27,8 @@ class BlockTable:
 
     Attributes:
         blocks: the numbers of the blocks.
-        found: number of first blocks that were cached when the request entered.
-        named: number of first blocks that have a key, or have the same content as a block with a key.
+        found: how many blocks, from the first on, were cached when the request entered.
+        named: how many blocks, from the first on, have a key or the same content as a block with a key.
     """
 
     __slots__ = ("blocks", "found", "named")
@@ -42,8 +42,8 @@ class Found(NamedTuple):
     """The cached blocks of a chain.
 
     Attributes:
-        blocks: the blocks that hold its beginning.
-        num_used: number of these blocks that some request uses; sharing these takes no further memory.
+        blocks: the blocks that hold the first tokens of the chain.
+        num_used: how many of these blocks some request uses; to share a used block takes no further memory.
     """
 
     chain: Chain
@@ -56,27 +56,30 @@ NOTHING = Found((), 0, (), 0)
 
 
 class Blocks:
-    """The K/V blocks of one lane. All its stages use the same numbers.
+    """The K/V blocks of one lane. All stages of the lane use the same block numbers.
 
-    Every block is free, in use or cached. A request gets a free block, or if there is none, the block that has been
-    cached for longest.
+    Every block is free, in use or cached. A request gets a free block. If no block is free, it gets the block that has
+    been cached for longest.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._num_touched = 0
-        """Blocks [0, num_touched) have been handed out at least once."""
+        """Blocks [0, num_touched) have been given to a request at least once."""
         self._free: list[int] = []
-        """The free blocks among them."""
+        """The free ones of these blocks."""
         self._by_key: dict[bytes, int] = {}
         self._key: dict[int, bytes] = {}
         self._uses: dict[int, int] = {}
-        """Number of requests that use each block with a present or former key. Other blocks belong to one request."""
+        """Number of requests that use each block with a present or former key. Any other used block belongs to one
+        request.
+        """
         self._kept: OrderedDict[int, None] = OrderedDict()
-        """Blocks that have a key and that no request uses, in the order of their release."""
+        """Cached blocks: they have a key, and no request uses them; in the order of their release."""
         self._found: dict[int, Found] = {}
-        """Results of `find` since keys or uses last changed, by the identity of the chain, since waiting requests are
-        looked up at every step."""
+        """Results of `find` since keys or uses last changed, by the identity of the chain. They save time, since
+        waiting requests are looked up at every step.
+        """
 
     @property
     def num_used(self) -> int:
@@ -89,7 +92,7 @@ class Blocks:
         return len(self._kept)
 
     def find(self, chain: Chain, most: int) -> Found:
-        """Return the blocks, at most `most`, that hold the beginning of a sequence; this changes nothing."""
+        """Return the cached blocks, at most `most`, that hold the beginning of a sequence; nothing changes."""
         known = self._found.get(id(chain))
         if known is not None and known.chain is chain and known.most == most:
             return known
@@ -106,12 +109,12 @@ class Blocks:
         return found
 
     def count_own(self, table: BlockTable, others: Sequence[int]) -> int:
-        """Return how many blocks of a table no other request uses; blocks in `others` are not counted."""
+        """Return how many blocks of a table no other request uses, not counting the blocks in `others`."""
         shared, uses = set(others), self._uses
         return sum(uses.get(block, 1) == 1 and block not in shared for block in table.blocks)
 
     def share(self, found: Sequence[int]) -> BlockTable:
-        """Return a new table of blocks that `find` has just returned. They are then in use."""
+        """Return a new block table with the blocks that `find` has just returned. These blocks are then in use."""
         uses = self._uses
         for block in found:
             if not uses[block]:
@@ -121,9 +124,7 @@ class Blocks:
         return BlockTable(found)
 
     def grow(self, table: BlockTable) -> int:
-        """Give a request one more block and return its number. The caller must have made sure that a block is
-        available.
-        """
+        """Give a request one more block and return the block's number. A block must be free or cached."""
         if self._free:
             block = self._free.pop()
         elif self._num_touched < self.count:
@@ -138,11 +139,12 @@ class Blocks:
         return block
 
     def name(self, table: BlockTable, chain: Chain, count: int) -> None:
-        """Give the first `count` blocks the keys of a chain, so that later requests find them."""
+        """Give the first `count` blocks of a table the keys of a chain, so that later requests find these blocks."""
         last = min(count, len(chain))
         for index in range(table.named, last):
             key = chain[index]
-            # Otherwise another request has computed the same content, and that request's block is used.
+            # If the key exists, another request has computed the same content, and later requests share that request's
+            # block.
             if key not in self._by_key:
                 block = table.blocks[index]
                 self._by_key[key] = block
@@ -152,9 +154,7 @@ class Blocks:
         table.named = max(table.named, last)
 
     def forget(self, chain: Chain) -> None:
-        """Remove the keys of a chain, so that no later request finds its blocks; requests that use the blocks are not
-        affected.
-        """
+        """Remove the keys of a chain, so that no later request shares its blocks; present users keep the blocks."""
         self._found.clear()
         for key in chain:
             block = self._by_key.pop(key, None)
@@ -166,7 +166,7 @@ class Blocks:
                 self._free.append(block)
 
     def release(self, table: BlockTable) -> None:
-        """Release a request's blocks. Those with a key stay cached once no request uses them."""
+        """Release a request's blocks. A block with a key stays cached once no request uses it."""
         uses = self._uses
         for block in reversed(table.blocks):
             if block not in uses:

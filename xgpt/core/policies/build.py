@@ -1,4 +1,4 @@
-"""Build the schedule of a plan, with which both engines start."""
+"""Build the schedule of a plan, with which the simulated and the real engine start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xgpt.core.workload import decoding_share
 
 
 def build(plan: Plan) -> Schedule:
-    """Return the schedule of one replica of a plan, without requests.
+    """Return the schedule of one replica of a plan. It has no requests yet.
 
     Raises:
         InputError: the plan's stages do not match its policy.
@@ -49,11 +49,11 @@ def build(plan: Plan) -> Schedule:
 
 
 def build_rows(plan: Plan, batching: Batching) -> OneLane:
-    """Return the schedule of a plan that runs whole batches in rows, without requests.
+    """Return the schedule of a plan that runs whole batches in rows. It has no requests yet.
 
     Raises:
-        InputError: the plan does not run whole batches on one device, or rows do not support the model's attention or
-            keys and values in eight bits.
+        InputError: the plan does not run whole batches on one device, or rows do not support its model's attention or
+            its eight-bit K/V.
     """
     policy = plan.policy
     settings = None if isinstance(policy, WaaSettings) else settings_of(plan, policy)
@@ -82,17 +82,17 @@ def build_rows(plan: Plan, batching: Batching) -> OneLane:
 
 
 def row_tokens(plan: Plan) -> int:
-    """Return the prompt tokens of a row (TCB's L): the plan's fixed value, or the longest prompt of its workload."""
+    """Return the prompt tokens of a row (TCB's L): the value that the user fixed, or the workload's longest prompt."""
     return _held(plan, "row_tokens", plan.workload.input.lengths[-1])
 
 
 def _held(plan: Plan, name: str, other: int) -> int:
-    """Return the value at which the user fixed a variable; `other` if the user did not fix it."""
+    """Return the value to which the user fixed the variable `name`; `other` if the user did not fix this variable."""
     return other if plan.pinned is None else plan.pinned.fixed.get(name, other)
 
 
 def settings_of(plan: Plan, policy: SingleLaneSettings) -> LaneSettings:
-    """Return the rule's settings for a plan with this policy."""
+    """Return the settings of the scheduling rule for a plan with this policy."""
     estimate = plan.estimate
     settings = lane_settings(policy, estimate.encode_tokens, estimate.decode_batch, decoding_share(plan.workload))
     return replace(
@@ -104,7 +104,7 @@ def settings_of(plan: Plan, policy: SingleLaneSettings) -> LaneSettings:
 
 
 def _slack(plan: Plan, policy: SingleLaneSettings) -> Slack | None:
-    """Return a policy's slack budget, with the plan's bound and step times."""
+    """Return a policy's slack budget together with the plan's bound and step times; None without slack."""
     budget = policy.slack if isinstance(policy, ChunkedSettings) else None
     if budget is None:
         return None
@@ -114,9 +114,7 @@ def _slack(plan: Plan, policy: SingleLaneSettings) -> Slack | None:
 
 
 def first_tokens(plan: Plan) -> FirstTokens | None:
-    """Return when first tokens are due by the plan's bound, and how long prompts take, or None if the order of
-    admission does not use these times.
-    """
+    """Return when first tokens are due by the plan's bound, and how long prompts take; None without order in-time."""
     if plan.admission.order != "in-time":
         return None
     times, ttft_ns = plan.estimate.step_times, plan.ttft_ns
@@ -130,10 +128,10 @@ def _pool(plan: Plan, stages: Iterable[Stage], *, hold_finished: bool = False) -
 
 
 def pool_of(plan: Plan, num_blocks: int, block_size: int, max_running: int | None, hold_finished: bool = False) -> Pool:
-    """Return a pool of K/V blocks without requests that admits them as the plan says.
+    """Return a pool without requests that admits requests by the plan's rules.
 
     Args:
-        max_running: most concurrent requests. None means any number.
+        max_running: largest number of running requests. None means any number.
         hold_finished: whether finished requests keep their slots until the whole batch has finished.
     """
     return Pool(
@@ -154,7 +152,5 @@ def queue_of(plan: Plan) -> Queue:
 
 
 def _fewest_blocks(stages: Iterable[Stage]) -> int:
-    """Return the number of blocks of the stage that has the fewest, since every stage holds the K/V of its layers for
-    every request.
-    """
+    """Return the blocks of the stage with the fewest blocks, since every stage needs blocks for every request."""
     return min(stage.kv_blocks for stage in stages)

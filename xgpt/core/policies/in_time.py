@@ -1,7 +1,7 @@
-"""Implement order in-time: as many requests as possible get their first token within the bound.
+"""Implement order in-time, with which as many requests as possible get their first token within the bound.
 
-If not all waiting prompts can be encoded in time, the longest ones give way, as few as possible (Moore and Hodgson's
-algorithm; it includes prompts that are already begun).
+If not all waiting prompts can be encoded in time, as few as possible give way, the longest first. This is Moore and
+Hodgson's algorithm; prompts that are partly encoded take part in it.
 
 Source: J. M. Moore, Management Science 15(1), 1968, pp. 102-109.
 """
@@ -20,15 +20,16 @@ from xgpt.core.policies.request import Request
 from xgpt.core.policies.slack import Slack, StepClock
 
 UNCUT_TOKENS = 2048
-"""Prompt tokens of the step from which the pace of prompts is computed, if no budget limits them."""
+"""If no budget limits a step's prompt tokens, the time per prompt token is computed for a step with this number."""
 
 
 class Pace(NamedTuple):
-    """How fast prompts are encoded next to the requests that decode now.
+    """The speed at which prompts are encoded while the present requests decode.
 
     Attributes:
         token_ns: nanoseconds per prompt token, without attention.
-        at_once: number of prompts that the micro-batches of a pipeline encode at the same time, each at that pace.
+        at_once: number of prompts that the micro-batches of a pipeline encode at the same time, each with `token_ns`
+            per token.
     """
 
     token_ns: float
@@ -36,8 +37,8 @@ class Pace(NamedTuple):
 
 
 class Job(NamedTuple):
-    """The part of a prompt that is not encoded yet: its `tokens`, the nanoseconds of their attention, and the time
-    `due_ns` at which it is due.
+    """The part of a prompt that is not encoded yet, with the number of its `tokens`, the nanoseconds of their
+    attention, and the time `due_ns` at which the first output token is due.
     """
 
     due_ns: int
@@ -51,7 +52,7 @@ class FirstTokens(NamedTuple):
     """When first tokens are due, and how long prompts take.
 
     Attributes:
-        ttft_ns: bound from a request's arrival to its first token, for accounts without their own bound.
+        ttft_ns: bound on the time from arrival to the first token, for accounts without their own bound.
         at_once: see `Pace`.
     """
 
@@ -64,22 +65,22 @@ class FirstTokens(NamedTuple):
         return request.arrival_ns + (self.ttft_ns if own_ns is None else own_ns)
 
     def latest_ns(self, request: Request) -> int:
-        """Return the latest time at which a request can begin and still be in time if the engine runs nothing else."""
+        """Return the latest time at which a request can begin and be in time, if the engine runs nothing else."""
         return self.due_ns(request) - self.clock.prompt_ns(request.input_length)
 
     def job(self, request: Request, number: int = -1) -> Job:
-        """Return the part of a request's prompt that is not encoded yet, as a job. `number` is the request's place in
-        order of arrival, -1 for begun prompts.
+        """Return the part of a request's prompt that is not encoded yet. `number` counts waiting requests in order of
+        arrival, and is -1 for begun prompts.
         """
         attention_ns = 1e9 * self.clock.piece(request.encoded, request.context)
         return Job(self.due_ns(request), number, request.id, request.context - request.encoded, attention_ns)
 
     def pace(self, decodes: int, context: int, budget: int | None, slack: Slack | None) -> Pace:
-        """Return the pace of prompts in steps that decode this many requests.
+        """Return the speed at which prompts are encoded in steps that also decode `decodes` requests.
 
         Args:
-            context: number of tokens to which these requests attend.
-            budget: largest number of tokens of a step. None means any number. With `slack`, it is ignored.
+            context: number of tokens to which the decoding requests attend.
+            budget: largest number of tokens of a step. None means any number. Ignored if `slack` is given.
         """
         others_s = self.clock.decodes(decodes, context)
         tokens = (UNCUT_TOKENS + decodes if budget is None else budget) - decodes
@@ -94,7 +95,7 @@ def that_give_way(jobs: Iterable[Job], now_ns: int, pace: Pace) -> set[int]:
     """Return the ids of the requests that give way, so that as many others as possible are in time.
 
     Args:
-        jobs: parts of prompts that are not encoded yet, the earliest due first.
+        jobs: the parts of prompts that are not encoded yet; the one that is due earliest comes first.
     """
     token_ns, at_once = pace
     late: set[int] = set()
@@ -116,11 +117,11 @@ def that_give_way(jobs: Iterable[Job], now_ns: int, pace: Pace) -> set[int]:
 
 
 class InTimeOrder(Order):
-    """Of the requests that do not give way, the earliest due enters next; requests that give way follow in order of
-    arrival.
+    """The order in-time. Among requests that do not give way, the one that is due earliest enters first; requests that
+    give way follow in order of arrival.
 
-    Before each step, `plan` decides which requests give way; requests that arrive after that do not give way. Requests
-    that could not be in time even if the engine ran nothing else give way for good.
+    Before each step, `plan` decides which requests give way. A request that arrives later does not give way until the
+    next call. A request that could not be in time even if the engine ran nothing else gives way for good.
     """
 
     def __init__(self, first_tokens: FirstTokens) -> None:
@@ -128,7 +129,7 @@ class InTimeOrder(Order):
         self.first_tokens = first_tokens
         self._now_ns = 0
         self._jobs: list[Job] = []
-        """Jobs of requests that could be in time, the earliest due first."""
+        """Jobs of the requests that could be in time; the one that is due earliest comes first."""
         self._of: dict[int, tuple[Job, Request]] = {}
         self._late = SortedOrder()
         self._by_latest: list[Entry] = []
@@ -143,8 +144,8 @@ class InTimeOrder(Order):
                 self._late.add(request, number)
 
     def plan(self, begun: Sequence[Job], pace: Pace) -> set[int]:
-        """Decide which requests give way. Return the ids of the requests in `begun` that must pause: those that give
-        way, and those that are due later than some waiting request that does not give way.
+        """Decide which requests give way, and return the ids of the requests in `begun` that must pause. A request must
+        pause if it gives way, or if it is due later than some waiting request that does not give way.
         """
         jobs = sorted([*begun, *self._jobs]) if begun else self._jobs
         self._giving_way = that_give_way(jobs, self._now_ns, pace)
@@ -163,7 +164,7 @@ class InTimeOrder(Order):
         return min(late, key=lambda request: self.numbers[request.id])
 
     def gives_way(self, request: Request) -> bool:
-        """Return whether a waiting request gives way to other requests, which can be in time."""
+        """Return whether a waiting request gives way to requests that can be in time."""
         return request.id in self._giving_way or request.id in self._late.numbers
 
     def _add(self, request: Request, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Manage the K/V memory of an engine's lanes: the blocks of requests, and the blocks promised to them."""
+"""Manage the K/V memory of an engine's lanes: the blocks that requests have, and the blocks promised to them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class KvMemory:
     """The K/V blocks of the lanes, with the rule for promising memory to requests.
 
     Args:
-        num_blocks: blocks of the lane that decodes.
+        num_blocks: number of blocks of the lane that decodes.
         block_size: tokens of a block.
         kv: how memory is promised (see `Pool`).
-        encoder: whether an encoder reads prompts; memory then also holds the decoder's start token.
-        is_whole: whether requests are always promised their maximum, whatever their own promise.
+        encoder: whether an encoder reads the prompts; memory then also holds the decoder's start token.
+        is_whole: whether every request is promised memory for its maximum output, whatever its own `promised_output`.
 
     Attributes:
         decodes: blocks of the lane that decodes.
-        prompts: blocks of the lane that encodes; the same object unless a separate lane encodes.
-        num_promised: blocks that requests have been promised and do not have yet.
+        prompts: blocks of the lane that encodes; the same object as `decodes` unless a separate lane encodes.
+        num_promised: number of blocks that requests have been promised but do not have yet.
     """
 
     def __init__(
@@ -56,15 +56,16 @@ class KvMemory:
         return whole <= self.decodes.count and prompt <= self.prompts.count
 
     def to_encode(self, request: Request) -> int:
-        """Return the number of tokens that a waiting request would have to encode if it entered now, at least one."""
+        """Return how many tokens of a waiting request would be encoded if it entered now (at least one)."""
         return request.context - len(self._find(self.prompts, request).blocks) * self.block_size
 
     def prompt_blocks_to_enter(self, request: Request) -> int:
-        """Return the number of blocks that a waiting request would take in the lane that encodes."""
+        """Return how many unused blocks of the lane that encodes a waiting request would take if it entered now."""
         return self.blocks_for(request.context) - self._find(self.prompts, request).num_used
 
     def num_missing(self, request: Request, overdrawn: Iterable[BlockTable]) -> int:
-        """Return the number of blocks that a waiting request lacks to enter; 0 or less: it fits.
+        """Return how many blocks too few are available for a waiting request to enter. 0 or less means that the request
+        fits.
 
         Args:
             overdrawn: block tables of requests that would be preempted for the waiting request.
@@ -72,26 +73,22 @@ class KvMemory:
         found = self._find(self.decodes, request)
         missing = self.num_reserved + self._blocks_to_enter(request) - found.num_used - self.decodes.count
         if missing > 0 and not request.generated:
-            # Requests that use more memory than they were promised only use what others leave free.
+            # Requests may use more memory than they were promised only while no other request needs it.
             missing -= sum(self.decodes.count_own(table, found.blocks) for table in overdrawn)
         return missing
 
     def open(self, request: Request) -> None:
-        """Give an entering request its block table, with the cached blocks of its beginning."""
+        """Give an entering request its block table, which begins with the cached blocks of its first tokens."""
         request.blocks = self._blocks_to_enter(request)
         request.table = self.decodes.share(self._find(self.decodes, request).blocks)
 
     def lacks(self, request: Request) -> bool:
-        """Given a request for which `open` was called, return whether there is still too little memory for the blocks
-        promised to it.
-        """
+        """Return whether memory still has too few blocks for the promise to a request; call this after `open`."""
         assert request.table is not None
         return self.num_reserved + request.blocks - request.table.found > self.decodes.count
 
     def fill(self, request: Request) -> None:
-        """After `open`, give a request the blocks of its prompt and its next token, and promise it its further
-        blocks.
-        """
+        """After `open`, give a request the blocks of its prompt and next token, and promise its further blocks."""
         table = request.table
         assert table is not None
         # A promised block is given one token early, so that a worker may run a step ahead.
@@ -105,31 +102,28 @@ class KvMemory:
         request.encoded = request.cached = table.found * self.block_size
 
     def take_promised(self, request: Request) -> bool:
-        """Take one block from a request's promise; return whether there was one."""
+        """Take one block from a request's promise; return False if no block was promised."""
         assert request.table is not None
         is_promised = len(request.table.blocks) < request.blocks
         self.num_promised -= is_promised
         return is_promised
 
     def grow(self, request: Request) -> int:
-        """Give a request its next block, and return its number."""
+        """Give a request its next block, and return the block's number."""
         assert request.table is not None
         return self.decodes.grow(request.table)
 
     def num_spare(self, request: Request) -> int:
-        """Return the number of further tokens for which a request's blocks have room after the next decode step, or
-        negative if they have no room for that step.
-        """
+        """Return how many tokens fit in a request's blocks after its next step; negative if that step does not fit."""
         assert request.table is not None
         return len(request.table.blocks) * self.block_size - self.num_cached(request)
 
     def num_cached(self, request: Request) -> int:
-        """Return the number of a request's tokens with K/V after its next decode step, or after the first step that
-        follows its prompt."""
+        """Return how many of a request's tokens have K/V after its next decode step, which may be its first."""
         return request.context + self.encoder
 
     def leave(self, request: Request) -> None:
-        """Release all blocks of a request, and its promise."""
+        """Release all blocks of a request, and cancel its promise."""
         assert request.table is not None
         self.num_promised -= request.blocks - len(request.table.blocks)
         self.decodes.release(request.table)
@@ -139,14 +133,12 @@ class KvMemory:
         request.blocks = 0
 
     def tokens_to_move(self, request: Request) -> int:
-        """Return how many of a running request's prompt tokens were not cached in the decode lane when the request
-        entered.
-        """
+        """Return how many prompt tokens of a running request were not cached in the decode lane when it entered."""
         assert request.table is not None
         return request.input_length - request.table.found * self.block_size
 
     def forget_prompt(self, request: Request) -> None:
-        """Release a request's prompt in the lane that encoded it, since the decode lane now has all of it."""
+        """Release a request's blocks in the encode lane, since the decode lane now has the K/V of its whole prompt."""
         if request.table is not None:
             self.decodes.name(request.table, request.chain, request.encoded // self.block_size)
         if request.prompt_table is not None:
@@ -154,7 +146,7 @@ class KvMemory:
             request.prompt_table = None
 
     def name_prompt(self, request: Request) -> None:
-        """Give keys to the computed blocks of a prompt, so that later requests find them."""
+        """Give keys to the computed blocks of a prompt, so that later requests find these blocks."""
         if not request.chain:
             return
         count = request.encoded // self.block_size
@@ -164,7 +156,7 @@ class KvMemory:
             self.decodes.name(request.table, request.chain, count)
 
     def name_output(self, request: Request, output: Chain) -> None:
-        """Give keys to the blocks of a request that has ended, as far as their K/V has been computed."""
+        """Give keys to those blocks of an ended request whose K/V has been computed."""
         if request.prompt_table is None and request.table is not None:  # otherwise the request has not begun to decode
             count = (request.context - 1) // self.block_size  # the last token's K/V has not been computed
             self.decodes.name(request.table, request.chain + output, count)
@@ -182,8 +174,7 @@ class KvMemory:
         return self.blocks_for(request.longest if self.is_whole else request.promised)
 
     def _find(self, blocks: Blocks, request: Request) -> Found:
-        """Return the cached blocks of a waiting request's beginning, never including its last token, which must be
-        computed."""
+        """Return the cached blocks of a waiting request's first tokens. The last token must always be computed."""
         if not request.chain:
             return NOTHING
         return blocks.find(request.chain, (request.context - 1) // self.block_size)

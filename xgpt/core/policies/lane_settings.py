@@ -1,4 +1,4 @@
-"""Define the settings of the one-lane rule, and derive them for each policy: rra, orca, chunked, static."""
+"""Define the settings of the one-lane scheduling rule, and derive them for rra, orca, chunked and static."""
 
 from __future__ import annotations
 
@@ -24,31 +24,30 @@ class LaneSettings:
 
     Attributes:
         mix: whether a step may both encode and decode.
-        encode_every: decode iterations between two steps that encode (only without `mix`).
-        encode_tokens: mean number of prompt tokens in a step that encodes. None means no such target.
-        carried_batch: mean number of requests in decode when a phase begins; used with `encode_tokens`.
-        decode_batch: mean number of requests in decode after the phase's encoding; used with `encode_tokens`.
-        token_budget: largest number of tokens in a step. Prompts are cut to fit. None means whole prompts.
+        encode_every: number of decode iterations between two steps that encode (only without `mix`).
+        encode_tokens: target for the mean number of prompt tokens in a step that encodes. None means no target.
+        carried_batch: planned mean number of decoding requests when a phase begins; used with `encode_tokens`.
+        decode_batch: planned mean number of decoding requests after a phase's encode step; used with `encode_tokens`.
+        token_budget: largest number of tokens in a step, to which prompts are cut. None means that prompts are never
+            cut.
         max_batch: largest number of requests in the lane.
         refill_when_empty: whether no request enters before the whole batch has finished.
         microbatches: number of micro-batches, each with its own rule.
-        reuse_is_planned: whether `encode_tokens` counts only uncached tokens; otherwise it counts whole prompts, so
-            that a plan that expects no reuse takes as many requests at a time as planned.
-        encode_parts: number of steps over which the prompts of a micro-batch are encoded (only with
-            `refill_when_empty`).
-        ahead: whether a step is scheduled while the previous one runs, on the assumption that all requests of that step
-            continue (only with `mix` and one micro-batch).
-        prompts_first: whether prompts are encoded in separate steps that precede decode steps (only with `mix`).
-        whole_prompts: whether a prompt waits for a step that has room for all of it or that is otherwise empty (only
-            with `mix`).
+        reuse_is_planned: whether `encode_tokens` counts only uncached tokens. Otherwise `encode_tokens` counts whole
+            prompts, so that a step encodes as many requests as planned although the plan expects no reuse.
+        encode_parts: number of steps in which the prompts of a micro-batch are encoded (only with `refill_when_empty`).
+        ahead: whether a step is scheduled while the previous step runs, as if all requests of the previous step
+            continued (only with `mix` and one micro-batch).
+        prompts_first: whether prompts are encoded in separate steps, which come before decode steps (only with `mix`).
+        whole_prompts: whether prompts are not cut: a prompt waits until a step can take all of it (only with `mix`).
         batch_wait_steps: number of steps for which prompts wait for more prompts while requests decode (only with
             `mix`).
-        batch_wait_tokens: prompts stop waiting once the step would have this many tokens.
+        batch_wait_tokens: number of tokens in a step for which prompts wait no longer.
         receive_steps: number of decode steps between two checks for new requests (only with `mix`).
-        slack: the rule by which prompts fill a step as far as running requests have time, instead of `token_budget`
-            (only with `mix`).
-        first_tokens: times at which first tokens are due; prompts that cannot be in time give way. None means that no
-            prompt gives way.
+        slack: limits a step's prompt tokens by the time until running requests are due their next tokens, instead of by
+            `token_budget` (only with `mix`).
+        first_tokens: when first tokens are due; prompts whose first token cannot be in time give way. None means that
+            no prompt gives way.
     """
 
     mix: bool
@@ -72,7 +71,7 @@ class LaneSettings:
     first_tokens: FirstTokens | None = None
 
     def of_microbatch(self, number: int) -> LaneSettings:
-        """Return the settings of one micro-batch: its share of the numbers of requests and tokens."""
+        """Return the settings of one micro-batch, with its share of the requests and tokens."""
         count = self.microbatches
         return replace(
             self,
@@ -89,23 +88,22 @@ class LaneSettings:
 def lane_settings(
     settings: SingleLaneSettings, encode_tokens: float, decode_batch: float, decoding_share: float = 1.0
 ) -> LaneSettings:
-    """Return the rule's settings for a policy's settings.
+    """Return the settings of the scheduling rule for a policy's settings.
 
     Args:
         encode_tokens: the plan's mean number of prompt tokens in a step that encodes (rra only).
-        decode_batch: the plan's requests in decode at the start of a phase (rra only).
-        decoding_share: share of the requests that have more than one output token. The others end with their first
-            token (rra only).
+        decode_batch: the plan's number of decoding requests after a phase's encode step (rra only).
+        decoding_share: share of the requests that have more than one output token and so decode (rra only).
     """
     return RULES[settings.kind](settings, encode_tokens, decode_batch, decoding_share)
 
 
 def as_run_by(engine: EngineSpec | None, settings: LaneSettings, num_stages: int = 1) -> LaneSettings:
-    """Return the settings adapted to the way in which an engine runs steps that both encode and decode. None means any
+    """Return the settings, adapted to how an engine runs steps that both encode and decode. None means no particular
     engine.
 
-    An engine schedules ahead only if one step runs at a time: phases and static batches depend on which requests have
-    ended, and a pipeline is kept busy by its micro-batches.
+    An engine schedules ahead only if one step runs at a time, since micro-batches already keep a pipeline busy. Phases
+    and static batches are never scheduled ahead, since they depend on which requests have ended.
     """
     if engine is None or not settings.mix:
         return settings
@@ -164,4 +162,4 @@ RULES: dict[str, Callable[[Any, float, float, float], LaneSettings]] = {
     "chunked": _chunked,
     "static": _static,
 }
-"""The function from each single-lane policy's settings to `LaneSettings`; see `lane_settings`."""
+"""By policy: the function that derives `LaneSettings`; see `lane_settings`."""

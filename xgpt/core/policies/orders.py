@@ -1,8 +1,8 @@
 """Implement the orders of admission, which decide which of an account's waiting requests enters next.
 
-First come, first served (fcfs), shortest prompt first (sjf), longest output first (lpt), earliest deadline first (edf),
-and TCB's deadline-aware scheduling (das). In-time is in `in_time`. All orders sort requests as they arrive, so the cost
-of a step depends on the number of requests that enter, not on the number that wait.
+This file has first come, first served (fcfs), shortest prompt first (sjf), longest output first (lpt), earliest
+deadline first (edf), and TCB's deadline-aware scheduling (das); `in_time` has order in-time. All orders sort requests
+as they arrive, so the cost of a step depends on the number of requests that enter, not on the number that wait.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from xgpt.core.policies.request import Request
 
 Entry = tuple[float, int, Request]
-"""(key, number in order of arrival, request); numbers differ, so requests are never compared."""
+"""(key, number in order of arrival, request). All numbers differ, so that sorting never compares requests."""
 
 
 def utility(request: Request) -> float:
@@ -26,17 +26,16 @@ def utility(request: Request) -> float:
 
 
 def deadline(request: Request) -> float:
-    """Return a request's deadline in nanoseconds, or infinite if it has none."""
+    """Return a request's deadline in nanoseconds, or infinite if the request has no deadline."""
     return math.inf if request.deadline_ns is None else request.deadline_ns
 
 
 class Order(ABC):
-    """A queue of requests that have never run, with the order in which they enter. Calling `first` does not change the
-    queue.
+    """A queue of requests that have never run, sorted by the order in which they enter.
 
     Attributes:
         is_fifo: whether requests enter in order of arrival.
-        num_dominant: number of the row's first requests, which were chosen only by utility.
+        num_dominant: number of requests in the current row that das chose only by utility.
     """
 
     is_fifo = False
@@ -44,7 +43,7 @@ class Order(ABC):
 
     def __init__(self) -> None:
         self.numbers: dict[int, int] = {}
-        """The number of each request in order of arrival."""
+        """By id: the number of each request, counted in order of arrival."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -54,12 +53,12 @@ class Order(ABC):
         self._add(request, number)
 
     def drop(self, request: Request) -> None:
-        """Remove a request that leaves the queue, or that enters out of turn."""
+        """Remove a request that leaves the queue or enters out of order."""
         del self.numbers[request.id]
         self._drop(request)
 
     def take(self) -> Request:
-        """Remove and return the first request, which enters."""
+        """Remove and return the request that enters next."""
         request = self.first()
         self.drop(request)
         return request
@@ -69,7 +68,7 @@ class Order(ABC):
         return
 
     def fits_row(self, request: Request) -> bool:
-        """Return whether a request that has never run fits in the rest of the current row."""
+        """Return whether a request fits in the rest of the current row."""
         return True
 
     def at(self, now_ns: int) -> None:
@@ -77,16 +76,16 @@ class Order(ABC):
         return
 
     def state(self) -> Any:
-        """Return the part of the order's state that depends on requests that have entered."""
+        """Return the part of the order's state that entering requests change."""
         return None
 
     def restore(self, state: Any) -> None:
-        """Set the order's state to an earlier one."""
+        """Restore a state that `state` has returned."""
         assert state is None
 
     @abstractmethod
     def first(self) -> Request:
-        """Return the request that enters next. The order must not be empty."""
+        """Return the request that enters next, without removing it. The order must not be empty."""
 
     @abstractmethod
     def _add(self, request: Request, number: int) -> None:
@@ -98,7 +97,7 @@ class Order(ABC):
 
 
 class SortedOrder(Order):
-    """The request with the smallest key enters next; with equal keys or without a key, the first to arrive."""
+    """An order in which the request with the smallest key enters next; among equal keys, the first to arrive."""
 
     def __init__(self, key: Callable[[Request], float] | None = None) -> None:
         super().__init__()
@@ -117,19 +116,19 @@ class SortedOrder(Order):
 
 
 ETA = 0.5
-"""Share of a row that das fills only by utility."""
+"""Share of a row's requests that das chooses only by utility."""
 
 
 class DasOrder(Order):
     """Deadline-aware scheduling: TCB Algorithm 1, extended to requests that keep arriving.
 
     A row holds `row_tokens` prompt tokens. Let s be the number of the shortest requests that would fill it. First, the
-    ceil(eta s) shortest requests enter. Then those with the earliest deadlines enter, among the requests whose utility
-    is at least q times the mean utility of the first ones (q = 1 - eta); then again the shortest. A request that does
-    not fit in the rest of the row is skipped. If none fits, the next row begins. For a fixed set of requests this
-    reaches eta q / (eta q + 1) of the best schedule's utility (Theorem 5.1).
+    ceil(eta s) shortest requests enter. Then, with q = 1 - eta, the requests enter whose utility is at least q times
+    the mean utility of these first requests, the earliest deadline first. Last, the shortest requests enter again. A
+    request that does not fit in the rest of the row is skipped. If no request fits, the next row begins. For a fixed
+    set of requests, das reaches eta q / (eta q + 1) of the best schedule's utility (Theorem 5.1).
 
-    A request that is longer than a row fits in no row. It enters once no other request waits.
+    A request that is longer than a row enters once no other request waits.
     """
 
     def __init__(self, row_tokens: int, eta: float = ETA) -> None:
@@ -138,21 +137,21 @@ class DasOrder(Order):
         self.row_tokens = row_tokens
         self._eta = eta
         self._heaps: dict[int, list[Entry]] = {}
-        """Waiting requests by length, each list by deadline."""
+        """By length: a heap of the waiting requests, the earliest deadline first."""
         self._count: dict[int, int] = {}
-        """Number of waiting requests by length. The heaps also hold requests that have left."""
+        """By length: the number of waiting requests. The heaps also hold requests that have left."""
         self._lengths: list[int] = []
-        """Lengths of waiting requests, in ascending order."""
+        """Lengths of the waiting requests, in ascending order."""
         self._earliest = EarliestUpTo()
         self._changed: set[int] = set()
         """Lengths whose earliest deadline must be updated before the next query."""
         self._room = 0
         """Tokens left in the row."""
         self._dominant = 0
-        """How many more requests of the row are chosen only by utility."""
+        """Number of further requests that will be chosen for the row only by utility."""
         self.num_dominant = 0
         self._worth = 0.0
-        """Sum of their utility."""
+        """Sum of the utilities of the `num_dominant` requests."""
 
     def take(self) -> Request:
         if self._lengths[0] > self._room:
@@ -176,7 +175,7 @@ class DasOrder(Order):
         return request.input_length <= self._room
 
     def _num_shortest(self, room: int) -> int:
-        """Return how many requests, the shortest first, fit in a number of tokens."""
+        """Return how many of the shortest requests fit in `room` tokens."""
         total = 0
         for length in self._lengths:
             fitting = min(self._count[length], room // length)
@@ -195,7 +194,8 @@ class DasOrder(Order):
     def first(self) -> Request:
         length = self._lengths[0]  # this is also correct for the first request of a row
         if length <= self._room and not self._dominant and self.num_dominant:
-            # Utility of at least q times their mean; the tolerance keeps 1 / (1 / n) from becoming less than n.
+            # The longest prompt with a utility of at least q times the mean; the tolerance offsets the rounding of 1 /
+            # (1 / n).
             longest = math.floor((1 + 1e-9) * self.num_dominant / ((1 - self._eta) * self._worth))
             length = self._most_urgent(min(longest, self._room)) or length
         return self._heaps[length][0][2]
@@ -233,16 +233,18 @@ class DasOrder(Order):
 
 
 class EarliestUpTo:
-    """Finds the length with the earliest deadline among all lengths up to a limit: a tree of minima.
+    """A tree of minima that finds the length with the earliest deadline among all lengths up to a limit.
 
-    Node i has the children 2i and 2i + 1. The last half are the leaves, one for each length.
+    Node i has the children 2i and 2i + 1. The last half of the nodes are the leaves, one for each length.
     """
 
     def __init__(self) -> None:
         self._tree: list[tuple[float, int, int] | None] = [None] * 2
 
     def put(self, length: int, earliest: tuple[float, int] | None) -> None:
-        """Set a length's earliest (deadline, number). None means that no waiting request has this length any more."""
+        """Set the earliest (deadline, number) of a length. None means that no waiting request has this length any
+        more.
+        """
         while length >= len(self._tree) // 2:
             self._grow()
         tree = self._tree
@@ -266,7 +268,7 @@ class EarliestUpTo:
         return None if best is None else best[2]
 
     def _grow(self) -> None:
-        """Double the number of lengths: each level becomes the left half of the next."""
+        """Double the number of lengths. Each level of the tree becomes the left half of the next level."""
         tree, size = [None, self._tree[1]], 1
         while size < len(self._tree):
             tree += self._tree[size : 2 * size] + [None] * size
@@ -279,7 +281,7 @@ def _least(a: tuple[float, int, int] | None, b: tuple[float, int, int] | None) -
 
 
 def prune(heap: list[Entry], numbers: Mapping[int, int], num_waiting: int) -> None:
-    """Remove requests that have left from the top of a heap; if they are the majority, from the whole heap."""
+    """Remove requests that no longer wait from the top of a heap, or from the whole heap if they are most of it."""
     if len(heap) > 2 * num_waiting + 16:
         heap[:] = [entry for entry in heap if numbers.get(entry[2].id) == entry[1]]
         heapify(heap)

@@ -1,7 +1,7 @@
-"""Manage the requests of one engine: waiting, or running in a micro-batch.
+"""Manage the requests of one engine, which wait or run in a micro-batch.
 
-Both engines, simulated and real, keep their requests in a `Pool` and change it only through a schedule's methods, so
-the schedule depends only on the order of submissions, steps, endings and cancellations.
+The simulated and the real engine keep their requests in a `Pool` and change the pool only through a schedule's methods.
+So the schedule depends only on the order of submissions, steps, endings and cancellations.
 """
 
 from __future__ import annotations
@@ -18,38 +18,40 @@ from xgpt.core.schema import KvPromise
 from xgpt.core.schema.step_log import Chain
 
 MOST_SCORED = 512
-"""Largest number of prompt tokens that a step scores, since each takes a row of logits. Further prompts wait for the
-next step. A longer prompt is cut if steps mix prompts and decodes. Otherwise it is the only prompt that its step
-scores.
+"""Largest number of prompt tokens for which a step computes log probabilities, since each such token takes a row of
+logits. Further scored prompts wait for the next step. A longer prompt is cut if steps mix prompts and decodes.
+Otherwise it is the only scored prompt of its step.
 """
 
 
 class Pool(Running):
-    """Requests with their state, and K/V memory in blocks.
+    """The requests of an engine and the blocks of their K/V memory.
 
-    Under "reserve", the blocks of a request's prompt and promised output are reserved when it enters (ORCA Algorithm
-    1). If its maximum is promised, it never waits for memory again. A request that exceeds its promise takes more
-    blocks as it grows, until a request within its promise needs them. Then requests that exceed their promise are
-    preempted, the last to enter first. A preempted request loses its K/V and waits after the others of its account. It
-    is encoded again together with its generated tokens, and is promised the same number of further tokens. Under
-    "quantile", a request enters with the blocks of its prompt and takes more as it grows; when blocks run out, the
-    request that entered last is preempted and waits first. A request in a running step is never preempted, since a
-    stage may be reading its K/V.
+    Under "reserve", the blocks of a request's prompt and promised output are reserved when the request enters (ORCA
+    Algorithm 1). A request whose maximum output is promised never waits for memory again. A request that exceeds its
+    promise takes more blocks as it grows, until a request within its promise needs memory. Then requests that exceed
+    their promises are preempted, the last to enter first. A preempted request loses its K/V and waits after all others
+    of its account. When it enters again, its generated tokens are encoded with its prompt, and it is promised the same
+    number of further tokens.
+
+    Under "quantile", a request enters with the blocks of its prompt and takes more blocks as it grows. When no block is
+    available, the request that entered last is preempted and waits before all others. A request in a running step is
+    never preempted, since a stage may be reading its K/V.
 
     Args:
         kv_blocks: number of blocks for all requests.
         block_size: tokens of a block.
         kv: how memory is promised.
-        max_running: largest number of running requests; under "quantile", the number that fits with the plan's
-            probability.
+        max_running: largest number of running requests; under "quantile", the number that fits in memory with the
+            plan's probability.
         hold_finished: whether finished requests keep their slots until the whole batch has finished (static batching);
             only with "reserve".
-        waiting: the empty queue of waiting requests. None means that the earliest arrival enters next.
-        encoder: whether an encoder reads prompts; a preempted request then generates its tokens again, since the
-            encoder cannot read them.
+        waiting: an empty queue for the waiting requests. None means that requests enter in order of arrival.
+        encoder: whether an encoder reads the prompts. A preempted request then generates its output tokens again, since
+            the encoder cannot read output tokens.
 
     Attributes:
-        forecast: forecast of the running steps, if the rule decides by times.
+        forecast: predicts when running steps end and when tokens are due; used with slack.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Pool(Running):
         self.forecast = LaneForecast()
 
     def fresh(self) -> Pool:
-        """Return a pool with the same arguments, without requests."""
+        """Return an empty pool with the same arguments."""
         return Pool(
             self.kv_blocks,
             self.block_size,
@@ -92,9 +94,7 @@ class Pool(Running):
         self.waiting.patience_ns = other.waiting.patience_ns
 
     def is_shaped_like(self, other: Pool) -> bool:
-        """Return whether requests could move to another pool unchanged, because both have equal memory and promise it
-        in the same way.
-        """
+        """Return whether requests could move to another pool: both have equal memory, promised in the same way."""
         names = ("kv_blocks", "block_size", "kv", "hold_finished", "encode_emits", "prompt_blocks")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
@@ -117,12 +117,12 @@ class Pool(Running):
         return not (self.waiting or self.running)
 
     def is_silent(self, id_: int) -> bool:
-        """Return whether a running request needs no further tokens because it has finished or was cancelled."""
+        """Return whether a running request gets no further tokens because it has finished or was cancelled."""
         return id_ in self.under_way.leaving or id_ in self._batch_of(id_).held
 
     @property
     def scored_room(self) -> int:
-        """Number of prompt tokens that the step being decided may still score."""
+        """Number of further prompt tokens that the next step may score."""
         return max(0, MOST_SCORED - self.num_scored)
 
     def can_ever_fit(self, request: Request) -> bool:
@@ -132,16 +132,17 @@ class Pool(Running):
         self.waiting.push(request)
 
     def expire(self, now_ns: int) -> list[int]:
-        """Remove and return the waiting requests that have never run and whose deadline has passed."""
+        """Remove the waiting requests that have never run and whose deadline has passed; return their ids."""
         return [request.id for request in self.waiting.expire(now_ns)]
 
     def cancel(self, id_: int) -> list[int]:
-        """Remove a waiting or running request; an id that has finished or is unknown is ignored.
+        """Remove a waiting or running request; ignore the id of a finished or unknown request.
 
         A request in a running step stays until that step is settled.
 
         Returns:
-            The requests whose slot and K/V become free: this request, and the held requests that waited for it to end.
+            The ids of the requests whose slots and K/V become free: this request, and finished requests that kept their
+            slots until it ended.
         """
         if id_ in self.running:
             if id_ in self._batch_of(id_).held:
@@ -165,9 +166,7 @@ class Pool(Running):
         return self.memory.num_missing(request, (table for table in overdrawn if table is not None)) <= 0
 
     def admit(self, batch: MicroBatch) -> Request | None:
-        """Admit the first waiting request and return it, or None if no request waits, or the first one's K/V does not
-        fit.
-        """
+        """Admit and return the first waiting request; return None if none waits or the first one cannot enter."""
         if not self.can_admit():
             return None
         request = self.waiting.pop()
@@ -188,11 +187,11 @@ class Pool(Running):
         outputs: Mapping[int, Chain] = NO_CHAINS,
         failed: Collection[int] = (),
     ) -> list[int]:
-        """Account for an executed step's tokens; `finished` are the requests that ended in it.
+        """Record the tokens of an executed step; `finished` are the requests that ended in this step.
 
         Args:
-            outputs: for requests that ended, the keys of the blocks after those of the prompt.
-            failed: finished requests that ended in an error. Their blocks are no longer shared.
+            outputs: for requests that ended, the keys of the blocks that follow the prompt's blocks.
+            failed: finished requests that ended in an error; later requests do not share their blocks.
 
         Returns:
             The requests whose slot and K/V become free.
@@ -221,7 +220,7 @@ class Pool(Running):
         return freed
 
     def _settle_leaving(self, step: Step) -> list[int]:
-        """Remove the requests that were cancelled while this step ran."""
+        """Remove the requests that were cancelled while this step ran; return their ids."""
         gone = self.under_way.take_leaving(step)
         left = [id_ for id_ in gone if id_ in self.running and id_ not in self._batch_of(id_).held]
         for id_ in left:
@@ -229,7 +228,7 @@ class Pool(Running):
         return left
 
     def _end_batch(self) -> list[int]:
-        """Free held requests once their whole batch has finished, in all micro-batches."""
+        """If the whole batch has finished in all micro-batches, free the slots of its requests and return their ids."""
         if not self.hold_finished or any(batch.decoding or batch.encoding for batch in self.batches):
             return []
         requests = [request for batch in self.batches for request in batch.held.values()]
@@ -238,7 +237,7 @@ class Pool(Running):
         return [request.id for request in requests]
 
     def _let_go(self, request: Request) -> None:
-        """Free a held request."""
+        """Free the slot and the K/V of a finished request."""
         assert request.batch is not None
         request.batch.leave(request)
         self._leave(request)

@@ -13,47 +13,45 @@ from xgpt.core.schema.step_log import Chain
 
 @dataclass(slots=True)
 class Request:
-    """A request as the rule sees it: with its maximum output, never its true output length."""
+    """A request as the scheduling rule knows it, with the maximum output but never the true output length."""
 
     id: int
     input_length: int
     max_output: int
     arrival_ns: int = 0
     deadline_ns: int | None = None
-    """Latest time at which it may enter, on the clock of `arrival_ns`. None means any time."""
+    """Latest time at which the request may enter, on the same clock as `arrival_ns`. None means any time."""
     promised_output: int | None = None
-    """Output tokens for which K/V memory is reserved when it enters. None means its maximum."""
+    """Number of output tokens for which K/V memory is reserved when the request enters. None means its maximum."""
     account: Account = ANYONE
     chain: Chain = ()
-    """Keys of the full blocks of its prompt. Empty means that it shares none."""
+    """Keys of the full blocks of the prompt. Empty means that the request shares no blocks."""
     is_scored: bool = False
-    """Whether log probabilities of its prompt's tokens are computed with its first token."""
+    """Whether the engine also computes the log probabilities of the prompt's tokens."""
     encoded: int = 0
     """Number of tokens encoded so far."""
     cached: int = 0
-    """Number of tokens that were cached when it last entered."""
+    """Number of tokens whose K/V was cached when the request last entered."""
     first_ns: int | None = None
-    """Time at which its first decode step was scheduled, and so at which it had its first token; set only if the rule
-    decides by times.
-    """
+    """Time at which the first decode step was scheduled, when the first token was ready; set only with slack."""
     blocks: int = 0
-    """Number of K/V blocks reserved for it now, including blocks that it shares."""
+    """Number of K/V blocks reserved for the request now, including shared blocks."""
     table: BlockTable | None = field(default=None, repr=False, compare=False)
-    """Its blocks in the lane that decodes. None means that it is waiting."""
+    """The request's blocks in the lane that decodes. None means that the request is waiting."""
     prompt_table: BlockTable | None = field(default=None, repr=False, compare=False)
-    """Its prompt's blocks in the encode lane of WAA. None means that the lane does not hold it."""
+    """The prompt's blocks in the encode lane of waa. None means that the encode lane does not have the prompt."""
     batch: MicroBatch | None = field(default=None, repr=False, compare=False)
-    """The micro-batch in which it runs. None means that it is waiting."""
+    """The micro-batch in which the request runs. None means that the request is waiting."""
     place: int = field(default=0, repr=False, compare=False)
-    """Its place among all requests that have begun to decode in that micro-batch."""
+    """How many requests had begun to decode in the micro-batch `batch` when this one did, this one included."""
     base: int = field(default=0, repr=False)
-    """Number of output tokens, without the tokens that `counter` counts."""
+    """Number of output tokens, not counting the tokens that `counter` counts."""
     counter: MicroBatch | None = field(default=None, repr=False, compare=False)
     """The micro-batch whose iterations count the request's further tokens; None while the request gets none."""
 
     @property
     def generated(self) -> int:
-        """Number of output tokens computed so far; the step that ends the encoding computes one."""
+        """Number of output tokens computed so far; the step that encodes the end of the prompt computes the first."""
         return self.base if self.counter is None else self.base + self.counter.iterations
 
     @generated.setter
@@ -62,33 +60,31 @@ class Request:
 
     @property
     def context(self) -> int:
-        """Number of prompt and output tokens so far: encoding must cover all of them, and the next decode step attends
-        to all of them.
+        """Number of prompt and output tokens so far. The next decode step attends to all these tokens. After a
+        preemption, all are encoded again.
         """
         return self.input_length + self.generated
 
     @property
     def num_scored(self) -> int:
-        """Number of prompt tokens that are scored while the request is encoded."""
+        """Number of prompt tokens whose log probabilities are computed while the request is encoded."""
         return self.input_length if self.is_scored and not self.generated else 0
 
     @property
     def longest(self) -> int:
-        """Largest number of prompt and output tokens."""
+        """Largest number of prompt and output tokens that the request may have."""
         return self.input_length + self.max_output
 
     @property
     def promised(self) -> int:
-        """Prompt and output tokens for which memory is reserved if the request enters now."""
+        """Number of prompt and output tokens for which memory is reserved if the request enters now."""
         if self.promised_output is None:
             return self.longest
         return min(self.longest, self.context + self.promised_output)
 
 
 class Chunk(NamedTuple):
-    """Tokens [start, start + length) of a request's prompt. After a preemption, these tokens may include generated
-    ones.
-    """
+    """Tokens [start, start + length) of a request's prompt, which after a preemption includes generated tokens."""
 
     id: int
     start: int
@@ -101,11 +97,11 @@ class Step(NamedTuple):
     Attributes:
         encode: the pieces of prompts to encode.
         decode: the requests to decode by one token.
-        preempted: the requests preempted for this step; none of them was in a running step.
-        transfer: the requests whose K/V moves from the encode to the decode lane (only in "transfer" steps).
-        lane: the worker group that executes the step.
+        preempted: the requests preempted for this step.
+        transfer: the requests whose K/V moves from the encode lane to the decode lane (only if `lane` is "transfer").
+        lane: the group of workers that executes the step.
         microbatch: the micro-batch within the lane, from 0.
-        grown: (request, block) pairs given since the lane's last step, in order.
+        grown: (request, block) pairs for the blocks given to requests since the lane's last step, in order.
     """
 
     encode: tuple[Chunk, ...]
@@ -127,8 +123,9 @@ class Step(NamedTuple):
 class MicroBatch:
     """Requests that run together, and the number of their running steps.
 
-    All requests that decode get a token in every decode step. So one counter, `iterations`, counts the tokens of all of
-    them, and an event of one request after some number of tokens is stored under the iteration in which it occurs.
+    Every decode step gives a token to each request that decodes. So the single counter `iterations` counts the tokens
+    of all requests. An event that occurs after some number of a request's tokens is stored by the iteration in which it
+    will occur.
 
     Args:
         decodes: whether the micro-batch has decode steps. Otherwise requests are only encoded in it.
@@ -136,13 +133,13 @@ class MicroBatch:
     Attributes:
         encoding: requests whose prompts are not encoded yet, by id, in order of admission.
         decoding: requests that decode, in the order in which they began to.
-        held: finished requests that keep their slot until their whole batch has finished.
-        stopped: decoding or held requests that get no further token.
-        assumed: a running step whose tokens are assumed to exist, so that the next step can be scheduled.
-        iterations: decode steps so far.
-        context: prompt and output tokens of all requests that get a token in the next decode step.
-        input_tokens: prompt tokens of these requests.
-        joining_tokens: prompt tokens of the requests among these that have no output token yet.
+        held: finished requests that keep their slots until their whole batch has finished.
+        stopped: requests in `decoding` or `held` that get no further token.
+        assumed: the running step whose tokens are already counted, so that the next step can be scheduled.
+        iterations: number of decode steps so far.
+        context: number of prompt and output tokens of all requests that get a token in the next decode step.
+        input_tokens: number of prompt tokens of these requests.
+        joining_tokens: number of prompt tokens of these requests, counting only requests without an output token.
         joined: requests that have begun to decode since the last decode step.
     """
 
@@ -174,7 +171,7 @@ class MicroBatch:
         self.joined: list[Request] = []
         self._decodes = decodes
         self._due: dict[int, list[tuple[int, Request]]] = {}
-        """The requests that `due` returns in each iteration, each with its place."""
+        """By iteration: the requests that `due` will return, each with its `place`."""
         self._num_joined = 0
 
     @property
@@ -188,9 +185,7 @@ class MicroBatch:
 
     @property
     def next_to_decode(self) -> tuple[int, ...]:
-        """The requests that get a token in the next decode step. Held requests are among them only while others
-        decode.
-        """
+        """Ids of the requests that get a token in the next decode step: held ones only while others decode."""
         ids = tuple(self.decoding)
         if self.stopped:
             ids = tuple(id_ for id_ in ids if id_ not in self.stopped)
@@ -202,7 +197,7 @@ class MicroBatch:
         """Let a request begin to decode.
 
         Args:
-            num_spare: see `recall`.
+            num_spare: number of further tokens after which `due` returns the request.
         """
         self._num_joined += 1
         request.batch, request.place = self, self._num_joined
@@ -217,7 +212,7 @@ class MicroBatch:
         self.recall(request, num_spare)
 
     def leave(self, request: Request) -> None:
-        """Remove a request that decodes or is held."""
+        """Remove a request that is in `decoding` or `held`."""
         del (self.held if request.id in self.held else self.decoding)[request.id]
         self._stop_counting(request)
         self.stopped.discard(request.id)
@@ -226,7 +221,7 @@ class MicroBatch:
             self._due.clear()
 
     def hold(self, request: Request) -> None:
-        """Keep the slot of a finished request, which goes on decoding up to its maximum."""
+        """Keep the slot of a finished request, which is computed further up to its maximum output."""
         self.held[request.id] = self.decoding.pop(request.id)
         if request.generated >= request.max_output:
             self.stop(request)
@@ -234,19 +229,19 @@ class MicroBatch:
             self.recall(request, request.max_output - request.generated)
 
     def stop(self, request: Request) -> None:
-        """Stop generating tokens for a request, which keeps its place."""
+        """Stop generating tokens for a request, which keeps its slot."""
         self._stop_counting(request)
         self.stopped.add(request.id)
 
     def advance(self) -> None:
-        """Account for a decode step: one more token of every request that has not been stopped."""
+        """Record a decode step, which gives one more token to every request that has not been stopped."""
         self.iterations += 1
         self.context += self.num_decoding
         self.joining_tokens = 0
         self.joined.clear()
 
     def recall(self, request: Request, num_tokens: int) -> None:
-        """Make `due` return a request once it has this many more tokens."""
+        """Make `due` return a request once the request has `num_tokens` more tokens."""
         self._due.setdefault(self.iterations + max(num_tokens, 0), []).append((request.place, request))
 
     def due(self) -> list[Request]:
@@ -255,7 +250,7 @@ class MicroBatch:
         return [request for place, request in sorted(entries, key=_place) if self.counts(request, place)]
 
     def counts(self, request: Request, place: int) -> bool:
-        """Return whether a request that began to decode in this micro-batch, at this place, still decodes here."""
+        """Return whether a request that joined this micro-batch with this `place` still decodes here."""
         return request.counter is self and request.place == place
 
     def _stop_counting(self, request: Request) -> None:

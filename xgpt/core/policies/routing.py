@@ -1,6 +1,7 @@
-"""Choose a replica: the one that holds the beginning of the prompt, unless it is much busier than another one.
+"""Choose the replica for a request: the one that has cached the beginning of its prompt, unless this replica is much
+busier than another one.
 
-The same code routes a server's requests and those of a trace that is planned or simulated for several replicas.
+This code routes the requests of a server, and the requests of a trace when several replicas are planned or simulated.
 """
 
 from __future__ import annotations
@@ -12,23 +13,23 @@ from xgpt.core.schema.step_log import Chain
 from xgpt.core.workload import TraceLengths
 
 BLOCKS_A_KEY = 4
-"""Number of K/V blocks for each compared key: comparing prefixes in such large pieces takes a quarter of the time."""
+"""Number of K/V blocks for each key. To compare prefixes in such large pieces takes a quarter of the time."""
 MOST_KEYS = 131_072
 SLACK = 0.5
-"""A replica that holds a request's whole prompt gets the request, unless its number of requests exceeds that of another
-replica by this share of the requests that a replica runs at once. If it holds only a part of the prompt, the share is
-multiplied by the square of that part: less work is saved, and the requests that wait there have as much to encode
-(benchmarks.many_replicas).
+"""The replica that has cached a request's whole prompt gets the request, unless it has many more requests than the
+replica with the fewest: the difference may be this share of the requests that a replica runs at once. If the replica
+has cached only a fraction of the prompt, the share is multiplied by the square of this fraction, since less work is
+saved (benchmarks.many_replicas).
 """
 
 
 class ReplicaRouter:
-    """Routes requests by the number of requests at each replica, and by the replica to which each prompt prefix was
+    """Routes a request by the number of requests at each replica and by the replica to which the prompt's prefix was
     last sent.
 
     Args:
         count: number of replicas.
-        slack: number of requests by which a replica may exceed another and still be sent a prompt whose prefix it has
+        slack: number of requests that a replica may have more than another one and still get a prompt that it has
             cached.
     """
 
@@ -36,11 +37,11 @@ class ReplicaRouter:
         self.load = [0] * count
         self._slack = slack
         self._home: OrderedDict[bytes, int] = OrderedDict()
-        """For each key, the replica to which it was last sent. The least recently used key comes first."""
+        """By key: the replica to which the prefix was last sent. The least recently used key comes first."""
 
     @classmethod
     def of(cls, plan: Plan) -> ReplicaRouter:
-        """Return the router of a plan's replicas."""
+        """Return a router for the replicas of a plan."""
         return cls(plan.replicas, max(1.0, SLACK * plan.estimate.decode_batch))
 
     def route(self, chain: Chain) -> int:
@@ -60,15 +61,15 @@ class ReplicaRouter:
         return number
 
     def leave(self, number: int) -> None:
-        """Note that a request of this replica has ended."""
+        """Record that a request of replica `number` has ended."""
         self.load[number] -= 1
 
 
 def share_of_replica(trace: TraceLengths, plan: Plan) -> TraceLengths:
-    """Return the requests of a trace that are routed to the first of a plan's replicas.
+    """Return the requests of a trace that are routed to the first replica of a plan.
 
-    As many requests run at the same time as in the plan: when a further request arrives, the oldest one ends. If the
-    trace has no prefixes, replicas take turns.
+    The router keeps as many requests running as the plan does: when a further request arrives, the oldest one ends. If
+    the trace has no prefixes, the replicas take turns.
     """
     prefixes = trace.prefixes
     if plan.replicas == 1:

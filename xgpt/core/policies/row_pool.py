@@ -1,10 +1,10 @@
 """Manage the requests of an engine that runs whole batches in rows (TCB), and the rows' K/V memory.
 
-A batch enters as a whole, and its layout is fixed then (`tcb.lay_out`). Its slots hold its memory: every slot has room
-for the prompts of the longest slot, and for one answer of the longest length for each request of the fullest slot. A
-slot's memory is one piece, so a request that ends frees nothing: padded and concatenated rows keep their memory until
-the batch has ended. Slots are freed as soon as they have ended (early memory cleaning, TCB sec. 4.2.2), and the next
-batch enters in their place while the last slots of the previous batch still run.
+A batch enters as a whole, and its layout does not change after that (`tcb.lay_out`). Memory is reserved for each slot.
+Every slot has memory for the prompts of the longest slot, and for as many outputs of the longest length as the fullest
+slot has requests. A slot's memory is contiguous, so a request that ends frees no memory. Padded and concatenated rows
+keep their memory until the batch has ended. With slots, a slot is freed once all its requests have ended (early memory
+cleaning, TCB sec. 4.2.2), and the next batch may enter while the last slots of the previous batch still run.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class _RowBatch:
     Attributes:
         present: the requests that have not left.
         slot: the slot of each request, including requests that have left.
-        slot_blocks: blocks of a slot.
-        blocks: blocks of the slots that have not left.
+        slot_blocks: number of blocks of a slot.
+        blocks: number of blocks of all slots that are not free.
     """
 
     present: set[int]
@@ -42,7 +42,7 @@ class _RowBatch:
 
 
 class RowPool(Pool):
-    """A pool of whole batches in rows: the next batch enters once the previous one has ended, or has freed slots.
+    """A pool of whole batches in rows. The next batch enters once the previous batch has ended or has freed slots.
 
     Args:
         batching: how a batch is laid out; not "flat".
@@ -63,9 +63,9 @@ class RowPool(Pool):
         self.batching = batching
         self.layout_tokens = row_tokens
         self._rows: dict[int, _RowBatch] = {}
-        """The batch of each micro-batch with requests, by its number."""
+        """By number of the micro-batch: its batch, if it has requests."""
         self._number: dict[int, int] = {}
-        """The micro-batch of each running request."""
+        """By id of a running request: the number of its micro-batch."""
 
     def fresh(self) -> RowPool:
         return RowPool(
@@ -88,7 +88,7 @@ class RowPool(Pool):
 
     @property
     def takes_batch(self) -> bool:
-        """Whether a batch may enter, because no batch runs, or only one that has begun to free slots."""
+        """Whether a batch may enter, because every running batch has begun to free slots."""
         return all(rows.has_left_slots for rows in self._rows.values())
 
     @property
@@ -96,7 +96,7 @@ class RowPool(Pool):
         return self.kv_blocks - sum(rows.blocks for rows in self._rows.values())
 
     def enter(self, number: int, most: int | None) -> None:
-        """Admit a whole batch of at most `most` requests to an empty micro-batch, as far as memory suffices."""
+        """Admit a whole batch of at most `most` requests to an empty micro-batch, limited by the free memory."""
         if self.max_running is not None:
             room = self.max_running - self.num_running
             most = room if most is None else min(most, room)
@@ -113,7 +113,7 @@ class RowPool(Pool):
         self._promise()
 
     def _next_batch(self, most: int | None) -> list[Request]:
-        """Remove and return the next batch."""
+        """Remove the requests of the next batch from the queue, and return them."""
         if self.batching == "slots" and (members := self._by_algorithm_2(most)):
             return members
         members = []
@@ -125,10 +125,10 @@ class RowPool(Pool):
         return members
 
     def _by_algorithm_2(self, most: int | None) -> list[Request]:
-        """Remove and return the next batch in slots, by TCB's Algorithm 2.
+        """Remove the requests of the next batch in slots from the queue, and return them (TCB, Algorithm 2).
 
-        A slot is as long as the longest request that das chooses only by utility. Longer requests go on waiting. Orders
-        other than das choose no request by utility. A slot is then as long as the longest request.
+        A slot is as long as the longest request that das chooses only by utility. Longer requests keep waiting. With
+        other orders than das, a slot is as long as the longest request.
         """
         chosen: list[Request] = []
         longest = 0
@@ -150,16 +150,14 @@ class RowPool(Pool):
         return members
 
     def make_room(self, batch: MicroBatch) -> None:
-        """Stop requests that have reached their maximum. No request needs more memory, since slots have room for every
-        answer.
-        """
+        """Stop requests that have reached their maximum output. Slots already have memory for every output."""
         for request in batch.due():
             if request.id in batch.held and request.generated >= request.max_output:
                 batch.stop(request)
 
     def _end_batch(self) -> list[int]:
-        """Free held requests: with slots, those whose slot has ended; otherwise all of them once their batch has
-        ended.
+        """Free the memory of finished requests and return their ids. With slots, a request is freed once all requests
+        of its slot have finished; otherwise, once its whole batch has finished.
         """
         freed: list[int] = []
         for number, rows in list(self._rows.items()):
@@ -191,14 +189,14 @@ class RowPool(Pool):
         self.memory.num_promised = self.kv_blocks - self._free_blocks
 
     def _blocks(self, requests: list[Request]) -> int:
-        """Return the blocks of a batch."""
+        """Return the number of blocks that a batch needs."""
         layout = lay_out(self.batching, requests, self.layout_tokens)
         answers = layout.most_a_slot * max(request.max_output for request in requests)
         return layout.num_slots * self.memory.blocks_for(layout.slot_tokens + answers)
 
 
 class RowSchedule(OneLane):
-    """Static batches in rows on one device, which runs one step at a time. Each micro-batch is a whole batch."""
+    """The schedule of static batches in rows on one device. A micro-batch is a whole batch. One step runs at a time."""
 
     def fresh(self) -> RowSchedule:
         return RowSchedule(self.settings, self.pool.fresh(), self.stages)

@@ -1,8 +1,8 @@
-"""Implement the single-lane rule, of which rra, orca, chunked and static are settings.
+"""Implement the single-lane scheduling rule, which serves rra, orca, chunked and static with different settings.
 
-From the requests of a micro-batch and the waiting ones, it decides what the next step encodes and decodes. It reads no
-clock and draws no random numbers, so the same submissions, steps and endings give the same schedule on the simulated
-clock and on the real one.
+From the running requests of a micro-batch and the waiting requests, the rule decides what the next step encodes and
+decodes. The rule reads no clock and draws no random numbers. So the same submissions, steps and endings give the same
+schedule on a simulated clock and on a real one.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from xgpt.core.policies.request import Chunk, MicroBatch, Request, Step
 from xgpt.core.policies.slack import PromptRoom, Slack, TimeRoom, TokenRoom
 
 ADJUSTMENT = 0.1
-"""Relative deviation of the decode batch beyond which the encode batch is adjusted, and the size of the adjustment.
+"""If the decode batch deviates from its mean by more than this share, the encode batch is changed by this share.
 
 Source: ExeGPT sec. 5.2, which names the threshold but no figure.
 """
 
 
 class PromptBudget:
-    """The prompt tokens that a phase may encode: a target, corrected by the excess or deficit of earlier phases.
+    """The number of prompt tokens that a phase may encode: a target, corrected by the excess or deficit of earlier
+    phases.
 
-    A prompt is encoded only if the remaining tokens cover at least half of it. This keeps every phase within half a
-    prompt of the target, and the mean at the target, so that prompts of different lengths neither cost throughput nor
+    A prompt is encoded only if the remaining tokens are at least half of its tokens. So every phase is within half a
+    prompt of the target, and the mean is the target. Prompts of different lengths then neither cost throughput nor
     stall the decode batch.
 
     Source: ExeGPT sec. 5.2.
@@ -38,7 +39,7 @@ class PromptBudget:
         self._adjustment = adjustment
         self._most_excess = adjustment * decode_batch
         self._credit = 0.0
-        """Number of tokens by which earlier phases fell short of the target. Negative means that they exceeded it."""
+        """Number of tokens by which earlier phases fell short of the target; negative if they exceeded the target."""
 
     def open(self, excess: float = 0.0) -> None:
         """Begin the next phase; `excess` is the number of requests in decode above the expected number."""
@@ -55,39 +56,39 @@ class PromptBudget:
         self._credit -= length
 
     def close(self) -> None:
-        """End a phase's encoding early, because no request is left to encode or memory is full. The unused part of the
-        token budget is not carried over, since the next phase would then encode a burst.
+        """End a phase's encoding early, because no request is left to encode or memory is full. The rest of the token
+        budget is not carried over, since the next phase would then encode a burst.
         """
         self._credit = min(self._credit, 0.0)
 
 
 class OneLaneRule:
-    """Decides the steps of one micro-batch. Its state is the phase and the budget's credit."""
+    """The scheduling rule of one micro-batch. Its state is the phase and the remaining token budget."""
 
     def __init__(self, settings: LaneSettings, number: int = 0) -> None:
         self.settings = settings
         self._number = number
         self._iterations = settings.encode_every
-        """Decode iterations since the last step that encoded."""
+        """Number of decode iterations since the last step that encoded."""
         self._budget = PromptBudget(settings.encode_tokens or 0.0, settings.decode_batch)
         self.phase = 0
         """Number of phases begun, for policies with phases."""
         self._waited = 0
-        """Number of steps for which prompts have waited for more prompts."""
+        """Number of consecutive steps for which prompts have waited for more prompts."""
 
     def apply(self, settings: LaneSettings) -> None:
-        """Adopt other settings. The phase goes on, and the budget is reset."""
+        """Adopt other settings. The current phase continues, and the token budget is reset."""
         self.settings = settings
         self._budget = PromptBudget(settings.encode_tokens or 0.0, settings.decode_batch)
 
     def is_phase_over(self, batch: MicroBatch) -> bool:
-        """Return whether the current phase's iterations are done, or no request is left."""
+        """Return whether the current phase has had all its decode iterations or has no requests left."""
         return not batch.num_running or self._iterations >= self.settings.encode_every
 
     def next_step(self, pool: Pool, batch: MicroBatch, *, may_encode: bool = True) -> Step | None:
-        """Return the next step, or None if nothing can run; admit the requests whose prompts it begins.
+        """Admit waiting requests and return the next step; return None if nothing can run.
 
-        A call that returns None changes nothing, since the number of such calls depends on the engine's clock.
+        A call that returns None changes nothing, since how often an engine asks in vain depends on its clock.
 
         Args:
             may_encode: whether a phase may begin now.
@@ -98,7 +99,7 @@ class OneLaneRule:
         )
         if not batch.num_running and not (may_encode and pool.can_admit()):
             return None
-        if not (settings.refill_when_empty and batch.encoding):  # nothing decodes before all parts are encoded
+        if not (settings.refill_when_empty and batch.encoding):  # no request decodes before all are encoded
             pool.make_room(batch)
         encode: tuple[Chunk, ...] = ()
         if settings.mix:
@@ -122,8 +123,8 @@ class OneLaneRule:
         return Step(encode, decode, preempted, microbatch=self._number, grown=pool.take_grown())
 
     def _decodable(self, pool: Pool, batch: MicroBatch) -> tuple[int, ...]:
-        """Return the requests to decode: all except cancelled ones and those that get their last token in the running
-        step.
+        """Return the ids of the requests to decode. Requests that were cancelled, or that get their last token in the
+        running step, are not among them.
         """
         if self.settings.ahead and pool.under_way.leaving:
             for id_ in pool.under_way.leaving.intersection(batch.decoding) - batch.stopped:
@@ -131,8 +132,9 @@ class OneLaneRule:
         return batch.next_to_decode
 
     def _waits_for_others(self, pool: Pool, batch: MicroBatch) -> bool:
-        """Return whether prompts wait in this step: until the next check for new requests, or for more prompts to
-        encode with them. Consecutive steps in which they wait for more prompts are counted.
+        """Return whether waiting prompts stay out of this step, either because the engine does not check for new
+        requests now, or because more prompts should be encoded together. This counts the consecutive steps in which
+        prompts wait for more prompts.
         """
         settings = self.settings
         if self._iterations % settings.receive_steps and self._decodable(pool, batch):
@@ -148,9 +150,7 @@ class OneLaneRule:
         return waits
 
     def _give_way(self, first_tokens: FirstTokens, pool: Pool, batch: MicroBatch) -> Collection[int]:
-        """Decide which prompts give way to prompts that can be in time, and return the ids of the begun prompts that
-        must pause.
-        """
+        """Decide which prompts give way to prompts that can be in time. Return the begun prompts that must pause."""
         settings = self.settings
         # Preempted requests already have their first token.
         begun = [first_tokens.job(r) for each in pool.batches for r in each.encoding.values() if not r.generated]
@@ -158,9 +158,7 @@ class OneLaneRule:
         return pool.waiting.plan(begun, pace)
 
     def _fill(self, pool: Pool, batch: MicroBatch, giving_way: Collection[int]) -> tuple[Chunk, ...]:
-        """Return pieces of prompts that fill the step up to its limit, with at most the largest number of running
-        requests.
-        """
+        """Return pieces of prompts that fill the step up to its limit. Admit requests, at most `max_batch` in all."""
         if self.settings.slack is not None:
             return self._fill_in_time(self.settings.slack, pool, batch, giving_way)
         budget = self.settings.token_budget
@@ -170,7 +168,7 @@ class OneLaneRule:
     def _fill_in_time(
         self, slack: Slack, pool: Pool, batch: MicroBatch, giving_way: Collection[int]
     ) -> tuple[Chunk, ...]:
-        """Return pieces of prompts that take the time which running requests can spare."""
+        """Return pieces of prompts that end before running requests are due their next tokens."""
         forecast, now_ns = pool.forecast, pool.now_ns
         num_decodes = len(self._decodable(pool, batch))
         free_ns = forecast.free_ns(now_ns, len(pool.under_way))
@@ -186,8 +184,8 @@ class OneLaneRule:
     def _fill_room(
         self, room: PromptRoom, pool: Pool, batch: MicroBatch, giving_way: Collection[int]
     ) -> tuple[Chunk, ...]:
-        """Return pieces of prompts that fill the step, with at most the largest number of running requests: begun
-        prompts first, then new ones; prompts that give way come last.
+        """Return pieces of prompts that fill the step, and admit requests, at most `max_batch` in all. Partly encoded
+        prompts come first, then waiting ones; prompts that give way come last.
         """
         chunks: list[Chunk] = []
         begun = list(batch.encoding.values())
@@ -200,7 +198,7 @@ class OneLaneRule:
         return tuple(chunks)
 
     def _go_on(self, room: PromptRoom, pool: Pool, begun: Iterable[Request], chunks: list[Chunk]) -> None:
-        """Add further pieces of begun prompts."""
+        """Add further pieces of partly encoded prompts to `chunks`."""
         for request in begun:
             if not room.is_open:
                 return
@@ -216,7 +214,7 @@ class OneLaneRule:
     def _admit(
         self, room: PromptRoom, pool: Pool, batch: MicroBatch, chunks: list[Chunk], *, in_time: bool = False
     ) -> None:
-        """Admit waiting prompts and add pieces of them. With `in_time`, stop at the first that gives way."""
+        """Admit requests, and add pieces of their prompts. With `in_time`, stop at the first that gives way."""
         while room.is_open and self.has_slot(batch):
             if in_time and pool.num_waiting and pool.waiting.head_gives_way():
                 return
@@ -232,9 +230,7 @@ class OneLaneRule:
             chunks.append(Chunk(admitted.id, admitted.encoded, room.take(admitted.encoded, end)))
 
     def _holds_next(self, room: PromptRoom, pool: Pool) -> bool:
-        """Return whether the next prompt fits in the rest of the step as a whole; a prompt that is longer than any step
-        may be cut.
-        """
+        """Return whether the next prompt fits in the rest of the step. A prompt longer than any step may be cut."""
         budget = self.settings.token_budget
         return all(
             room.holds(request.input_length if budget is None else min(request.input_length, budget))
@@ -242,20 +238,22 @@ class OneLaneRule:
         )
 
     def has_slot(self, batch: MicroBatch) -> bool:
-        """Return whether the largest batch has room for another request."""
+        """Return whether the micro-batch may take another request."""
         return self.settings.max_batch is None or batch.num_running < self.settings.max_batch
 
     def _part(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
-        """Return the next part of a batch that entered as a whole. Several parts may run at the same time."""
+        """Return the next prompts to encode of a static batch, of which several parts may run at the same time."""
         missing = [batch.encoding[id_] for id_ in pool.under_way.untouched(batch.encoding)]
         size = -(-batch.num_running // self.settings.encode_parts)
         return tuple(rest_of_prompt(request) for request in missing[:size])
 
     def prompts_of_phase(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
-        """Return whole prompts up to the phase's token target. The difference is carried to the next phase."""
+        """Admit requests up to the phase's token budget, and return their whole prompts. A difference from the budget
+        is carried over to the next phase.
+        """
         settings = self.settings
         self._budget.open(len(batch.decoding) - settings.carried_batch)
-        # Partly encoded prompts were begun under settings that cut them (see apply).
+        # Partly encoded prompts were begun under other settings, which cut prompts (see `apply`).
         chunks = [rest_of_prompt(request) for request in batch.encoding.values()]
         while (first := pool.waiting.head()) is not None:
             length = pool.memory.to_encode(first) if settings.reuse_is_planned else first.context
@@ -273,8 +271,8 @@ class OneLaneRule:
 
 
 RULE_TYPES: dict[type[LaneSettings], type[OneLaneRule]] = {LaneSettings: OneLaneRule}
-"""The rule of each type of settings. A policy whose steps `LaneSettings` cannot describe adds a subclass of
-`LaneSettings`, with a subclass of `OneLaneRule`.
+"""By type of settings: the type of the rule. A policy whose steps `LaneSettings` cannot describe adds a subclass of
+`LaneSettings` and a subclass of `OneLaneRule`.
 """
 
 

@@ -1,4 +1,4 @@
-"""Manage running requests: their micro-batches, their K/V blocks, and the running steps."""
+"""Manage running requests, their micro-batches, their K/V blocks, and the running steps."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from xgpt.core.policies.request import MicroBatch, Request, Step
 
 
 class StepsUnderWay:
-    """The steps that have begun but have not been settled, and requests that leave once these are settled."""
+    """The steps that have begun but have not been settled, and the requests that leave once these steps are settled."""
 
     def __init__(self) -> None:
         self._steps: list[Step] = []
         self.leaving: set[int] = set()
-        """Requests cancelled while their step ran. They leave when it is settled."""
+        """Requests that were cancelled while a step ran with them. They leave once the step is settled."""
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -36,12 +36,12 @@ class StepsUnderWay:
         return any(id_ in step.ids for step in self._steps)
 
     def untouched(self, ids: Iterable[int]) -> list[int]:
-        """Return the given requests that are in no running step."""
+        """Return the ids among `ids` whose requests are in no running step."""
         touched = {id_ for step in self._steps for id_ in step.ids}
         return [id_ for id_ in ids if id_ not in touched]
 
     def take_leaving(self, step: Step) -> list[int]:
-        """Return the requests of a settled step that leave now."""
+        """Return the cancelled requests that leave now, because their last running step has been settled."""
         if not self.leaving:
             return []
         gone = [id_ for id_ in step.ids if id_ in self.leaving and not self.touches(id_)]
@@ -52,7 +52,8 @@ class StepsUnderWay:
 class Running:
     """Running requests in their micro-batches.
 
-    Their tokens and blocks grow with each step. When blocks run out, some requests are preempted and wait again.
+    With each step, requests have more tokens and need more blocks. When no block is available, some requests are
+    preempted and wait again.
 
     Args:
         memory: K/V memory of the lanes.
@@ -60,13 +61,13 @@ class Running:
 
     Attributes:
         encode_emits: whether the step that encodes the end of a prompt also computes the first output token.
-        runs_ahead: whether steps are scheduled while others run. Requests then stop at their maximum, since it is not
-            known yet whether they have ended.
+        runs_ahead: whether a step is scheduled while another one runs. A request then stops at its maximum output,
+            although it is not known yet whether it has ended earlier.
         running: running requests, in the order in which they entered.
         batches: all micro-batches.
         under_way: steps that have begun but have not been settled.
         num_preemptions: number of preemptions so far.
-        num_scored: number of prompt tokens to score in the step that is being scheduled.
+        num_scored: number of prompt tokens for which the next step will compute log probabilities.
     """
 
     def __init__(self, memory: KvMemory, waiting: Queue) -> None:
@@ -79,22 +80,22 @@ class Running:
         self.batches: list[MicroBatch] = []
         self.under_way = StepsUnderWay()
         self._overdrawn: set[int] = set()
-        """Requests with more blocks than they were promised, under "reserve"."""
+        """Under "reserve": requests with more blocks than they were promised."""
         self._promises_whole = memory.kv == "reserve"
-        """Whether every request so far was promised its maximum."""
+        """Whether every request so far was promised its maximum output."""
         self._preempted: list[int] = []
         """Requests preempted for the next step."""
         self._grown: dict[int, list[int]] = {}
-        """(request, block) pairs given since the last step, in order."""
+        """By request: the blocks that it has been given since the last step, in order."""
 
     def add_batches(self, count: int, *, decodes: bool = True) -> tuple[MicroBatch, ...]:
-        """Return new, empty micro-batches that use this pool's waiting queue and memory."""
+        """Add `count` empty micro-batches, which share this pool's queue and memory; return them."""
         added = tuple(MicroBatch(decodes=decodes) for _ in range(count))
         self.batches.extend(added)
         return added
 
     def in_turn(self, first: MicroBatch) -> list[MicroBatch]:
-        """Return all micro-batches in the order of their turns, beginning with number `first`."""
+        """Return all micro-batches in the order of their turns, beginning with `first`."""
         number = self.batches.index(first)
         return self.batches[number:] + self.batches[:number]
 
@@ -109,7 +110,7 @@ class Running:
 
     @property
     def encoding(self) -> Iterator[int]:
-        """Requests whose prompt is not completely encoded."""
+        """Ids of the requests whose prompts are not completely encoded."""
         return (id_ for batch in self.batches for id_ in batch.encoding)
 
     @property
@@ -137,9 +138,9 @@ class Running:
         batch.join(request, num_left if request.table is None else min(self.memory.num_spare(request), num_left))
 
     def make_room(self, batch: MicroBatch) -> None:
-        """Give each decoding request the block of its next token, preempting requests when blocks run out.
+        """Give each decoding request the block of its next token; preempt requests when no block is available.
 
-        A promised block is given one token early, so that a worker may run a step ahead.
+        A promised block is given one token before it is needed, so that a worker may run a step ahead.
         """
         for request in batch.due():
             if request.batch is not batch:
@@ -155,8 +156,8 @@ class Running:
                 batch.recall(request, max(1, min(num_spare, num_left)))
 
     def _grow(self, request: Request, num_spare: int) -> int:
-        """Give a request another block if it was promised one or cannot continue without one. Return for how many
-        tokens beyond its next step its blocks then have room.
+        """Give a request another block if one was promised to it or it cannot continue without one. Return how many
+        tokens its blocks can then take after its next step.
         """
         memory = self.memory
         if not memory.take_promised(request):
@@ -181,7 +182,7 @@ class Running:
         return self.reserved_blocks + missing <= self.memory.decodes.count
 
     def take_grown(self) -> tuple[tuple[int, int], ...]:
-        """Return the (request, block) pairs that `make_room` has given since the last call, in order."""
+        """Return (request, block) pairs for the blocks that `make_room` has given since the last call, in order."""
         if not self._grown:
             return ()
         grown = tuple((id_, block) for id_, blocks in self._grown.items() for block in blocks)
@@ -189,7 +190,7 @@ class Running:
         return grown
 
     def take_preempted(self) -> tuple[int, ...]:
-        """Return the requests preempted since the last call. They wait again."""
+        """Return the ids of the requests preempted since the last call. They wait again."""
         if not self._preempted:
             return ()
         preempted = tuple(self._preempted)
@@ -197,24 +198,24 @@ class Running:
         return preempted
 
     def begin(self, step: Step, batch: MicroBatch) -> None:
-        """Note that a step has begun."""
+        """Record that a step has begun."""
         batch.steps_under_way += 1
         self.num_scored = 0
         self.under_way.begin(step)
 
     def end(self, step: Step, batch: MicroBatch) -> None:
-        """Note that the step has been executed."""
+        """Record that a step has been executed."""
         batch.steps_under_way -= 1
         self.under_way.end(step)
 
     def assume(self, batch: MicroBatch) -> None:
-        """Treat the micro-batch's running step as if it had already produced its tokens, to schedule the next step."""
+        """Count the tokens of a micro-batch's running step already now, so that the next step can be scheduled."""
         if batch.assumed is None:
             batch.assumed = self.under_way.last
             self._advance(batch.assumed, batch)
 
     def _advance(self, step: Step, batch: MicroBatch) -> None:
-        """Account for a step's tokens; requests that have ended since it was scheduled get none."""
+        """Count a step's tokens; a request that has ended since the step was scheduled gets no token."""
         if step.decode:
             batch.advance()
         ended: list[Request] = []
@@ -233,7 +234,7 @@ class Running:
             self.waiting.charge([*emitted, *(request for request in decoding if request is not None)])
 
     def _preempt_last(self) -> None:
-        """Preempt the request that entered last among those that may be preempted and are in no running step."""
+        """Preempt the last request that entered, among those that may be preempted and are in no running step."""
         is_shared = self.memory.kv == "quantile"
         id_ = next(
             id_

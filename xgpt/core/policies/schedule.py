@@ -1,17 +1,20 @@
-"""Define the schedule that both engines drive: lanes of micro-batches over one pool of requests.
+"""Define the schedule, which decides the steps of the simulated and the real engine: lanes with micro-batches, which
+share one pool of requests.
 
-An engine submits requests, asks each lane for steps until the lane has none, and settles a step once it has been
+An engine submits requests, asks each lane for steps until no step is left, and settles each step once it has been
 executed:
 
-    while step := schedule.next_step(lane):     # decides, admits, preempts; the step runs from here on
+    while step := schedule.next_step(lane):     # decide, admit, preempt; the step counts as running
         ...                                     # execute it: stage after stage, a lane's steps in order
-    freed = schedule.settle(step, finished)     # its tokens exist; `finished` requests leave
+    freed = schedule.settle(step, finished)     # its tokens exist; requests in `finished` leave
 
-Steps of a lane overlap on its stages. A micro-batch's next step begins only after its previous one has been settled,
-and micro-batches take strict turns, so a pipeline of P stages needs P micro-batches to be always busy. A schedule that
-runs ahead decides the next step while a step runs. It assumes, as some engines do, that every request of the running
-step continues unless it reaches its maximum, so a request that ends early is still computed in one more step. Source:
-ORCA Algorithm 1 and Figure 8a, ExeGPT Figure 4.
+Steps of a lane overlap on the lane's stages. A micro-batch's next step begins only after its previous step has been
+settled, and micro-batches take strict turns. So a pipeline of P stages needs P micro-batches to be always busy. A
+schedule that runs ahead decides the next step while a step runs. Like some engines, such a schedule assumes that every
+request of the running step continues unless it reaches its maximum, so a request that ends early is computed in one
+step too many.
+
+ Source: ORCA Algorithm 1 and Figure 8a, ExeGPT Figure 4.
 """
 
 from __future__ import annotations
@@ -32,10 +35,10 @@ from xgpt.core.schema.step_log import Chain
 class Schedule(ABC):
     """Decides the steps of a plan.
 
-    Its state changes only in `submit`, `cancel`, `expire`, `settle`, and when `next_step` returns a step.
+    The state changes only in `submit`, `cancel`, `expire` and `settle`, and when `next_step` returns a step.
 
     Attributes:
-        lanes: the worker groups that ask for steps, in the order in which an engine asks.
+        lanes: the groups of workers that run steps, in the order in which an engine asks for steps.
         stages: the plan's stages; empty without a plan.
     """
 
@@ -47,35 +50,33 @@ class Schedule(ABC):
 
     @abstractmethod
     def fresh(self) -> Schedule:
-        """Return a schedule with the same settings and no requests, for a restart of all workers."""
+        """Return an empty schedule with the same settings, for a restart of all workers."""
 
     def submit(self, request: Request) -> None:
-        """Add a new request to the queue. Its id must be new, and `Pool.can_ever_fit` must be true for it."""
+        """Add a new request to the queue. The id must be new, and `Pool.can_ever_fit` must be true for the request."""
         self.pool.submit(request)
 
     def cancel(self, id_: int) -> list[int]:
-        """Remove a request: now, or if it is in a running step, when that step is settled.
+        """Remove a request now or, if a running step includes the request, once this step is settled.
 
         Returns:
-            The requests whose slot and K/V become free.
+            The ids of the requests whose slots and K/V become free.
         """
         return self.pool.cancel(id_)
 
     def expire(self, now_ns: int) -> list[int]:
-        """Remove and return the waiting requests whose deadline has passed; engines call this before they ask for
-        steps.
-        """
+        """Remove waiting requests whose deadline has passed; return their ids. Call this before asking for steps."""
         return self.pool.expire(now_ns)
 
     def apply(self, other: Schedule) -> bool:
-        """Adopt another plan's settings before the next step; running requests stay where they are.
+        """Adopt another plan's settings before the next step; running requests continue.
 
         Args:
-            other: that plan's schedule, without requests.
+            other: the other plan's schedule, without requests.
 
         Returns:
-            False, with nothing changed, if the change needs an empty engine: other lanes, stages, micro-batches or
-                memory.
+            False, and nothing changes, if the plans differ in lanes, stages, micro-batches or memory, since such a
+            change needs an empty engine.
         """
         return False
 
@@ -84,9 +85,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def next_step(self, lane: LaneName) -> Step | None:
-        """Return the lane's next step, which counts as running from now on; None, with nothing changed, if the lane
-        must wait.
-        """
+        """Return the lane's next step, which then counts as running. None, with no change, if the lane must wait."""
 
     @abstractmethod
     def settle(
@@ -96,16 +95,16 @@ class Schedule(ABC):
         outputs: Mapping[int, Chain] = NO_CHAINS,
         failed: Collection[int] = (),
     ) -> list[int]:
-        """Account for a step that has been executed; `finished` are the requests that ended in it.
+        """Record the tokens of an executed step; `finished` are the requests that ended in this step.
 
         Steps of one lane are settled in the order in which they began.
 
         Args:
-            outputs: for requests that ended, the keys of the blocks after those of the prompt (see `Blocks`).
-            failed: requests among them that ended in an error; no other request shares their K/V.
+            outputs: for requests that ended, the keys of the blocks that follow the prompt's blocks (see `Blocks`).
+            failed: finished requests that ended in an error; later requests do not share their blocks.
 
         Returns:
-            The requests whose slot and K/V become free.
+            The ids of the requests whose slots and K/V become free.
         """
 
     @abstractmethod
@@ -113,22 +112,22 @@ class Schedule(ABC):
         """Return the micro-batch of a step."""
 
     def sampled(self, step: Step) -> list[int]:
-        """Return the requests that get a token in this step, including held ones."""
+        """Return the ids of the requests that get a token in this step, held requests included."""
         return [*self.encoded(step), *step.decode] if self.pool.encode_emits else list(step.decode)
 
     def encoded(self, step: Step) -> list[int]:
-        """Return the requests whose prompt is completely encoded by this step."""
+        """Return the ids of the requests whose prompts end in this step."""
         running = self.pool.running
         return [chunk.id for chunk in step.encode if chunk.start + chunk.length == running[chunk.id].context]
 
 
 class OneLane(Schedule):
-    """The schedule of rra, orca, chunked and static: each micro-batch has its own rule; all share the queue and K/V
+    """The schedule of rra, orca, chunked and static. Each micro-batch has its own rule; all share the queue and the K/V
     memory.
 
-    A micro-batch without work is skipped. Phases of rra begin together: a micro-batch without requests waits for the
-    others, since a long encode step among short decode steps would delay all of them. Static batches enter as a whole,
-    in equal parts, after the previous batch has left completely.
+    A micro-batch without work is skipped. Under rra, all micro-batches begin a phase together, since a long encode step
+    of one micro-batch would delay the short decode steps of the others. A static batch enters as a whole, in equal
+    parts, after all requests of the previous batch have left.
     """
 
     lanes: tuple[LaneName, ...] = ("both",)
@@ -147,7 +146,7 @@ class OneLane(Schedule):
         now, then = self.settings, other.settings
         if (now.microbatches, now.encode_parts) != (then.microbatches, then.encode_parts):
             return False
-        if type(now) is not type(then):  # they have different rules
+        if type(now) is not type(then):  # the two plans have different rules
             return False
         self.settings = then
         self.pool.follow(other.pool)
@@ -177,7 +176,7 @@ class OneLane(Schedule):
         return None
 
     def _can_run_ahead(self, batch: MicroBatch) -> bool:
-        """Return whether the next step can be scheduled now, while a step runs whose tokens are assumed to exist."""
+        """Return whether the next step can be scheduled while a step runs; count the tokens of the running step."""
         if not self.settings.ahead or batch.steps_under_way > 1:
             return False
         self.pool.assume(batch)
@@ -198,7 +197,7 @@ class OneLane(Schedule):
         return self._batches[step.microbatch]
 
     def _may_encode(self, number: int) -> bool:
-        """Return whether all other micro-batches have ended the phase in which this one is."""
+        """Return whether all other micro-batches have ended the phase of micro-batch `number`."""
         if self.settings.mix or self.settings.refill_when_empty or len(self._rules) == 1:
             return True
         phase = self._rules[number].phase
@@ -206,7 +205,7 @@ class OneLane(Schedule):
         return all(rule.phase > phase or rule.is_phase_over(batch) for rule, batch in pairs)
 
     def _refill(self) -> None:
-        """Admit a whole static batch once the previous one has left, spread evenly over the micro-batches."""
+        """If the previous static batch has left, admit the next one, and spread it evenly over the micro-batches."""
         if self.pool.running:
             return
         pool, count = self.pool, len(self._batches)
@@ -222,7 +221,7 @@ class OneLane(Schedule):
         self._turn = 0
 
     def _has_more_to_encode(self, batch: MicroBatch) -> bool:
-        """Return whether a static batch has further parts to encode; parts do not wait for each other."""
+        """Return whether a static batch has further prompts to encode, which need not wait for the running steps."""
         if not self.settings.refill_when_empty:
             return False
         return bool(batch.encoding and self.pool.under_way.untouched(batch.encoding))

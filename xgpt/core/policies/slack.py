@@ -1,4 +1,4 @@
-"""Compute how many prompt tokens a step takes: a token budget, or what the slack of running requests allows."""
+"""Limit the prompt tokens of a step, by a token budget or by the time until running requests are due tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xgpt.core.schema import SlackBudget, StepTimes
 
 
 class StepClock:
-    """Predicts how long a step will take, from the few numbers in a plan's `step_times`."""
+    """Predicts how long a step takes, from a plan's `step_times`."""
 
     def __init__(self, times: StepTimes) -> None:
         self._tokens, self._tokens_s = times.tokens, times.tokens_s
@@ -22,11 +22,11 @@ class StepClock:
         self._decode_s, self._context_s = times.decode_s, times.context_s
 
     def tokens(self, count: int) -> float:
-        """Return the seconds that a number of tokens takes, without attention."""
+        """Return how many seconds a step takes with `count` tokens, without attention."""
         return _at(self._tokens, self._tokens_s, count)
 
     def most_tokens(self, seconds: float) -> int:
-        """Return the largest number of tokens that takes at most this many seconds, without attention."""
+        """Return the largest number of tokens for which a step takes at most `seconds`, without attention."""
         counts, times = self._tokens, self._tokens_s
         i = min(bisect_right(times, seconds), len(times) - 1) - 1
         if i < 0:
@@ -35,15 +35,15 @@ class StepClock:
         return int(counts[i] + share * (counts[i + 1] - counts[i]))
 
     def decodes(self, count: int, context: int) -> float:
-        """Return the seconds of decodes, in addition to the seconds of their tokens."""
+        """Return the seconds of attention for `count` decoding requests with `context` tokens together."""
         return self._decode_s * count + self._context_s * context
 
     def piece(self, start: int, end: int) -> float:
-        """Return the seconds of the attention of a piece of a prompt."""
+        """Return how many seconds attention takes for tokens [start, end) of a prompt."""
         return _at(self._prompts, self._prompts_s, end) - _at(self._prompts, self._prompts_s, start)
 
     def prompt_ns(self, length: int) -> int:
-        """Return the nanoseconds of a step that encodes one whole prompt and nothing else."""
+        """Return how many nanoseconds a step takes that encodes one whole prompt and nothing else."""
         return round(1e9 * (self.tokens(length) + self.piece(0, length)))
 
 
@@ -53,10 +53,10 @@ def _at(points: Sequence[int], values: Sequence[float], x: int) -> float:
 
 
 class Slack(NamedTuple):
-    """A slack budget with the plan's times and bounds.
+    """A plan's slack budget, with the plan's step times and bound.
 
     Attributes:
-        tpot_ns: planned time between a request's tokens.
+        tpot_ns: planned nanoseconds per output token.
         num_stages: number of stages of the lane.
         num_microbatches: number of micro-batches of the lane, which take strict turns.
     """
@@ -68,39 +68,39 @@ class Slack(NamedTuple):
     num_microbatches: int = 1
 
     def due_ns(self, first_ns: int, generated: int, own_ns: int | None = None) -> int:
-        """Return when a request's next token is due, given the time of its first token and its number of tokens.
+        """Return when a request is due its next token, if it had its first token at `first_ns` and has `generated`
+        tokens.
 
         Args:
-            own_ns: bound on the time per token of its account. None means the plan's.
+            own_ns: the account's own bound on the time per token. None means the plan's bound.
         """
         return first_ns + self.token_ns(own_ns) * (generated + self.budget.behind_tokens)
 
     def token_ns(self, own_ns: int | None = None) -> int:
-        """Return the planned time between a request's tokens; `own_ns`: see `due_ns`."""
+        """Return a request's planned nanoseconds per output token; `due_ns` explains `own_ns`."""
         return self.tpot_ns if own_ns is None else round(self.budget.share * own_ns)
 
     def of_microbatch(self, count: int) -> Slack:
-        """Return the budget of one micro-batch: its share of the tokens."""
+        """Return the budget of one micro-batch, with its share of the tokens."""
         least, most = (max(1, n // count) for n in (self.budget.least_tokens, self.budget.most_tokens))
         budget = self.budget.model_copy(update={"least_tokens": least, "most_tokens": most})
         return self._replace(budget=budget, num_microbatches=count)
 
     @property
     def equal_ns(self) -> float:
-        """Nanoseconds of a step, through all stages, if all micro-batches have equal parts of the time between
-        tokens."""
+        """Nanoseconds that a step takes through all stages, if all micro-batches' steps are equally long."""
         return self.tpot_ns * self.num_stages / max(self.num_stages, self.num_microbatches)
 
     def step_s(self, own_ns: float, others_ns: Sequence[float]) -> float:
         """Return the seconds that a step may take through all stages.
 
-        Micro-batches take turns with steps of equal length. The next step, of another micro-batch, begins once this
-        step has left the first stage, and leaves the last stage after this step.
+        Micro-batches take turns, and their other steps are taken to be equally long. The next step, of another
+        micro-batch, begins once this step has left the first stage, and ends after this step.
 
         Args:
-            own_ns: time from the moment when the first stage is free until the first of the micro-batch's requests is
-                due its next token, or infinite if none decodes.
-            others_ns: the same for the other micro-batches' next steps, in the order of their turns.
+            own_ns: time from when the first stage is free until a request of the micro-batch is due its next token, or
+                infinite if no request decodes.
+            others_ns: the same time for each other micro-batch, in the order of their turns.
         """
         stages, equal_ns = self.num_stages, self.equal_ns
         left_ns = own_ns
@@ -110,12 +110,12 @@ class Slack(NamedTuple):
         return left_ns / 1e9
 
     def even_tokens(self, to_encode: Iterable[int]) -> int:
-        """Return the number of prompt tokens after which a step leaves further prompts to other micro-batches.
+        """Return how many prompt tokens a step takes at most, to leave an equal part to each other micro-batch.
 
-        If one step encoded all prompts, stages would idle during the turns of the other micro-batches.
+        If one step encoded all prompts, stages would be idle during the turns of the other micro-batches.
 
         Args:
-            to_encode: number of tokens of each waiting or begun prompt.
+            to_encode: number of tokens to encode of each waiting or partly encoded prompt.
         """
         count, most = self.num_microbatches, self.budget.most_tokens
         if count == 1:
@@ -129,23 +129,23 @@ class Slack(NamedTuple):
 
 
 class LaneForecast:
-    """Predicts when a lane's running steps will have left its first stage, and when tokens are due.
+    """Predicts when running steps leave the first stage of a lane, and when tokens are due.
 
-    All stages are assumed to be equal.
+    All stages are assumed to take equal times.
     """
 
     def __init__(self) -> None:
         self._begun: deque[tuple[int, int]] = deque()
-        """Pairs (time at which a step was scheduled, its nanoseconds on a stage)."""
+        """Pairs (time at which a step was scheduled, nanoseconds that the step takes on one stage)."""
         self._due: defaultdict[MicroBatch, dict[int, list[tuple[int, int, Request]]]] = defaultdict(dict)
-        """For each micro-batch and each bound on the time per token: a heap of the times at which requests are due
-        their next token. The part that grows with the micro-batch's iterations is subtracted. Requests that have left
-        are removed when they reach the top.
+        """By micro-batch and bound on the time per token: a heap of the times at which requests are due their next
+        token, less the part that grows with the micro-batch's iterations. Requests that have left are removed once they
+        are at the top.
         """
 
     def first_due_ns(self, batch: MicroBatch, now_ns: int, slack: Slack) -> float:
-        """Return the earliest time at which a request of a micro-batch is due its next token, beyond the tokens that
-        running steps make, or infinite if no request decodes.
+        """Return when a request of a micro-batch is first due a token beyond those of running steps; infinite without
+        decodes.
         """
         coming = batch.steps_under_way if batch.assumed is None else 0
         further = batch.iterations + coming + slack.budget.behind_tokens
@@ -163,8 +163,8 @@ class LaneForecast:
         return first_ns
 
     def begin_decode(self, batch: MicroBatch, now_ns: int, slack: Slack) -> None:
-        """Note that a micro-batch's decode step is scheduled now; requests that have joined since the last such step
-        count as if they had their first token now.
+        """Record that a micro-batch's decode step is scheduled now. Requests that have joined since the last decode
+        step count as if they got their first token now.
         """
         for request in batch.joined:
             if request.first_ns is None:
@@ -175,12 +175,12 @@ class LaneForecast:
         batch.joined.clear()
 
     def restart(self, batch: MicroBatch) -> None:
-        """Compute the due times of a micro-batch again, after a change of settings."""
+        """Make a micro-batch's due times be computed again, after a change of settings."""
         self._due.pop(batch, None)
         batch.joined[:] = batch.decoding.values()
 
     def free_ns(self, now_ns: int, num_under_way: int) -> int:
-        """Return when the first stage can begin a step that is scheduled now.
+        """Return the time at which the first stage can begin a step that is scheduled now.
 
         Args:
             num_under_way: number of steps that have begun but have not ended.
@@ -193,28 +193,28 @@ class LaneForecast:
         return max(now_ns, free_ns)
 
     def begin(self, now_ns: int, seconds: float, num_stages: int) -> None:
-        """Note a step that is scheduled now."""
+        """Record that a step is scheduled now."""
         self._begun.append((now_ns, round(1e9 * seconds / num_stages)))
 
 
 class PromptRoom(Protocol):
-    """The number of further prompt tokens for which a step has room."""
+    """Limits the prompt tokens that can still be added to a step."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the step has room for another token."""
+        """Whether another prompt token can be added."""
 
     def holds(self, length: int) -> bool:
-        """Return whether the step has room for a whole prompt of that length."""
+        """Return whether a whole prompt of `length` tokens can be added."""
 
     def take(self, start: int, end: int) -> int:
-        """Add tokens [start, end) of a prompt to the step, or the first of them if not all fit, and return their
-        number. It is at least one. The step must have room.
+        """Add tokens [start, end) of a prompt to the step, or only the first ones if not all fit. Return the number of
+        added tokens, which is at least one; `is_open` must be true.
         """
 
 
 class TokenRoom:
-    """Room that is limited to a number of tokens. None means no limit."""
+    """A limit on the number of prompt tokens. None means no limit."""
 
     def __init__(self, left: int | None) -> None:
         self._left = left
@@ -235,12 +235,11 @@ class TokenRoom:
 
 
 class TimeRoom:
-    """Room that is limited to the tokens which the step can process in time, within the budget's limits.
+    """A limit on the time of a step. The slack budget's least and largest numbers of prompt tokens also apply.
 
     Args:
-        spare_s: seconds that the step may take.
-        decodes, context: number of requests that the step decodes, and tokens to which they attend.
-        even: number of prompt tokens after which the step takes no further prompt.
+        spare_s: seconds that the step may take. decodes, context: number of requests that the step decodes, and number
+        of tokens to which they attend. even: number of prompt tokens from which on the step takes no further prompt.
     """
 
     def __init__(self, slack: Slack, spare_s: float, decodes: int, context: int, even: int) -> None:
@@ -273,7 +272,7 @@ class TimeRoom:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step with all tokens added so far."""
+        """Seconds that the step takes with all tokens added so far."""
         return self._clock.tokens(self._decodes + self._used) + self._others_s
 
     def _is_over_in_time(self, start: int, length: int) -> bool:

@@ -1,8 +1,8 @@
-"""Lay a batch out in rows (padded, concatenated, in slots), for models that run rows of equal length.
+"""Arrange a batch in rows of equal length, which are padded, concatenated or divided into slots.
 
-The layouts are those of TCB and of its baselines: one request per row, padded to the longest (TNB); the same for
-batches of requests with similar lengths (TTB, TurboTransformers); several concatenated requests in each row of fixed
-length (TCB); and concatenated requests in slots, which are separate parts of a row.
+TCB and its baselines use these layouts. TNB pads each request to the longest one. TTB (TurboTransformers) does the same
+in batches of requests with similar lengths. TCB concatenates several requests in each row of fixed length, or in each
+slot, which is a separate part of a row.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from xgpt.core.policies.request import Request
 from xgpt.core.schema import Batching
 
 LEAVING_SHARE = 0.25
-"""Ended slots are removed once they make up this share of the slots, since each removal copies the K/V of the other
-slots.
-"""
+"""Ended slots are removed once they are this share of a batch's slots, since a removal copies the other slots' K/V."""
 
 
 class Place(NamedTuple):
-    """The position of a request's prompt: tokens [start, start + length) of a slot; slots are counted over all rows."""
+    """The position of a prompt: tokens [start, start + length) of a slot. Slots are numbered over all rows."""
 
     id: int
     slot: int
@@ -33,10 +31,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowBatch:
-    """A batch of `num_slots` slots of `slot_tokens` tokens each; `slots_per_row` slots make a row.
+    """The layout of a batch: `num_slots` slots of `slot_tokens` tokens each, and `slots_per_row` slots in a row.
 
-    A request's tokens attend only to its own tokens, but attention is computed over whole slots. Places are in the
-    order of slots.
+    A request's tokens attend only to the request's own tokens, but attention is computed over whole slots. `places` are
+    in the order of slots.
     """
 
     num_slots: int
@@ -46,7 +44,7 @@ class RowBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens that are computed, padding included."""
+        """Number of prompt tokens that are computed, padding included."""
         return self.num_slots * self.slot_tokens
 
     @property
@@ -58,8 +56,8 @@ class RowBatch:
 def lay_out(batching: Batching, requests: Sequence[Request], row_tokens: int) -> RowBatch:
     """Return the layout of a batch. Equal requests in the same order give equal layouts.
 
-    A row holds `row_tokens` prompt tokens, or the longest prompt if that is longer. A slot holds the longest prompt, so
-    every request fits in a slot.
+    A row has `row_tokens` prompt tokens, or as many as the longest prompt if that is more. A slot is as long as the
+    longest prompt, so every request fits in a slot.
     """
     if batching == "padded":
         return padded_rows(requests)
@@ -73,8 +71,8 @@ def lay_out(batching: Batching, requests: Sequence[Request], row_tokens: int) ->
 
 
 def filled_rows(requests: Sequence[Request], row_tokens: int) -> list[list[Request]]:
-    """Return rows of at most `row_tokens` prompt tokens: requests, the longest first, go to the first row in which they
-    fit.
+    """Return rows of at most `row_tokens` prompt tokens. Each request, longest first, goes to the first row where it
+    fits.
     """
     rows: list[list[Request]] = []
     room: list[int] = []
@@ -89,22 +87,22 @@ def filled_rows(requests: Sequence[Request], row_tokens: int) -> list[list[Reque
 
 
 def padded_rows(requests: Sequence[Request]) -> RowBatch:
-    """Return one request per row, padded to the longest. Source: TCB's TNB, Figure 1(a)."""
+    """Return a layout with one request in each row, padded to the longest. Source: TCB's TNB, Figure 1(a)."""
     places = tuple(Place(one.id, row, 0, one.input_length) for row, one in enumerate(requests))
     return RowBatch(len(requests), max(one.input_length for one in requests), 1, places)
 
 
 def concatenated_rows(rows: Sequence[Sequence[Request]]) -> RowBatch:
-    """Return rows of concatenated requests, as long as the fullest row. Source: TCB sec. 4.1."""
+    """Return a layout with concatenated requests in rows that are as long as the fullest row. Source: TCB sec. 4.1."""
     return RowBatch(len(rows), max(_tokens(row) for row in rows), 1, places_of(rows))
 
 
 def even_rows(rows: Sequence[Sequence[Request]], row_tokens: int) -> list[list[Request]]:
-    """Return rows with the same requests, distributed so that all rows have about the same number: the longest first,
-    back and forth over the rows.
+    """Return rows with the same requests, spread so that all rows have about the same number of requests.
 
-    A decode step attends in every row as if the row had as many requests as the fullest row, and DAS fills its first
-    row with the shortest requests. If a row would then exceed `row_tokens`, the rows stay as they are.
+    This saves time, because a decode step takes as long as if every row had as many requests as the fullest row, and
+    das fills the first row with the shortest requests. Requests are dealt back and forth over the rows, the longest
+    first. If a row would then exceed `row_tokens`, the rows stay as they are.
     """
     ordered = sorted((one for row in rows for one in row), key=lambda one: -one.input_length)
     dealt: list[list[Request]] = [[] for _ in rows]

@@ -1,10 +1,10 @@
-"""Implement the two-lane rule, WAA: one group of workers encodes and another decodes, asynchronously.
+"""Implement the two-lane scheduling rule of waa, under which one group of workers encodes and another one decodes.
 
-The encode lane starts a batch of prompts when all of it fits under the cap. After its first tokens, the batch waits
-until its keys and values are moved. This happens in "transfer" steps, one at a time, each for all batches that were
-encoded since the step before it. Then the batch joins the micro-batch of the decode lane whose turn it is, but not
-before the buffer time has passed since the batch began. The buffer time is counted in decode iterations, because a rule
-reads no clock. Source: ExeGPT sec. 4.1, 5.2, Figure 4 (b) and (c).
+The encode lane starts a batch of prompts once the whole batch fits under the largest number of requests. After its
+requests' first tokens, the batch waits until its K/V is moved to the decode lane. "Transfer" steps move K/V, one step
+at a time, and each moves all batches that were encoded since the step before it. Then the requests join the micro-batch
+of the decode lane whose turn it is, but not before the buffer time has passed since their encode step began. The buffer
+time is counted in decode iterations, because a rule reads no clock. Source: ExeGPT sec. 4.1, 5.2, Figure 4 (b) and (c).
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ FIXED = ("encode_stages", "encode_blocks", "decode_microbatches", "encoder_only"
 
 @dataclass(frozen=True, slots=True)
 class TwoLaneSettings:
-    """The rule's settings for a WAA plan.
+    """The scheduling rule's settings for a waa plan.
 
     Attributes:
-        encode_tokens: mean prompt tokens of an encode batch.
-        encode_stages: number of stages of the encode lane, and of batches that run in it at the same time.
-        encode_blocks: K/V blocks of the encode lane, which hold prompts until they have been transferred.
+        encode_tokens: mean number of prompt tokens of an encode batch.
+        encode_stages: number of stages of the encode lane, and number of batches that it runs at the same time.
+        encode_blocks: number of K/V blocks of the encode lane, which hold prompts until their K/V has been moved.
         max_decode_batch: largest number of requests in encode, transfer and decode together.
-        decode_batch: mean number of requests in decode.
-        adjustment: if the number of requests in decode differs from its mean by more than this share, encode batches
-            get larger or smaller by this share. 0 means never.
+        decode_batch: planned mean number of decoding requests.
+        adjustment: if the number of decoding requests differs from its mean by more than this share, encode batches are
+            made smaller or larger by this share. 0 means never.
         decode_microbatches: number of micro-batches of the decode lane.
-        buffer_iterations: least number of decode iterations from an encode batch's beginning until it joins.
+        buffer_iterations: least number of decode iterations between the start of an encode batch and its first decode
+            step.
         reuse_is_planned: whether `encode_tokens` counts only uncached tokens, not whole prompts.
-        encoder_only: whether the encode lane runs an encoder, so that the decode lane makes the first token.
+        encoder_only: whether the encode lane runs only an encoder, so that the decode lane computes the first token.
     """
 
     encode_tokens: float
@@ -55,14 +56,12 @@ class TwoLaneSettings:
     reuse_is_planned: bool = False
 
     def budget(self) -> PromptBudget:
-        """Return an encode batch's budget of prompt tokens."""
+        """Return the budget of prompt tokens for encode batches."""
         return PromptBudget(self.encode_tokens, self.decode_batch, self.adjustment)
 
 
 class TwoLane(Schedule):
-    """The schedule of WAA. The pool's memory is that of the decode lane. A request has memory there as soon as it
-    enters the encode lane.
-    """
+    """The schedule of waa. The pool's memory is the decode lane's. Requests get blocks there when they enter."""
 
     lanes: tuple[LaneName, ...] = ("decode", "transfer", "encode")
 
@@ -75,12 +74,12 @@ class TwoLane(Schedule):
         (self._moving,) = pool.add_batches(1, decodes=False)
         """Encoded requests whose K/V is still in the encode lane."""
         (self._arrived,) = pool.add_batches(1, decodes=False)
-        """Requests in the decode lane that are in none of its micro-batches yet."""
+        """Requests whose K/V is in the decode lane but that have not joined a micro-batch."""
         self._decode = pool.add_batches(settings.decode_microbatches)
         self._encode_turn = self._decode_turn = 0
         self._num_decode_steps = 0
         self._joins_at: dict[int, int] = {}
-        """For each request that has not joined: the number of decode steps that must have begun before it joins."""
+        """By request that has not joined a micro-batch: the number of decode steps that must begin before it joins."""
         self._budget = settings.budget()
 
     def apply(self, other: Schedule) -> bool:
@@ -141,8 +140,7 @@ class TwoLane(Schedule):
         due = self._due()
         settings = self.settings
         pool = self.pool
-        # A batch waits until all of it fits, since encoding few prompts at a time would waste the encode lane's
-        # capacity.
+        # The whole batch must fit, since encoding few prompts at a time would waste the encode lane's capacity.
         if pool.running and pool.num_running + due > settings.max_decode_batch:
             return None
         if self._encode_blocks_with(due) > settings.encode_blocks:
@@ -174,7 +172,7 @@ class TwoLane(Schedule):
         return step
 
     def _due(self) -> int:
-        """Return the number of waiting prompts that the next encode batch takes, at least one."""
+        """Return how many waiting prompts the next encode batch takes (at least one)."""
         settings = self.settings
         budget = copy(self._budget)
         budget.open(self._excess())
@@ -190,15 +188,15 @@ class TwoLane(Schedule):
         return count
 
     def _excess(self) -> float:
-        """Return by how many requests decode exceeds its mean, if encode batches depend on that; else 0."""
+        """Return by how much the number of decoding requests exceeds its mean; 0 without `adjustment`."""
         return self._num_decoding() - self.settings.decode_batch if self.settings.adjustment else 0.0
 
     def _length(self, request: Request) -> int:
-        """Return the tokens of a waiting request that count towards an encode batch."""
+        """Return how many tokens of a waiting request count towards the budget of an encode batch."""
         return self.pool.memory.to_encode(request) if self.settings.reuse_is_planned else request.context
 
     def _encode_blocks_with(self, count: int) -> int:
-        """Return the blocks of the encode lane in use once `count` more prompts have entered."""
+        """Return how many blocks of the encode lane are in use once `count` more prompts have entered."""
         memory = self.pool.memory
         return memory.prompts.num_used + sum(map(memory.prompt_blocks_to_enter, self.pool.waiting.ahead(count)))
 
@@ -233,15 +231,15 @@ class TwoLane(Schedule):
         return None
 
     def _join(self, batch: MicroBatch) -> None:
-        """Let transferred requests join the micro-batch until it has its share of all requests."""
+        """Let requests with moved K/V join a micro-batch until it has an equal share of all decoding requests."""
         share = -(-self._num_decoding() // len(self._decode))
         for request in self._ready()[: max(0, share - batch.num_running)]:
             self._joins_at.pop(request.id, None)
             self.pool.move(request, batch)
 
     def _ready(self) -> list[Request]:
-        """Return the transferred requests whose buffer time is over. If no request decodes, return all: without
-        iterations the buffer time would never end.
+        """Return the requests with moved K/V whose buffer time has passed. If no request decodes, return all requests
+        with moved K/V, since the buffer time would never pass without iterations.
         """
         arrived = list(self._arrived.decoding.values())
         if not self._joins_at or not any(batch.num_running for batch in self._decode):
