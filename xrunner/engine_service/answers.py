@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from xrunner.generation import Logprobs, SamplingParams, Token
-
-if TYPE_CHECKING:
-    from xrunner.server.engine_client import TokenStream
+from xrunner.generation import Logprobs, Token
+from xrunner.server.submission import Submitted
 
 
 class Output:
     """One output of a request, from its tokens to its messages.
 
     Args:
-        prompt: token ids.
         stop_token_ids: tokens that end the output.
         keep: whether to keep all tokens for `complete`; a gateway that reads a stream collects them itself.
     """
 
-    def __init__(
-        self,
-        index: int,
-        stream: TokenStream,
-        prompt: tuple[int, ...],
-        sampling: SamplingParams,
-        stop_token_ids: frozenset[int],
-        *,
-        keep: bool,
-    ) -> None:
+    def __init__(self, index: int, submitted: Submitted, stop_token_ids: frozenset[int], *, keep: bool) -> None:
         self._index = index
-        self._stream = stream
-        self._prompt = prompt
-        self._sampling = sampling
+        self._stream = submitted.stream
+        self._prompt = submitted.prompt.tokens
+        self._sampling = submitted.sampling
         self._stop_token_ids = stop_token_ids
         self._keep = keep
         self._kept: list[Token] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
@@ -18,15 +17,17 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc
 from xgpt.core.errors import MachineError
 from xgpt.core.schema import Account
 from xgpt.core.version import __version__
+from xrunner.engine_service import METADATA
 from xrunner.engine_service.answers import Output
-from xrunner.engine_service.requests import GenerationCall, Invalid, read
+from xrunner.engine_service.requests import read
 from xrunner.server.access.classes import Classes
 from xrunner.server.access.keys import Key
-from xrunner.server.api.errors import ApiError
+from xrunner.server.api.errors import ApiError, refuse
 from xrunner.server.api.model import ServedModel
-from xrunner.server.engine_client import EngineClient, Inbox, Submission, TokenStream
+from xrunner.server.engine_client import EngineClient
 from xrunner.server.http.limits import Limits
-from xrunner.server.observe.metrics import RequestBounds
+from xrunner.server.request_info import RequestInfo
+from xrunner.server.submission import EngineOutputs, check_prompts, check_support
 
 STATUS = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
@@ -67,93 +68,60 @@ class Servicer(pb_grpc.VllmEngineServicer):
         assert task is not None
         id_ = request.request_id
         self._calls[id_] = task
-        streams: list[TokenStream] = []
+        outputs: EngineOutputs | None = None
         left = "cancelled"
         try:
-            call = await self._read(request, context)
-            inbox: Inbox = asyncio.Queue()
-            outputs = self._submit(call, received_s, inbox, streams)
-            end_s = self._end_s(call, received_s)
-            while any(output.finish is None for output in outputs.values()):
-                timeout_s = None if end_s == math.inf else max(0.0, end_s - time.perf_counter())
-                tokens = await asyncio.wait_for(inbox.get(), timeout_s)
+            outputs = await self._read(request, context, received_s)
+            answers = {
+                each.stream.id: Output(index, each, outputs.stop_token_ids, keep=not request.stream)
+                for index, each in enumerate(outputs.submit())
+            }
+            while any(answer.finish is None for answer in answers.values()):
+                tokens = await asyncio.wait_for(outputs.inbox.get(), outputs.seconds_left)
                 if isinstance(tokens, ApiError):
                     raise tokens
-                for message in outputs[tokens[0].id].push(tokens):
+                for message in answers[tokens[0].id].push(tokens):
                     yield message
-        except Invalid as error:
-            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except ApiError as error:
             await _abort(context, STATUS.get(error.status, grpc.StatusCode.INTERNAL), str(error))
         except TimeoutError:
-            left = "deadline"
-            await _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, "the answer was not complete in time")
+            assert outputs is not None
+            left = "timeout" if outputs.is_timeout else "deadline"
+            await _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, str(outputs.late("the answer was not complete")))
         finally:
             if self._calls.get(id_) is task:
                 del self._calls[id_]
-            for stream in streams:
-                self._engine.cancel(stream, finish_reason=left)
+            if outputs is not None:
+                outputs.take_out(left)
 
-    async def _read(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> GenerationCall:
-        """Return a checked request. Raises Invalid, ApiError."""
-        engine = self._engine
+    async def _read(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, received_s: float
+    ) -> EngineOutputs:
+        """Return the outputs of a request, checked but not yet submitted. Raises ApiError."""
+        engine, model, limits = self._engine, self._model, self._limits
         metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
-        rule = self._limits.output_rule(None if engine.watch is None else engine.watch.plan)
-        call = read(request, metadata, self._model, engine.capacity, rule)
-        if call.choices[0].prompt_logprobs is not None and not engine.remote.scores_prompts:
-            raise Invalid("prompt_logprobs: this engine gives no log probabilities of prompts; leave it out")
-        if request.sampling_params.HasField("seed") and not engine.remote.takes_seeds:
-            raise Invalid("seed: this engine does not support seeds; leave it out")
-        engine.check_fits(len(call.prompt), call.allowance)
-        if (grammar := call.choices[0].grammar) is not None:
-            await self._check_grammar(grammar)
-        return call
+        asked = read(request, metadata, model.name)
+        check_support(asked, model, engine)
+        prompts = check_prompts(asked, [asked.input_ids], model, engine, limits)
+        if asked.grammar is not None:
+            await self._check_grammar(asked.grammar)
+        if engine.failure is not None:
+            raise ApiError(503, engine.failure)  # so that a gateway sends the request to another engine
+        account = Key(account=Account(metadata.get(METADATA.account, "")[:64]))
+        key = self._classes.key_of(account, metadata.get(METADATA.class_name) or None)
+        info = RequestInfo(request.request_id, received_s, None, {}, read_s=received_s, key=key)
+        return EngineOutputs(engine, model, limits, asked, prompts, info)
 
     async def _check_grammar(self, grammar: str) -> None:
-        """Compile a grammar in another thread, before the engine needs it. Raises Invalid."""
+        """Compile a grammar in another thread, before the engine needs it. Raises ApiError."""
         if self._model.grammars is None:
-            raise Invalid("constraint: the model has no tokenizer here, so outputs cannot be constrained by a grammar")
+            refuse("constraint", "the model has no tokenizer here, so outputs cannot be constrained by a grammar")
         try:
             reason = await asyncio.to_thread(self._model.grammars.why_not, grammar)
         except MachineError as error:
             reason = str(error)
         if reason is not None:
-            raise Invalid(f"constraint: it is not accepted: {reason}")
-
-    def _submit(
-        self, call: GenerationCall, received_s: float, inbox: Inbox, streams: list[TokenStream]
-    ) -> dict[int, Output]:
-        """Submit all outputs of a request to the engine, or none of them. Raises ApiError."""
-        engine = self._engine
-        key = self._classes.key_of(Key(account=Account(call.account)), call.class_name or None)
-        if engine.failure is not None:
-            raise ApiError(503, engine.failure)  # so that a gateway sends the request to another engine
-        engine.check_open()
-        if not engine.backlog.has_room(key.account, len(call.choices), self._limits.max_waiting):
-            most = self._limits.max_waiting
-            raise ApiError(429, f"{len(engine.backlog)} requests are already waiting; at most {most} may")
-        submission = Submission(
-            inbox=inbox,
-            account=key.account,
-            bounds=RequestBounds(key.ttft_s, key.tpot_s, key.whole_s),
-            stop_token_ids=call.stop_token_ids,
-            output_length=call.output_length,
-            end_s=self._end_s(call, received_s),
-            has_deadline=call.deadline_s is not None,
-            read_s=received_s,
-            promise=None,
-            hold=not call.stream and call.choices[0].logprobs is None,
-        )
-        outputs = {}
-        for index, sampling in enumerate(call.choices):
-            stream = engine.submit(call.prompt, call.allowance, sampling, submission)
-            streams.append(stream)
-            outputs[stream.id] = Output(index, stream, call.prompt, sampling, call.stop_token_ids, keep=not call.stream)
-        return outputs
-
-    def _end_s(self, call: GenerationCall, received_s: float) -> float:
-        """Return the time by which the answer must be complete, on the clock of `time.perf_counter`."""
-        return received_s + min(call.deadline_s or math.inf, self._limits.request_timeout_s or math.inf)
+            refuse("constraint", f"it is not accepted: {reason}")
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         """Remove requests; unknown ids are ignored."""

@@ -60,6 +60,8 @@ def check_tokens(
         ApiError: 400, the vocabulary lacks a token, or the context or the memory is too small.
     """
     field = request.PROMPT_FIELD
+    if not prompt:
+        refuse(field, "it is empty")
     room = spec.max_context - len(prompt)
     allowance = _allowance(request, rule, max(1, min(room, capacity - len(prompt))))
     limit = allowance.max_output

@@ -78,13 +78,18 @@ def _parse(decoder: msgspec.json.Decoder[P], body: Body) -> P:
                 raise
             request = decoder.decode(_with_whole_numbers(body))
     except msgspec.ValidationError as error:
-        found = (pattern.search(str(error)) for pattern in _FIELDS)
-        param = next((match[1] for match in found if match), None)
-        raise ApiError(400, _explained(str(error), decoder.type), param=param) from None
+        raise refusal_of(error, decoder.type) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {_in_text(body) or error}") from None
     request.check()
     return request
+
+
+def refusal_of(error: msgspec.ValidationError, kind: Any) -> ApiError:
+    """Return the error about a field's type or range, for the client of a request of this kind."""
+    found = (pattern.search(str(error)) for pattern in _FIELDS)
+    param = next((match[1] for match in found if match), None)
+    return ApiError(400, _explained(str(error), kind), param=param)
 
 
 def _in_text(body: Body) -> str | None:
@@ -147,6 +152,8 @@ def _explained(says: str, kind: Any) -> str:
         return f"{match[2]}: this server accepts only text, not {match[1]!r}"
     if match := re.fullmatch(r"Invalid (?:enum )?value '.*' - at `\$(\..+)`", says, re.DOTALL):
         return says + _accepted(kind, match[1])
+    if match := re.fullmatch(r"(Expected .*) - at `\$\.(.+)`", says):
+        return f"{match[2]}: {match[1]}"
     return says
 
 

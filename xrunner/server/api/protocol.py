@@ -130,9 +130,11 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
     """The fields of completions and chats."""
 
     PROMPT_FIELD: ClassVar[str]
+    SCORES_FIELD: ClassVar[str] = "echo"
+    """The field that asks for log probabilities of the prompt."""
     DEFAULT_OUTPUT: ClassVar[int | None] = None
     """Output tokens if no maximum is named; None: all that fit."""
-    WITHOUT_EFFECT: ClassVar[dict[str, tuple[Any, str]]]
+    WITHOUT_EFFECT: ClassVar[dict[str, tuple[Any, str]]] = {}
     """Fields that are accepted only with the value that has no effect, and why."""
 
     max_tokens: Count | None = None
@@ -164,6 +166,11 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
     def is_scored_only(self) -> bool:
         """Whether the answer is only the prompt: the output's one token is not shown."""
         return False
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the output may have to follow a grammar."""
+        return self.grammar is not None
 
     @property
     def may_fill_context(self) -> bool:
@@ -288,6 +295,11 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
             refuse("stream_options", "it applies only with stream: true; leave it out")
         if self.output_length is not None and (self.stops or self.stop_token_ids):
             refuse("output_length", "an output of fixed length cannot stop earlier; leave stop and stop_token_ids out")
+        if self.is_held and (self.ignore_eos or self.output_length):
+            refuse(
+                "ignore_eos",
+                "an output that follows a grammar ends where the grammar ends; leave ignore_eos and output_length out",
+            )
 
 
 class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
@@ -570,6 +582,10 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         return None
 
     @property
+    def is_held(self) -> bool:
+        return self.answer_schema is not None or self.chosen_tools != "none"
+
+    @property
     def may_fill_context(self) -> bool:
         return "fills_context" in self.__dict__
 
@@ -621,12 +637,6 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
             refuse("tool_choice", f"there is no function {quoted(choice.function.name)} among tools")
         if choice == "required" and not names:
             refuse("tool_choice", "there are no tools to call")
-        is_held = self.answer_schema is not None or self.chosen_tools != "none"
-        if is_held and (self.ignore_eos or self.output_length):
-            refuse(
-                "ignore_eos",
-                "an output that follows a grammar ends where the grammar ends; leave ignore_eos and output_length out",
-            )
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -63,8 +62,7 @@ class Answer(Response):
         gone = asyncio.ensure_future(_disconnect(receive))
         left = "cancelled"
         try:
-            timeout_s = None if outputs.end_s == math.inf else outputs.end_s - time.perf_counter()
-            await asyncio.wait((answer, gone), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((answer, gone), timeout=outputs.seconds_left, return_when=asyncio.FIRST_COMPLETED)
             if not (answer.done() or gone.done()):
                 left = "timeout" if outputs.is_timeout else "deadline"
                 await self._break_off(left, outputs.late("the answer was not complete"), answer, gone)

@@ -1,49 +1,31 @@
-"""The outputs that a request has in the engine: n for each of its prompts."""
+"""Decode a request's outputs into text."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from xrunner.generation import Logprobs, Token, of_choices
-from xrunner.server.access.quota import Quota
-from xrunner.server.api.allowance import Allowance
+from xrunner.generation import Logprobs, Token
 from xrunner.server.api.choices import Choice
 from xrunner.server.api.errors import ApiError
 from xrunner.server.api.model import ServedModel
-from xrunner.server.api.parsing import parse_deadline
 from xrunner.server.api.protocol import GenerationRequest
 from xrunner.server.api.text import CONTEXT
 from xrunner.server.api.writers import AnswerWriter, Delta, PromptTokens
-from xrunner.server.engine_client import EngineClient, Inbox, Promise, Submission, TokenStream
+from xrunner.server.engine_client import EngineClient, TokenStream
 from xrunner.server.http.limits import Limits
-from xrunner.server.observe.metrics import RequestBounds
 from xrunner.server.request_info import RequestInfo
+from xrunner.server.submission import CheckedPrompt, EngineOutputs, Submitted
 
 TOKENS_AT_ONCE = 64
 """Tokens to decode into text before other requests get a turn."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedPrompt:
-    """A prompt that the model accepts, and the limits on its output's length."""
-
-    tokens: tuple[int, ...]
-    allowance: Allowance
-    echo: str = ""
-    """The prompt's text, if the answer begins with it; otherwise empty."""
-
-
-class Outputs:
-    """Submits a request's outputs to the engine, all or none of them, and decodes their tokens into text for clients.
+class Outputs(EngineOutputs):
+    """A request's outputs whose tokens are decoded into text for clients.
 
     Attributes:
-        inbox: receives the outputs' tokens, or the reason why none will come.
-        end_s: time after which the outputs are useless, on the clock of `time.perf_counter`. Infinite means never.
         choices: the submitted outputs, in the order of the answer.
         num_running: number of unfinished outputs.
     """
@@ -58,115 +40,36 @@ class Outputs:
         writer: AnswerWriter,
         info: RequestInfo,
     ) -> None:
-        self._engine = engine
-        self._request = request
-        self._prompts = prompts
+        super().__init__(engine, model, limits, request, prompts, info)
         self._writer = writer
         self._codec = model.codec
-        self._limits = limits
-        self._info = info
-        self._quota = info.quota or Quota()
-        self._seconds = parse_deadline(info.deadline_header, request.deadline_s)
-        self.end_s = info.received_s + min(self._seconds or math.inf, limits.request_timeout_s or math.inf)
-        self._num_prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
-        self._streams: dict[int, TokenStream] = {}
         self._choices: dict[int, Choice] = {}
         self._unwritten: dict[int, TokenStream] = {}
         """Streams with tokens that are taken from the inbox and not written yet."""
         self._prompt_tokens: PromptTokens | None = None
         """None means that a choice has begun since these were counted."""
         self.num_running = 0
-        self.inbox: Inbox = asyncio.Queue()
-        ends = frozenset(request.stop_token_ids or ())
-        runs_on = request.ignore_eos or request.output_length is not None
-        self._stop_token_ids = ends if runs_on else ends | model.eos_token_ids
 
     @property
     def choices(self) -> list[Choice]:
         return list(self._choices.values())
 
-    def submit(self) -> None:
-        """Submit all choices to the engine, or none.
-
-        Raises:
-            ApiError: 429, too many are waiting, or the key has used up its tokens of this minute; 500, the engine has
-                failed; 503, the server shuts down; 504, the deadline has passed.
-        """
-        self._engine.check_open()
-        if self.end_s <= time.perf_counter():
-            raise self.late("the request had not started")
-        num_choices = self._request.num_choices
-        promise = self._check_room(len(self._prompts) * num_choices)
-        outputs = sum(prompt.allowance.promised_output or prompt.allowance.max_output for prompt in self._prompts)
-        self._quota.reserve(self._num_prompt_tokens + num_choices * outputs)
-        seed = secrets.randbits(64) if self._request.seed is None else self._request.seed
-        key = self._info.key
-        submission = Submission(
-            inbox=self.inbox,
-            account=key.account,
-            bounds=RequestBounds(key.ttft_s, key.tpot_s, key.whole_s or key.answer_within_s),
-            stop_token_ids=self._stop_token_ids,
-            output_length=self._request.output_length,
-            end_s=self.end_s,
-            has_deadline=self._seconds is not None,
-            read_s=self._info.read_s,
-            promise=promise,
-            # Log probabilities take far less memory as JSON text.
-            hold=not (self._request.stream or self._request.stops or self._request.num_logprobs is not None),
-        )
-        sampling = self._request.sampling(seed)  # computed once, since a grammar is written for it
-        choices = list(of_choices(sampling, seed, num_choices))
-        for prompt in self._prompts:
-            for sampling in choices:
-                stream = self._engine.submit(prompt.tokens, prompt.allowance, sampling, submission)
-                self._streams[stream.id] = stream
-                scored = prompt.tokens if sampling.prompt_logprobs is not None else ()
-                self._choices[stream.id] = Choice(
-                    len(self._choices),
-                    self._request,
-                    self._codec,
-                    self._stop_token_ids,
-                    self._writer,
-                    prompt.echo,
-                    scored,
-                    prompt.tokens[-CONTEXT:] if self._request.goes_on else (),
-                )
-        self.num_running = len(self._choices)
-
-    def _check_room(self, num_outputs: int) -> Promise | None:
-        """Return the time that is promised for these outputs, or None if there is no promise.
-
-        Raises:
-            ApiError: 429, too many outputs are waiting, or these outputs would be complete too late.
-        """
-        engine, limits = self._engine, self._limits
-        account, within_s = self._info.key.account, self._info.key.answer_within_s or limits.answer_within_s
-        promise = reason = None
-        if not engine.backlog.has_room(account, num_outputs, limits.max_waiting):
-            reason = f"{len(engine.backlog)} requests are already waiting; at most {limits.max_waiting} may"
-        elif within_s is not None and (expected_s := engine.answer_s(account, num_outputs)) is not None:
-            promise = Promise(expected_s, within_s)
-            if (answer_s := engine.backlog.caution * expected_s) > within_s:
-                reason = f"the answer would take {answer_s:.2g} s; this server promises {within_s:g} s"
-        if reason is not None:
-            retry_after_s = engine.retry_after_s()
-            raise ApiError(
-                429, f"{reason}; try again in {retry_after_s} s", code="queue_full", retry_after_s=retry_after_s
+    def submit(self) -> list[Submitted]:
+        """Submit all choices to the engine, or none. Raises ApiError."""
+        submitted = super().submit()
+        for prompt, sampling, stream in submitted:
+            self._choices[stream.id] = Choice(
+                len(self._choices),
+                self._request,
+                self._codec,
+                self.stop_token_ids,
+                self._writer,
+                prompt.echo,
+                prompt.tokens if sampling.prompt_logprobs is not None else (),
+                prompt.tokens[-CONTEXT:] if self._request.goes_on else (),
             )
-        return promise
-
-    def late(self, what: str) -> ApiError:
-        """Return the error for an answer that comes too late; `what` states what has not happened in time."""
-        if self.is_timeout:
-            within_s = self._limits.request_timeout_s
-            return ApiError(504, f"{what} within this server's limit of {within_s:g} s", code="timeout")
-        return ApiError(504, f"{what} by its deadline", code="deadline_exceeded")
-
-    @property
-    def is_timeout(self) -> bool:
-        """Whether the server's own time limit has passed, rather than the client's deadline."""
-        timeout_s = self._limits.request_timeout_s
-        return timeout_s is not None and timeout_s < (self._seconds or math.inf)
+        self.num_running = len(self._choices)
+        return submitted
 
     async def next(self) -> list[Delta]:
         """Return what the next tokens add to a choice; nothing if it has ended.
@@ -184,7 +87,7 @@ class Outputs:
         choice = self._choices[id_]
         if choice.finish:
             return []
-        self._unwritten[id_] = self._streams[id_]
+        self._unwritten[id_] = self.streams[id_]
         if choice.num_tokens == 0:
             self._prompt_tokens = None
             if tokens[0].logprobs is not None:
@@ -197,7 +100,7 @@ class Outputs:
         if choice.finish:
             self.num_running -= 1
             if tokens[-1].finish is None:
-                self._engine.cancel(self._streams[id_], finish_reason=choice.finish)
+                self._engine.cancel(self.streams[id_], finish_reason=choice.finish)
         return deltas
 
     async def _tell_prompt(self, choice: Choice, scores: Sequence[Logprobs]) -> None:
@@ -205,11 +108,6 @@ class Outputs:
         for start in range(0, len(scores), TOKENS_AT_ONCE):
             choice.echo(scores[start : start + TOKENS_AT_ONCE])
             await asyncio.sleep(0)
-
-    def take_out(self, left: str) -> None:
-        """Remove unfinished outputs from the engine; `left` is the reason."""
-        for stream in self._streams.values():
-            self._engine.cancel(stream, finish_reason=left)
 
     def settle(self, left: str) -> None:
         """Record the answer's fields for the log line, and count its tokens against the key's limits.
@@ -231,7 +129,7 @@ class Outputs:
     def prompt_tokens(self) -> PromptTokens:
         """Prompt and cached tokens; each prompt counts once, with the cached tokens of its first choice."""
         if self._prompt_tokens is None:
-            streams = list(self._streams.values())
+            streams = list(self.streams.values())
             cached = sum(stream.cached_tokens for stream in streams[:: self._request.num_choices])
             self._prompt_tokens = PromptTokens(self._num_prompt_tokens, cached)
         return self._prompt_tokens
@@ -244,7 +142,7 @@ class Outputs:
     @property
     def last_token_s(self) -> float:
         """Time at which the step that sampled the last token ended."""
-        return max(stream.last_token_s for stream in self._streams.values())
+        return max(stream.last_token_s for stream in self.streams.values())
 
     def take_unwritten(self) -> float:
         """Return and reset the end time of the step that sampled the oldest token not yet written."""
@@ -261,7 +159,7 @@ class Outputs:
         the last one.
         """
         now_s = time.perf_counter()
-        times = [(s.submitted_s, s.started_s, s.first_token_s, s.last_token_s) for s in self._streams.values()]
+        times = [(s.submitted_s, s.started_s, s.first_token_s, s.last_token_s) for s in self.streams.values()]
         edges = list(zip(*times, strict=True))  # 0: not yet
         for name, begins, ends in zip(("waiting", "encoding", "decoding"), edges, edges[1:], strict=False):
             if begun := [begin for begin in begins if begin]:
@@ -269,7 +167,7 @@ class Outputs:
 
     def timings(self) -> dict[str, float]:
         """Return the times of the slowest choice, once all have ended."""
-        streams = self._streams.values()
+        streams = self.streams.values()
         return {
             "queued_s": max(s.started_s - s.submitted_s for s in streams),
             "ttft_s": max(s.first_token_s - s.submitted_s for s in streams),

@@ -17,7 +17,6 @@ from starlette.responses import Response
 from xgpt.core.errors import MachineError, cut
 from xrunner.grammar import MAX_BYTES, json_grammar
 from xrunner.server.access.quota import Quotas
-from xrunner.server.api.allowance import check_tokens
 from xrunner.server.api.errors import ApiError, quoted, refuse
 from xrunner.server.api.model import ServedModel
 from xrunner.server.api.parsing import (
@@ -44,9 +43,10 @@ from xrunner.server.engine_client import EngineClient
 from xrunner.server.http.answer import Answer
 from xrunner.server.http.bodies import Bodies, RequestMemory
 from xrunner.server.http.limits import Limits
-from xrunner.server.http.outputs import CheckedPrompt, Outputs
+from xrunner.server.http.outputs import Outputs
 from xrunner.server.http.prompting import Prompts
 from xrunner.server.request_info import RequestInfo
+from xrunner.server.submission import CheckedPrompt, check_prompts, check_support
 
 R = TypeVar("R", CompletionRequest, ChatRequest, Translated)
 P = TypeVar("P", TokenizeRequest, DetokenizeRequest, Translated)
@@ -173,10 +173,9 @@ class Service:
             else prompt
             for prompt in prompts
         ]
-        tokens = [request.kept_of(each, self._spec.max_context) for each in tokens]
-        checked = self._checked(request, tokens)
+        checked = check_prompts(request, tokens, self._model, self._engine, self._limits)
         if request.echo:
-            shown = prompts if request.truncate_prompt_tokens is None else tokens
+            shown = prompts if request.truncate_prompt_tokens is None else [list(one.tokens) for one in checked]
             checked = [
                 replace(one, echo=await self._prompts.text(info, prompt))
                 for one, prompt in zip(checked, shown, strict=True)
@@ -198,8 +197,7 @@ class Service:
         if self._codec is not None:
             request.take_form(self._codec.form.within(self._spec.vocab_size).after(text))
         await self._check_grammar(info, request)
-        tokens = request.kept_of(tokens, self._spec.max_context)
-        checked = self._checked(request, [tokens])
+        checked = check_prompts(request, [tokens], self._model, self._engine, self._limits)
         return self._answer(http, request, checked, writer or ChatWriter.of(request), memory)
 
     async def _render(self, info: RequestInfo, request: ChatRequest) -> tuple[str, list[int]]:
@@ -268,15 +266,7 @@ class Service:
             )
         if request.stops and self._codec is None:
             refuse("stop", "this model has no tokenizer; send stop_token_ids")
-        if request.seed is not None and not self._engine.remote.takes_seeds:
-            refuse("seed", "vLLM does not support seeds on CPUs; leave seed out")
-        for token, _ in request.biases:
-            if token >= self._spec.vocab_size:
-                refuse("logit_bias", f"token {token} is outside the vocabulary of {self._spec.vocab_size}")
-        if request.num_prompt_logprobs is not None and not self._engine.remote.scores_prompts:
-            refuse(
-                "echo", "vLLM, batches in rows and encoders give no log probabilities of prompts; leave this field out"
-            )
+        check_support(request, self._model, self._engine)
 
     async def _check_grammar(self, info: RequestInfo, request: ChatRequest) -> None:
         """Refuse grammars that outputs cannot follow. If a grammar is only for optional calls, drop the grammar
@@ -325,18 +315,6 @@ class Service:
             return await self._prompts.tokenising.by_turns(info.key.name, len(grammar), why_not)
         except MachineError as error:
             return str(error)
-
-    def _checked(self, request: GenerationRequest, prompts: list[list[int]]) -> list[CheckedPrompt]:
-        """Return the prompts with the limits on their outputs; raise ApiError (400) if one cannot be answered."""
-        engine, watch = self._engine, self._engine.watch
-        rule = self._limits.output_rule(None if watch is None else watch.plan)
-        checked = [
-            CheckedPrompt(tuple(tokens), check_tokens(tokens, request, self._spec, engine.capacity, rule))
-            for tokens in prompts
-        ]
-        for prompt in checked:
-            engine.check_fits(len(prompt.tokens), prompt.allowance)
-        return checked
 
     def _answer(
         self,

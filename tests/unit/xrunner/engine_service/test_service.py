@@ -131,6 +131,8 @@ def test_several_outputs_are_told_apart() -> None:
         (request(logprobs=21), "logprobs"),
         (request(n=1000), "n:"),
         (request(logit_bias={SPEC.vocab_size: 1.0}), "logit_bias"),
+        (request(logit_bias={1: float("nan")}), "logit_bias"),
+        (request(json_schema="{}", ignore_eos=True), "ignore_eos: an output that follows a grammar"),
         (request(stop_token_ids=[SPEC.vocab_size]), "stop_token_ids"),
         (request(json_schema="{}"), "constraint"),
         (request(json_schema="{"), "json_schema"),

@@ -217,7 +217,7 @@ def test_heads_that_two_readers_take_differently_are_refused(url: str, extra: st
 
 
 def test_a_failing_request_is_one_failing_request(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xrunner.server.http.service.check_tokens", lambda *_: 1 / 0)
+    monkeypatch.setattr("xrunner.server.submission.check_tokens", lambda *_: 1 / 0)
     with connect(url) as client:
         client.sendall(post(completion()) + HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
         answer = read_all(client)
