@@ -7,13 +7,13 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 GENERATIONS = {"cpu": 14, "gpu": 11}
-"""Increment a device's number whenever its steps are executed or measured differently; older profiles are then not used
-for planning.
+"""Versions by type of device. Increment a version if steps are executed or measured differently. Older profiles are
+then no longer used for planning.
 """
 
 
 def xgpt_version(device_type: Literal["cpu", "gpu"]) -> str:
-    """Return the version of xgpt's engine in profiles measured on such a device."""
+    """Return the version of xgpt's engine in profiles that were measured on this type of device."""
     return f"steps of generation {GENERATIONS[device_type]}"
 
 

@@ -1,16 +1,16 @@
 """Compute a profile from a datasheet: a roofline for each operator, with one set of efficiencies per kind of device.
 
     product of n tokens with W weights   max(2 n W / (FLOP/s eff), bytes(W) / (bandwidth eff)) + fixed
-    the same for experts                 the sum over the busiest device's experts, each read if a token uses it
+    the same for experts                 sum over the busiest device's experts; unused experts are not read
     attention of prompts of length L     FLOPs (1 + half length / L) / (FLOP/s eff) + fixed
     attention of decode                  K/V bytes / (bandwidth eff) + fixed
     all-reduce of b bytes over t         2 (t-1)/t b / (link eff) + fixed, or 2 (t-1) hops
     from one device to another           b / (link eff) + one hop
 
 A group of t devices divides matrices, heads and vocabulary evenly. If a model has several kinds of layers
-(`ModelSpec.kinds`), a layer's times are their mean. Latent attention decodes on the latent state of each token, which
-every device of a group holds completely. A recurrent block reads and writes its state; sparse attention scores all
-tokens with its index and reads the tokens with the best scores. Source: ExeGPT sec. 3 for the list of operators.
+(`ModelSpec.kinds`), a layer's times are their mean. Latent attention decodes on each token's latent state, all of which
+is on every device of a group. A recurrent block reads and writes its state. Sparse attention scores all tokens with its
+index, and reads the tokens with the best scores. The list of operators is from ExeGPT sec. 3.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ A40_EFFICIENCY = Efficiency(
     step_s=200e-6,
     source="ExeGPT Table 6: OPT-13B on four A40",
 )
-"""Efficiencies for kinds of device whose files state none."""
+"""Efficiencies for kinds of device whose files contain none."""
 
 
 def profile(
@@ -77,11 +77,12 @@ def profile(
     engine: EngineSpec | None = None,
     kv_dtype: DType | None = None,
 ) -> Profile:
-    """Return the tables of every tensor-parallel degree that fits in a node, for each way to divide experts.
+    """Return the tables of every tensor-parallel degree that fits in a node, for each way to divide the experts.
 
     Args:
         kv_dtype: type of K/V. None means the dtype.
-        engine: the engine whose loop is added to the kernels. None means the loop in the device's efficiencies.
+        engine: the engine whose loop's time is added to the kernels'. None means the time of the loop in the device's
+            efficiencies.
 
     Raises:
         InputError: the cluster's device has no rate for this dtype.
@@ -111,7 +112,8 @@ def profile(
 
 
 def groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
-    """Return the tensor-parallel degrees, each with its expert-parallel degrees: one, and all devices of the group."""
+    """Return each tensor-parallel degree with each of its expert-parallel degrees: 1, and the number of the group's
+    devices."""
     degrees = tp_degrees(spec, cluster)
     experts = [kind.experts for kind in spec.kinds if kind.experts is not None]
     if not experts:
@@ -125,8 +127,8 @@ def groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]
 
 
 def shared_groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
-    """Return pairs of a tensor-parallel degree and a larger number of devices, over which several groups may spread the
-    experts. It is the number of devices in a node, or in all nodes.
+    """Return pairs of a tensor-parallel degree and a larger number of devices: several groups may spread the experts
+    over all devices of a node, or of all nodes.
     """
     found = [kind.experts for kind in spec.kinds if kind.experts is not None]
     linked = cluster.num_devices if cluster.inter_node is not None else cluster.devices_per_node
@@ -146,7 +148,7 @@ def _shares_experts(experts: Experts, slices: int, ep: int) -> bool:
 
 
 def tp_degrees(spec: ModelSpec, cluster: ClusterSpec) -> tuple[int, ...]:
-    """Return the powers of two that fit in a node and that divide heads and feed-forward block evenly.
+    """Return the powers of two that fit in a node and that evenly divide the heads and the feed-forward block.
 
     If there are fewer key/value heads than devices, several devices hold copies of a head.
     """
@@ -189,8 +191,8 @@ def transfers(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DTy
     return {
         "hop": sent(cluster.intra_node, hidden_bytes, 1),
         "inter_node_hop": sent(cluster.inter_node, hidden_bytes, 1),
-        # The copies into and out of host memory overlap, one layer apart, so together they take two latencies and the
-        # time of one copy.
+        # The copies into and out of host memory run one layer apart at the same time, so together they take two
+        # latencies and the time of one copy.
         "kv_transfer": sent(cluster.host, kv_bytes, 2),
     }
 
@@ -219,7 +221,7 @@ class Kernels:
             )
         efficiency = device.efficiency or A40_EFFICIENCY
         self.elementwise = efficiency.kv
-        """Share of memory bandwidth that norms and activations (in half precision) achieve."""
+        """Share of the memory bandwidth that norms and activation functions achieve in half precision."""
         if dtype == "float8" and device.efficiency_float8 is not None:
             efficiency = device.efficiency_float8
         times = {} if engine is None else {"layer_s": engine.layer_s, "step_s": engine.step_s}
@@ -241,7 +243,7 @@ class Kernels:
         return max(tokens * params * compute_s, params * read_s) + num_products * self.efficiency.product_s
 
     def grouped(self, tokens: float, params: float, routing: Routing, stored: Quantization | None = None) -> float:
-        """Return the seconds of experts with two matrix products of `params` weights each, on the busiest device."""
+        """Return the seconds of the busiest device's experts, each with two matrix products of `params` weights."""
         compute_s, read_s = self._per_weight(stored)
         loads, hits = routing.expected(tokens)
         return float(params * np.maximum(loads * compute_s, hits * read_s).sum()) + 2 * self.efficiency.product_s
@@ -255,7 +257,7 @@ class Kernels:
         return 2 / (rate * self.efficiency.matrix), size / (self._bandwidth * self.efficiency.weights)
 
     def prompt_attention(self, batch: int, length: int, heads_dim: float, *, causal: bool) -> float:
-        """Return the seconds of attention over prompts; a causal mask halves the products."""
+        """Return the seconds of attention over prompts. A causal mask halves the work."""
         flops = (2 if causal else 4) * batch * length * (length + self.efficiency.attention_half_length) * heads_dim
         return flops / (self._rate * self.efficiency.attention) + self.efficiency.attention_s
 
@@ -271,13 +273,13 @@ class Kernels:
         return max(read, flops / (self._rate * self.efficiency.attention)) + self.efficiency.attention_s
 
     def index(self, pairs: float, read_bytes: float, indexer: Indexer) -> float:
-        """Return the seconds for an index to score pairs of tokens, in eight bits on every device."""
+        """Return the seconds in which an index scores pairs of tokens, which it does in eight bits on every device."""
         flops = 2 * pairs * indexer.num_heads * indexer.head_dim
         read_s = read_bytes / (self._bandwidth * self.efficiency.kv)
         return max(read_s, flops / (self._eight_bits * self.efficiency.attention)) + self.efficiency.attention_s
 
     def recurrence(self, batch: int, length: int, recurrent: Recurrent, t: int) -> float:
-        """Return the seconds for the states of a batch to process `length` tokens each, on one device of t."""
+        """Return the seconds in which each state of a batch processes `length` tokens, on one device of t."""
         share = min(t, recurrent.num_heads)
         moved_s = 2 * batch * recurrent.state_bytes / share / (self._bandwidth * self.efficiency.kv)
         flops = 6 * batch * length * recurrent.state_elements / share
@@ -287,8 +289,8 @@ class Kernels:
         return elements * self.size / self._bandwidth
 
     def all_reduce(self, elements: float, devices: int) -> float:
-        """Return the seconds of an all-reduce: the data goes around a ring twice, 1/t of it in each hop, or is reduced
-        in one kernel.
+        """Return the seconds of an all-reduce: one kernel, or a ring in which each hop carries 1/t of the data and the
+        data goes around twice.
         """
         return self._around(elements, devices, 2)
 
@@ -297,8 +299,7 @@ class Kernels:
         return self._around(elements, devices, 1)
 
     def exchange(self, sent_bytes: float, devices: int) -> float:
-        """Return the seconds of an all-to-all, in which each device sends its share of `sent_bytes` to each other
-        device.
+        """Return the seconds of an all-to-all: each device sends `sent_bytes`, in equal parts, to all devices.
 
         Traffic within the node and between nodes overlaps. Each device has its own network adapter.
         """
@@ -360,8 +361,7 @@ def _layer(spec: ModelSpec, kernels: Kernels, t: int, ep: int) -> LayerTimes:
 
 
 def all_reduces(spec: ModelSpec) -> float:
-    """Return the mean number of all-reduces in a layer: one after attention or recurrence, one after the feed-forward
-    block."""
+    """Return a layer's mean number of all-reduces: one follows attention or recurrence, one the feed-forward block."""
     if spec.is_encoder_decoder:
         return 3
     of_kind = [
@@ -377,7 +377,7 @@ def _share_with_experts(spec: ModelSpec) -> float:
 
 
 def mean_over_layers(spec: ModelSpec, values: Sequence[T]) -> T:
-    """Return the mean over layers of a value for each kind of layer."""
+    """Average over a model's layers a value that is given for each kind of layer."""
     if len(values) == 1:
         return values[0]
     counts = [len(kind.layers) for kind in spec.kinds]
@@ -386,13 +386,13 @@ def mean_over_layers(spec: ModelSpec, values: Sequence[T]) -> T:
 
 
 def _products(spec: ModelSpec, kernels: Kernels, t: int, ep: int, left_out: float) -> Callable[[int], float]:
-    """Return a function that gives the seconds of a layer's matrix products by tokens, on the busiest device of a
+    """Return a function from a step's tokens to the seconds of a layer's matrix products, on the busiest device of a
     group.
 
     The weights of copied key/value heads are not counted.
 
     Args:
-        left_out: number of weights that belong to another table.
+        left_out: number of weights whose products are counted in another table.
     """
     if spec.is_encoder_decoder:
         params = spec.decoder_layer_params / t - left_out
@@ -402,7 +402,7 @@ def _products(spec: ModelSpec, kernels: Kernels, t: int, ep: int, left_out: floa
 
 
 def _products_of(spec: ModelSpec, kind: Block, kernels: Kernels, t: int, ep: int) -> Callable[[int], float]:
-    """Return a function that gives the seconds of the matrix products of one kind of layer, by tokens."""
+    """Return a function from a step's tokens to the seconds of the matrix products in one kind of layer."""
     sizes, stored, experts = spec.sizes, spec.quantization, kind.experts
     by_format: dict[Quantization | None, list[float]] = {}
 
@@ -438,7 +438,7 @@ def _products_of(spec: ModelSpec, kind: Block, kernels: Kernels, t: int, ep: int
 
 
 def _attention(spec: ModelSpec, kernels: Kernels, t: int) -> tuple[Surface, Surface]:
-    """Return the seconds of attention of prompts and of decode: the mean over the kinds of layers."""
+    """Return the seconds of a layer's attention for prompts and for decode, as means over the kinds of layers."""
     kinds = [Mixing(spec, kind, kernels, t) for kind in spec.kinds]
     return (
         surface(lambda b, length: mean_over_layers(spec, [kind.prompt(b, length) for kind in kinds])),
@@ -475,7 +475,8 @@ class Mixing:
             reach = round(length / 2 / attention.compression) + (attention.window or 0)
         if reach is None or length <= reach:
             return seconds + kernels.prompt_attention(batch, length, self._heads * self._width, causal=True)
-        # Beyond the window each token attends to a whole window; within the first window, to half of it on average.
+        # Each token beyond the first window attends to a whole window; tokens within it attend to half of it on
+        # average.
         fixed = kernels.efficiency.attention_s
         inside = kernels.prompt_attention(batch, reach, self._heads * self._width, causal=True) - fixed
         return seconds + inside * (1 + 2 * (length - reach) / reach) + fixed

@@ -25,21 +25,22 @@ LINEAR_COLUMNS = (
     *("d_model", "num_v_heads", "head_k_dim", "head_v_dim"),
 )
 DENSE_SIZES = (512, 1536, 64, 128, 192)
-"""Sizes of the latent attention in the tables, DeepSeek-V3's: ranks of K/V and query, and widths of a head's rotated
-part, value and query."""
+"""Sizes in the tables of latent attention, which are DeepSeek-V3's: the ranks of K/V and of the query, then the widths
+of a head's rotated part, value and query."""
 SPARSE_MODELS: Mapping[tuple[int | None, ...], str] = {
     DENSE_SIZES: "DeepseekV32ForCausalLM",
     (512, 2048, 64, 256, 256): "GlmMoeDsaForCausalLM",
 }
-"""The tables' names of models whose latent attention is sparse, by the same sizes."""
+"""Names in the tables of models whose latent attention is sparse, by the same sizes."""
 LONGEST = 2**20
 
 
 def latent_attention(
     tables: Tables, hidden: int, attention: Attention, t: int, dtype: str, slower: float
 ) -> tuple[Surface, Surface, Shapes] | None:
-    """Return the seconds of latent attention of prompts and of decode on one of t devices, and the sizes (n, k) of the
-    matrix products around it that these seconds do not include, or None if no table has these sizes.
+    """Return the seconds of latent attention for prompts and for decode on one of t devices. The third item has the
+    sizes (n, k) of those matrix products before and after attention that the seconds do not include. None if no table
+    has these sizes.
 
     Raises:
         InputError: these sizes were not measured with this type of weights or K/V.
@@ -78,7 +79,7 @@ def _modules(
     model: str | None = None,
     operation: str = "",
 ) -> tuple[Surface, Surface]:
-    """Return attention that was measured together with its projections."""
+    """Return the times of attention from tables in which it was measured together with its projections."""
     found, (family, name) = [], names
     for phase in PHASES:
         operator = f"{name}_{phase}_module"
@@ -102,7 +103,7 @@ def _modules(
 
 
 def _kernel(tables: Tables, phase: str, heads: int, slower: float) -> Surface:
-    """Return attention that was measured without its projections."""
+    """Return the times of attention from tables in which it was measured without its projections."""
     path = tables.paths("mla", f"{phase}_mla")[0]
     rows = tables.read(path, KERNEL_COLUMNS)
     chosen = (rows["num_heads"] == heads) & (rows["kv_cache_dtype"] == tables.kv_dtype)
@@ -115,7 +116,7 @@ def _kernel(tables: Tables, phase: str, heads: int, slower: float) -> Surface:
 
 
 def _fastest(rows: Rows, chosen: npt.NDArray[np.bool_], factor: float) -> Surface:
-    """Return the surface through the rows of a table; if several kernels were measured at a point, the fastest
+    """Return the surface through the rows of a table. At each point, only the fastest of the measured kernels
     counts.
     """
     latency = rows["latency"][chosen]
@@ -127,8 +128,8 @@ def _fastest(rows: Rows, chosen: npt.NDArray[np.bool_], factor: float) -> Surfac
 def recurrence(
     tables: Tables, kernels: analytic.Kernels, hidden: int, recurrent: Recurrent, t: int, slower: float
 ) -> tuple[Surface, Surface]:
-    """Return the seconds of a recurrent block for prompts and for decode on one of t devices: of gated delta nets from
-    the tables, of other blocks from the datasheet.
+    """Return a recurrent block's seconds for prompts and for decode on one of t devices. They come from the tables for
+    gated delta nets, and from the datasheet for other blocks.
     """
     found = _delta_nets(tables, hidden, recurrent, t)
     if found is None:
@@ -148,7 +149,8 @@ def recurrence(
 def _delta_nets(
     tables: Tables, hidden: int, recurrent: Recurrent, t: int
 ) -> dict[str, tuple[Array, Array, Array]] | None:
-    """Return batches, lengths and seconds of a gated delta net's kernels, by phase, or None if it was not measured."""
+    """Return batches, lengths and seconds of a gated delta net's kernels, by phase, or None if these sizes were not
+    measured."""
     if not tables.has("linear_attention", "gdn") or recurrent.num_heads % t:
         return None
     path, heads = tables.paths("linear_attention", "gdn")[0], recurrent.num_heads // t
@@ -176,9 +178,10 @@ def _delta_nets(
 
 
 def within_window(surface: Surface, window: int | None, *, prompts: bool) -> Surface:
-    """Return the times of attention within a sliding window, from times without a window.
+    """Convert times of attention without a window to times with a sliding window.
 
-    Beyond the window, decoding costs no more, and each token of a prompt costs as much as at the window's end.
+    In a context longer than the window, decoding takes no longer than at the window's length. Each prompt token beyond
+    the window takes as long as the last one within it.
     """
     if window is None:
         return surface

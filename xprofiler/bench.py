@@ -2,7 +2,7 @@
 
 Each point is measured once in each of several passes. Its time is the mean over the passes, since a run also takes the
 mean time on average. The clock of a shared machine changes between two or three rates about every second. A median of a
-few calls would be the time at one of these rates, and at a different one for each point. Layers are run one after the
+few calls would be the time at one of these rates, which would differ between points. Layers are run one after the
 other, as in a step, so weights and K/V come from memory and not from a cache that is warm only in benchmarks.
 """
 
@@ -38,24 +38,24 @@ from xrunner.worker import Worker
 BLOCK_SIZE = 16
 TOKENS = (*range(1, 15), 16, 17, 18, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 256, 512, 1024, 2048)
 """All small numbers are measured: matrix kernels process rows in blocks, and with 3, 11, 13, 14 or 17 rows a step takes
-4 to 8% longer than interpolation between multiples of four predicts. The steps of a saturated engine have the size of
-its token budget. With arriving requests, steps have any size.
+4 to 8% longer than interpolation between multiples of four predicts. A saturated engine's steps are as large as its
+token budget. If requests arrive at a lower rate, steps can have any size.
 """
 STAIR = 128
-"""Tokens between points for large steps on a GPU: its matrix products process tiles of about as many rows, so times
-rise in stairs."""
+"""Tokens between the measured sizes of large steps on a GPU. Its matrix products process tiles of about this number of
+rows, so times rise in stairs."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = tuple(n - BLOCK_SIZE // 2 for n in (16, 64, 128, 256, 512, 1024, 2048))
-"""Contexts are half a block shorter than a number of whole blocks: kernels read whole blocks, which is half a block too
-much on average.
+"""Contexts end in the middle of a block, since kernels read whole blocks: half a block more than the context, on
+average.
 """
 PROMPTS = (8, 24, *CONTEXTS[1:])
 ENCODE_BATCHES = (1, 4, 16)
 STEP_PROMPT = 128
-"""Length of prompts in measured whole steps. Their attention takes so little time that its measurement error does not
-affect the rest of a layer."""
+"""Length of prompts in measured whole steps. Their attention takes so little time that an error in measuring it does
+not affect the rest of a layer."""
 TYPICAL_STEP = [(100, 1)] * 8 + [(0, 128)]
-"""A step that is measured repeatedly for the profile's spread: (tokens before, tokens now) of each sequence."""
+"""A step that is measured repeatedly for the profile's spread. Each sequence is (tokens before, tokens now)."""
 SHORT_STEP = [(100, 1)]
 """The shortest step of a server. It is measured `SHORT_STEPS` times with each typical step, for the jitter."""
 SHORT_STEPS = 6
@@ -64,38 +64,39 @@ JITTER_QUANTILES = 100
 JOBS_A_STEP = 16
 """Number of points after which the typical step is measured again, and workers wait for each other."""
 STEPS_A_STRETCH = 3
-"""Number of consecutive typical steps whose mean varies about as much as the mean over the steps of one request."""
+"""Number of consecutive typical steps in one mean: such means vary about as much as the mean over one request's
+steps."""
 WORST_ONE_IN, MORE_PASSES = 4, 6
-"""If the measured times vary too much (`RESTLESS`), the least certain quarter of the points is measured six more
+"""If measured times vary too much (`RESTLESS`), the quarter of the points with the largest errors is measured six more
 times.
 """
 BRIEF_PASSES, BRIEF_TOKENS = 2, 512
-"""On a busy machine: number of passes, and tokens of the largest measured step. Steps of more than 128 tokens have no
-logits, so two of them must be measured: larger ones are extrapolated along the line through them.
+"""Number of passes, and tokens of the largest measured step, on a busy machine. Steps of more than 128 tokens compute
+no logits. Two of these are measured, and times of larger steps are on the line through them.
 """
 LEAST_TRIMMED = 3
-"""If a point has at most this number of calls, all of them count."""
+"""If a point has at most this number of calls, the mean includes all of them."""
 WARM_STEPS, LOOP_STEPS = 4, 12
-"""Numbers of steps for which the engine's loop runs before it is timed, and while it is timed."""
+"""Number of steps before the engine's loop is timed, and number of timed steps."""
 THREADS_ROUNDS = 3
 """Number of times that each number of threads is tried."""
 SUSTAINED_S, SUSTAINED_TOKENS = 0.15, 512
-"""Before a step is timed, a GPU computes a step of this many tokens for this many seconds, so that its clock has fallen
-to the rate that its power limit allows in service.
+"""Before a step of at least so many tokens is timed, a GPU repeats it for so many seconds, so that the clock falls to
+the rate that the power limit allows in service.
 """
 MIXED_DECODES, MIXED_CONTEXT, MIXED_PROMPTS, MIXED_LENGTH = 32, 56, 4, 120
-"""A step with prompts that is measured in the engine's loop on a GPU: its decodes and their context, its prompts and
-their length. Together they have 512 tokens. Both parts are also points of the profile's tables."""
+"""Number of decodes, their context, number of prompts and their length, in a step that is measured in a GPU engine's
+loop. Together they have 512 tokens. Decodes and prompts of these sizes are also points of the profile's tables."""
 MAX_STEP_TOKENS = 2048
-"""Most prompt tokens in a measured attention call: larger calls cost proportionally more."""
+"""Largest number of prompt tokens in a measured attention call. Larger calls take proportionally longer."""
 MAX_CACHED_TOKENS = 16384
-"""Most K/V tokens of a measured decode batch: larger batches cost proportionally more."""
+"""Largest number of K/V tokens in a measured decode batch. Larger batches take proportionally longer."""
 
 NUM_BLOCKS = MAX_CACHED_TOKENS // BLOCK_SIZE + 2 * max(BATCHES)
 
 Sizes = Sequence[tuple[int, int]]
-"""Sequences of a batch, decodes first. For a decoder-only model: (tokens before, tokens now). For an encoder-decoder:
-(prompt tokens, the decoder's tokens before); 0 before means that the prompt is encoded."""
+"""Sequences of a batch, decodes first. In a decoder-only model each is (tokens before, tokens now). In an
+encoder-decoder each is (prompt tokens, the decoder's tokens before). With 0 tokens before, the prompt is encoded."""
 Jobs = dict[tuple[str | int, ...], Callable[[], float]]
 Timings = dict[tuple[str | int, ...], float]
 """Seconds of each point, by its name and sizes."""
@@ -106,9 +107,9 @@ class Points:
     """The points at which a model is measured, within its context.
 
     Attributes:
-        encode, decode: (batch, length) of attention: those of the tables and of the steps.
-        steps: whole steps by their tokens: short decodes up to the largest batch, short prompts beyond. Sequences are
-            (tokens before, tokens now).
+        encode, decode: (batch, length) of measured attention calls: those in the tables and those in the steps.
+        steps: whole steps by their number of tokens. Up to the largest batch, they consist of short decodes. Larger
+            ones consist of short prompts. Sequences are (tokens before, tokens now).
     """
 
     prompts: list[int]
@@ -146,10 +147,10 @@ def curve(measured: Timings, name: str, points: Collection[int]) -> Curve:
 
 
 def spread(steps: Sequence[float]) -> float:
-    """Return the share by which the 90th percentile of means of a few steps exceeds the overall mean.
+    """Return by what share the 90th percentile exceeds the mean, both computed from means of a few consecutive steps.
 
-    Quantiles of single steps are not used: one long stall can raise the mean above nine tenths of all single steps, and
-    then the result would be 0 although the machine had slow moments.
+    Quantiles of single steps are not used: one long stall can raise the mean above nine tenths of all single steps. The
+    result would then be 0 on a machine that was slow at times.
 
     Args:
         steps: seconds in the order of measurement; at least `STEPS_A_STRETCH`.
@@ -160,7 +161,7 @@ def spread(steps: Sequence[float]) -> float:
 
 
 def jitter_of(steps: Sequence[float]) -> Timings:
-    """Return the mean of short steps, and quantiles of the ratios of single steps to this mean."""
+    """Return the mean time of short steps, and quantiles of the ratio of a single step's time to this mean."""
     levels = (np.arange(JITTER_QUANTILES) + 0.5) / JITTER_QUANTILES
     mean = statistics.fmean(steps)
     ratios = np.quantile(steps, levels) / mean
@@ -169,7 +170,7 @@ def jitter_of(steps: Sequence[float]) -> Timings:
 
 
 def least_certain(times: Mapping[tuple[str | int, ...], Sequence[float]]) -> list[tuple[str | int, ...]]:
-    """Return the quarter of the points whose means are the least certain."""
+    """Return the quarter of the points whose means have the largest relative errors."""
 
     def error(values: Sequence[float]) -> float:
         return statistics.stdev(values) / statistics.mean(values) if len(values) > 1 else math.inf
@@ -181,8 +182,7 @@ def least_certain(times: Mapping[tuple[str | int, ...], Sequence[float]]) -> lis
 def middle_mean(values: Sequence[float]) -> float:
     """Return the mean seconds of a call, without the shortest and the longest if there are at least four.
 
-    Other processes make a tenth of the calls much longer. With a plain mean, this would make some points too long and
-    others not.
+    Other processes make a tenth of the calls much longer, so plain means of some points would be too long.
     """
     ordered = sorted(values)
     return statistics.mean(ordered[1:-1] if len(ordered) > LEAST_TRIMMED else ordered)
@@ -190,10 +190,10 @@ def middle_mean(values: Sequence[float]) -> float:
 
 def brief(keys: Collection[tuple[str | int, ...]]) -> list[tuple[str | int, ...]]:
     """Return the points to measure on a busy machine: counts that are powers of two, and every second length. The
-    shortest length is included, since points of several prompts are extrapolated from it.
+    shortest length is included, since the other points of several prompts are extrapolated from it.
 
-    Large steps are not measured: `filled` extends the line through smaller ones. Attention is not linear, so it is
-    measured up to the longest single prompts.
+    Times of large steps are not measured: `filled` extrapolates them linearly. Attention's time is not linear, so
+    attention is measured up to the longest single prompts.
     """
     lengths: dict[str | int, list[int]] = {}
     for name, *sizes in keys:
@@ -212,8 +212,8 @@ def brief(keys: Collection[tuple[str | int, ...]]) -> list[tuple[str | int, ...]
 
 
 def filled(measured: Timings, wanted: Iterable[tuple[str | int, ...]]) -> Timings:
-    """Return the times of all points: measured, or on the line through the nearest two points that differ in one
-    size."""
+    """Return the times of all points: the measured ones, and others on the line through the two nearest points that
+    differ in one size."""
     times, missing = dict(measured), [key for key in wanted if key not in measured]
     while missing:
         found = {key: time for key in missing if (time := _on_line(times, key)) is not None}
@@ -225,7 +225,8 @@ def filled(measured: Timings, wanted: Iterable[tuple[str | int, ...]]) -> Timing
 
 
 def _on_line(times: Timings, key: tuple[str | int, ...]) -> float | None:
-    """Return a point's time on the line through its nearest two neighbours in one size, or None if there are no two."""
+    """Return a point's time on the line through the two nearest points that differ in one size, or None if there are
+    not two."""
     for place in reversed(range(1, len(key))):
         at = int(key[place])
         others = {
@@ -247,9 +248,10 @@ class Bench:
     """Measures the points of a profile on one worker, which may be one of several that measure together.
 
     Args:
-        meet: waits for all workers that measure together, which must make the same calls. None means that there is one
-            worker.
-        in_group: whether these workers compute one model together, so that a call of one waits for the others.
+        meet: waits for all workers that measure together. All of them must make the same calls. None means that there
+            is one worker.
+        in_group: whether these workers compute one model together, so that each worker's call waits for the other
+            workers.
         is_brief: whether to measure only few points, twice, and interpolate the others, because the machine is busy.
         clock: returns the time in seconds.
     """
@@ -281,16 +283,16 @@ class Bench:
             self._meet()
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Return the seconds of a call, which all workers of a group begin at the same time."""
+        """Return the seconds of a call. All workers of a group begin the call at the same time."""
         if self._in_group:
             self.meet()
         return timed(run, self._clock)
 
     def measure(self) -> Timings:
-        """Return the mean of each point, the spread of a typical step and the jitter of a short one; first calls are
-        warm-up.
+        """Return the mean of each point, the spread of typical steps and the jitter of short steps. Each first call is
+        a warm-up and does not count.
         """
-        # All unwritten pages would be read as one page of zeros, which stays in the processor's cache.
+        # Otherwise, all unwritten pages would be read as one page of zeros, which stays in the processor's cache.
         for cache in self.worker.cache.layers:
             cache.fill_(0.1)
         jobs = self.jobs()
@@ -319,7 +321,7 @@ class Bench:
         return means | {("spread", 0): spread(steps[1:])} | jitter_of(short_steps[SHORT_STEPS:])
 
     def jobs(self) -> Jobs:
-        """Return the function that measures each kind of point."""
+        """Return the function that measures each point."""
         points = Points.of(self.spec, "gpu" if self.worker.cache.device.type == "cuda" else "cpu")
         jobs: Jobs = {}
         for n, sequences in points.steps.items():
@@ -342,8 +344,7 @@ class Bench:
     # Points, each in seconds ---------------------------------------------------------------------------------
 
     def attention(self, sequences: Sizes) -> float:
-        """Return the seconds of one layer's attention, the mean of all layers; sequences are (tokens before, tokens
-        now)."""
+        """Return the seconds of one layer's attention, as the mean of all layers."""
         caches, batch = self.worker.cache.layers, self.batch(sequences)
         q, k, v = self.queries_keys_values(len(batch.token_ids))
         model = self.worker.model
@@ -378,9 +379,9 @@ class Bench:
         return self.seconds(self.as_served(run, "all layers", *sequences))
 
     def last_layer(self, sequences: Sizes) -> float:
-        """Return the last layer's seconds for tokens whose logits are not needed, without attention.
+        """Return the seconds of the last layer for tokens without logits, without attention.
 
-        It is the mean over all layers, each of which runs in this way, so that weights come from memory.
+        All layers run in this way, so that weights come from memory. The result is their mean.
         """
         model, batch = self.worker.model, self.batch(sequences)
         assert isinstance(model, DecoderModel)
@@ -396,7 +397,7 @@ class Bench:
         return self.seconds(self.as_served(run, "last layer", *sequences)) / len(model.layers)
 
     def head(self, num_rows: int) -> float:
-        """Return the seconds of final norm, logits and sampling, with the copy of the tokens to the host."""
+        """Return the seconds of the final norm, logits, sampling, and copying the tokens to the host."""
         model = self.worker.model
         assert isinstance(model, DecoderModel | EncoderDecoderModel)
         rows = self.random(num_rows, self.spec.hidden_size)
@@ -408,10 +409,10 @@ class Bench:
         return self.seconds(self.as_served(run, "head", num_rows))
 
     def overhead(self, num_requests: int) -> float:
-        """Return the seconds of the engine's step without the model: scheduling, building the batch, and settling.
+        """Return the seconds that the engine's loop adds to a step: scheduling, building the batch, and settling.
 
-        On a GPU they are the amount by which a step in the loop takes longer than the model alone, since most of the
-        loop's work is hidden behind the next step, which already runs.
+        On a GPU, most of this work is done while the next step runs already. So the result is the difference between a
+        step in the loop and a step of the model alone.
         """
         if isinstance(self.worker, AheadWorker):
             return max(0.0, self._decoding(self.worker, num_requests) - self.step([(BLOCK_SIZE, 1)] * num_requests))
@@ -420,7 +421,7 @@ class Bench:
     def _decoding(self, worker: Worker, num_requests: int) -> float:
         """Return the seconds of a step of the engine's loop that only decodes."""
         engine = self._engine(worker, num_requests, prompt_length=8)
-        for _ in range(WARM_STEPS):  # the first encodes the prompts
+        for _ in range(WARM_STEPS):  # the first step encodes the prompts
             engine.step()
         seconds = timed(lambda: [engine.step() for _ in range(LOOP_STEPS)]) / LOOP_STEPS
         worker.release(range(num_requests))
@@ -442,7 +443,7 @@ class Bench:
 
     @staticmethod
     def _engine(worker: Worker, num_requests: int, prompt_length: int) -> Engine:
-        """Return an engine whose steps encode and decode, with requests that do not end while it is measured."""
+        """Return an engine with requests that do not end while it is measured. Its steps may both encode and decode."""
         pool = Pool(worker.cache.num_blocks - 1, BLOCK_SIZE)
         engine = Engine(OneLane(LaneSettings(mix=True), pool), worker)
         for i in range(num_requests):
@@ -470,18 +471,17 @@ class Bench:
         return self.seconds(lambda: self.worker.next_tokens(batch))
 
     def _sustain(self, key: tuple[str | int, ...], job: Callable[[], float]) -> None:
-        """Compute a large step on a GPU for a while (see `SUSTAINED_S`)."""
+        """Repeat a large step on a GPU for a while (see `SUSTAINED_S`)."""
         if key[0] == "step" and int(key[1]) >= SUSTAINED_TOKENS and isinstance(self.worker, AheadWorker):
             end = self._clock() + SUSTAINED_S
             while self._clock() < end:
                 job()
 
     def as_served(self, run: Callable[[], object], *what: object) -> Callable[[], object]:
-        """Return a function that runs a part of a step in the same way as a server: captured in a CUDA graph if the
-        worker captures its steps.
+        """Return a function that runs a part of a step as a server does: in a CUDA graph, if the worker captures steps.
 
-        If kernels were launched one by one, short ones would wait for the host. Each part is captured once, so in later
-        passes the GPU is as busy, and its clock as low, as in service.
+        If kernels were launched one by one, short kernels would wait for the host. Each part is captured only once, so
+        in later passes the GPU is as busy, and its clock as low, as in service.
         """
         if not isinstance(self.worker, AheadWorker):
             return run
@@ -506,8 +506,8 @@ class Bench:
         context_len = before + query_len
         width = -(-int(context_len.max()) // BLOCK_SIZE)
         num_tokens = int(query_len.sum())
-        # Equal tokens would all go to the same experts. On a GPU they would also need less power, and its clock would
-        # rise.
+        # Equal tokens would all go to the same experts, and on a GPU they would need less power, so that the clock
+        # would be higher.
         tokens = np.random.default_rng(num_tokens).integers(self.spec.vocab_size, size=num_tokens)
         tables = np.arange(len(sequences) * width, dtype=np.int32).reshape(len(sequences), width)
         return make_batch(
@@ -549,22 +549,22 @@ def _wait_for_gpu() -> None:
 
 
 def thread_counts() -> list[int]:
-    """Return the numbers of threads that may be the fastest."""
+    """Return the numbers of threads to try: 1, powers of two, and all."""
     most = torch.get_num_threads()
     return sorted({1, *(2**i for i in range(int(math.log2(most)) + 1)), most})
 
 
 def seconds_by_threads(bench: Bench, part: int = 0, parts: int = 1) -> dict[int, float]:
-    """Return a typical step's seconds with each number of threads that may be the fastest, on cores as in service.
+    """Return a typical step's seconds with each number of threads to try, on the cores that a worker has in service.
 
-    On a small shared machine one thread can beat two, and small models gain nothing from more than one.
+    On a small shared machine, one thread can be faster than two.
 
     Args:
         part, parts: see `take_cores`.
     """
     counts = thread_counts()
     times: dict[int, list[float]] = {threads: [] for threads in counts}
-    # The numbers of threads take turns, so that a busy moment slows all of them.
+    # The numbers of threads take turns, so that a slow moment of the machine affects all of them.
     for threads in counts * THREADS_ROUNDS:
         torch.set_num_threads(threads)
         bench.meet()

@@ -15,8 +15,8 @@ BLOCKS, BLOCK_SIZE = 128, 16
 
 
 def main() -> None:
-    """Run the attention of a model with one layer, with one thread and with all; do nothing if the model's layers are
-    of different kinds.
+    """Run the attention of a model with one layer, first with one thread and then with all. Do nothing if the model has
+    several kinds of layers.
     """
     dtype, kv_dtype, text = sys.argv[1:]
     spec = ModelSpec.model_validate_json(text)

@@ -18,11 +18,12 @@ from xgpt.core.io import write_atomic
 from xgpt.core.schema import DType, ModelSpec
 
 MOST_S = 180.0
-"""Seconds after which a process is no longer waited for."""
+"""Longest time to wait for a process."""
 
 
 class Ahead:
-    """Processes that compile the kernels for a model's profile and its first plan, unless they are on disk already.
+    """Processes that compile the kernels for a model's profile and its first plan, except for kernels that are already
+    on disk.
 
     A process that fails does no harm: its kernels are compiled later. Leaving the context ends processes that still
     run.

@@ -1,9 +1,9 @@
 """Measure step times of an encoder-decoder: encoder layers, and decoder layers with their cross-attention.
 
-The rest of a decoder layer is the time of a decode step minus self- and cross-attention, embedding and head. A step
-that encodes also goes through the decoder with its start tokens; subtracting the time of this decoder pass, and the
-time to compute the prompts' keys and values, gives the rest of an encoder layer. So the parts of a step, added as in
-`xsimulator.costs.step_cost`, give the measured time of the whole step.
+The rest of a decoder layer is the time of a decode step minus self- and cross-attention, embedding and head. In a step
+that encodes, the decoder also processes its start tokens. The rest of an encoder layer is the time of such a step minus
+the decoder's time and the time to compute the prompts' keys and values. So the sum of a step's parts in
+`xsimulator.costs.step_cost` equals the measured time of the step.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from xrunner.models.layers import UNSCALED
 from xrunner.worker import Worker
 
 DECODER_TOKENS = tuple(n for n in TOKENS if n <= max(BATCHES))
-"""Decoder tokens of steps: one for each request."""
+"""Decoder tokens of measured steps: one for each request."""
 LEAST_PROMPT = 8
-"""Prompt tokens of requests in steps that measure attention to own tokens."""
+"""Prompt tokens of each request in steps that measure attention to the decoder's own tokens."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,10 @@ class EncoderDecoderPoints:
     Attributes:
         prompts: lengths of the encoder's attention.
         contexts: lengths of a decoder's attention, to its own tokens and to prompts.
-        decodes: whole steps that only decode, by their requests: (prompt tokens, own tokens).
-        encodes: whole steps that only encode, by their prompt tokens: (prompts, tokens of each).
-        encode, own, cross: (batch, length) of attention: those of the tables and of the steps.
+        decodes: whole steps that only decode, by their number of requests: (prompt tokens, decoder tokens) of each
+            request.
+        encodes: whole steps that only encode, by their prompt tokens: (number of prompts, tokens of each).
+        encode, own, cross: (batch, length) of measured attention calls: those in the tables and those in the steps.
     """
 
     prompts: list[int]
@@ -136,7 +137,8 @@ class CrossBench(Bench):
         return self.seconds(lambda: self.model.token_embedding(tokens))
 
     def encoder_attention(self, num_prompts: int, length: int) -> float:
-        """Return the seconds of one layer's attention, with its share of the work done once per step."""
+        """Return the seconds of one layer's attention, including the layer's share of the work that is done once per
+        step."""
         layers = self.spec.num_encoder_layers
         q, k, v = self.queries_keys_values(num_prompts * length)
         lengths = torch.full((num_prompts,), length, dtype=torch.int32, device=q.device)
@@ -149,8 +151,8 @@ class CrossBench(Bench):
         return self.seconds(run) / layers
 
     def own_attention(self, num_requests: int, num_own: int) -> float:
-        """Return the seconds of a decoder layer's attention to its own tokens, with its share of the work done once per
-        step."""
+        """Return the seconds of a decoder layer's self-attention, including the layer's share of the work that is done
+        once per step."""
         caches, batch = self.worker.cache.layers, self.batch([(LEAST_PROMPT, num_own - 1)] * num_requests)
         q, k, v = self.queries_keys_values(num_requests)
 
@@ -174,7 +176,7 @@ class CrossBench(Bench):
         return self.seconds(run) / len(caches)
 
     def keys_and_values(self, num_tokens: int) -> float:
-        """Return the seconds for a decoder layer to compute keys and values from the encoder's output."""
+        """Return the seconds in which a decoder layer computes keys and values from the encoder's output."""
         model, caches = self.model, self.worker.cache.layers
         slots = recalling(self.batch([(num_tokens, 0)])).cache_slots
         memory = self.random(num_tokens, self.spec.hidden_size)
@@ -206,8 +208,8 @@ def layers_of(spec: ModelSpec, degree: int, measured: Timings, alone: Timings) -
     """Return a decoder layer's and an encoder layer's times at one degree.
 
     Args:
-        alone: times on one device. A profile has only one device's embedding, so the difference to a group's embedding
-            is counted in the layers.
+        alone: times on one device. A profile has the embedding's time for one device only, so a group's difference from
+            it is counted in the layers.
     """
     points = EncoderDecoderPoints.of(spec)
 

@@ -17,18 +17,19 @@ from xprofiler.tables import Tables, interpolate
 Array = npt.NDArray[np.float64]
 Rows = dict[str, npt.NDArray[Any]]
 Curves = dict[tuple[int, int], tuple[str, Array, Array]]
-"""Routing, tokens and logarithms of seconds of each group."""
+"""Routing, and logarithms of tokens and of seconds, for each group of devices."""
 
 STORED = {"fp8": "fp8", "fp8_block": "fp8_block", "mxfp4": "w4a16_mxfp4", "int4": "int4_wo", "int8": "int8_wo"}
 STORED |= {"nvfp4": "nvfp4", "mxfp8": "fp8_block"}
-"""The tables' names for formats of stored weights."""
+"""The tables' name for each format of stored weights."""
 DIVIDED = 0.9
-"""For the largest batch, experts divided among several devices must take at most this share of one device's time."""
+"""With the largest batch, divided experts must take at most this share of the time of one device."""
 FASTER = {"w4a16_mxfp4": ("w4a8_mxfp4_mxfp8",)}
-"""Kernels for the same weights that round activations to eight bits, on devices that have them."""
+"""Kernels for the same weights that round activations to eight bits, on devices that support this."""
 SHARED_FROM = "trtllm"
-"""The framework whose kernels the other frameworks use through FlashInfer. Only this framework's tables contain
-them."""
+"""A framework whose kernels other frameworks use through FlashInfer. Only this framework's tables contain the
+kernels.
+"""
 EXPERT_COLUMNS = (
     *("moe_dtype", "num_tokens", "hidden_size", "inter_size", "topk", "num_experts"),
     *("moe_tp_size", "moe_ep_size", "distribution", "latency"),
@@ -36,7 +37,7 @@ EXPERT_COLUMNS = (
 
 
 class ExpertTable:
-    """The times of a model's experts on the busiest device of a group, routing included.
+    """Computes the times of a model's experts on the busiest device of a group, including routing.
 
     Args:
         tables: tables of the kind of device and framework.
@@ -51,8 +52,8 @@ class ExpertTable:
 
     @cached_property
     def _held(self) -> Curves:
-        """Routing, tokens and logarithms of seconds of each group, from the table of the nearest version that has
-        them.
+        """Routing, tokens and logarithms of seconds of each group, from the table of the nearest version that contains
+        the experts.
         """
         faster = FASTER.get(self._dtype, ()) if self._rounds else ()
         found = self._of(self._tables.paths("moe", "moe"), faster) if faster else {}
@@ -61,7 +62,8 @@ class ExpertTable:
         return self._of(self._tables.paths("moe", "moe"), (self._dtype,)) | found
 
     def _of(self, paths: Sequence[Path], kernels: Sequence[str]) -> Curves:
-        """Return routing, tokens and seconds of each group for these kernels, from the first table that has them."""
+        """Return routing, tokens and seconds of each group for these kernels, from the first table that contains the
+        kernels."""
         experts = self._experts
         wanted = (("hidden_size", self._hidden), ("inter_size", experts.ffn_size), ("topk", experts.active))
         found: Curves = {}
@@ -82,7 +84,7 @@ class ExpertTable:
 
     @property
     def groups(self) -> set[tuple[int, int]]:
-        """Pairs of the number of devices of a group and the number of parts into which they divide the experts."""
+        """Pairs of a group's number of devices and the number of parts into which they divide the experts."""
         return set(self._held)
 
     def most_tokens(self, t: int, ep: int) -> float:
@@ -92,8 +94,8 @@ class ExpertTable:
     def seconds(self, tokens: Array, t: int, ep: int) -> Array:
         """Return the seconds of tokens that choose their experts independently of each other. # [n] -> [n]
 
-        Tables with balanced routing assign tokens to experts in turn. This balances the devices, and uses more experts
-        than random choices would.
+        In tables with balanced routing, tokens were assigned to experts in turn. The devices then had equal loads, and
+        more experts were used than with random choices.
         """
         routing, points, seconds = self._held[t, ep]
 
@@ -110,7 +112,7 @@ class ExpertTable:
 
 
 def _of_groups(rows: Rows) -> dict[tuple[int, int], tuple[Array, Array]]:
-    """Return logarithms of tokens and of seconds for each group; if several kernels were measured, the fastest counts.
+    """Return logarithms of tokens and of seconds for each group. Only the fastest measured kernel counts.
 
     Groups with only a few points are left out, and so are groups with impossible times: experts divided among several
     devices that took as long as all experts on one device, and narrower slices that took longer than wider ones.
@@ -132,7 +134,7 @@ def _of_groups(rows: Rows) -> dict[tuple[int, int], tuple[Array, Array]]:
 
 
 def _distribution(experts: Experts, kinds: set[str]) -> str | None:
-    """Return the measured routing nearest to a model's, or None if there is none."""
+    """Return the measured distribution of tokens nearest to that of the model's experts, or None if there is none."""
     exponents = {name: float(name.removeprefix("power_law_")) for name in kinds if name.startswith("power_law_")}
     if "balanced" in kinds:
         exponents["balanced"] = 0.0

@@ -1,7 +1,7 @@
 """Compute the expected load of experts, for the cost of a step.
 
-A step reads the weights of only those experts to which at least one token is routed. If each expert is on one device of
-a group, the busiest device determines the group's time.
+A step reads the weights of only those experts to which at least one token is routed. If a group's devices hold
+different experts, the busiest device determines the group's time.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Array = npt.NDArray[np.float64]
 
 
 def chances(experts: Experts) -> Array:
-    """Return the probability that a token is routed to each expert, the highest first. They add up to `active`. #
-    [experts]
+    """Return each expert's probability that a token is routed to it, highest first. The sum is `active`. # [experts]
 
-    Shares are quantiles of the power law x ** -skew between 1 and the number of experts; no expert sees a token twice.
+    The experts' shares are quantiles of the power law x ** -skew between 1 and the number of experts, limited to a
+    probability of 1.
     """
     number, active = experts.number, experts.active
     if not experts.skew:
@@ -38,11 +38,11 @@ def chances(experts: Experts) -> Array:
 
 
 class Routing:
-    """The load of the busiest device of a group in which each device has `number / ep_degree` whole experts or slices.
+    """Computes the load of a group's busiest device. Each device has `number / ep_degree` whole experts or slices.
 
-    Experts are assigned to the devices in turn, the likeliest first. Besides that imbalance, chance gives some devices
-    more tokens: if r is the number of pairs of a token and an expert that it is routed to, the busiest of t devices has
-    about sqrt(2 r (t - 1) ln t) / t more pairs than the mean. These count as further tokens.
+    Experts are assigned to devices in turn, the likeliest first. Chance makes the loads still less equal: if the tokens
+    are routed to r experts in all, the busiest of t devices gets about sqrt(2 r (t - 1) ln t) / t more of them than the
+    mean. The class counts this as further tokens.
     """
 
     def __init__(self, experts: Experts, ep_degree: int = 1) -> None:
@@ -51,14 +51,14 @@ class Routing:
         self._chances = chances(experts)[::ep_degree]
 
     def unevenness(self, tokens: npt.ArrayLike) -> Array:
-        """Return the ratio of the busiest device's work to the mean, as far as it is due to chance. # [n] -> [n]"""
+        """Return by what factor the busiest device has more work than the mean because of chance. # [n] -> [n]"""
         ep = self._ep_degree
         spread = np.sqrt(2 * (ep - 1) * np.log(ep) / (self._of_token * np.asarray(tokens, float)))
         return np.minimum(1 + spread, ep)
 
     def expected(self, tokens: float) -> tuple[Array, Array]:
-        """Return the expected number of tokens of each of the device's experts, and the probability that an expert has
-        any token. # [experts] each
+        """Return, for each of the device's experts, the expected number of tokens and the probability of at least one
+        token. # [experts] each
         """
         tokens = tokens * float(self.unevenness(tokens))
         missed = (1 - np.minimum(self._chances, 1 - 1e-12)) ** tokens

@@ -2,10 +2,10 @@
 
 The folder of a kind of device holds `<family of operators>/<framework>/<version>/<operator>_perf.parquet` with
 latencies in milliseconds. Matrix products, attention and all-reduces come from these tables. All other times (norms,
-activations, hops between stages, K/V transfer) come from the datasheet, and `provenance` says so.
+activations, hops between stages, K/V transfer) come from the datasheet, as `provenance` states.
 
-Between the points of a table, logarithms of latencies are interpolated, which is exact for every power law. Beyond the
-last point, latencies grow in proportion to size.
+Between a table's points, logarithms of latencies are interpolated, which is exact for power laws. Beyond the last
+point, latencies are proportional to size.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def profile(
     folder: Path | None = None,
     kv_dtype: DType | None = None,
 ) -> Profile:
-    """Return a profile from the tables of every tensor-parallel degree that fits in a node, and each way to divide
+    """Return a profile from the tables, for every tensor-parallel degree that fits in a node and each way to divide the
     experts.
 
     Args:
         kv_dtype: type of K/V. None means the dtype.
-        engine: the engine, whose framework's kernels and whose loop are used.
+        engine: the engine. Its framework's kernels and the times of its loop are used.
         folder: tables of one kind of device, or of several by the names in `SYSTEMS`. None means those of the installed
             wheel.
 

@@ -33,9 +33,10 @@ TOKENS = tuple(sorted({*analytic.TOKENS, *(3 * n for n in analytic.TOKENS if 8 <
 
 
 class ImportedLayers:
-    """The times of a model's layers on every group of devices.
+    """Computes the times of a model's layers on every group of devices.
 
-    Times of parts of a layer that are in no table come from the datasheet, and the tables' `provenance` says so.
+    If no table has the time of some part of a layer, the time comes from the datasheet, and the tables' `provenance`
+    states this.
     """
 
     def __init__(
@@ -73,8 +74,8 @@ class ImportedLayers:
             yield self._layer(group)
 
     def format_of(self, part: Part) -> tuple[str, bool]:
-        """Return the tables' name for the type of a part's products, and whether each step computes the scales of its
-        activations.
+        """Return the tables' name for the type of a part's products, and whether each step computes scales for the
+        part's activations.
         """
         stored = self._stored(part)
         return stored_as(stored, self.tables.dtype), stored is not None and stored.finds_scales
@@ -95,7 +96,7 @@ class ImportedLayers:
         rest = rest + analytic.all_reduces(spec) * self.tables.all_reduce(tokens * spec.hidden_size, t)
         if spec.norms_span_heads:  # sums of squares of queries and keys, in float32
             rest = rest + self.tables.all_reduce(4 * tokens, t)
-        # These are read and written in half precision: two norms with residuals, rotations (which also write K/V), the
+        # Read and written in half precision: two norms with residuals, rotations (which also write K/V), the
         # activation.
         half = BYTES_PER_ELEMENT["bfloat16"] / self.kernels.size
         elements = analytic.mean_over_layers(spec, [float(_moved(spec, kind, t)) for kind in spec.kinds])
@@ -115,8 +116,8 @@ class ImportedLayers:
     # Blocks that mix tokens -------------------------------------------------------------------------------------
 
     def _mixer(self, kind: Block, t: int, slower: float) -> tuple[Surface, Surface, Array]:
-        """Return the seconds of mixing tokens in prompts and in decode, and the seconds of the projections around it
-        unless the seconds of mixing include them. # [tokens]
+        """Return the seconds of attention or recurrence for prompts and for decode, and the seconds of their
+        projections unless the former include them. # [tokens]
         """
         dtype, finds_scales = self.format_of("attention")
         found: list[tuple[Surface, Surface, Array]] = []
@@ -160,7 +161,7 @@ class ImportedLayers:
         return analytic.surface(mixing.prompt), analytic.surface(mixing.decode), products
 
     def _in_turn(self, shapes: Sequence[tuple[float, float]], dtype: str, *, finds_scales: bool) -> Array:
-        """Return the seconds of two matrix products; the operator between the two may round to eight bits.
+        """Return the seconds of two consecutive matrix products. The operator between them may round to eight bits.
         # [tokens]
         """
         first, second = shapes
@@ -189,7 +190,7 @@ class ImportedLayers:
         return found
 
     def _routed(self, kind: Block, group: tuple[int, int]) -> Array:
-        """Return the seconds of the routed experts: measured, or scaled by the datasheet's roofline. # [tokens]"""
+        """Return the seconds of the routed experts, measured or else scaled by the datasheet's roofline. # [tokens]"""
         assert kind.experts is not None
         experts, params, stored = kind.experts, self.spec.sizes.expert(kind), self._stored("experts")
 
@@ -210,11 +211,11 @@ class ImportedLayers:
         return table.seconds(tokens, *near) * roofline(group) / roofline(near)
 
     def _unpacked(self, halves: ExpertTable, stored: Quantization | None, group: tuple[int, int]) -> Array:
-        """Return the seconds of a kernel that reads 4-bit weights and multiplies in half precision, given the seconds
-        of the same product in half precision. # [tokens]
+        """Return the seconds of a product with 4-bit weights, computed from the seconds of the same product in half
+        precision. # [tokens]
 
-        Tables hold a generic kernel for INT4, up to four times as slow as half precision. Engines choose Marlin's
-        kernel, which reads fewer bytes, and multiplies at the rate of half precision for the largest batch.
+        The tables contain a generic kernel for INT4, which is up to four times as slow as half precision. Engines use
+        Marlin's kernel, which reads 4-bit weights. In the largest batch, it multiplies as fast as half precision.
         """
         assert stored is not None
         self.tables.provenance["experts in INT4"] = "no longer than in bfloat16, with fewer bytes to read"
@@ -225,7 +226,7 @@ class ImportedLayers:
 
 
 def head(spec: ModelSpec, tables: Tables, kernels: analytic.Kernels, t: int) -> Curve:
-    """Return the head's seconds. Its product stays in half precision."""
+    """Return the seconds of the head. Its matrix product stays in half precision."""
     rows = np.asarray(analytic.BATCHES, float)
     half = BYTES_PER_ELEMENT["bfloat16"] / kernels.size
     gathered = [kernels.all_gather(n * spec.vocab_size * half, t) for n in analytic.BATCHES]
@@ -249,13 +250,13 @@ def _attention_shapes(spec: ModelSpec, attention: Attention, t: int) -> list[tup
 
 
 def _recurrent_shapes(spec: ModelSpec, recurrent: Recurrent, t: int) -> list[tuple[float, float]]:
-    """Return shapes of the two products around a recurrent block. The state of each head is assumed to be square."""
+    """Return the shapes of the products before and after a recurrent block, if each head's state is square."""
     out = min(_values(recurrent), recurrent.weights / spec.hidden_size / 2)
     return [((recurrent.weights / spec.hidden_size - out) / t, spec.hidden_size), (spec.hidden_size, out / t)]
 
 
 def _values(recurrent: Recurrent) -> float:
-    """Return the width of all values of a recurrent block whose state is square for each head."""
+    """Return the width of all values of a recurrent block, if each head's state is square."""
     return float(np.sqrt(recurrent.state_elements * recurrent.num_heads))
 
 

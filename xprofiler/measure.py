@@ -1,9 +1,8 @@
 """Measure step times on this machine, with the same layers and backends that xrunner runs.
 
-The parts of a step run faster by themselves than within a step: their sum is up to a tenth less than the time of the
-whole step. So whole steps are measured, and the rest of a layer is the time of a whole step minus attention, embedding
-and head.
-Source: ExeGPT sec. 3 (XProfiler).
+A step's parts run faster alone: the sum of their times is up to a tenth less than the time of the whole step. So whole
+steps are measured, and the rest of a layer is the time of a whole step minus attention, embedding and head. Source:
+ExeGPT sec. 3 (XProfiler).
 """
 
 from __future__ import annotations
@@ -78,13 +77,12 @@ def profile(
     progress: Progress | None = None,
     wait: Callable[[], None] = lambda: None,
 ) -> Profile:
-    """Return the measured profile of a model on this machine: on one device, or on all of them at the same time.
+    """Return the measured profile of a model on this machine: on its only device, or on all devices at the same time.
 
     Args:
         kv_dtype: type of K/V. None means the dtype.
-        wait: a function that returns when kernels have been compiled. On a busy machine, layouts of weights are
-            compared before it is called.
-        progress: is called with the number of measured points and the number of all points.
+        wait: returns once kernels have been compiled. On a busy machine, layouts of weights are compared first.
+        progress: called with the number of measured points and the number of all points.
     """
     device = "cuda" if cluster.device.type == "gpu" else "cpu"
     progress = progress or silent
@@ -165,10 +163,10 @@ def _with_loading(profile: Profile, asked: _Asked) -> Profile:
 def loading_rate(
     spec: ModelSpec, dtype: DType, checkpoint: Path, device: str, layouts: Mapping[str, str] | None = None
 ) -> float:
-    """Return how many bytes of weights a worker loads each second: it reads them from memory, converts and packs them.
+    """Return how many bytes of weights a worker reads from memory, converts and packs each second.
 
-    A few layers are loaded several times. The first time brings the files into the page cache. The mean of the other
-    times counts, not the shortest, because other processes would also slow a redeployment.
+    A few layers are loaded several times, first to bring the files into the page cache. The result is the mean of the
+    other times, not the shortest, because other processes would also slow a redeployment.
     """
     last, last_encoder = min(spec.num_layers, LOADED_LAYERS), min(spec.num_encoder_layers, LOADED_LAYERS)
     part = Part(spec, (0, last), (0, last_encoder), is_first=False, is_last=False)
@@ -185,8 +183,8 @@ def loading_rate(
 
 
 def fastest_layouts(spec: ModelSpec, dtype: DType, degrees: Sequence[int], *, is_brief: bool = False) -> dict[str, str]:
-    """Return the fastest layout of each of a model's weights on this CPU, for each tensor-parallel degree."""
-    memory.keep_freed_memory()  # as in a worker, so that buffers are not allocated again in each call
+    """Return the fastest layout for each weight of a model on this CPU, at each tensor-parallel degree."""
+    memory.keep_freed_memory()  # as in a worker, so that calls need not allocate buffers again
     parts = [
         Part(spec, (0, spec.num_layers), (0, spec.num_encoder_layers), rank=rank, degree=degree)
         for degree in degrees
@@ -201,7 +199,7 @@ def fastest_layouts(spec: ModelSpec, dtype: DType, degrees: Sequence[int], *, is
 
 
 def _together(asked: _Asked) -> Profile:
-    """Measure each tensor-parallel degree, hops and transfers, with a process for each device."""
+    """Measure each tensor-parallel degree, the hops and the transfers, with one process for each device."""
     spec, dtype, count = asked.spec, asked.dtype, asked.cluster.num_devices
     threads: int | None = None
     layouts: dict[str, str] = {}
@@ -267,9 +265,9 @@ def _jitter(measured: Timings) -> Jitter:
 
 
 def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Timings, alone: Timings) -> LayerTimes:
-    """Return a layer's times on one kind of group.
+    """Return a layer's times on one size of group.
 
-    A profile has only one device's embedding, so the difference to a group's embedding is counted in the layers.
+    A profile has the embedding's time for one device only, so a group's difference from it is counted in the layers.
     """
     rest: Timings = {}
     for n, sequences in points.steps.items():
@@ -297,9 +295,10 @@ def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Ti
 
 
 def _sliced(of_tokens: Curve) -> Curve:
-    """Return the curve with a further point, for two slices: steps of more tokens than a slice run slice by slice.
+    """Return the curve with a further point for two slices, because a step with more tokens than a slice runs slice by
+    slice.
 
-    The last two measured points do not show how times continue, since on a GPU times rise in stairs.
+    The last two measured points cannot be extrapolated, since times on a GPU rise in stairs.
     """
     if of_tokens.points[-1] != SLICE_TOKENS:
         return of_tokens
@@ -308,11 +307,11 @@ def _sliced(of_tokens: Curve) -> Curve:
 
 
 def _with_loop(spec: ModelSpec, layer: LayerTimes, head: Curve, alone: Timings) -> LayerTimes:
-    """Return the times of a layer on a GPU. The time by which a step with prompts exceeds the sum of its parts is
-    counted as attention of prompts.
+    """Return the times of a layer on a GPU. If a step with prompts takes longer than the sum of its parts, the
+    difference is counted as attention of prompts.
 
-    The loop is not hidden behind such a step, which is launched when its predecessor has ended. A captured step also
-    computes logits for more tokens, and launches programs for more sequences, than its batch has.
+    Such a step is launched only when the previous step has ended, so the loop's time adds to it. A captured step also
+    computes logits for more tokens, and launches programs for more sequences, than the batch has.
     """
     assert layer.last is not None
 
@@ -331,7 +330,7 @@ def _with_loop(spec: ModelSpec, layer: LayerTimes, head: Curve, alone: Timings) 
 
 
 def _with_last_layer(head: Curve, layer: LayerTimes) -> Curve:
-    """Return the head's times plus the last layer's work after attention for the sampled tokens."""
+    """Return the head's times plus the times that the last layer spends on the sampled tokens after attention."""
     assert layer.last is not None
     whole, all_tokens = (dict(zip(side.points, side.seconds, strict=True)) for side in (layer.rest, layer.last))
     seconds = (s + whole[n] - all_tokens[n] for n, s in zip(head.points, head.seconds, strict=True))

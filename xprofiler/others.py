@@ -1,4 +1,4 @@
-"""Observe the state of this machine: the CPU time of other processes, and how fast it computes."""
+"""Observe how much CPU time other processes use, and how fast this machine computes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ STEAL, UNSEEN = "steal", "processes that ended or are not visible"
 LOOK_S = 0.5
 """Seconds for which `cores_taken` observes."""
 NOTABLE = 0.1
-"""A machine counts as changed if its busy cores or its GFLOP/s differ by this share."""
+"""A machine counts as changed if its GFLOP/s, or the share of its cores that other processes use, differ by this
+much."""
 
 
 class Others:
-    """Counts the CPU time of all processes except this one and its children, from its creation on; only on Linux."""
+    """Counts the CPU time of all processes except this one and its children, from its creation on (only on Linux)."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc, self._started = proc, time.monotonic()
@@ -32,10 +33,10 @@ class Others:
 
     def cores(self) -> dict[str, float]:
         """Return the average cores that other processes have used so far, by name, the busiest first. The name of a
-        process is followed by its id, for example "python[4711]", unless several have this name.
+        process is followed by its id, for example "python[4711]", unless several processes have the same name.
 
-        "steal" is time that a virtual machine's host gave to others; `UNSEEN` is time of processes that have ended or
-        are not visible.
+        "steal" is time that a virtual machine's host gave to other machines. `UNSEEN` is time of processes that have
+        ended or are not visible.
         """
         wall_s, by_name = max(time.monotonic() - self._started, 1e-9), dict[str, float]()
         seconds, whole = self._seconds()
@@ -104,7 +105,7 @@ def gflops() -> float:
 def differences(profile: Profile) -> str | None:
     """Return one line about how this machine differs from its state during profiling.
 
-    None means that it does not differ, or the profile does not contain that state.
+    None: this machine does not differ, or the profile does not contain the state.
     """
     if profile.gflops is None:
         return None

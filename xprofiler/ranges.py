@@ -1,9 +1,9 @@
 """Compute the range of a predicted figure from the errors of predictions on published measurements.
 
 `configs/errors.json` holds the ratios of measured to predicted values for each cell (load, engine, family of models,
-device, source of step times) and quantity; `python -m benchmarks.truth --errors` writes it. The range of a figure comes
-from the rows of its cell. A cell with too few rows borrows rows from cells that differ in one respect, then in more,
-and its range is then widened.
+device, source of step times) and quantity. `python -m benchmarks.truth --errors` writes it. The range of a figure comes
+from the ratios of the figure's cell. If the cell has too few, ratios of other cells are added, which differ from it in
+as few properties as possible, and the range is widened.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from xgpt.core.schema import Plan
 
 Quantity = Literal["throughput", "TTFT", "TPOT"]
 LEAST_ROWS = 12
-"""Least number of rows from which a range is computed."""
+"""Least number of ratios from which a range is computed."""
 INSIDE = (0.05, 0.95)
-"""Quantiles of the errors between which a range lies."""
+"""Quantiles of the ratios that bound a range."""
 UNKNOWN = (0.5, 2.0)
 """Range of a figure that was never measured, as factors on the prediction."""
 SAME: tuple[tuple[tuple[str, ...], float], ...] = (
@@ -34,12 +34,12 @@ SAME: tuple[tuple[tuple[str, ...], float], ...] = (
     (("family", "profile"), 2.0),
     (("family",), 2.2),
 )
-"""The properties that borrowed rows must have in common with the cell, tried in this order, each with the factor on the
-range's width.
+"""Sets of properties that other cells must have in common with the figure's cell, in the order in which they are tried.
+Each has the factor for the width of the range.
 """
 BORROWED = 1.25
-"""Factor on the width if times are those of another engine or version, or computed with efficiencies of another
-device."""
+"""Factor for the width if times belong to another engine or version, or were computed with another device's
+efficiencies."""
 
 
 class Cell(NamedTuple):
@@ -64,9 +64,9 @@ class Likely(NamedTuple):
     """A range as factors on a prediction.
 
     Attributes:
-        rows: number of measured rows from which the range comes, or 0.
-        shared: the properties that these rows have in common with the prediction, such as " of dense models planned
-            from datasheets".
+        rows: number of ratios from which the range is computed, or 0.
+        shared: the properties that these measurements have in common with the prediction, such as " of dense models
+            planned from datasheets".
     """
 
     low: float
@@ -86,7 +86,7 @@ def _shipped() -> Errors:
 
 
 def errors_in(text: str) -> Errors:
-    """Return the ratios that the text of an errors.json holds."""
+    """Return the ratios in the text of an errors.json."""
     found: Errors = {}
     for *cell, quantity, ratios in json.loads(text):
         found.setdefault(quantity, []).append((Cell(*cell), ratios))
@@ -97,9 +97,9 @@ def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False, errors: Er
     """Return the range of a figure.
 
     Args:
-        borrowed: whether the engine's times are those of another engine, or step times are computed with another
-            device's efficiencies, which widens the range.
-        errors: the errors of similar rows. None means the shipped ones.
+        borrowed: whether the engine's times belong to another engine, or step times were computed with another device's
+            efficiencies. If so, the range is widened.
+        errors: the ratios by quantity. None means those in `configs/errors.json`.
     """
     known = _shipped() if errors is None else errors
     for names, factor in SAME:
@@ -116,7 +116,7 @@ def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False, errors: Er
 
 
 def _in_words(cell: Cell, names: tuple[str, ...]) -> str:
-    """Return what the rows of a cell have in common, as the end of a sentence on them."""
+    """Return in words what measurements have in common with a cell, as the end of a sentence about them."""
     planned = {"analytic": ", planned from datasheets", "imported": ", planned from imported tables"}
     words = {
         "family": f" of {'dense models' if cell.family == 'dense' else 'mixtures of experts'}",
@@ -129,11 +129,11 @@ def _in_words(cell: Cell, names: tuple[str, ...]) -> str:
 
 
 def within(ratios: list[float], factor: float = 1.0) -> tuple[float, float]:
-    """Return the ends of a range around the median. The range is `factor` times as wide as that of the errors."""
+    """Return a range around the median of the ratios, `factor` times as wide as the range of the ratios."""
     logs = np.log(ratios)
     middle = float(np.median(logs))
     low, high = (middle + factor * (float(np.quantile(logs, q)) - middle) for q in INSIDE)
-    edge = log(1 + 0.5 / len(ratios))  # with few rows, the errors of other rows may be much larger
+    edge = log(1 + 0.5 / len(ratios))  # with few ratios, others may differ much more
     return exp(low - edge), exp(high + edge)
 
 

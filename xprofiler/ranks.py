@@ -1,12 +1,11 @@
 """Measure step times on several devices of this machine at once, and the links between them.
 
 Devices of a machine share memory bandwidth, and cores of a socket share power, so each device is measured while the
-other devices run the same work. Tensor-parallel groups are measured by running whole steps on all ranks of the group,
-all-reduces included.
+other devices run the same work. To measure a tensor-parallel group, all its ranks run whole steps, including
+all-reduces.
 
-In a group, ranks wait for each other before every call. If each rank computes by itself, ranks wait for each other only
-before every few calls, since a wait costs a process switch, which on a loaded machine takes longer than a call of a
-small model.
+In a group, ranks wait for each other before every call. Ranks that compute by themselves wait for each other only once
+in several calls: each wait needs a process switch, which on a loaded machine takes longer than a small model's call.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ Meet = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class RanksTask:
-    """The task of every rank; `store` is the file through which ranks find each other."""
+    """The task of every rank. Ranks find each other through the file `store`."""
 
     settings: WorkerSettings
     num_devices: int
@@ -63,7 +62,7 @@ class RanksTask:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """The results of all ranks, each with `threads` threads (None: not on CPUs)."""
+    """The combined results of all ranks. `threads`: threads of each rank, None on GPUs."""
 
     threads: int | None
     by_group: dict[tuple[int, int], Timings]
@@ -74,8 +73,8 @@ class Together:
 def degrees(spec: ModelSpec, num_devices: int) -> tuple[int, ...]:
     """Return the tensor-parallel degrees that the devices and the model's heads allow.
 
-    Degrees that do not divide the number of devices must be powers of two. The remaining devices then compute alone, as
-    in partial tensor parallelism.
+    A degree that does not divide the number of devices must be a power of two. The remaining devices then compute
+    alone, as in partial tensor parallelism.
     """
     found = []
     for degree in range(1, num_devices + 1):
@@ -89,13 +88,14 @@ def degrees(spec: ModelSpec, num_devices: int) -> tuple[int, ...]:
 
 
 def groups(spec: ModelSpec, num_devices: int) -> tuple[tuple[int, int], ...]:
-    """Return the tensor-parallel degrees, each with its expert-parallel degrees: one, and all devices of the group."""
+    """Return each tensor-parallel degree with each of its expert-parallel degrees: 1, and the number of the group's
+    devices."""
     number = 1 if spec.experts is None else spec.experts.number
     return tuple((t, ep) for t in degrees(spec, num_devices) for ep in dict.fromkeys((1, t)) if number % ep == 0)
 
 
 def measure(settings: WorkerSettings, num_devices: int, progress: Progress, *, is_brief: bool = False) -> Together:
-    """Return the measured times of several devices, with a process for each.
+    """Measure several devices, with one process for each.
 
     Raises:
         MachineError: a process died.
@@ -137,7 +137,7 @@ def _measure_together(task: RanksTask, progress: Progress) -> Together:
 
 
 def _run(task: RanksTask, rank: int, others: Sequence[Connection], sender: Connection) -> None:
-    """Run one rank, with a connection to each of the others; the first rank reports."""
+    """Run one rank, with a connection to each other rank. The first rank sends the results."""
     spec, threads = task.settings.spec, task.settings.threads
     meet = partial(_meet, others)
     interface = interface_of(HOST)
@@ -189,8 +189,8 @@ def _device(task: RanksTask, rank: int) -> str:
 
 
 def _meet(others: Sequence[Connection]) -> None:
-    """Wait until all ranks have called this function. It takes one process switch for each rank. A barrier of
-    torch.distributed takes four.
+    """Wait until all ranks have called this function. It needs one process switch for each rank, whereas a barrier of
+    torch.distributed needs four.
     """
     for other in others:
         other.send_bytes(b".")
@@ -199,7 +199,7 @@ def _meet(others: Sequence[Connection]) -> None:
 
 
 def _mean_of_ranks(measured: Mapping[Key, float], *, counts: bool = True) -> dict[Key, float]:
-    """Return the mean over the ranks whose times count."""
+    """Return the mean over the ranks with `counts`."""
     of_all = torch.tensor([*measured.values(), 1.0], dtype=torch.float64) * counts
     dist.all_reduce(of_all)
     *times, number = of_all.tolist()
@@ -207,7 +207,7 @@ def _mean_of_ranks(measured: Mapping[Key, float], *, counts: bool = True) -> dic
 
 
 def _hop(task: RanksTask, rank: int, meet: Meet, num_tokens: int) -> float:
-    """Return the seconds to send hidden states from one device to another: half of a round trip."""
+    """Return half the seconds of a round trip in which one device sends hidden states to another."""
     settings = task.settings
     dtype = state_dtype(settings.dtype, settings.device)
     hidden = torch.zeros(num_tokens, settings.spec.hidden_size, dtype=dtype, device=_device(task, rank))
@@ -218,8 +218,8 @@ def _hop(task: RanksTask, rank: int, meet: Meet, num_tokens: int) -> float:
 def _transfer(rank: int, meet: Meet, worker: Worker, num_tokens: int) -> float:
     """Return the seconds to transfer the K/V of `num_tokens` tokens, all layers, between two workers.
 
-    It is half of a round trip through host memory. An encoder-decoder transfers encoder outputs of as many bytes
-    instead.
+    The result is half the time of a round trip through host memory. With an encoder-decoder, encoder outputs with as
+    many bytes are transferred.
     """
     spec = worker.model.spec
     cargo = worker.cargo(Part.whole(spec))
@@ -241,7 +241,7 @@ def _transfer(rank: int, meet: Meet, worker: Worker, num_tokens: int) -> float:
 
 
 def _there_and_back(rank: int, meet: Meet, send: Callable[[], object], receive: Callable[[], object]) -> float:
-    """Return the median seconds of a round trip between the first two ranks. The others wait."""
+    """Return the median seconds of a round trip between the first two ranks. Other ranks wait."""
     seconds = []
     for _ in range(1 + REPEATS):
         meet()

@@ -1,4 +1,4 @@
-"""Find or make profiles, and keep each under the hash of its content, so that every plan finds its profile."""
+"""Find or make profiles, and store each under the hash of its content, by which every plan finds its profile."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from xprofiler import analytic, imported, libraries, xgpt_version
 from xprofiler.compiling import Ahead
 
 CPU_DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "int8")
-"""Data types in which models run on a CPU, the default first; float16 would be emulated."""
+"""Data types in which models run on a CPU, the default first. They do not include float16, which would be emulated."""
 
 
 RESTLESS_KEPT_S = 600.0
-"""Seconds for which a profile measured on a busy machine is reused; after that it is measured again."""
+"""Seconds for which a profile measured on a busy machine is reused. After that it is measured again."""
 
 
 AsServed = Callable[[Profile, ModelSpec, Path | None, ClusterSpec, Progress | None], Profile]
-"""Fits a measured profile to the steps of a serving engine; see `xgpt.served_profile`."""
+"""Adapts a measured profile to the steps of a serving engine. See `xgpt.served_profile`."""
 
 
 def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, engine: str | None = None) -> DType:
     """Return the data type in which a model runs on a cluster's devices: `dtype`, or the default there.
 
     Raises:
-        InputError: the model does not run in that type there; float8 can only be planned, for other machines.
+        InputError: the model does not run in this type there. float8 is accepted only in plans for other machines.
     """
     on_cpu = cluster.device.type == "cpu"
     if dtype is None:
@@ -48,10 +48,10 @@ def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, 
 
 
 def kv_dtype_of(cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> DType | None:
-    """Return the data type of K/V on a cluster's devices. None means the dtype.
+    """Return the data type of K/V on a cluster's devices, or None if it is the dtype's own.
 
     Raises:
-        InputError: xgpt's engine does not support that type there.
+        InputError: xgpt's engine does not support this type there.
     """
     kind = cluster.device.type
     if kv_dtype is None or kv_dtype == Precision.of(dtype, kind).kv:
@@ -119,19 +119,19 @@ def obtain_profile(
     kv_dtype: DType | None = None,
     as_served: AsServed | None = None,
 ) -> Profile:
-    """Return the profile of a model on a cluster: measured here (once, then cached), or computed from the datasheet.
+    """Return the profile of a model on a cluster: measured here (once, then cached) if the cluster is this machine,
+    else computed from the datasheet.
 
     A profile measured on a busy machine is cached for only ten minutes.
 
     Args:
-        dtype: data type. None means the model's own, or the default on a CPU.
-        engine: the engine whose loop is added to a datasheet's kernels.
-        kv_dtype: type of K/V. None means the type that the checkpoint asks for, else that of the dtype.
-        as_served: a function that fits a measured profile to a serving engine's steps. None means that the profile is
-            not fitted.
+        dtype: data type. None means the model's own or, on a CPU, the default there.
+        engine: the engine whose loop's time is added to times from a datasheet.
+        kv_dtype: type of K/V. None means the type that the checkpoint asks for, or else the dtype's own.
+        as_served: adapts a measured profile to a serving engine's steps. None means that the profile stays as measured.
 
     Raises:
-        InputError: the model does not run in that dtype there, or the datasheet has no rate for it.
+        InputError: the model does not run in this dtype there, or the datasheet has no rate for the dtype.
     """
     dtype = dtype_of(spec, cluster, dtype)
     if kv_dtype is None and not cluster.is_local and spec.quantization is not None and spec.quantization.kv_float8:
@@ -165,12 +165,12 @@ def measured_profile(
     kv_dtype: DType | None = None,
     as_served: AsServed | None = None,
 ) -> Profile:
-    """Measure step times on this machine and return them; from now on, `obtain_profile` finds them. For `as_served`,
-    see `obtain_profile`.
+    """Measure step times on this machine, and store the profile, so that `obtain_profile` returns it later. For
+    `as_served`, see `obtain_profile`.
 
     Raises:
         InfeasibleError: the weights do not fit in this machine's memory.
-        InputError: the model does not run in that dtype here, or does not keep K/V in that type.
+        InputError: the model does not run here in this dtype, or not with this type of K/V.
         MachineError: this machine cannot be measured.
     """
     dtype = dtype_of(spec, cluster, dtype)
@@ -199,7 +199,7 @@ def measured_profile(
 
 
 def _latest(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> Path:
-    """Return the path of the file that names the profile measured last."""
+    """Return the path of the file that names the profile that was measured last."""
     return cache_dir() / "profiles" / f"{_cache_key(spec, cluster, dtype, kv_dtype)}.sha256"
 
 
@@ -218,11 +218,11 @@ def given_profile(path: str, spec: ModelSpec, cluster: ClusterSpec, dtype: DType
 
 
 def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> None:
-    """Raise InputError if a profile is for another model, device or dtype, for fewer devices, or an older xgpt
-    engine.
+    """Raise InputError if a profile is for another model, device or dtype, for fewer devices, or for an older engine of
+    xgpt.
 
     Raises:
-        InputError: the message names the profile's value, the plan's, and the way out.
+        InputError: the message states the profile's value, the plan's value, and what to do.
     """
     make = f"make one with `xgpt profile --model {spec.name} --cluster {cluster.name} -o FILE`, or leave `profile` out"
     if (other := spec.differs_from(profile.model)) is not None:
@@ -240,16 +240,17 @@ def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype
         accepted = f"{cluster.name} has {cluster.num_nodes} nodes, but the profile has no times between nodes: {make}"
         raise InputError("profile.inter_node_hop", None, accepted)
     here = xgpt_version(cluster.device.type)
-    if profile.engine == "xgpt" and (profile.engine_version or "").rpartition(", ")[2] != here:  # 0.1.0 stood before
+    # Older profiles have a version of xgpt before this text, such as "0.1.0, ".
+    if profile.engine == "xgpt" and (profile.engine_version or "").rpartition(", ")[2] != here:
         raise InputError("profile.engine_version", profile.engine_version, f"this engine has {here}: {make}")
 
 
 def check_engine(plan: Plan, engine: str) -> None:
-    """Raise InputError if a plan would run in another engine than the one in its profile, since its figures would not
-    be valid.
+    """Raise InputError if a plan would run in another engine than the profile's, since the plan's figures would not
+    hold there.
 
     Raises:
-        InputError: the message names both engines, and the way out.
+        InputError: the message names both engines, and states what to do.
     """
     profiled_engine = plan.profile.engine
     if profiled_engine in (None, engine):
@@ -264,7 +265,7 @@ def check_engine(plan: Plan, engine: str) -> None:
 
 
 def keep(profile: Profile) -> None:
-    """Store a profile in the cache, where plans made from it find it, in place of a damaged copy; do nothing if the
+    """Store a profile in the cache, where plans made from it can find it, in place of a damaged copy. Do nothing if the
     cache cannot be written.
     """
     path = _path_of(content := sha256(profile))
@@ -274,9 +275,10 @@ def keep(profile: Profile) -> None:
 
 
 def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
-    """Return the profile from which a plan was made: the given one, a stored one, or one computed from the datasheet.
+    """Return the profile from which a plan was made: the given profile, a stored one, or one that is computed from the
+    datasheet.
 
-    The profile is never measured again, since a second measurement would give different times.
+    No profile is measured, since a second measurement would give different times.
 
     Args:
         given: the profile, or its file.
@@ -294,10 +296,10 @@ def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
             raise InputError("profile", where, accepted)
         return profile
     if (kept := _kept(wanted)) is not None:
-        keep(kept)  # plans made from this profile contain the hash of this version of it
+        keep(kept)  # plans made from this profile contain the hash of this stored version
         return kept
     if plan.profile.source == "analytic" and not plan.cluster.is_local:
-        with suppress(InputError):  # a profile of another version of this program
+        with suppress(InputError):  # the profile may be from another version of this program
             computed = obtain_profile(
                 plan.model, None, plan.cluster, dtype=plan.dtype, engine=plan.engine, kv_dtype=plan.kv_dtype
             )
@@ -319,10 +321,10 @@ def import_profile(
 
     Args:
         where: "aiconfigurator", or the folder.
-        framework: the engine whose kernels were measured in the tables, with or without a version.
+        framework: the engine whose kernels the tables have. Its version may follow.
 
     Raises:
-        InputError: the tables do not exist, or lack this model, device, dtype or framework.
+        InputError: the tables do not exist, or do not have this model, device, dtype or framework.
     """
     folder = None if where == "aiconfigurator" else Path(where)
     if folder is not None and not folder.is_dir():
@@ -337,10 +339,11 @@ def profile_vllm(
     dtype: DType | None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Return vLLM's step times on this machine. They are not cached, since a plan for vLLM names its profile.
+    """Return vLLM's step times on this machine. They are not cached, because a plan for vLLM is made from a given
+    profile file.
 
     Raises:
-        InputError: vLLM cannot run that model, or the cluster is not this machine.
+        InputError: vLLM cannot run this model, or the cluster is not this machine.
         MachineError: vLLM is not installed or does not run.
     """
     from xprofiler import vllm
@@ -357,7 +360,7 @@ def _path_of(content: str) -> Path:
 
 
 def _kept(content: str) -> Profile | None:
-    """Return the stored profile with this hash, or None if there is none, or if its file has been changed."""
+    """Return the stored profile with this hash, or None if there is none, or if its file was changed."""
     try:
         profile = load_json(_path_of(content), Profile, "profile")
     except InputError:
@@ -366,7 +369,7 @@ def _kept(content: str) -> Profile | None:
 
 
 def _cache_key(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> str:
-    """Return a hash of everything that step times depend on: shape, dtype, device, versions, and the measurement."""
+    """Return a hash of all that step times depend on: the model's shape, the dtypes, the device, and versions."""
     shape = spec.shape.model_copy(update={"name": ""}).model_dump_json()
     versions = [
         xgpt_version(cluster.device.type),

@@ -17,20 +17,20 @@ from xgpt.core.schema import DeviceKind, Surface
 Array = npt.NDArray[np.float64]
 
 WIDTHS = {"fp8": 1.0, "nvfp4": 0.5625}
-"""Bytes of an element by the tables' names of types; others: two."""
+"""Bytes of an element, by the tables' name of its type. Other types have two bytes."""
 LEAST_S = 1e-12
-"""Seconds that stand for a time of 0, whose logarithm would not be finite."""
+"""Seconds in place of a time of 0, whose logarithm would be infinite."""
 
 
 class Tables:
     """The latencies of one kind of device under one serving framework, in seconds.
 
-    Latencies below the device's roofline (computation at its peak rate; weights and K/V read at its memory bandwidth)
-    are raised to it: tables are measured in loops, where data may stay in a cache, but data does not stay there between
-    two steps of a model. `provenance` says how many points were raised.
+    The roofline of a device is the time to compute at its peak rate, or to read weights and K/V at its memory
+    bandwidth. Lower latencies are raised to the roofline: tables are measured in loops, in which data may stay in a
+    cache, as it does not between the steps of a model. `provenance` states how many points were raised.
 
     Args:
-        device: the kind of device, for its roofline. None means that nothing is raised.
+        device: the kind of device, for its roofline. None means that no latency is raised.
         version: version of the framework whose tables are preferred. None means the newest.
 
     Raises:
@@ -51,7 +51,7 @@ class Tables:
         self.kv_dtype = kv_dtype or dtype
         self.provenance: dict[str, str] = {}
         self.versions: dict[str, str] = {}
-        """Versions of the framework, by operator."""
+        """The framework's version in the table of each operator."""
         self._products: dict[str, Grid3] = {}
         self._quantizing: dict[str, Grid2 | None] = {}
         self._attention: dict[str, dict[str, npt.NDArray[Any]]] = {}
@@ -70,17 +70,17 @@ class Tables:
         """Return the seconds of the matrix product of [m, k] and [k, n].
 
         Products in FP8 were measured including the computation of the scale of [m, k], although a checkpoint may
-        already contain that scale. That computation was also measured by itself and is subtracted, but not below the
-        device's roofline.
+        already contain the scale. Computing the scale was also measured separately, so its time is subtracted if need
+        be. The result is at least the device's roofline.
 
         Small products in FP8 with scales for blocks were measured with a launch for each product. They took tens of
-        microseconds longer than products in half precision, although these read twice as many bytes. Captured graphs
-        avoid launches, so the shorter of the two times is used.
+        microseconds longer than products in half precision, although the latter read twice as many bytes. Captured
+        graphs avoid launches, so the shorter time is used.
 
         Args:
             finds_scales: whether the scale of [m, k] is computed each time (FP8).
-            arrives_rounded: whether the kernel that produces [m, k] also rounds it, if the checkpoint contains its
-                scale.
+            arrives_rounded: whether the kernel that produces [m, k] also rounds the result, if the checkpoint contains
+                the scale.
         """
         dtype = dtype or self.dtype
         if dtype == "fp8" and not finds_scales:
@@ -105,7 +105,9 @@ class Tables:
         return np.minimum(whole_s, np.maximum(saved_s, self._least_s("fp8", "fp8", 2 * rows * n * k, n * k)))
 
     def _quantizing_grid(self, operator: str) -> Grid2 | None:
-        """Return the milliseconds of rounding [m, k], or of computing its scale, or None if no table has them."""
+        """Return the milliseconds of rounding [m, k], or of computing its scale, or None if no table has these
+        times.
+        """
         if not self._found("quantize", operator, self.framework):
             return None
         rows = self._read("quantize", operator, ("m", "k", "quant_dtype", "latency"), may_be_zero=True)
@@ -127,7 +129,7 @@ class Tables:
         return self._products[dtype](np.asarray(m, float), n, k) / 1e3
 
     def attention(self, phase: str, heads: int, kv_heads: int, head_dim: int, slower: float = 1.0) -> Surface:
-        """Return the seconds of attention of whole prompts ("context") or one token per request ("generation").
+        """Return the seconds of attention for whole prompts (phase "context") or one token per request ("generation").
 
         Args:
             slower: factor by which the table's latencies are multiplied.
@@ -153,8 +155,8 @@ class Tables:
             )
         pairs = sorted(set(zip(rows["num_heads"][dims].tolist(), rows["kv_heads"][dims].tolist(), strict=True)))
         nearest = min(pairs, key=lambda pair: _distance(pair, (heads, kv_heads)))
-        # Prompts are limited by products (one for each head), decode by reading K/V. Kernels divide work over requests
-        # and heads in the same way, so twice the heads take as long as twice the batch.
+        # The time for prompts depends on products (one for each head); the time for decode depends on reading K/V.
+        # Kernels divide work by requests and heads in the same way, so twice the heads take as long as twice the batch.
         times = heads / nearest[0] if phase == "context" else kv_heads / nearest[1]
         if nearest != (heads, kv_heads):
             self.provenance[f"{phase} attention of {heads} heads, {kv_heads} for K/V"] = (
@@ -173,8 +175,8 @@ class Tables:
         return surface_of(rows["batch_size"][chosen], length, latency * slower / 1e3, times)
 
     def _lifted(self, name: str, latency: Array, dtype: str, flops: Array, reads: Array) -> Array:
-        """Return latencies in ms, raised to the device's time for this computation and for reading these elements."""
-        # Attention computes in half precision, whatever the type of K/V.
+        """Raise latencies in ms to the device's time for this computation and for reading these elements."""
+        # Attention computes in half precision, even if K/V have another type.
         computed = dtype if name.startswith("gemm") else "bfloat16"
         least = 1e3 * self._least_s(dtype, computed, flops, reads)
         below = latency < least
@@ -186,15 +188,15 @@ class Tables:
         return np.maximum(latency, least)
 
     def _least_s(self, read: str, computed: str, flops: Array, elements: Array | float) -> Array:
-        """Return the device's roofline, in seconds, for products in one type that read elements of another type, or 0
-        if not known.
+        """Return the device's roofline, in seconds, for products of type `computed` that read elements of type `read`,
+        or 0 if unknown.
         """
         device = self._device
         if device is None or device.memory_bandwidth_bytes_per_s is None:
             return np.zeros(np.shape(flops))
         width = next((width for kind, width in WIDTHS.items() if read.startswith(kind)), 2.0)
         rate = device.flops_per_s.get("float8" if computed.startswith("fp8") else "bfloat16")
-        rate = None if computed == "nvfp4" else rate  # the shipped datasheets of devices state no rate for four bits
+        rate = None if computed == "nvfp4" else rate  # the shipped datasheets have no rate for four bits
         least = np.broadcast_to(width * np.asarray(elements) / device.memory_bandwidth_bytes_per_s, np.shape(flops))
         return least if rate is None else np.maximum(least, flops / rate)
 
@@ -228,7 +230,8 @@ class Tables:
         return rows
 
     def _all_reduce_rows(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the rows of all-reduces, with sizes in half-precision elements; for vLLM, those in captured graphs."""
+        """Return the rows of all-reduces, with sizes in half-precision elements. For vLLM, only rows from captured
+        graphs."""
         names = ("num_gpus", "message_size", "kernel_source", "latency")
         rows = self._read("comm", "custom_allreduce", names)
         graph = np.char.endswith(rows["kernel_source"].astype(str), "_graph")
@@ -245,13 +248,13 @@ class Tables:
         return rows
 
     def paths(self, family: str, operator: str, framework: str | None = None) -> list[Path]:
-        """Return an operator's tables: those of the engine's version and later ones, then those of older versions, the
-        nearest first.
+        """Return an operator's tables: first those of the engine's version and later versions, then those of older
+        versions, each in order of nearness.
 
-        Kernels change from version to version. In a later version they may take half the time.
+        Kernels change between versions. A later version may take half the time.
 
         Args:
-            framework: a framework other than the engine's. Its newest tables come first, and an empty list is allowed.
+            framework: a framework other than the engine's. Its newest tables come first, and the result may be empty.
 
         Raises:
             InputError: there is no table.
@@ -316,7 +319,8 @@ class Tables:
 
 
 class Grid3:
-    """log(latency) over (log m, log n, log k), linear between points and proportional to size beyond the last."""
+    """log(latency) over (log m, log n, log k), linear between points. Beyond the last point, latency is proportional to
+    size."""
 
     def __init__(self, m: Array, n: Array, k: Array, latency: Array) -> None:
         usual = np.logical_and.reduce([_usual(axis) for axis in (n, k)])
@@ -324,7 +328,7 @@ class Grid3:
         axes, places = zip(*(np.unique(axis, return_inverse=True) for axis in (m, n, k)), strict=True)
         self.axes = [np.log(axis) for axis in axes]
         grid = np.full([len(axis) for axis in axes], np.nan)
-        # If several kernels were measured, the fastest counts.
+        # If several kernels were measured, only the fastest counts.
         order = np.argsort(latency)[::-1]
         grid[tuple(place[order] for place in places)] = np.log(latency[order])
         self.grid = _filled(grid, self.axes)
@@ -335,7 +339,7 @@ class Grid3:
 
 
 class Grid2:
-    """Latency over (log m, log k), linear between points and constant beyond them."""
+    """Latency over (log m, log k): linear between points and constant beyond them."""
 
     def __init__(self, m: Array, k: Array, latency: Array) -> None:
         axes, places = zip(*(np.unique(axis, return_inverse=True) for axis in (m, k)), strict=True)
@@ -351,8 +355,8 @@ class Grid2:
 
 
 def _usual(values: Array) -> npt.NDArray[np.bool_]:
-    """Return which points have a size that was measured about as often as other sizes. Some tables contain a few points
-    at the unusual sizes of one model, and between these nothing can be interpolated.
+    """Return which points have a size at which about as many points were measured as at other sizes. Some tables
+    contain a few points at one model's unusual sizes. These are too few to interpolate.
     """
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     chosen: npt.NDArray[np.bool_] = (counts >= np.median(counts) / 4)[place]
@@ -360,8 +364,8 @@ def _usual(values: Array) -> npt.NDArray[np.bool_]:
 
 
 def _filled(grid: Array, axes: Sequence[Array]) -> Array:
-    """Return the grid with missing points filled in: their values grow in proportion to size from the next smaller
-    point.
+    """Fill in the missing points of a grid: each has the latency of the next smaller point, multiplied by the ratio of
+    sizes.
     """
     for place in map(tuple, np.argwhere(np.isnan(grid))):
         for d in range(grid.ndim):
@@ -375,8 +379,8 @@ def _filled(grid: Array, axes: Sequence[Array]) -> Array:
 
 
 def interpolate(x: npt.ArrayLike, points: Array, values: Array, axis: int = 0) -> Array:
-    """Return log values at log sizes `x` along an axis: constant below the first point, proportional to size beyond the
-    last."""
+    """Interpolate log values at log sizes `x` along an axis. Values are constant below the first point and proportional
+    to size beyond the last."""
     inside = np.clip(x, points[0], points[-1])
     i = np.clip(np.searchsorted(points, inside, side="right") - 1, 0, len(points) - 2)
     share = (inside - points[i]) / (points[i + 1] - points[i])
@@ -386,12 +390,12 @@ def interpolate(x: npt.ArrayLike, points: Array, values: Array, axis: int = 0) -
 
 
 def surface_of(batch: Array, length: Array, seconds: Array, times: float = 1.0) -> Surface:
-    """Return the surface of points with batches scaled: a batch of b gets the time measured for b * times."""
+    """Return the surface through points, with scaled batches: a batch of b gets the time measured for b * times."""
     batches, row = np.unique(batch, return_inverse=True)
     lengths, column = np.unique(length, return_inverse=True)
     grid = np.full((len(batches), len(lengths)), np.nan)
     grid[row, column] = np.log(seconds)
-    for known in grid:  # the length is between two lengths that were measured at this batch
+    for known in grid:  # interpolate lengths that lie between two measured lengths of this batch
         inside = np.flatnonzero(np.isfinite(known))
         between = slice(inside[0], inside[-1] + 1) if len(inside) else slice(0)
         known[between] = np.interp(np.log(lengths[between]), np.log(lengths[inside]), known[inside])
@@ -405,7 +409,7 @@ def surface_of(batch: Array, length: Array, seconds: Array, times: float = 1.0) 
 
 
 def mean_surface(surfaces: Sequence[Surface], weights: Sequence[float]) -> Surface:
-    """Return the weighted sum of surfaces, over all their batches and lengths."""
+    """Return the weighted sum of surfaces, at the batches and lengths of all of them."""
     if len(surfaces) == 1 and weights[0] == 1:
         return surfaces[0]
     batches, lengths = (

@@ -1,7 +1,7 @@
 """Measure step times of vLLM through its offline interface.
 
-vLLM is measured from outside: only whole steps can be timed, from the scheduling of one step to the scheduling of the
-next in vLLM's engine core. Steps are separated into parts as follows:
+vLLM is measured from outside: only whole steps can be timed, from the moment when vLLM's engine core schedules one step
+to the moment when it schedules the next. Steps are separated into parts as follows:
 
     one prompt of n tokens, decode of n requests over little context   -> head(n): how much longer the decode takes
     b prompts of 32 tokens, whose attention takes no time              -> tokens(32 b) + head(b)
@@ -9,12 +9,12 @@ next in vLLM's engine core. Steps are separated into parts as follows:
     a prompt in pieces                                                 -> attention of prompts: how much longer later
                                                                           pieces take
 
-So `head` contains the cost of each request of a step except the first, including the loop's work for it, and `overhead`
-is 0. Times are means over passes, as in `measure`. A few long steps may all run at the same clock rate and then differ
-from steps of similar sizes. Since the time per token never rises with the number of tokens, sizes that violate this are
-averaged. The attention of prompts, a few hundredths of a step at usual lengths, is fitted to all pieces together. Steps
-that decode and encode a piece of a prompt are also measured: `provenance` says by how much they differ from the sum of
-decodes and prompts. Decodes over long contexts use K/V that was never computed, from a vLLM connector made for that.
+So `head` contains the time of each of a step's requests except the first, including the loop's work, and `overhead` is
+0. Times are means over passes, as in `measure`. A few long steps may all run at one clock rate, and then differ from
+steps of similar sizes. The time per token should never rise with the number of tokens, so sizes that violate this are
+averaged. The attention of prompts, at usual lengths a few hundredths of a step, is fitted to all pieces together. Steps
+that both decode and encode a piece of a prompt are also measured: `provenance` states by how much their time differs
+from the sum of separate steps. For decodes over long contexts, a vLLM connector pretends that K/V exist.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ from xrunner.vllm.offline import DONE
 from xrunner.vllm.process import last_error, package_path, preload, python, started, version_of
 
 SHORT = 32
-"""Number of tokens of a prompt or a context that is so short that its attention counts as 0."""
+"""Number of tokens of a prompt or context whose attention is so short that it counts as 0."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (SHORT, 128, 512, 1024, 2048)
 HEAD_BATCHES = (8, 32, 128)
-"""Numbers of requests for which the head is separated from the tokens."""
+"""Numbers of requests at which the head is separated from the tokens."""
 MAX_STEP_TOKENS = 2048
 MAX_CACHED_TOKENS = 8192
 NUM_DECODES = 4
-"""Number of decode iterations of a point in a pass."""
+"""Number of decode steps that are measured for each point in a pass."""
 PIECES = {"cpu": 128, "gpu": 1024}
-"""Tokens of a prompt's piece that keep a device busy, by the type of device."""
+"""Tokens in a piece of a prompt, enough to keep a device busy, by type of device."""
 NUM_PIECES, NUM_MIXED = 15, 6
 BESIDE, BESIDE_CONTEXT = 8, 512
-"""Requests that decode in the steps of a prompt's pieces, and their context, to measure the cost of mixing."""
+"""Number of requests that decode in the same steps as a prompt's pieces, and their context, to measure the cost of
+mixing."""
 
 Progress = Callable[[int, int, str], None]
 
@@ -61,8 +62,8 @@ Progress = Callable[[int, int, str], None]
 class Probe(NamedTuple):
     """A step to measure: `batch` requests, each with `length` tokens in the prompt or, if they decode, in the context.
 
-    The kind "pieces" stands for several steps: a prompt of `length` tokens, cut into pieces of `piece` tokens, with
-    `batch` requests that decode in the same steps.
+    The kind "pieces" means several steps: a prompt of `length` tokens, cut into pieces of `piece` tokens, with `batch`
+    requests that decode in the same steps.
     """
 
     kind: str
@@ -72,8 +73,8 @@ class Probe(NamedTuple):
 
     @property
     def group(self) -> tuple[int | None, list[tuple[int, int, bool]]]:
-        """The input of `xrunner.vllm.offline`: tokens of a step, and [(prompt tokens, output tokens, whether K/V
-        exists)]."""
+        """The input of `xrunner.vllm.offline`: the tokens of a step (None: no limit), and for each request (prompt
+        tokens, output tokens, whether K/V exist)."""
         if self.kind == "decode":
             return None, [(self.length - NUM_DECODES, NUM_DECODES + 1, True)] * self.batch
         if self.kind == "encode":
@@ -89,11 +90,11 @@ class Probe(NamedTuple):
 
     @property
     def step_tokens(self) -> int:
-        """Prompt tokens of the point's step. A prompt in pieces has many steps, and counts as short."""
+        """Prompt tokens of the point's step, or 0 for a prompt in pieces, which has many steps."""
         return self.batch * self.length if self.kind == "encode" else 0
 
     def holds(self, step: StepRecord) -> bool:
-        """Return whether a step is to be timed; other steps only prepare the timed ones."""
+        """Return whether a step is to be timed. Other steps only prepare the timed ones."""
         if self.kind == "pieces":
             return len(step.encode) == 1 and len(step.decode) == self.batch
         return bool(step.decode) == (self.kind == "decode")
@@ -103,7 +104,7 @@ def points(max_context: int, piece: int) -> list[Probe]:
     """Return the points to measure in each pass.
 
     Args:
-        piece: tokens of a prompt's piece, reduced so that two pieces fit in the context.
+        piece: tokens in a piece of a prompt, reduced if the context cannot contain two pieces.
     """
     piece = min(piece, (max_context - 2) // 2)
     contexts = [n for n in CONTEXTS if n <= max_context]
@@ -196,7 +197,8 @@ def _run(
 
 
 def _times(log: list[StepRecord], jobs: Sequence[Probe]) -> dict[Probe, list[float]]:
-    """Return the seconds of every step of each point after the first pass. The log holds `jobs` in this order."""
+    """Return the seconds of every step of each point, without the first pass. The steps in the log have the order of
+    `jobs`."""
     job_of = [index for index, job in enumerate(jobs) for _ in range(job.num_requests)]
     first_pass = len(set(jobs))
     times: dict[Probe, list[float]] = {job: [] for job in jobs}
@@ -217,7 +219,7 @@ def _requests(step: StepRecord) -> Iterator[int]:
 def fit(
     spec: ModelSpec, cluster: ClusterSpec, dtype: DType, times: dict[Probe, list[float]], vllm_version: str
 ) -> Profile:
-    """Return the profile that fits the seconds of whole steps.
+    """Compute the times of a step's parts from the seconds of whole steps.
 
     Raises:
         MachineError: a point was not measured.
@@ -271,11 +273,11 @@ def _decode_attention(spec: ModelSpec, step: dict[Probe, float], rest: _Line, he
 
 
 def _encode_attention(spec: ModelSpec, times: dict[Probe, list[float]], rest: _Line) -> Surface:
-    """Return the attention of a layer for one prompt; several prompts count as their sum.
+    """Return the attention of a layer for one prompt. Several prompts take the sum of their times.
 
-    A piece of p tokens also attends to the tokens before it; attention to p earlier tokens costs twice as much as the
-    causal attention within the piece. So if a piece takes c seconds more for each token before it, the attention of a
-    prompt of n tokens is c n^2 / 2p.
+    A piece of p tokens also attends to all earlier tokens, and attention to p earlier tokens takes twice as long as
+    causal attention within the piece. So if each earlier token adds c seconds to a piece, the attention of a prompt of
+    n tokens takes c n^2 / 2p.
     """
     lengths = tuple(2**k for k in range(SHORT.bit_length() - 1, spec.max_context.bit_length()))
     lengths = tuple(sorted({*lengths, *(3 * n // 2 for n in lengths[:-1])}))
@@ -283,23 +285,23 @@ def _encode_attention(spec: ModelSpec, times: dict[Probe, list[float]], rest: _L
     for point in (p for p in times if p.kind == "pieces" and not p.batch):
         starts = np.arange(0, point.length, point.piece)
         slope, first = np.polyfit(starts, _by_start(times[point], len(starts)).mean(axis=0), 1)
-        alone = first - slope * point.piece / 2  # a piece without any attention
+        alone = first - slope * point.piece / 2  # time of a piece without any attention
         share = max(0.0, slope / alone) * rest(point.piece) / (2 * point.piece)
     seconds = tuple(share * (n * n - SHORT * SHORT) / spec.num_layers for n in lengths)
     return Surface(batches=(1,), lengths=lengths, seconds=(seconds,))
 
 
 def _mixed_error(times: dict[Probe, list[float]], rest: _Line) -> tuple[float, float] | None:
-    """Return the share by which steps that decode and encode a piece take longer than separate steps for both, and the
-    standard error of this share, or None if not measured.
+    """Return by what share a step that decodes and encodes a piece takes longer than two separate steps, and the
+    standard error of this share, or None if it was not measured.
     """
     pieces = {bool(point.batch): point for point in times if point.kind == "pieces"}
     decode = Probe("decode", BESIDE, BESIDE_CONTEXT)
     if len(pieces) < 2 or decode not in times:
         return None
     alone, mixed = pieces[False], pieces[True]
-    num_mixed = mixed.length // mixed.piece - 1  # the first step of a point decodes nothing yet
-    fixed = rest(mixed.piece) + rest(BESIDE) - rest(mixed.piece + BESIDE)  # counted in both of them
+    num_mixed = mixed.length // mixed.piece - 1  # in the first step of a point, no request decodes yet
+    fixed = rest(mixed.piece) + rest(BESIDE) - rest(mixed.piece + BESIDE)  # time that both separate steps contain
     by_start = _by_start(times[alone], alone.length // alone.piece)[:, 1 : 1 + num_mixed]
     decodes = np.reshape(times[decode], (len(by_start), -1)).mean(axis=1)
     both = by_start.mean(axis=1) + decodes - fixed  # [passes]
@@ -313,8 +315,8 @@ def _by_start(seconds: list[float], num_starts: int) -> npt.NDArray[np.float64]:
 
 
 def _ever_cheaper(sizes: dict[int, tuple[float, float]]) -> dict[int, float]:
-    """Return the seconds of steps by their tokens, with a cost per token that never rises: sizes that violate this are
-    averaged, weighted by the time for which they were measured.
+    """Return the seconds of steps by their tokens, such that the time per token never rises. Sizes that violate this
+    are averaged, weighted by the time for which they were measured.
 
     Args:
         sizes: seconds of a step, and of all its measurements, by tokens.

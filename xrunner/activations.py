@@ -50,5 +50,5 @@ IN_PLACE: dict[str, Activation] = ACTIVATIONS | {
     "gelu_tanh": lambda x: torch.ops.aten.gelu_(x, approximate="tanh"),
     "silu": lambda x: F.silu(x, inplace=True),
 }
-"""In-place activation functions, for tensors that nothing else reads; a gate writes its result into half of the
+"""In-place activation functions, for tensors that no other code reads. A gate writes its result into half of the
 tensor."""

@@ -1,10 +1,10 @@
 """Launch the next decode step before the engine asks for it, so that a GPU never waits for the engine's loop.
 
-While all requests only decode, the next step is nearly always the previous step, one token further, without the
-requests that have ended. Its input tokens are already on the device, so it is launched before the host has read them,
-and the engine's loop settles the previous step while the next one runs. If the schedule then asks for a different step,
-the launched one is discarded: the keys and values that it wrote are overwritten, or lie in blocks whose next owner
-writes before it reads. Tokens, steps and their order are the same as without early launches.
+While all requests only decode, the next step is nearly always the previous step advanced by one token, without the
+requests that have ended. The input tokens are already on the device, so the step is launched before the host has read
+them, and the engine's loop settles the previous step while the next one runs. If the schedule then asks for a different
+step, the launched one is discarded: the keys and values that it wrote are overwritten, or lie in blocks whose next
+owner writes before reading. Tokens and steps are the same as without early launches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Launched:
     """A decode step that was launched before the schedule asked for it.
 
     Attributes:
-        index: index of each request's token in `tokens`; released requests are removed.
+        index: index of each request's token in `tokens`, without released requests.
         tokens: the step's tokens, on the device. # int64 [requests]
     """
 
@@ -36,7 +36,7 @@ class _Launched:
 
 
 class AheadWorker(Worker):
-    """A worker of a whole decoder-only model that launches the next step early when two steps in a row only decode.
+    """A worker of a whole decoder-only model that launches the next step early once two consecutive steps only decode.
 
     Steps that sample at random, apply penalties or report log probabilities are not launched early.
 
@@ -47,7 +47,7 @@ class AheadWorker(Worker):
     num_hits = 0
     _ahead: _Launched | None = None
     _decoded = False
-    """Return whether the last step only decoded, and chose the highest logits."""
+    """Whether the last step only decoded, and chose the highest logits."""
 
     def restart(self) -> None:
         self._ahead = None
@@ -80,13 +80,13 @@ class AheadWorker(Worker):
         return dict(zip(step.decode, sampled.tolist(), strict=True))
 
     def _run_ahead(self, step: Step, rows: np.ndarray, tokens: Tensor) -> None:
-        """Launch this step again, one token further, if each request has K/V memory for one more token."""
+        """Launch the step that follows this one, if each request has K/V memory for one more token."""
         context = self._rows.context[rows]
         has_room = context // self.cache.block_size < self._rows.num_blocks[rows]
         if not has_room.all() or int(context.max()) >= self.model.spec.max_context:
             return
         batch = self._decodes(step, rows)
-        self._rows.context[rows] -= 1  # kept until the engine asks for this step
+        self._rows.context[rows] -= 1  # stays so until the engine asks for this step
         self._ahead = _Launched(
             index={id_: index for index, id_ in enumerate(step.decode)},
             tokens=self._launch(replace(batch, token_ids=tokens.clamp(min=0))),
@@ -115,7 +115,7 @@ class AheadWorker(Worker):
 
 
 class _Arriving:
-    """A tensor that is being copied to the host; work that is launched later does not delay the copy."""
+    """A tensor that is being copied to the host. Later work on the device does not delay the copy."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.cuda.Event | None = None

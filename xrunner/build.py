@@ -31,7 +31,7 @@ from xrunner.worker import Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """The settings of a worker: what it loads, and onto which device.
+    """The settings of a worker: its model, dtype, weights and device.
 
     Attributes:
         kv_dtype: dtype of keys and values. None means the default for the weights' dtype.
@@ -62,7 +62,7 @@ def build_worker(
 
     Args:
         part: the part of the model that this rank holds. None means the whole model.
-        group: the ranks that share these layers. None means that only this rank has them.
+        group: the ranks that share these layers. None means only this rank.
         pipe: link to the stages before and after. None means that there is one stage.
 
     Raises:
@@ -110,7 +110,7 @@ def build_worker(
 
 
 def build_row_worker(settings: WorkerSettings, batching: Batching, row_tokens: int) -> RowWorker:
-    """Return a worker that runs whole batches in rows, on one device; K/V memory belongs to each batch.
+    """Return a worker that runs whole batches in rows, on one device. Each batch allocates its own K/V memory.
 
     Raises:
         InputError: the weights do not fit the spec, or rows do not support the model's attention.
@@ -185,9 +185,9 @@ def whole_worker(
 
 
 def warm_up(worker: Worker | RowWorker, *, encode: bool = True, decode: bool = True) -> None:
-    """Run a prompt and a decode, if the worker supports this, so that the first real steps do not wait for compilation.
+    """Run a prompt and a decode, as far as the worker supports them, so that real steps do not wait for compilation.
 
-    All workers of a pipeline must call this together.
+    All workers of a pipeline must call this function at the same time.
     """
     request = Generation(id=-1, prompt=(0,) * 4, max_output=2)
     table = BlockTable(range(worker.cache.num_blocks if isinstance(worker, Worker) else 0)[:6])

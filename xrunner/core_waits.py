@@ -13,11 +13,11 @@ TASKS = Path("/proc/self/task")
 
 
 class CoreWaitMeter:
-    """Passes records on, after adding to each the longest time for which a thread of this process was ready to run
-    during the step while other threads occupied the cores. Call it in the thread that executes steps.
+    """Adds to each step's record the longest time for which a thread of this process was ready to run but had no core,
+    and passes the record on. Must be called in the thread that executes steps.
 
-    The main thread is left out if another thread executes steps: it answers requests, and no step waits for it. If a
-    thread waited for a core after the last step, to wake up for this one, that time counts towards this step.
+    If another thread executes steps, the main thread is left out, since it answers requests and no step waits for it.
+    Time for which a thread waited for a core between two steps counts towards the second step.
     """
 
     def __init__(self, on_step: Callable[[StepRecord], None]) -> None:
@@ -35,11 +35,11 @@ class CoreWaitMeter:
 
 
 def waited_ns() -> dict[int, int]:
-    """Return how long each thread of this process has waited for a core so far; empty if the system does not report
-    it."""
+    """Return how long each thread of this process has waited for a core so far, or {} if the operating system does not
+    report this."""
     found = {}
     paths = [TASKS / task / "schedstat" for task in os.listdir(TASKS)] if TASKS.is_dir() else []
-    for path in _files.keys() - paths:  # their threads have ended
+    for path in _files.keys() - paths:  # the threads of these files have ended
         os.close(_files.pop(path))
     for path in paths:
         try:
@@ -52,4 +52,4 @@ def waited_ns() -> dict[int, int]:
 
 
 _files: dict[Path, int] = {}
-"""Open files, kept because opening one takes six times as long as reading it, and every step reads them."""
+"""Open files, by path. Every step reads them, and opening a file takes six times as long as reading it."""

@@ -1,8 +1,8 @@
-"""Give each thread that computes steps a core of its own.
+"""Pin each thread that computes steps to its own core.
 
-Linux moves a thread away from a core on which another thread wakes up. If every core computes, the moved thread gets to
-a core whose own thread must then wait. The two then alternate in slices of some milliseconds, and the waiting thread
-spins during its slices.
+Linux moves a thread away from a core on which another thread wakes up. If all cores are computing, the moved thread
+shares a core with another thread. The two threads then alternate every few milliseconds, and whichever has to wait for
+the others spins in its time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 _MAPS = Path("/proc/self/maps")
 _OPENMP = re.compile(r"/\S*/lib(?:gomp|iomp5|omp)\b[^/]*\.so\S*$", re.MULTILINE)
 _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-"""The function that each thread of a team runs."""
+"""The function that each thread of an OpenMP team runs."""
 
 
 def take_cores(part: int = 0, parts: int = 1) -> bool:
-    """Pin each of the caller's OpenMP threads to its own core, if the threads of all teams together are as many as the
-    cores that this process may use. Otherwise change nothing, because a thread may have to make way for other work.
+    """Pin each of the caller's OpenMP threads to its own core, if the threads of all teams are together as many as the
+    cores that this process may use. Otherwise change nothing, because other work may need a thread's core.
 
-    Threads and processes that the caller starts later inherit its core.
+    Threads and processes that the caller starts later inherit the caller's core.
 
     Args:
         part: number of this team: the OpenMP threads that compute for the calling thread.
@@ -60,7 +60,8 @@ def _usable_cores() -> list[int]:
 
 
 def _keep_to(cores: Sequence[Sequence[int]]) -> bool:
-    """Pin each thread of the team to its core; return False if the threads do not all use the same OpenMP library."""
+    """Pin each thread of the team to its core. Return False if no OpenMP library with GNU's interface runs torch's
+    threads."""
     if len(cores) == 1:
         os.sched_setaffinity(0, cores[0])
         return True
@@ -74,7 +75,7 @@ def _keep_to(cores: Sequence[Sequence[int]]) -> bool:
 
 @cache
 def _openmp() -> Any:
-    """Return the OpenMP library that runs torch's threads, or None if its interface is not GNU's."""
+    """Return the OpenMP library that runs torch's threads, or None if the library does not have GNU's interface."""
     names = sorted(set(_OPENMP.findall(_MAPS.read_text())), key=lambda name: "/torch" not in name)
     libraries = map(ctypes.CDLL, names)
     return next((library for library in libraries if hasattr(library, "GOMP_parallel")), None)

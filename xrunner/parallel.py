@@ -1,4 +1,4 @@
-"""A part of a model on one device of several: some layers, each divided among devices for tensor parallelism.
+"""Build the part of a model that one of several devices holds: some layers, or slices of them (tensor parallelism).
 
 The blocks of layers.py are not aware of the division. A rank builds its model from the sizes of its part
 (`Part.local`), and hooks add up the partial results of a stage's ranks. Source: Megatron-LM (arXiv 1909.08053) sec. 3.
@@ -34,7 +34,7 @@ from xrunner.models.layers import (
 
 
 class Group(Protocol):
-    """The ranks that compute a stage together, as one of these ranks uses them."""
+    """Exchanges tensors among the ranks that compute a stage together."""
 
     rank: int
     degree: int
@@ -47,7 +47,7 @@ class Group(Protocol):
 
 
 class Share(NamedTuple):
-    """Indices [start, stop) out of `full`: heads, columns of a feed-forward block, or tokens of a vocabulary."""
+    """Indices [start, stop) of `full` heads, columns of a feed-forward block, or tokens of a vocabulary."""
 
     start: int
     stop: int
@@ -62,12 +62,13 @@ class Share(NamedTuple):
 
 
 def share(full: int, rank: int, degree: int) -> Share:
-    """Return a rank's share of `full` items; shares are as equal as possible."""
+    """Return a rank's share of `full` items. Shares are as equal as possible."""
     return Share(full * rank // degree, full * (rank + 1) // degree, full)
 
 
 class Cut(NamedTuple):
-    """The part of a stored tensor that a rank holds: from `start`, out of `full`, along `dim` in our orientation."""
+    """The part of a stored tensor that a rank holds: indices from `start` on, out of `full`, along dimension `dim` of
+    the model's parameter."""
 
     dim: int
     start: int
@@ -119,7 +120,8 @@ class Part:
 
     @property
     def kv_heads(self) -> Share:
-        """Number of K/V heads that this rank caches: its share, or one head that other ranks also cache."""
+        """K/V heads that this rank caches: its share, or, if ranks outnumber heads, one head that other ranks cache
+        too."""
         total = self.spec.num_kv_heads
         if self.degree <= total:
             return share(total, self.rank, self.degree)
@@ -128,7 +130,7 @@ class Part:
 
     @property
     def cached_heads(self) -> Share:
-        """Number of heads in this rank's cache: 1, the same on all ranks, if the cache holds latent vectors."""
+        """Heads in this rank's cache. If it holds latent vectors, there is one head, the same on all ranks."""
         return self.kv_heads if self.spec.latent is None else Share(0, 1, 1)
 
     @property
@@ -296,9 +298,10 @@ def _reduced(model: Model) -> list[nn.Module]:
 
 
 def cuts(model: Model, part: Part) -> dict[str, tuple[Cut, ...]]:
-    """Return the part of each stored tensor that a rank holds, by parameter: one cut for each projection fused in it.
+    """Return, by parameter, which parts of stored tensors a rank holds: one cut for each projection that the parameter
+    fuses.
 
-    Every rank holds the parameters that are not named here completely.
+    Every rank holds all of a parameter that is not named here.
     """
     if part.degree == 1:
         return {}

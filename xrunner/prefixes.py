@@ -27,10 +27,10 @@ class Prefixes:
         self._roots: dict[str, bytes] = {}
         """The start of each account's chains."""
         self._last: tuple[Sequence[int], int, str, Chain] = ((), 0, "", ())
-        """The last prompt, its size of blocks, its account and its chain, which a request's choices share."""
+        """The last prompt, its block size, account and chain: several choices of a request have the same prompt."""
 
     def of_prompt(self, generation: Generation, block_size: int) -> Chain:
-        """Return the keys of a prompt's full blocks; none if the prompt is scored, since all its tokens must then be
+        """Return the keys of a prompt's full blocks, or () if the prompt is scored, since all its tokens must then be
         computed.
         """
         if generation.is_scored:
@@ -42,13 +42,13 @@ class Prefixes:
         return chain
 
     def of_output(self, request: Request, sequence: Sequence[int], block_size: int) -> Chain:
-        """Return the keys of the full blocks after those of the prompt, which remain in the cache when a request has
-        ended.
+        """Return the keys of the full blocks that follow the prompt's. These blocks stay in the cache after the request
+        has ended.
         """
         return self.extend(request.chain, sequence, block_size, request.account)
 
     def extend(self, chain: Chain, tokens: Sequence[int], block_size: int, account: Account) -> Chain:
-        """Return the keys of the full blocks of a sequence after its first ones, whose keys are `chain`."""
+        """Return the keys of a sequence's full blocks, except for its first blocks, whose keys are `chain`."""
         previous = chain[-1] if chain else self._root(account)
         width = 4 * block_size
         ids = array("i", tokens[len(chain) * block_size :]).tobytes()

@@ -38,11 +38,11 @@ class PromptScores:
         return any(chunk.id in self._scores for chunk in step.encode)
 
     def places(self, step: Step, prompts: Mapping[int, np.ndarray]) -> ScoredPlaces | None:
-        """Return the places in a step after which prompt tokens are scored, or None if the step has none."""
+        """Return the positions in a step after which prompt tokens are scored, or None if the step has none."""
         return ScoredPlaces.at(step, prompts, self._num_top)
 
     def add(self, places: ScoredPlaces, logits: Tensor) -> None:
-        """Add the scores of a step, from the logits at its places. # [scored, vocab]"""
+        """Add the scores of a step, from the logits at these positions. # [scored, vocab]"""
         for id_, scores in places.scores(logits):
             self._scores[id_] += scores
 
@@ -53,12 +53,12 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class ScoredPlaces:
-    """The places of a step after which a prompt token is scored.
+    """The positions in a step after which a prompt token is scored.
 
     Attributes:
-        rows: the rows of these places in a batch in which the step's decodes come first. # int64 [scored]
-        targets: the prompt tokens that follow these places and are scored. # int64 [scored]
-        requests: each request, the number of its places, and the number of most probable tokens to report for each.
+        rows: the rows of these positions in a batch in which the step's decodes come first. # int64 [scored]
+        targets: the prompt tokens that follow these positions and are scored. # int64 [scored]
+        requests: each request, the number of its positions, and the number of most probable tokens to report for each.
     """
 
     rows: Tensor
@@ -67,7 +67,7 @@ class ScoredPlaces:
 
     @classmethod
     def at(cls, step: Step, prompts: Mapping[int, np.ndarray], num_top: Mapping[int, int]) -> ScoredPlaces | None:
-        """Return the places of a step, or None if it has none.
+        """Return the scored positions of a step, or None if the step has none.
 
         Args:
             num_top: most probable tokens to report, by request whose prompt is scored.
@@ -87,7 +87,7 @@ class ScoredPlaces:
         return cls(torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(targets)), requests)
 
     def scores(self, logits: Tensor) -> Iterator[tuple[int, list[Logprobs]]]:
-        """Yield each request's scores of its prompt tokens, from the logits at the places. # [scored, vocab]"""
+        """Yield each request's scores of its prompt tokens, from the logits at the positions. # [scored, vocab]"""
         targets, begin = self.targets.to(logits.device), 0
         for id_, count, num_top in self.requests:
             end = begin + count

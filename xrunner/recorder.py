@@ -18,7 +18,7 @@ OnStep = Callable[[StepRecord], None]
 
 
 class _Begun(NamedTuple):
-    """The state at a step's beginning that its record needs."""
+    """State at the beginning of a step, for the step's record."""
 
     number: int
     start_ns: int
@@ -35,7 +35,7 @@ class Recorder:
         self.clear()
 
     def listen(self, on_step: OnStep) -> None:
-        """Call a function with later records, in the thread that calls `end`."""
+        """Call `on_step` with each later record, in the thread that calls `end`."""
         self._listeners.append(on_step)
 
     def clear(self) -> None:
@@ -45,7 +45,7 @@ class Recorder:
         self._cancelled: list[tuple[int, int]] = []
         """Requests removed since the last step began, each with the number of steps settled before."""
         self._under_way: dict[tuple[LaneName, int], deque[_Begun]] = defaultdict(deque)
-        """Unfinished steps of each lane's micro-batch, in the order in which they end."""
+        """Unfinished steps of each lane and micro-batch, in the order in which the steps end."""
         self._num_begun = self._num_settled = 0
 
     @property
@@ -74,7 +74,7 @@ class Recorder:
         self._cancelled.append((id_, self._num_settled))
 
     def begin(self, step: Step, start_ns: int) -> None:
-        """Note that a step begins that was scheduled at `start_ns`."""
+        """Note that a step begins. `start_ns`: when the step was scheduled."""
         arrived, settled = {arrival.id for arrival in self._arrivals}, self._num_settled
         # A request that has just arrived must be in the log before the log can record its removal.
         cancelled = [(id_, settled if id_ in arrived else after) for id_, after in self._cancelled]

@@ -37,7 +37,8 @@ class Ledger:
         return (*self.generations[id_].prompt, *self._generated.get(id_, ()))
 
     def resumed(self, request: Request) -> Generation:
-        """Return a request that is to be encoded. After a preemption, its output so far is part of the prompt."""
+        """Return a request's prompt and parameters for encoding. After a preemption, the prompt contains the output so
+        far."""
         return self.generations[request.id].resumed(self._generated.get(request.id, [])[: request.generated])
 
     def repeat(self, ids: Iterable[int]) -> None:
@@ -48,8 +49,8 @@ class Ledger:
         """Return the request as it enters a schedule again, on workers that do not have it.
 
         Args:
-            can_resume: whether its output can be encoded with its prompt. Otherwise the same tokens are generated
-                again, since they depend only on the request.
+            can_resume: returns whether a request's output can be encoded with its prompt. If not, the same tokens are
+                generated again, since tokens depend only on the request.
         """
         generation = self.resumed(request)
         size = len(generation.prompt), generation.max_output
@@ -66,7 +67,7 @@ class Ledger:
         return again
 
     def without_repeated(self, tokens: list[Token]) -> list[Token]:
-        """Return the tokens of a step that have not been returned before; count the tokens that have."""
+        """Return the tokens of a step that have not been returned before. Count the tokens that have."""
         if not self._repeated:
             return tokens
         return [token for token in tokens if token.finish == "error" or not self._is_repeated(token.id)]

@@ -30,7 +30,7 @@ def _of_all(combine: Callable[[Iterable[int]], int], name: str) -> property:
 
 
 class Pools:
-    """The pools of all replicas together; `kv_blocks` is the largest number of blocks that one request can have.
+    """The pools of all replicas together. `kv_blocks` is the largest number of blocks that one request can have.
 
     The replicas' threads change the pools at the same time, so only sizes and membership are read. Such reads are
     atomic.
@@ -66,7 +66,7 @@ class Pools:
 
 
 class _AnyOf:
-    """Membership in any of several containers; unlike a ChainMap it never lists their contents."""
+    """Membership in any of several containers. Unlike a ChainMap it never lists their contents."""
 
     def __init__(self, containers: Sequence[Container[int]]) -> None:
         self._containers = containers
@@ -76,11 +76,11 @@ class _AnyOf:
 
 
 class Replicas:
-    """The interface of `engine.Engine` over several replicas. Their steps share one log; each record names its replica.
+    """The interface of `engine.Engine` over several replicas. Their steps share one log. Each record names its replica.
 
     Args:
-        build: builds a replica's engine in the thread that will step it, given the function that it calls with its
-            steps.
+        build: builds the engine of the replica with this number, in the thread that will run it. The engine calls the
+            second argument with each step's record.
         router: chooses the replica of a request. None means the one with the fewest requests.
     """
 
@@ -123,7 +123,7 @@ class Replicas:
 
     @property
     def on_refused(self) -> Callable[[str], None]:
-        """See `Engine.on_refused`; called in the thread of the replica that keeps its plan."""
+        """See `Engine.on_refused`. Called in the thread of the replica that keeps its plan."""
         return self._engines[0].on_refused
 
     @on_refused.setter
@@ -133,7 +133,7 @@ class Replicas:
 
     @property
     def on_begin(self) -> Callable[[list[int]], None]:
-        """See `Engine.on_begin`; called in the thread of the replica whose step begins."""
+        """See `Engine.on_begin`. Called in the thread of the replica whose step begins."""
         return self._engines[0].on_begin
 
     @on_begin.setter
@@ -142,12 +142,12 @@ class Replicas:
             engine.on_begin = then
 
     def apply(self, schedule: Schedule) -> None:
-        """See `Engine.apply`; each replica changes by itself. The number of replicas does not change."""
+        """See `Engine.apply`. Each replica changes by itself. The number of replicas does not change."""
         for engine in self._engines:
             engine.apply(schedule.fresh())
 
     def go_over_to(self, plan: Plan) -> None:
-        """Adopt the plan's schedule; see `apply`."""
+        """Adopt the plan's schedule. See `apply`."""
         self.apply(policies.build(plan))
 
     takes_seeds = True
@@ -232,7 +232,7 @@ class Replicas:
         number: int,
         built: SimpleQueue[tuple[int, Engine | BaseException]],
     ) -> None:
-        """One replica's thread."""
+        """Run one replica. This is the target of the replica's thread."""
         try:
             engine = build(number, lambda record: self._outcomes.put(record._replace(replica=number)))
         except BaseException as error:

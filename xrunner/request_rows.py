@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 
 FEWEST = 64
-"""Initial number of rows; it doubles when all rows are in use."""
+"""Initial number of rows. It doubles when all rows are in use."""
 
 
 class RequestRows:
@@ -18,7 +18,7 @@ class RequestRows:
         context: number of tokens whose K/V is in the cache. # int32 [rows]
         prompt_len: number of tokens in the prompt. # int32 [rows]
         num_blocks: number of the request's blocks. # int32 [rows]
-        tables: the blocks, in order; the rest of each row is arbitrary. # int32 [rows, blocks]
+        tables: the blocks, in order. The rest of each row is arbitrary. # int32 [rows, blocks]
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class RequestRows:
         return np.fromiter(map(self._row.__getitem__, ids), dtype=np.int64, count=len(ids))
 
     def take(self, id_: int, blocks: Sequence[int], prompt_len: int) -> int:
-        """Reserve a row for a request that holds these blocks; return its index."""
+        """Reserve a row for a request with these blocks. Return the row's index."""
         assert id_ not in self._row, f"request {id_} has started already"
         if not self._free:
             self._add_rows()
@@ -56,7 +56,7 @@ class RequestRows:
         return row
 
     def release(self, id_: int) -> int:
-        """Free a request's row; return its index."""
+        """Free a request's row. Return the row's index."""
         row = self._row.pop(id_)
         self._free.append(row)
         return row

@@ -1,12 +1,11 @@
 """Choose tokens from logits: greedy, or at random after temperature, top-k, top-p, min-p and penalties.
 
-A row of logits that holds NaN, or whose highest value is infinite, gives no token; only its request fails.
+If a row of logits contains NaN, or the row's highest value is infinite, only the row's request fails.
 
 A drawn token depends only on its request: each candidate's random number is a hash of the request's seed, the token's
 position and the candidate, so equal logits give equal tokens. Other requests in the batch, or a preemption, may change
 the last bits of logits, since products of different sizes are rounded differently. A different token is then drawn only
-if two candidates differ by no more than this rounding error. In the same case, greedy sampling may also choose a
-different token.
+if two candidates differ by no more than this rounding error. Greedy sampling may then also choose a different token.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from xrunner.generation import NO_TOKEN, Logprobs, SamplingParams
 from xrunner.grammar import Grammars, GrammarState
 
 MIN_TEMPERATURE = 1e-5
-"""Below this temperature the highest logit is chosen in any case, and the division would overflow."""
+"""At lower temperatures, the division would overflow, and the highest logit is chosen anyway."""
 
 HASH = ((16, 0xFFFF, -2048144789), (13, 0x7FFFF, -1028477387), (16, 0xFFFF, 1))
 """Each round's shift, mask (which makes the shift logical) and factor. Source: MurmurHash3's finaliser."""
 
 RACERS = 2**17
-"""Number of candidates that are computed together: they fit into a processor's cache."""
+"""Number of candidates whose random numbers are computed together, so that they fit into a processor's cache."""
 
 CANDIDATES = 256
 """Number of highest scores that are sorted first. If top-p needs more, all scores are sorted."""
@@ -56,7 +55,7 @@ class Sampler:
     `takes_highest` is true, the caller may use `highest` of the sum of logits and `clocks`.
 
     Attributes:
-        failed: the reason why the last call has chosen no token, by index into its rows; rows whose logits are not
+        failed: why the last call chose no token for a row, by index into the call's `rows`. Rows whose logits are not
             finite are left out.
 
     Args:
@@ -69,7 +68,7 @@ class Sampler:
         self._active: set[int] = set()
         self.grammars = grammars
         self._states: dict[int, GrammarState] = {}
-        """Grammar states, by row that has a grammar."""
+        """Grammar state of each row that has a grammar."""
         self.failed: dict[int, str] = {}
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}
         """Biases by row: tokens, and what is added to their logits."""
@@ -101,7 +100,7 @@ class Sampler:
         return not ruled.any() and constrained.isdisjoint(rows.tolist())
 
     def clocks(self, rows: np.ndarray, positions: np.ndarray) -> Tensor | None:
-        """Return the random numbers to add to logits, for rows that sample with a temperature only, or None if all rows
+        """Return the random numbers to add to logits, for rows whose only setting is a temperature, or None if all rows
         are greedy.
 
         The arguments are those of `__call__`.
@@ -125,7 +124,7 @@ class Sampler:
             yield from at_once
 
     def start(self, row: int, params: SamplingParams, output: Sequence[int] = (), prompt: Sequence[int] = ()) -> None:
-        """Store the sampling parameters of a row's request; `output`: the tokens that it had generated before a
+        """Store the sampling parameters of a row's request. `output`: the tokens that it had generated before a
         preemption.
         """
         if params.is_plain:
@@ -168,7 +167,7 @@ class Sampler:
     def __call__(
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, dict[int, Logprobs]]:
-        """Return the next tokens; NO_TOKEN for a row that gives none.
+        """Return the next tokens, with NO_TOKEN for a row for which none can be chosen.
 
         Args:
             logits: # [sampled, vocab]
@@ -190,7 +189,7 @@ class Sampler:
     def _one_by_one(
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, dict[int, Logprobs]]:
-        """Choose for each request separately, so that only the one at fault fails."""
+        """Choose for each request separately, so that only the request at fault fails."""
         tokens = np.full(len(rows), NO_TOKEN, dtype=np.int64)
         logprobs: dict[int, Logprobs] = {}
         failed: dict[int, str] = {}
@@ -326,8 +325,8 @@ def _is_cut(settings: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def _lowest_kept(scores: Tensor, settings: np.ndarray, width: int = CANDIDATES) -> Tensor:
-    """Return the lowest score that is kept by top-k, then by top-p among the remaining scores, and by min-p. Equal
-    scores are kept together.
+    """Return each row's lowest score that passes top-k, then top-p among the remaining scores, and min-p. Equal scores
+    all pass.
 
     Args:
         scores: the highest of each row is 0. # float32 [rows, vocab]

@@ -1,4 +1,4 @@
-"""Attention backends: base.py has their interface, reference.py computes its results, backends.py chooses a backend."""
+"""Attention backends: base.py has their interface, reference.py their definition, backends.py the choice of one."""
 
 from __future__ import annotations
 

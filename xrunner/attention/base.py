@@ -1,4 +1,5 @@
-"""The contract between models, workers and attention backends: a step's batch, and what a backend computes from it."""
+"""The contract between models, workers and attention backends: a step's batch, and the result that a backend
+computes."""
 
 from __future__ import annotations
 
@@ -11,36 +12,36 @@ import torch
 from torch import Tensor
 
 MOST_PROMPTS = 64
-"""Largest number of pieces of prompts in a captured step: its kernels are launched for this many pieces, whatever the
-batch contains.
+"""Largest number of pieces of prompts in a captured step: the step's kernels are launched for this many pieces, even if
+the batch has fewer.
 """
 
 
 @dataclass(slots=True)
 class Batch:
-    """One step, flattened: all tokens of all sequences, one after the other (ORCA's selective batching).
+    """The input of one step: the tokens of all sequences, concatenated (ORCA's selective batching).
 
-    Sequences that decode come first, one token each; pieces of prompts follow. All tensors lie on the model's
-    device.
+    Sequences that decode come first, one token each. Pieces of prompts follow. All tensors lie on the model's device.
 
     Attributes:
         token_ids: # int64 [tokens]
         positions: position of each token in its sequence. # int64 [tokens]
-        cache_slots: slot in the cache for each token's key and value: block * block_size + offset. # int64 [tokens]
+        cache_slots: cache slot of each token's key and value: block * block_size + offset. # int64 [tokens]
         query_start: sequence i holds tokens [query_start[i], query_start[i + 1]). # int32 [sequences + 1]
-        context_len: number of tokens that each sequence's last token attends to, itself included. # int32 [sequences]
-        block_tables: blocks of each sequence, in order; padding is arbitrary. # int32 [sequences, max blocks]
+        context_len: number of tokens to which each sequence's last token attends, including itself. # int32 [sequences]
+        block_tables: blocks of each sequence, in order. Padding is arbitrary. # int32 [sequences, max blocks]
         logit_rows: indices of the tokens whose logits are computed. # int64 [sampled]
         num_decodes: number of sequences with one token. They come first.
-        max_query_len: length of the longest piece of a prompt; 1 if there is none.
-        counts: numbers of decodes and of all sequences. Set only in captured steps, in which the host does not know
-            these numbers and `num_decodes` is 0. # int32 [2]
-        prompt_len: encoder-decoders only: how many of the sequence's first tokens the encoder reads. # int32
+        max_query_len: length of the longest piece of a prompt, or 1 if there are no prompts.
+        counts: numbers of decodes and of all sequences. Set only in captured steps: there the host does not know these
+            numbers, and `num_decodes` is 0. # int32 [2]
+        prompt_len: only for encoder-decoders: how many of each sequence's first tokens the encoder reads. # int32
             [sequences]
-        first_key: index of the first token that each sequence attends to. None means 0 for all. # int32 [sequences]
-        both_ways: whether each token attends to its whole sequence, not only to earlier tokens.
+        first_key: index of the first token to which each sequence attends. None means 0 for all. # int32 [sequences]
+        both_ways: whether each token attends to its whole sequence, and not only to earlier tokens.
         highest_only: whether only the highest logit of each row must be right.
-        added: numbers to add to the logits before the highest is chosen, or None. # float32 [sampled, vocab]
+        added: numbers to add to the logits before the highest is chosen. None means no numbers. # float32 [sampled,
+            vocab]
     """
 
     token_ids: Tensor
@@ -61,7 +62,7 @@ class Batch:
 
 
 class PositionBias(NamedTuple):
-    """The number that each head adds to a score. It depends on the distance between query and key.
+    """The numbers that each head adds to scores, by the distance between query and key.
 
     Attributes:
         values: `values[head, center + query - key]`, for all distances in a batch. # float32 [heads, places]
@@ -76,11 +77,11 @@ class Scoring(NamedTuple):
     """How a layer scores a query against a key, and which of the visible keys it leaves out.
 
     Attributes:
-        scale: factor on the product of query and key. None means head_dim ** -0.5.
+        scale: factor for the product of query and key. None means head_dim ** -0.5.
         softcap: limit c of scaled products, which become c tanh(product / c). None means no limit.
-        bias: position bias, added after the soft cap; only in models whose heads do not share keys and values.
-        window: number of last tokens that a token attends to, itself included. None means all visible ones.
-        sinks: one more score for each head, which takes part in the softmax but adds no value. # float32 [heads]
+        bias: position bias, added after the soft cap, in models whose heads do not share keys and values.
+        window: number of last tokens to which a token attends, including itself. None means all visible tokens.
+        sinks: one more score for each head, which is in the softmax but adds no value. # float32 [heads]
     """
 
     scale: float | None = None
@@ -90,7 +91,7 @@ class Scoring(NamedTuple):
     sinks: Tensor | None = None
 
     def scale_of(self, head_dim: int) -> float:
-        """Return the factor on products of queries and keys with this many dimensions."""
+        """Return the factor for products of queries and keys with this many dimensions."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
 
@@ -104,8 +105,9 @@ class Sequences(NamedTuple):
     Attributes:
         query_len: number of the sequence's tokens in this step. # int32 [sequences]
         context_len: number of the sequence's tokens in the cache after this step. # int32 [sequences]
-        block_tables: blocks of each sequence; may be wider than this step needs. # int32 [sequences, blocks]
-        prompt_len: encoder-decoders only: number of the sequence's tokens that the encoder reads. # int32 [sequences]
+        block_tables: blocks of each sequence, perhaps more than this step needs. # int32 [sequences, blocks]
+        prompt_len: only for encoder-decoders: number of the sequence's tokens that the encoder reads. # int32
+            [sequences]
     """
 
     query_len: np.ndarray
@@ -123,12 +125,12 @@ def make_batch(
     wants_logits: np.ndarray | None = None,
     device: torch.device | None = None,
 ) -> Batch:
-    """Return a batch from the properties in which sequences differ. All other fields are derived.
+    """Return a batch from the properties in which sequences differ. The batch's other fields follow from these.
 
     Args:
         token_ids: tokens of all sequences, one after the other. # int64 [tokens]
-        wants_logits: whether the logits of each sequence's last token are computed. None means every sequence. # bool
-            [sequences]
+        wants_logits: whether the logits of each sequence's last token are computed. None means that all are.
+            # bool [sequences]
         device: the model's device. None means the CPU.
     """
     query_len, context_len, block_tables, prompt_len = sequences
@@ -159,7 +161,7 @@ def make_batch(
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device without waiting for the device's work."""
+    """Copy a tensor to a device without waiting until the device has finished earlier work."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -189,11 +191,11 @@ def _padded_bytes(array: np.ndarray) -> int:
 
 
 class AttentionBackend(ABC):
-    """Attention over a paged cache. A backend has no state: one object serves all layers.
+    """Computes attention over a paged cache. A backend has no state, so one object serves all layers.
 
     Attributes:
-        capturable: whether a decode batch can be captured in a CUDA graph: nothing is read back from the device, and
-            launches depend only on shapes.
+        capturable: whether a decode batch can be captured in a CUDA graph, because no data is read back from the
+            device, and launches depend only on shapes.
     """
 
     capturable: ClassVar[bool] = False
@@ -213,17 +215,16 @@ class AttentionBackend(ABC):
         batch: Batch,
         scoring: Scoring = PLAIN,
     ) -> Tensor:
-        """Write `k` and `v` into the cache, then return each token's attention over the keys that are visible to it in
-        the batch.
+        """Write `k` and `v` into the cache, then return each token's attention over the keys that are visible to it.
 
         Query head h reads key head h // (heads / kv_heads).
 
         Args:
-            q: queries; need not be contiguous. # [tokens, heads, head_dim]
-            k, v: keys and values of the tokens in `batch.cache_slots`: in self-attention those of the query tokens, in
-                cross-attention those that the encoder has just produced. # [tokens, kv_heads, head_dim]
-            cache: one layer of `KvCache.layers`, which already holds the sequences' earlier tokens. It may have fewer
-                bits than the queries. If keys also serve as values, `v` is not read.
+            q: queries, which need not be contiguous. # [tokens, heads, head_dim]
+            k, v: keys and values of the tokens in `batch.cache_slots`: of the query tokens in self-attention, of the
+                encoder's new output in cross-attention. # [tokens, kv_heads, head_dim]
+            cache: one layer of `KvCache.layers`, which already contains the sequences' earlier tokens, perhaps in fewer
+                bits than the queries. If keys are also the values, `v` is not read.
             scoring: the layer's scoring.
 
         Returns:

@@ -50,7 +50,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scori
     """Return the attention of a sequence's last tokens. # q [n, heads, dim], keys [context, kv_heads, dim] -> like q
 
     Args:
-        hidden: True if a key is hidden from a query; includes the limit of the attention window. # bool [n, context]
+        hidden: True if a key is hidden from a query, or outside the attention window. # bool [n, context]
     """
     group = q.shape[1] // keys.shape[1]
     keys = keys.repeat_interleave(group, dim=1)
@@ -71,7 +71,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scori
 
 
 def causal_mask(num_queries: int, context: int, device: torch.device, window: int | None = None) -> Tensor:
-    """Return True for each token of a context that is hidden from each of the last `num_queries` tokens.
+    """Return whether each token of a context is hidden from each of the context's last `num_queries` tokens.
     # bool [num_queries, context]
     """
     query = torch.arange(context - num_queries, context, device=device)[:, None]
@@ -80,6 +80,7 @@ def causal_mask(num_queries: int, context: int, device: torch.device, window: in
 
 
 def bias_of(bias: PositionBias, num_queries: int, context: int) -> Tensor:
-    """Return the position bias of the last tokens of a context. # [heads, num_queries, context]"""
+    """Return the position bias between the last tokens of a context and all its tokens. # [heads, num_queries,
+    context]"""
     key = torch.arange(context, device=bias.values.device)
     return bias.values[:, bias.center + key[context - num_queries :, None] - key]

@@ -1,6 +1,6 @@
 """The two ends of the channel: frames of messages over Unix sockets.
 
-A frame is a message preceded by its length in four bytes. No part of a message is executed.
+A frame is a message preceded by its length in four bytes. Decoding a message executes no part of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from xrunner.channel.messages import Shortening, encode
 
 READ_BYTES = 1 << 18
 FRAME_BYTES = 256 << 20
-"""Largest message; a peer that announces a larger one is treated as gone."""
+"""Largest message. If a peer announces a larger one, the connection counts as closed."""
 T = TypeVar("T")
 Decode = Callable[[bytes], T]
 _LENGTH = struct.Struct("!I")
@@ -55,7 +55,7 @@ def _frame(message: object) -> bytes:
 
 
 class EngineEnd(Generic[T]):
-    """The engine process's end of the channel. Any thread may send; one thread receives."""
+    """The engine process's end of the channel. Any thread may send. One thread receives."""
 
     def __init__(self, connected: socket.socket, decode: Decode[T]) -> None:
         connected.setblocking(True)
@@ -102,12 +102,12 @@ class EngineEnd(Generic[T]):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection; call this only when no other thread receives."""
+        """Close the connection. Call this only when no other thread receives."""
         self._socket.close()
 
 
 class FrontEnd(Generic[T]):
-    """The front's end of the channel. It belongs to one thread and never blocks except in `wait`.
+    """The front's end of the channel. Only one thread may use it. Only `wait` blocks.
 
     Attributes:
         has_gone: whether the engine's end is closed.
@@ -128,14 +128,13 @@ class FrontEnd(Generic[T]):
         self._selector.register(connected, selectors.EVENT_READ)
 
     def fileno(self) -> int:
-        """Return a file descriptor that is readable when `receive` has work: messages to read or unsent bytes to
-        write."""
+        """Return a file descriptor that is readable when `receive` can read messages or write unsent bytes."""
         # The selector's descriptor, not the socket's: it is also readable when unsent bytes can be written.
         descriptor: int = self._selector.fileno()
         return descriptor
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a message has come, or the time is over."""
+        """Wait until a message has come, for at most `timeout_s`."""
         if not self._received:
             self._selector.select(timeout_s)
 
@@ -180,7 +179,7 @@ class FrontEnd(Generic[T]):
             try:
                 del self._unsent[: self._socket.send(self._unsent)]
             except (BrokenPipeError, ConnectionError):
-                self._unsent.clear()  # `receive` reports it
+                self._unsent.clear()  # `receive` then reports that the engine has gone
         if bool(self._unsent) != self._is_blocked:
             self._is_blocked = not self._is_blocked
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._is_blocked else 0)

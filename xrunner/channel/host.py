@@ -34,7 +34,7 @@ from xrunner.generation import Generation, Token
 IDLE_S = 0.5
 """Longest time that an idle engine sleeps before it checks its workers."""
 NOBODY = -1
-"""An id that no request has: cancelling it wakes the engine."""
+"""An id that no request has. Cancelling this id wakes the engine."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +51,11 @@ class HostedPool(Protocol):
 
 
 class HostedEngine(Protocol):
-    """The interface of a hosted engine; see `xrunner.engine.Engine`. `step`, `wait` and `close` belong to one thread;
-    any thread may call the rest.
+    """The interface of a hosted engine. See `xrunner.engine.Engine`. `step`, `wait` and `close` belong to one thread.
+    Any thread may call the other methods.
 
     Attributes:
-        on_refused: called with the reason if another plan cannot be deployed; the previous plan continues.
+        on_refused: called with the reason if a new plan cannot be deployed and the previous plan continues.
         on_begin: called with the requests that a step starts, when the step begins.
     """
 
@@ -83,8 +83,8 @@ class HostedEngine(Protocol):
 
 
 Build = Callable[[Callable[[StepRecord], None]], HostedEngine]
-"""Builds an engine that reports each step's record to a function. The builder is called in the thread that executes
-steps: OpenMP keeps a team of threads for each thread that uses OpenMP, and two teams on the same cores slow down each
+"""Builds an engine that passes each step's record to a function. It is called in the thread that executes steps,
+because OpenMP has a team of threads for each thread that uses OpenMP, and two teams on the same cores slow down each
 other's barriers.
 """
 
@@ -105,7 +105,7 @@ class EngineHost:
         self._records: list[StepRecord] = []
         """Records of the step that has just ended."""
         self._num_plans = self._num_followed = 0
-        """Number of plans given to the engine, and how many of them it has adopted or refused."""
+        """Number of plans given to the engine, and number of plans that it has adopted or refused."""
         self._told = Room()
 
     def run(self) -> None:

@@ -17,9 +17,10 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     """A request for the engine.
 
     Attributes:
-        transfer: only if each lane is a vLLM: the place of the prompt's K/V, as reported by the other lane's connector.
-        same_prompt, same_rules: whether its prompt, or its biases and grammar, are left out of the message, because
-            they equal those of the previous request.
+        transfer: only if each lane is a vLLM instance: where the prompt's K/V are, as reported by the other lane's
+            connector.
+        same_prompt, same_rules: whether the prompt, or the biases and grammar, are left out of the message, because the
+            previous request has the same.
     """
 
     generation: Generation
@@ -41,7 +42,7 @@ class Follow(msgspec.Struct, tag="follow", array_like=True):
 
 
 class Room(NamedTuple):
-    """K/V blocks reserved and kept, preemptions so far, and whether requests wait until another plan is deployed."""
+    """Reserved and kept K/V blocks, preemptions so far, and whether requests wait until another plan is deployed."""
 
     reserved_blocks: int = 0
     kept_blocks: int = 0
@@ -50,7 +51,7 @@ class Room(NamedTuple):
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
-    """The engine now accepts requests; for the fields see `RemoteEngine`."""
+    """The engine now accepts requests. For the fields see `RemoteEngine`."""
 
     takes_seeds: bool
     scores_prompts: bool
@@ -58,7 +59,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
 
 
 class Alive(msgspec.Struct, tag="alive", array_like=True):
-    """The engine's process is running. The message has the bytes sent and the seconds computed by each of its
+    """The engine's process is running. `uses` has the bytes sent and the seconds computed by each of the engine's
     processes.
     """
 
@@ -66,7 +67,7 @@ class Alive(msgspec.Struct, tag="alive", array_like=True):
 
 
 class Began(msgspec.Struct, tag="began", array_like=True):
-    """A step has begun that starts these requests."""
+    """A step has begun in which these requests start."""
 
     ids: list[int]
 
@@ -75,8 +76,8 @@ class Stepped(msgspec.Struct, tag="stepped", array_like=True):
     """A step has ended, or a request has ended without one.
 
     Attributes:
-        room: state of the K/V memory. None means unchanged.
-        transfers: only if each lane is a vLLM: the place of the K/V of requests, by request id.
+        room: state of the K/V memory, or None if it is unchanged.
+        transfers: only if each lane is a vLLM instance: where the K/V of requests are, by request id.
     """
 
     tokens: list[Token]
@@ -86,7 +87,7 @@ class Stepped(msgspec.Struct, tag="stepped", array_like=True):
 
 
 class Rested(msgspec.Struct, tag="rested", array_like=True):
-    """No step can run now; sent when the state of the K/V memory has changed."""
+    """No step can run now. This is sent only if the state of the K/V memory has changed."""
 
     room: Room
 
@@ -96,7 +97,7 @@ class Followed(msgspec.Struct, tag="followed", array_like=True):
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True):
-    """The last plan that was sent cannot run; the previous one continues."""
+    """The last plan that was sent cannot run. The previous one continues."""
 
     reason: str
 
@@ -138,7 +139,7 @@ def _enc_hook(value: Any) -> str:
 
 
 class _Before:
-    """The parts of a request that the next one may share: its prompt, its biases and its grammar."""
+    """Parts that a request may have in common with the next request: its prompt, its biases and its grammar."""
 
     def __init__(self) -> None:
         self.prompt: tuple[int, ...] = ()
@@ -152,8 +153,8 @@ class _Before:
 
 
 class Shortening:
-    """Leaves out of each request what it shares with the previous one. Up to a thousand choices of a request share one
-    prompt, and otherwise each of them would have its own copy in the engine's memory. Each connection has one such
+    """Leaves out of each request the parts that equal those of the previous request. Without this, a request with a
+    thousand choices would have a thousand copies of its prompt in the engine's memory. Each connection has one such
     object.
     """
 
@@ -161,7 +162,7 @@ class Shortening:
         self._before = _Before()
 
     def __call__(self, message: object) -> object:
-        """Return a message as it is sent."""
+        """Return a message in the form in which it is sent."""
         if not isinstance(message, Submit):
             return message
         generation, before = message.generation, self._before
@@ -178,7 +179,8 @@ class Shortening:
 
 
 class DecodeDown:
-    """Decodes the front's messages, and restores what was left out of requests. Each connection has one such object."""
+    """Decodes the front's messages, and restores the parts that requests left out. Each connection has one such
+    object."""
 
     def __init__(self) -> None:
         self._before = _Before()

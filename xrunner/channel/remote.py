@@ -1,4 +1,4 @@
-"""An engine at the other end of the channel, seen from the front."""
+"""The front's access to an engine at the other end of the channel."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from xrunner.executor import Use
 from xrunner.generation import Generation, Token
 
 END_S = 30.0
-"""Time in which an engine must end its step and its workers before it is killed."""
+"""Seconds in which an engine must end its step and its workers. After that it is killed."""
 POLL_S = 0.5
 """Interval at which a starting engine's process is checked."""
 
@@ -47,7 +47,8 @@ OnStep = Callable[[StepRecord], None]
 
 
 class KvLimits(Protocol):
-    """The K/V memory that a plan allows one request: blocks of `block_size` tokens; see `xgpt.core.policies.Pool`."""
+    """The K/V memory that one request may have under a plan, in blocks of `block_size` tokens. See
+    `xgpt.core.policies.Pool`."""
 
     @property
     def kv_blocks(self) -> int: ...
@@ -56,11 +57,11 @@ class KvLimits(Protocol):
     @property
     def prompt_blocks(self) -> int: ...
     def can_ever_fit(self, request: Request) -> bool:
-        """Return whether the plan's K/V memory can hold the request if nothing else runs."""
+        """Return whether the plan's K/V memory is enough for the request if no other request runs."""
 
 
 class Inside:
-    """The requests that an engine has, according to its messages.
+    """Tracks the requests that an engine has, according to the engine's messages.
 
     Args:
         limits: the running plan's limits.
@@ -125,7 +126,7 @@ class Inside:
 
 
 class FrontConnection(Protocol):
-    """The front's connection to an engine; see `FrontEnd`."""
+    """The front's connection to an engine. See `FrontEnd`."""
 
     @property
     def has_gone(self) -> bool: ...
@@ -137,7 +138,7 @@ class FrontConnection(Protocol):
 
 
 class FarEnd(Protocol):
-    """The far end of a channel, which runs an engine: a process, several vLLM processes, or in tests a thread."""
+    """Runs an engine at the far end of a channel: a process, several vLLM processes, or in tests a thread."""
 
     @property
     def front(self) -> FrontConnection:
@@ -147,18 +148,18 @@ class FarEnd(Protocol):
         """Return how the far end has ended, or None if it is running."""
 
     def is_at_work(self) -> bool:
-        """Return whether the kernel shows that the far end runs or waits for a processor."""
+        """Return whether the far end runs or waits for a processor, according to the operating system."""
 
     def end(self, within_s: float) -> None:
-        """Wait until the far end has ended; kill it after `within_s`, or immediately if that is 0."""
+        """Wait until the far end has ended. Kill it after `within_s` (0: immediately)."""
 
 
 class EngineProcess:
     """A process that runs `python -m MODULE FD`, where FD is its end of the channel, and reads an order from standard
     input.
 
-    The process has a process group of its own, so that Ctrl-C in a terminal reaches only the front. The front first
-    lets requests end.
+    The process has a separate process group, so that Ctrl-C in a terminal reaches only the front, which first lets
+    requests end.
     """
 
     def __init__(self, command: Sequence[str], order: bytes) -> None:
@@ -179,8 +180,8 @@ class EngineProcess:
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def is_at_work(self) -> bool:
-        """Return whether, according to the kernel, the process or one of its children works. Children count because an
-        engine of several processes waits for them.
+        """Return whether the process or one of its children is working, according to the operating system. An engine
+        with several processes waits for its children.
         """
         return any(map(is_at_work, (self._process.pid, *children_of(self._process.pid))))
 
@@ -189,12 +190,12 @@ class EngineProcess:
 
 
 class RemoteEngine:
-    """An engine at the other end of the channel; the package's docstring states the contract.
+    """An engine at the other end of the channel. The package's docstring describes the interface.
 
     Args:
         far_end: the far end that runs the engine. It may still be starting.
         limits: limits on the K/V memory of one request.
-        launch: starts another far end with a plan.
+        launch: starts another far end, which follows the given plan.
         limits_of: returns the limits under a plan.
 
     Raises:
@@ -210,7 +211,7 @@ class RemoteEngine:
         self._listeners: list[OnStep] = []
         self.pool = Inside(limits)
         self._next: list[Plan] = []
-        """Plans that were sent and that the engine has neither adopted nor refused."""
+        """Plans that the engine was sent and has neither adopted nor refused."""
         self._uses: list[Use] = []
         self._is_closed = False
         self._begin(far_end)
@@ -244,14 +245,14 @@ class RemoteEngine:
         return message
 
     def _ended(self) -> str:
-        """Return how the process ended. Its sockets close a little before it ends, so wait for the end."""
+        """Return how the process ended. Wait for the end, since a process's sockets close a little earlier."""
         end_s = time.monotonic() + POLL_S
         while (why := self._far_end.why_ended()) is None and time.monotonic() < end_s:
             time.sleep(0.01)
         return why or "it has closed its connection"
 
     def listen(self, on_step: OnStep) -> None:
-        """Call a function with the records of later steps, before their tokens are returned."""
+        """Call `on_step` with the record of each later step, before the step's tokens are returned."""
         self._listeners.append(on_step)
 
     @property
@@ -289,11 +290,11 @@ class RemoteEngine:
         self._front.send(Follow(plan.model_dump_json()))
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `step` has something to do."""
+        """Return a descriptor that is readable when `step` can do something."""
         return self._front.fileno()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a message has come, or the time is over."""
+        """Wait until a message has come, for at most `timeout_s`."""
         self._front.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
@@ -333,7 +334,7 @@ class RemoteEngine:
     def _check_alive(self) -> None:
         """Raise EngineLost if the process hangs."""
         now_s = time.monotonic()
-        # This process itself was suspended, so the engine's silence does not count.
+        # This process itself was suspended, so it cannot tell how long the engine was silent.
         if now_s - self._looked_s > SILENCE_S / 4:
             self._heard_s = self._stepped_s = now_s
         if not self.pool.running or self.is_emptying or self._uses:
@@ -362,7 +363,8 @@ class RemoteEngine:
         self._begin(self._launch(plan))
 
     def close(self) -> None:
-        """End the engine after its current step. If another thread is restarting the engine, that thread ends it."""
+        """End the engine after its current step. If another thread is restarting the engine, the other thread ends
+        it."""
         self._is_closed = True
         self._close(END_S)
 

@@ -1,10 +1,13 @@
-"""One replica of a plan on many devices: a process for each, a control plane and a tensor plane between them.
+"""Run one replica of a plan on many devices, with one process for each device. A control plane and a tensor plane
+connect the processes.
 
 The input is a Deployment and steps. The output is tokens. Tensors travel in torch.distributed groups, control messages
-over ZeroMQ; a worker forwards a control message before its device starts on it. Source: ORCA sec. 4.1.
+over ZeroMQ. A worker forwards a control message before its device executes the message. Source: ORCA sec. 4.1.
 
-- `deployment`: which worker holds what; `messages`, `sockets`: the control plane; `tensors`: the tensor plane
-- `process`: what a worker runs; `launcher`: what starts the workers of a machine; `on_ray`: starts it on other machines
-- `workers`: starts and watches all workers, from the engine's process; `executor`: the same as one
-  `xrunner.executor.Executor`
+- `deployment`: which part of the model each worker has; `messages`, `sockets`: the control plane; `tensors`: the tensor
+  plane
+- `process`: a worker's main loop; `launcher`: starts the workers of a machine; `on_ray`: starts launchers on other
+  machines
+- `workers`: starts and watches all workers, from the engine's process; `executor`: the interface of an
+  `xrunner.executor.Executor` to them
 """

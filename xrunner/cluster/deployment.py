@@ -1,6 +1,6 @@
-"""Compute what each worker of a replica holds, and with which workers it exchanges data.
+"""Compute which part of the model each worker of a replica has, and with which workers it exchanges data.
 
-Every worker derives this from the plan. It needs nothing else.
+Every worker computes this from the plan alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from xrunner.parallel import Part
 
 
 class Deployment(Frozen):
-    """One replica: a model in stages. Worker i holds device i of the stages."""
+    """One replica: a model in stages. Worker i uses device i of the stages."""
 
     model: ModelSpec
     dtype: DType
@@ -29,7 +29,7 @@ class Deployment(Frozen):
     backend: str | None = None
     """Attention backend. None means the fastest."""
     devices_per_node: PositiveInt = 1
-    """Devices of a machine, whether these stages have them all or not."""
+    """Devices of a machine, even if these stages use only some of them."""
     threads: PositiveInt | None = None
     """CPU threads of each worker. None means one."""
     layouts: dict[str, str] = Field(default_factory=dict)
@@ -66,10 +66,10 @@ class Deployment(Frozen):
         return sum(len(stage.devices) for stage in self.stages)
 
     def role(self, worker: int) -> Role:
-        """Return what a worker holds, and with which workers it exchanges data.
+        """Return a worker's part of the model, and the workers with which it exchanges data.
 
         Raises:
-            InputError: the model's heads cannot be shared out among the stage's devices.
+            InputError: the model's heads cannot be divided among the stage's devices.
         """
         number = next(i for i, stage in enumerate(self.stages) if worker in stage.devices)
         stage = self.stages[number]
@@ -105,23 +105,23 @@ class Deployment(Frozen):
         )
 
     def lane(self, name: str) -> tuple[Stage, ...]:
-        """Return the stages of a lane, in order; under policies of one lane, that is "both"."""
+        """Return the stages of a lane, in order. A policy with only one lane calls it "both"."""
         return tuple(stage for stage in self.stages if stage.lane == name)
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What one worker holds, and the numbers of the workers with which it exchanges data.
+    """One worker's part of the model, and the numbers of the workers with which it exchanges data.
 
     Attributes:
-        number: number of its stage.
-        part: its part of the model.
-        receives_from: the worker from which it receives hidden states. None means that it is in its lane's first stage.
+        number: number of the worker's stage.
+        part: the worker's part of the model.
+        receives_from: the worker from which it receives hidden states; None in a lane's first stage.
         sends_to: the workers to which it sends hidden states.
-        last: the first worker of its lane's last stage, which sends an encoder's output.
-        encoder_output_to: the workers that receive that output.
+        last: the first worker of the lane's last stage. It sends an encoder's output.
+        encoder_output_to: the workers that receive an encoder's output from this worker.
         forwards_to: the workers to which it forwards control messages.
-        reports: whether it reports to the engine that a step has ended.
+        reports: whether it reports ended steps to the engine.
     """
 
     number: int

@@ -1,4 +1,5 @@
-"""Run a replica's workers as one executor: steps go to a lane's first stage, results come from its last stage."""
+"""Run a replica's workers as one executor, which sends steps to a lane's first stage and gets results from the last
+stage."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from xrunner.generation import Generation, Logprobs
 logger = logging.getLogger(__name__)
 
 CHECK_MS = 100
-"""Interval at which a waiting executor checks whether a worker is lost."""
+"""Milliseconds after which a waiting executor checks whether a worker is lost."""
 
 
 @dataclass(slots=True)
@@ -35,8 +36,8 @@ class _Pending:
 
 
 class RemoteExecutor:
-    """An `Executor` that runs steps on the workers of a replica and owns these workers. It belongs to one thread; call
-    `deploy` first.
+    """An `Executor` that runs steps on the workers of a replica and owns these workers. Only one thread may use it.
+    Call `deploy` first.
     """
 
     def __init__(self, workers: Workers, deployment: Deployment) -> None:
@@ -53,7 +54,7 @@ class RemoteExecutor:
             lane for lane in self._lanes if spec.is_encoder_decoder and len(deployment.lane(lane)) > 1
         } & {"both"}
         """Lanes in which prompts go through all stages twice, first through the encoder's layers. Other steps may run
-        in between.
+        between the two passes.
         """
         self._sockets: Sockets | None = None
         self._first: dict[str, zmq.Socket[bytes]] = {}
@@ -62,7 +63,7 @@ class RemoteExecutor:
         """`interrupt` wakes `collect`."""
 
     def deploy(self) -> dict[int, float]:
-        """Make the workers build their parts, without requests. Return the seconds that each worker took."""
+        """Make the workers build their parts, without requests. Return how many seconds each worker took."""
         self.disconnect()
         self._sockets = sockets = Sockets(self._workers.secret, self._workers.host)
         try:
@@ -84,25 +85,23 @@ class RemoteExecutor:
         self._pending = {lane: _Pending([], []) for lane in self._lanes}
         self._under_way: dict[int, Step] = {}
         self._moved: dict[int, int] = {}
-        """Number of workers that have received their part, by transfer."""
+        """Number of workers that have received their part of a transfer, by transfer."""
         self._after_encoder: dict[int, m.Work] = {}
-        """For steps in their first pass, through the encoder: their second pass."""
+        """Second passes of steps that are in their first pass, through the encoder."""
         self._in_order: dict[str, deque[int]] = {lane: deque() for lane in self._lanes}
         """Steps under way, in the order in which they began."""
         self._done: dict[int, m.Done] = {}
-        """Steps that ended before an earlier step did, because that step's prompts still had to go through the
-        encoder.
-        """
+        """Steps that ended before an earlier step, whose prompts first had to go through the encoder."""
         self._number = 0
         self._generations: dict[int, Generation] = {}
         self._tables: dict[int, tuple[BlockTable, BlockTable]] = {}
-        """Blocks of each request on its encode lane, and on its decode lane."""
+        """Blocks of each request on the encode lane and on the decode lane."""
         self._last: dict[int, int] = {}
         """Each request's last generated token."""
         return seconds
 
     def redeployed(self, stages: tuple[Stage, ...]) -> RemoteExecutor:
-        """Return an executor for other stages on the same workers, in place of this one.
+        """Return an executor for other stages on the same workers, which replaces this one.
 
         Raises:
             MachineError: there are too few workers, or a worker cannot build its part. This executor can then be
@@ -147,7 +146,7 @@ class RemoteExecutor:
         self._workers.close()
 
     def disconnect(self) -> None:
-        """Leave the workers to another executor."""
+        """Release the workers, so that another executor can use them."""
         if self._sockets is not None:
             self._sockets.close()
             self._sockets = None
@@ -156,7 +155,7 @@ class RemoteExecutor:
             self._wakeup = None
 
     def accept(self, generation: Generation) -> None:
-        """Check that a request can be written into a message."""
+        """Check that a request can be encoded as a message."""
         m.encode(m.Beginning.of(generation))
 
     def prepare(self, grammar: str) -> object:
@@ -224,12 +223,12 @@ class RemoteExecutor:
                         return self._end_transfer(number)
 
     def _begin_transfer(self, step: Step) -> None:
-        """Make the encode lane send the K/V that the decode lane does not have."""
+        """Make the encode lane send those K/V that the decode lane does not have."""
         begin: dict[str, list[m.Beginning]] = {lane: [] for lane in self._lanes}
         for id_ in step.transfer:
             generation = self._generations[id_]
             cached = len(generation.prompt)
-            if self._decoder_start is None:  # the sampler must know the token that encoding has generated
+            if self._decoder_start is None:  # the sampler must know the token that the encode step has generated
                 prompt = (*generation.prompt, self._last[id_])
                 generation = replace(generation, prompt=prompt, num_resumed=generation.num_resumed + 1)
             source, target = self._tables[id_]
@@ -257,7 +256,7 @@ class RemoteExecutor:
         return step, {}
 
     def _take(self, lane: str, *, begin: bool = True) -> tuple[list[int], list[m.Beginning]]:
-        """Remove and return what is pending for a lane."""
+        """Remove and return the pending content of a lane's next message."""
         pending = self._pending[lane]
         taken = pending.release, pending.begin if begin else []
         pending.release = []

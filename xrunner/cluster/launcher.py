@@ -1,8 +1,8 @@
 """A machine's launcher: a process with one thread that forks the machine's workers and ends them.
 
-The launcher has imported all modules that workers need, so that restarting workers takes less than a second. Its orders
-are lines of JSON on standard input. When standard input closes, because the process that started the launcher has
-ended, the launcher ends its workers and itself. It opens no port, and ends no process but its own children.
+The launcher has imported all modules that workers need, so that restarting workers takes less than a second. The
+launcher reads orders as lines of JSON from standard input. Standard input closes when the process that started the
+launcher ends. The launcher then ends its workers and itself. It opens no port, and ends only its own children.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ READ_BYTES = 1 << 16
 
 
 class Launcher:
-    """The workers of one machine; belongs to the process's only thread."""
+    """The workers of one machine. Used by the process's only thread."""
 
     def __init__(self, settings: LauncherSettings, output: int) -> None:
         self._settings = settings
@@ -39,7 +39,7 @@ class Launcher:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
 
     def run(self, rest: bytes) -> None:
-        """Carry out orders until standard input closes; `rest` is the part of the input that has been read already."""
+        """Carry out orders until standard input closes. `rest` is input that has been read already."""
         try:
             while True:
                 *lines, rest = rest.split(b"\n")
@@ -108,8 +108,8 @@ class Launcher:
 
 
 def run() -> None:
-    """Carry out the orders of the process at the other end of standard input."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started the launcher decides when it ends
+    """Run a launcher: carry out the orders on standard input until it closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started the launcher decides when the launcher ends
     output = os.dup(1)
     os.dup2(2, 1)  # keeps output of libraries out of the protocol
     os.set_blocking(output, False)

@@ -1,4 +1,4 @@
-"""Start a launcher, command it and read its replies, without importing what workers need."""
+"""Start a launcher, send orders to it and read its replies, without importing modules that only workers need."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from xgpt.core.network import interface_of
 ALIVE_S = 0.5
 """Interval at which a launcher reports that it is running."""
 SILENCE_S, BUSY_S = 15.0, 60.0
-"""Time without a report after which a launcher counts as hung: while it waits, and while its process is at work."""
+"""Time without a report after which a launcher counts as hung if its process waits, and if its process is working."""
 END_S = 5.0
-"""Time in which workers and launcher must end."""
+"""Time in which workers and the launcher must end."""
 READ_BYTES = 1 << 16
 
 
 class LauncherSettings(msgspec.Struct, frozen=True):
-    """The first line that a launcher gets.
+    """The first line of a launcher's input.
 
     Attributes:
         engine: the endpoint at which the engine's process listens to its workers.
         secret: the private key that the engine's process and all workers share.
-        host: address of the interface that sockets bind to.
+        host: address of the interface to which sockets bind.
         first_device: number of the replica's first device on this machine.
     """
 
@@ -43,11 +43,11 @@ class LauncherSettings(msgspec.Struct, frozen=True):
 
 
 class StartWorkers(msgspec.Struct, frozen=True):
-    """A further line to a launcher, after its first: end the running workers, and start these.
+    """A later line of a launcher's input: end the running workers, and start these.
 
     Attributes:
-        epoch: number of the epoch; workers of one epoch belong together.
-        first, count: number of this machine's first worker, and how many workers it has.
+        epoch: number of the epoch. Only workers of the same epoch connect to each other.
+        first, count: number of this machine's first worker, and this machine's number of workers.
         total: number of workers on all machines.
     """
 
@@ -65,36 +65,37 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 
 
 class Working(msgspec.Struct, frozen=True, tag=True):
-    """The launcher is running; sent regularly."""
+    """The launcher is running. It sends this regularly."""
 
 
 _decode = msgspec.json.Decoder(Exited | Working).decode
 
 
 class MachineLauncher(Protocol):
-    """Starts the workers of one machine and reports which ones have ended. Belongs to one thread.
+    """Starts the workers of one machine and reports which of them have ended. Used by one thread.
 
     Attributes:
-        sees_workers: whether the workers are processes of this machine, so that the kernel says whether they run.
+        sees_workers: whether the workers are processes of this machine, so that the operating system shows whether they
+            run.
     """
 
     sees_workers: bool
 
     def start(self, order: StartWorkers) -> None:
-        """Replace the running workers; do not wait until this is done."""
+        """Replace the running workers. Do not wait until this is done."""
 
     def exited(self) -> list[Exited]:
         """Return the workers that have ended since the last call.
 
         Raises:
-            MachineError: the launcher has ended, or hangs. Its workers end with it.
+            MachineError: the launcher has ended or hangs. Its workers end too.
         """
 
     def is_at_work(self) -> bool:
         """Return whether the launcher is starting, or waits for a processor or a machine."""
 
     def excuse_silence(self) -> None:
-        """Restart the measurement of the launcher's silence, because this process itself did not run."""
+        """Measure the launcher's silence from now on, because this process itself was suspended."""
 
     def close(self) -> None:
         """End the workers and the launcher."""
@@ -102,11 +103,11 @@ class MachineLauncher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MachineGroup:
-    """The machines on which workers run, the same number on each.
+    """The machines on which workers run. Each machine has the same number of workers.
 
     Attributes:
         launches: for each machine, the function that starts its launcher.
-        free: a function that is called when no workers will run on these machines any more.
+        free: called when these machines will run no more workers.
     """
 
     launches: Sequence[Callable[[LauncherSettings], MachineLauncher]]
@@ -114,10 +115,10 @@ class MachineGroup:
 
 
 class LauncherProcess:
-    """The launcher of this machine's workers, which are its own children.
+    """The launcher of this machine's workers. The workers are the launcher's children.
 
     Raises:
-        MachineError: no interface of this machine has the address that sockets are to bind to.
+        MachineError: no interface of this machine has the address to which sockets must bind.
     """
 
     sees_workers = True
@@ -130,8 +131,8 @@ class LauncherProcess:
         if not os.environ.get("XGPT_DEBUG"):
             # NCCL would print a long message for every lost peer.
             environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        # The launcher has its own process group: Ctrl-C in a terminal is for the server, which first lets its requests
-        # end.
+        # The launcher has its own process group, because Ctrl-C in a terminal must reach only the server, which first
+        # lets its requests end.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "xrunner.cluster.launcher"],
             stdin=subprocess.PIPE,
@@ -147,18 +148,18 @@ class LauncherProcess:
         self._write(settings)
 
     def fileno(self) -> int:
-        """Return a file descriptor to poll: it is readable when `exited` has something new."""
+        """Return a file descriptor that is readable when `exited` can return something new."""
         return self._output.fileno()
 
     def start(self, order: StartWorkers) -> None:
-        """Replace the running workers; do not wait until this is done."""
+        """Replace the running workers. Do not wait until this is done."""
         self._write(order)
 
     def exited(self) -> list[Exited]:
         """Return the workers that have ended since the last call.
 
         Raises:
-            MachineError: the launcher has ended, or hangs. Its workers end with it.
+            MachineError: the launcher has ended or hangs. Its workers end too.
         """
         now = time.monotonic()
         try:
@@ -182,7 +183,7 @@ class LauncherProcess:
         return processes.is_at_work(self._process.pid)
 
     def excuse_silence(self) -> None:
-        """Restart the measurement of the launcher's silence, because this process itself did not run."""
+        """Measure the launcher's silence from now on, because this process itself was suspended."""
         if self._heard_s is not None:
             self._heard_s = time.monotonic()
 
@@ -192,11 +193,11 @@ class LauncherProcess:
             return
         with contextlib.suppress(BrokenPipeError):
             self._input.close()
-        processes.end(self._process, END_S)  # if it is killed, the kernel ends its workers with it
+        processes.end(self._process, END_S)  # if the launcher is killed, the kernel ends its workers
         self._output.close()
 
     def _write(self, what: msgspec.Struct) -> None:
-        with contextlib.suppress(BrokenPipeError):  # `exited` reports it
+        with contextlib.suppress(BrokenPipeError):  # `exited` then reports the end
             self._input.write(msgspec.json.encode(what) + b"\n")
             self._input.flush()
 

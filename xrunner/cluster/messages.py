@@ -1,4 +1,4 @@
-"""The messages between an engine and its workers, in msgspec, so that nothing in a message can run as code."""
+"""The messages between an engine and its workers, in msgspec, so that no part of a message can run as code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Forget(_Message):
 
 
 class Beginning(_Message):
-    """A request that is about to be encoded or received (`Generation`), and its blocks on this lane."""
+    """A request that will be encoded or received next (a `Generation`), and its blocks on this lane."""
 
     id: int
     prompt: list[int]
@@ -50,7 +50,7 @@ class Beginning(_Message):
     num_resumed: int
     blocks: list[int]
     cached: int = 0
-    """Tokens whose K/V is present, or will be received. The token after them, if any, is decoded next."""
+    """Number of tokens whose K/V are present or will be received. If another token follows them, it is decoded next."""
     moving: list[int] = []
     """Blocks to send to, or receive from, the other lane."""
 
@@ -87,7 +87,7 @@ class Work(_Message):
 
     Attributes:
         tokens: last generated token of each decoding request.
-        grown: pairs of a request and a block that it gets.
+        grown: pairs of a request and a block that is added to its table.
         encoder_ran: whether the prompts have gone through the encoder's layers.
     """
 
@@ -102,14 +102,15 @@ class Work(_Message):
 
 
 class RunEncoder(_Message):
-    """Release and begin requests, then run prompts through the encoder; `Work` of the same number follows.
+    """Release and begin requests, then run prompts through the encoder. `Work` of the same number follows.
 
-    All orders about requests outside the step are in this message, because another step's message may release these
+    This message, and not `Work`, begins and releases requests, because another step's message may release the same
     requests before `Work` follows.
 
     Attributes:
-        decode: the requests that the step decodes. Their number decides where the step's prompts are cut into slices.
-        grown: pairs of a request and a block that it gets. The request may be in the micro-batch without decoding now.
+        decode: the requests that the step decodes. Their number determines where the step's prompts are cut into
+            slices.
+        grown: pairs of a request and a block that is added to its table. The request need not be one of `decode`.
     """
 
     number: int
@@ -121,7 +122,7 @@ class RunEncoder(_Message):
 
 
 class Transfer(_Message):
-    """Send these requests' K/V, or receive it."""
+    """Send the K/V of these requests, or receive them."""
 
     number: int
     release: list[int]
@@ -129,7 +130,7 @@ class Transfer(_Message):
 
 
 class StoreAnswer(_Message):
-    """The values of the keys of a `StoreCall` after the call. None means that there is no such key."""
+    """The values of a `StoreCall`'s keys after the call; None for a key that does not exist."""
 
     number: int
     values: list[bytes | None]
@@ -141,7 +142,7 @@ StoreVerb = Literal["set", "get", "add", "compare_set", "delete"]
 
 
 class StoreCall(_Message):
-    """Do `verb` to these keys of an epoch's store; with `waits`, answer once all of them exist."""
+    """Apply `verb` to these keys of an epoch's store. With `waits`, answer once all keys exist."""
 
     epoch: int
     number: int
@@ -178,7 +179,8 @@ class Prepared(_Message):
 
 
 class WorkerAlive(_Message):
-    """A worker is running; sent regularly, with the bytes that it has sent and the seconds spent on steps."""
+    """A worker is running. Each worker sends this regularly, with the bytes that it has sent and the seconds that it
+    has spent on steps."""
 
     worker: int
     epoch: int

@@ -1,4 +1,4 @@
-"""Transfer K/V (or encoder outputs) from WAA's encode lane to its decode lane, in a thread of its own."""
+"""Transfer K/V (or encoder outputs) from WAA's encode lane to its decode lane, in a separate thread."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Mover(threading.Thread):
     """A thread that carries out transfers, one after the other.
 
     Args:
-        group: all workers of the replica; used for transfers only, so that they never wait for hidden states.
-        moved: a function that is called in this thread with the transfer's number, when this worker's part of the
-            transfer has ended.
+        group: the group of all workers of the replica. It is used only for transfers, so that these never wait for
+            hidden states.
+        moved: called in this thread with a transfer's number, when this worker's part of the transfer has ended.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Mover(threading.Thread):
         self._pieces = [piece for piece in all_pieces if worker in (piece.sender, piece.receiver)]
 
     def move(self, order: Move) -> None:
-        """Queue a transfer; do not wait for it."""
+        """Queue a transfer. Do not wait for it."""
         self._orders.put(order)
 
     def stop(self) -> None:
@@ -70,7 +70,7 @@ class Mover(threading.Thread):
                     (self._send if piece.sender == self._worker else self._receive)(piece, order.requests)
                 self._moved(order.number)
         except Exception as error:
-            # The end of a thread would go unnoticed; the end of the process does not.
+            # If only this thread ended, the engine would not notice, so the process ends.
             print(f"worker {self._worker} cannot transfer: {error}", file=sys.stderr, flush=True)
             os._exit(1)
 

@@ -1,8 +1,8 @@
 """Start and watch workers on several machines through Ray, which places one launcher on each of them.
 
-Ray (https://docs.ray.io, "Placement Groups" and "Actors") knows which machines are free and alive. Everything else is
-the same as on one machine: an actor holds the machine's `LauncherProcess`, workers report to the engine's process over
-its encrypted sockets, and tensors travel in torch.distributed groups.
+Ray (https://docs.ray.io, "Placement Groups" and "Actors") knows which machines are free and alive. All else is the same
+as on one machine: an actor has the machine's `LauncherProcess`, workers report to the engine's process over encrypted
+sockets, and tensors travel in torch.distributed groups.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from xrunner.cluster.launching import (
 )
 
 MEET_S = 600.0
-"""After the loss of a machine: time within which Ray must again have as many machines as the replica needs, and within
-which Ray's head must answer.
+"""Seconds after the loss of a machine within which Ray must have enough machines for the replica, and Ray's head must
+answer.
 """
 AGAIN_S = 1.0
 """Time between two attempts to reach the head, or to start a launcher."""
@@ -47,11 +47,11 @@ logger = logging.getLogger(__name__)
 
 
 def reserve(address: str, count: int, devices: int, *, gpus: bool) -> MachineGroup:
-    """Reserve devices on machines of a Ray cluster, and return an object that starts the machines' launchers and later
+    """Reserve devices on machines of a Ray cluster. Return an object that starts launchers on these machines and later
     frees the devices.
 
     Args:
-        address: address of the cluster; `auto`: the cluster to which this machine belongs.
+        address: address of the cluster. `auto` means the cluster to which this machine belongs.
         count: number of different machines.
         devices: number of devices on each machine.
 
@@ -78,17 +78,18 @@ def _free(group: PlacementGroup) -> None:
 
 
 def _leave(error: AuthenticationError) -> NoReturn:
-    """End the engine's process, because its cluster no longer exists: a restarted head makes a different cluster.
+    """End the engine's process, because its cluster no longer exists: after a restart of the head, the cluster is a
+    different one.
 
-    Ray connects a process to one cluster only. The front starts another engine process, which joins the new cluster and
-    continues the requests.
+    Ray can connect a process to only one cluster. The front starts another engine process, which joins the new cluster
+    and continues the requests.
     """
     logger.error("the Ray cluster is gone, so the engine's process ends: %s", str(error).splitlines()[0])
     os._exit(1)
 
 
 def host() -> str:
-    """Return the address by which other machines of the Ray cluster reach this one."""
+    """Return the address by which other machines of the Ray cluster reach this machine."""
     return str(get_node_ip_address())
 
 
@@ -113,7 +114,7 @@ def _connect(address: str) -> None:
 
 
 class _Machine:
-    """The launcher of one machine, as a Ray actor. Its calls are carried out one after the other."""
+    """The launcher of one machine, as a Ray actor. Ray executes its calls one after the other."""
 
     def __init__(self, settings: LauncherSettings, threads: str | None) -> None:
         # Ray sets this variable to the number of the actor's CPUs, but the launcher itself computes nothing.
@@ -126,7 +127,8 @@ class _Machine:
         self._launcher.start(order)
 
     def exited(self) -> list[Exited]:
-        """Return the workers that have ended. Wait a little until a worker has ended or the launcher reports."""
+        """Return the workers that have ended. Wait until a worker has ended or the launcher reports, for at most
+        `ALIVE_S`."""
         select.select([self._launcher], [], [], ALIVE_S)
         return self._launcher.exited()
 
@@ -134,8 +136,8 @@ class _Machine:
 class RayLauncher:
     """A `MachineLauncher` on the machine of one bundle of a placement group.
 
-    Ray starts the launcher once the machine is alive. If the machine is lost, the launcher ends, and the next launcher
-    is placed on the same machine when it has come back, or on another machine with enough free devices.
+    Ray starts the launcher once the machine is alive. If the machine is lost, the launcher ends. Ray then places the
+    next launcher on the same machine, if it has come back, or on another machine with enough free devices.
     """
 
     sees_workers = False
@@ -154,10 +156,10 @@ class RayLauncher:
         self._place()
 
     def _place(self) -> None:
-        """Make Ray start the actor, with the order that the actor has to carry out."""
+        """Make Ray start the actor, and send the last order to it."""
         self._placed_s = time.monotonic()
         self._calls: list[Any] = []
-        """Calls to the actor that have not been answered. Empty means that the actor died before it had started."""
+        """Calls to the actor that it has not answered, or empty if the actor died before it had started."""
         try:
             self._actor = self._create()
             self._calls.append(self._actor.exited.remote())

@@ -57,7 +57,7 @@ class ProcessSettings:
 
 
 def main(settings: ProcessSettings, parent: int) -> None:
-    """Run until the launcher, process `parent`, ends this process."""
+    """Run a worker until its launcher, whose process id is `parent`, ends this process."""
     end_with_parent(parent)
     worker = settings.worker
     traffic = Traffic()
@@ -69,7 +69,7 @@ def main(settings: ProcessSettings, parent: int) -> None:
     try:
         executing.run()
     except Exception as error:
-        # The launcher can only report that this worker has ended, not why.
+        # The launcher can report only that this worker has ended, not why.
         print(f"worker {worker} has failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         if os.environ.get("XGPT_DEBUG"):
             raise
@@ -87,17 +87,17 @@ def _connect(settings: ProcessSettings) -> EngineStore:
 
 
 def _backend(workers_here: int) -> str:
-    """Return the backend: only Gloo if several workers share a GPU, since NCCL does not support that."""
+    """Return the backend: only Gloo if several workers share a GPU, which NCCL does not support."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return "cpu:gloo,cuda:nccl" if gpus >= workers_here else "gloo"
 
 
 class ControlPlane(threading.Thread):
-    """Receives control messages, forwards them, then queues them for the device; reports that the worker is running.
+    """Receives control messages, forwards them, then queues them for the device. Reports that the worker is running.
 
     Args:
         compiling: the queue for grammars.
-        move: a function that begins a transfer. The transfer need not wait for the steps queued before it.
+        move: begins a transfer. The transfer need not wait for steps that were queued earlier.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Compiling(threading.Thread):
     """Compiles grammars while steps are executed, and keeps them until the engine forgets them.
 
     Args:
-        prepare: compiles a grammar. It stays compiled as long as the result is referenced.
+        prepare: compiles a grammar, which stays compiled as long as the result is referenced.
     """
 
     def __init__(self, settings: ProcessSettings, prepare: Callable[[str], object]) -> None:
@@ -187,7 +187,7 @@ class Compiling(threading.Thread):
 
 
 class Executing:
-    """Executes orders one after the other, in the order in which all workers of a lane get them."""
+    """Executes orders one after the other, in the order in which all workers of the lane get them."""
 
     def __init__(self, settings: ProcessSettings, orders: SimpleQueue[m.ToWorker], traffic: Traffic) -> None:
         self._settings = settings
@@ -282,10 +282,10 @@ class Executing:
             self._mover = Mover(self._cargo, deployment, self._number, transfers, self._traffic, moved)
             self._mover.start()
         warm_up(self._worker, encode=self._lane != "decode", decode=self._lane != "encode")
-        self._traffic.busy_s = 0.0  # only waits have been counted so far
+        self._traffic.busy_s = 0.0  # so far, only waiting was counted
 
     def _clear(self) -> None:
-        """Free the previous deployment, since its memory is needed."""
+        """Free the memory of the previous deployment."""
         if self._mover is not None:
             self._mover.stop()
             self._mover.join()
@@ -294,7 +294,7 @@ class Executing:
         self._mover = self._cargo = self._answers = self._worker = None
 
     def _tell_moved(self, answers_to: str) -> Callable[[int], None]:
-        """Return a function that reports a transfer. The thread of transfers has a socket of its own for this."""
+        """Return a function that reports a transfer's end, through a socket that only the thread of transfers uses."""
         answers = self._sockets.connect(zmq.PUSH, answers_to)
         return lambda number: answers.send(m.encode(m.Moved(number, self._number)))
 
@@ -322,7 +322,7 @@ class Executing:
             self._answer(m.encode(done))
 
     def _worker_of(self, release: list[int], begin: list[m.Beginning]) -> Worker:
-        """Return the worker, after releasing and beginning these requests."""
+        """Release and begin these requests, then return the worker."""
         worker = self._worker
         assert worker is not None
         worker.release(release)
@@ -331,7 +331,7 @@ class Executing:
         return worker
 
     def prepare(self, grammar: str) -> object:
-        """Compile a grammar for the part that this worker holds now. Any thread may call this."""
+        """Compile a grammar for this worker's present part of the model. Any thread may call this."""
         worker = self._worker
         return None if worker is None else worker.prepare(grammar)
 
@@ -339,14 +339,14 @@ class Executing:
         """Begin a transfer in its own thread, while earlier steps are still executed.
 
         The earlier steps do not use the transfer's blocks: the encode step of these requests has been settled, and so
-        has the last step of the requests that held the blocks before.
+        has the last step of the requests that had the blocks before.
         """
         assert self._mover is not None
         requests = [Moving(beginning.id, beginning.moving, beginning.cached) for beginning in transfer.begin]
         self._mover.move(Move(transfer.number, requests))
 
     def _transfer(self, transfer: m.Transfer) -> None:
-        """Release and adopt the requests of a transfer, which continues in its own thread."""
+        """Release and adopt the requests of a transfer, while the transfer continues in its thread."""
         worker = self._worker
         assert worker is not None
         worker.release(transfer.release)

@@ -1,8 +1,8 @@
-"""Sockets of the control plane: encrypted with a secret that all sides share.
+"""The control plane's sockets, encrypted with a secret that all processes share.
 
-Processes of one machine reach each other through Unix sockets, to which the kernel lets no other user connect.
-Processes on several machines bind to one named interface. There a stranger can connect, and only the handshake shows
-who a peer is. Before and after the handshake, a message beyond a limit ends the connection.
+Processes on one machine use Unix sockets, to which no other user can connect. Processes on several machines bind to the
+interface with a given address. Any peer can connect there, and the handshake shows whether it has the secret. Both
+before and after the handshake, a message above a size limit ends the connection.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import zmq
 from xgpt.core.errors import MachineError
 
 CONTROL_BYTES = 1 << 20
-"""Largest message that a listener accepts from workers and machines that report."""
+"""Largest message that the engine's process accepts from workers' regular reports."""
 DATA_BYTES = 256 << 20
 """Largest message with a step's requests, or its tokens and their log probabilities."""
 HANDSHAKE_S = 10
 """Time in which a peer must have proved that it has the secret."""
 WAKEUP_BYTES = 4096
-"""Wake-ups that are read at once, and count as one."""
+"""Largest number of wake-ups that are read together and count as one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Secret:
 
 
 class Sockets:
-    """Opens sockets that share a secret, and closes them all. Belongs to one thread.
+    """Opens sockets that share a secret, and closes all of them. Used by one thread.
 
     Args:
         host: the address of the interface to bind to.
@@ -61,7 +61,7 @@ class Sockets:
     def bind(self, kind: int, max_bytes: int = DATA_BYTES) -> tuple[zmq.Socket[bytes], str]:
         """Return a socket that listens, and its endpoint.
 
-        On loopback, this is a Unix socket. On other interfaces, it is any free port.
+        On loopback, the socket is a Unix socket. On other interfaces, it has any free port.
 
         Args:
             max_bytes: largest message that a peer may send.
@@ -74,7 +74,7 @@ class Sockets:
         opened.maxmsgsize = max_bytes
         opened.handshake_ivl = 1000 * HANDSHAKE_S
         if sys.platform == "linux" and ipaddress.ip_address(self._host).is_loopback:
-            # An abstract name is not a file, so nothing remains when a process is killed.
+            # An abstract name is not a file, so none remains when a process is killed.
             opened.set(zmq.IPC_FILTER_UID, os.getuid())
             endpoint = f"ipc://@xgpt-{secrets.token_hex(16)}"
             opened.bind(endpoint)
@@ -95,7 +95,7 @@ class Sockets:
         return opened
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close all sockets; messages not sent within `linger_ms` are dropped."""
+        """Close all sockets. Messages not sent within `linger_ms` are dropped."""
         self._context.destroy(linger=linger_ms)
 
     def _open(self, kind: int) -> zmq.Socket[bytes]:
@@ -112,7 +112,7 @@ class Wakeup:
     """Wakes a thread that polls sockets.
 
     Attributes:
-        socket: a socket that the thread also polls; `wake` makes it readable.
+        socket: a socket that the thread must also poll. `wake` makes this socket readable.
     """
 
     def __init__(self) -> None:
@@ -121,12 +121,12 @@ class Wakeup:
             end.setblocking(False)
 
     def wake(self) -> None:
-        """Wake the thread; any thread may call this."""
+        """Wake the thread. Any thread may call this."""
         with suppress(OSError):  # if the socket is full, the thread is awake already; if it is closed, no thread waits
             self._waker.send(b"\0")
 
     def clear(self) -> None:
-        """Read and discard all wake-ups so far; call it only if there is at least one."""
+        """Read and discard all wake-ups so far. Call it only if there is at least one."""
         self.socket.recv(WAKEUP_BYTES)
 
     def close(self) -> None:

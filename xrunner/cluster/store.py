@@ -1,7 +1,7 @@
-"""The store through which torch.distributed's workers find each other, kept by the engine's process.
+"""The store through which torch.distributed's workers find each other, in the engine's process.
 
-Its messages use the control plane's encrypted sockets; torch's own stores listen on all interfaces of a machine and
-answer any client.
+Calls to the store use the control plane's encrypted sockets, whereas torch's own stores listen on all interfaces of a
+machine and answer any client.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ANSWER_S = 30.0
 
 @dataclass
 class EpochKeys:
-    """The server's side: the keys of one epoch, and the callers that wait for keys.
+    """The store in the engine's process: the keys of one epoch, and the workers that wait for keys.
 
     Args:
         answer: sends an answer to a caller.
@@ -38,7 +38,7 @@ class EpochKeys:
     _waiting: list[tuple[bytes, m.StoreCall]] = field(default_factory=list)
 
     def begin(self, epoch: int) -> None:
-        """Clear the store for a new epoch: keys of older epochs lead to processes that have ended."""
+        """Clear the store for a new epoch: values of older epochs are about processes that have ended."""
         self.epoch = epoch
         self._values.clear()
         self._waiting.clear()
@@ -78,10 +78,10 @@ class EpochKeys:
 
 
 class EngineStore(dist.Store):
-    """The workers' side: a torch.distributed store. Several threads may use it at the same time, each with its own
-    socket.
+    """A worker's access to the store, as a torch.distributed store. Several threads may use it at the same time, each
+    with its own socket.
 
-    The C++ wrapper of this object does not keep it alive, so the caller must.
+    The caller must keep this object alive, because the object's C++ wrapper does not.
     """
 
     def __init__(self, secret: Secret, host: str, engine: str, epoch: int) -> None:

@@ -13,20 +13,16 @@ from torch import Tensor
 from xrunner.cluster.deployment import Deployment, Role
 
 MAX_UNDER_WAY = 8
-"""Number of tensors under way above which a send waits for the oldest. It exceeds the number of a pipeline's
+"""If more tensors than this are under way, a send waits for the oldest. The number exceeds a pipeline's number of
 micro-batches.
 """
 MAX_MEMORIES = 64
-"""Largest number of encoder outputs under way. They are received only in a step's second pass, one for each slice of
-the step.
-"""
+"""Largest number of encoder outputs under way. A step's second pass receives one for each slice of the step."""
 
 
 @dataclass
 class Traffic:
-    """Bytes that this worker has sent, and seconds for which it has executed steps, without the time spent waiting for
-    other stages.
-    """
+    """Bytes that this worker has sent, and seconds that it has spent on steps, without waiting for other stages."""
 
     tensor_bytes: int = 0
     control_bytes: int = 0
@@ -38,7 +34,7 @@ class Traffic:
 
 @dataclass
 class RankGroup:
-    """`parallel.Group` over a process group."""
+    """A `parallel.Group` whose ranks are the workers of a torch.distributed process group."""
 
     group: dist.ProcessGroup
     rank: int
@@ -59,7 +55,7 @@ class RankGroup:
 
 @dataclass
 class RankPipe:
-    """`stage.Pipe` between workers."""
+    """A `stage.Pipe` that sends hidden states between workers."""
 
     role: Role
     hidden_size: int
@@ -67,7 +63,7 @@ class RankPipe:
     device: str
     traffic: Traffic
     _under_way: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
-    """Sends under way, with their tensors, which must not change until received."""
+    """Sends under way, with their tensors, which must not change until they have been received."""
     _memories: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
 
     def receive(self, num_rows: int) -> Tensor:
@@ -107,7 +103,7 @@ class RankPipe:
 
 def stage_groups(deployment: Deployment, worker: int, traffic: Traffic) -> RankGroup | None:
     """Return the group of this worker's stage, or None if the stage has no other worker. All workers must call this
-    together.
+    function at the same time.
     """
     own_groups = None
     for stage in deployment.stages:

@@ -1,4 +1,4 @@
-"""The workers of one replica, seen from the engine's process: start them, deploy their parts, watch them."""
+"""Start, deploy and watch the workers of one replica, from the engine's process."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from xrunner.cluster.store import EpochKeys
 from xrunner.executor import WorkerLost
 
 SILENCE_S = 4.0
-"""A worker that has been silent for this time counts as lost, unless the kernel shows that it works."""
+"""A worker that has been silent for this time counts as lost, unless the operating system shows that it is working."""
 BUSY_S = 60.0
-"""A worker may be silent for this time if the kernel shows that it works, or if it loads its part on another
-machine.
+"""A worker may be silent for this time if the operating system shows that it is working, or if it is loading its part
+on another machine.
 """
 START_S = 120.0
-"""Time in which all workers must have started, not counting time in which their launcher works."""
+"""Time in which all workers must have started, except for time in which their launcher is working."""
 LOAD_S = 3600.0
 """Time in which all workers must have built their parts."""
 RESTARTS = 3
 PERIOD_S = 60.0
-"""More than `RESTARTS` restarts within this time end the server."""
+"""The server ends after more than `RESTARTS` restarts within this time."""
 POLL_MS = 50
 
 
 class DeploymentRefused(XgptError):
-    """A worker cannot build its part. This error has the message and the exit code of the worker's error."""
+    """A worker cannot build its part. This error has the message and the exit code of the error in the worker."""
 
     def __init__(self, loaded: m.Loaded) -> None:
         super().__init__(f"worker {loaded.worker}: {loaded.error}")
@@ -49,7 +49,7 @@ class DeploymentRefused(XgptError):
 
 @dataclass(slots=True)
 class WorkerStatus:
-    """A worker's last report: the bytes that it has sent, and the seconds for which it has executed steps, since its
+    """A worker's last report: the bytes that it has sent and the seconds that it has spent on steps, since its
     start.
     """
 
@@ -63,14 +63,14 @@ class WorkerStatus:
 
 @dataclass(slots=True)
 class _Shared:
-    """The state that the watching thread and the engine's thread share; hold `changed` to access the other fields.
+    """The state that the watching thread and the engine's thread share. Hold `changed` to access the other fields.
 
     Attributes:
         epoch: number of the current workers' epoch. All workers of an epoch are started together.
         prepared: errors in the answers to a `Prepare`, by the order's number and the worker's number.
         lost: the reason why a worker is lost, or None if no worker is lost.
-        unstarted: number of the machine whose launcher was lost before any of its workers had started. None means that
-            it was another loss.
+        unstarted: number of the machine whose launcher was lost before any of its workers had started; None for any
+            other loss.
     """
 
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -91,7 +91,7 @@ class Workers:
 
     Args:
         num_workers: number of workers, one for each device.
-        host: address of the interface that this machine's sockets bind to.
+        host: address of the interface to which this machine's sockets bind.
         first_device: number of this machine's first device for these workers.
         machines: the machines on which the workers run. They are free again after `close`.
 
@@ -126,7 +126,7 @@ class Workers:
         self._settings = LauncherSettings(endpoint, self.secret.private, host, first_device)
         self._launchers: list[MachineLauncher | None] = [launch(self._settings) for launch in machines.launches]
         self._started_epoch = 0
-        """The epoch whose workers the launchers were ordered to start."""
+        """The epoch whose workers the launchers have been ordered to start."""
         self._watching = threading.Thread(target=self._watch, name="workers", daemon=True)
         self._watching.start()
 
@@ -154,10 +154,10 @@ class Workers:
             raise WorkerLost(self._shared.lost)
 
     def deploy(self, deployment: Deployment, answers_to: str) -> dict[int, float]:
-        """Make all workers build their parts, which replace their previous ones. No step may be under way.
+        """Make all workers build their parts, which replace the previous parts. No step may be under way.
 
         Returns:
-            Seconds that each worker took, by number.
+            How many seconds each worker took, by the worker's number.
 
         Raises:
             MachineError: the workers do not start in time.
@@ -192,14 +192,14 @@ class Workers:
         return {worker: answer.seconds for worker, answer in loaded.items()}
 
     def prepare(self, grammar: str, workers: Collection[int]) -> object:
-        """Make these workers compile a grammar, and wait until they have done so; any thread may call this.
+        """Make these workers compile a grammar, and wait until they have done so. Any thread may call this.
 
         Returns:
             An object that keeps the grammar compiled in these workers as long as it is referenced. If workers are
-            replaced meanwhile, the new ones compile the grammar when they need it.
+            replaced meanwhile, the new workers compile the grammar when they need it.
 
         Raises:
-            MachineError: a worker cannot compile it.
+            MachineError: a worker cannot compile the grammar.
         """
         shared, number = self._shared, next(self._numbers)
         with shared.changed:
@@ -232,7 +232,8 @@ class Workers:
     def restart(self) -> None:
         """End the remaining workers, and restart all workers.
 
-        A lost machine may be noticed twice: first its workers are missed, then its launcher. It counts as one restart.
+        The loss of a machine may be noticed twice, first by its silent workers and then by its launcher, but counts as
+        one restart.
 
         Raises:
             MachineError: workers have been restarted `RESTARTS` times within `PERIOD_S` already.
@@ -250,7 +251,7 @@ class Workers:
         self.renew()
 
     def renew(self) -> None:
-        """Replace all workers by new ones, without counting this as a restart; `deploy` waits for the new workers."""
+        """Replace all workers, without counting this as a restart. `deploy` waits for the new workers."""
         with self._shared.changed:
             self._shared.epoch += 1
             self._shared.members.clear()
@@ -346,7 +347,7 @@ class Workers:
     def _check_silence(self) -> None:
         """Detect workers that have ended or fallen silent."""
         now, shared = time.monotonic(), self._shared
-        if now - self._looked_s > SILENCE_S / 4:  # this process itself did not run, so it could receive nothing
+        if now - self._looked_s > SILENCE_S / 4:  # this process itself was suspended, so it could receive nothing
             for member in shared.members.values():
                 member.heard_s = now
             for launcher in self._launchers:
@@ -374,10 +375,10 @@ class Workers:
         return worker * len(self._launchers) // self.num_workers
 
     def _is_excused(self, worker: int, member: WorkerStatus, silent_s: float) -> bool:
-        """Return whether a silent worker works: it compiles or loads, or waits for a processor.
+        """Return whether a silent worker is working: compiling, loading, or waiting for a processor.
 
-        A worker that has not built its part yet may take as long as building may take. The state of workers on other
-        machines cannot be seen; there, a worker that builds its part may be silent for `BUSY_S`.
+        A worker may be silent for `LOAD_S` while it builds its part, but only for `BUSY_S` on another machine, where
+        its state cannot be seen.
         """
         is_loading = worker not in self._shared.loaded
         launcher = self._launchers[self._machine_of(worker)]

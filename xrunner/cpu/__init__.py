@@ -1,11 +1,10 @@
-"""CPU kernels, compiled by numba, with two entry points: pack a weight (`LAYOUTS`), and attend (`BACKENDS`).
+"""CPU kernels, compiled by numba. `LAYOUTS` has the ways to pack weights. `BACKENDS` has the attention backends.
 
-No other module of this package is imported from outside it. Without numba both tables are empty, and the engine runs on
-torch only.
+Other packages import only these two tables. Without numba, both are empty, and the engine uses only torch.
 
 `layouts` names the ways to pack a weight: `panels` multiply in vector registers (AVX-512), `matrix_panels` in Intel's
 matrix registers (AMX), and `highest` finds the highest logit. `attention` computes a step's attention: `decodes`
-handles queries that share their keys with no other query; `prompts` handles queries that share keys, in tiles that stay
+handles queries that share their keys with no other query. `prompts` handles queries that share keys, in tiles that stay
 in vector registers (`tiles`) or in matrix registers (`amx`). Inner loops are LLVM vector instructions (`simd`) or
 `assembly`, because compilers move sums from registers to memory.
 """

@@ -1,9 +1,9 @@
-"""Products of bfloat16 numbers in the processor's matrix registers (AMX), summed in float32; numba calls these
+"""Products of bfloat16 numbers in the processor's matrix registers (AMX), summed in float32. Numba calls these
 functions.
 
-A register holds 16 rows of 64 bytes. A product takes 16 x 32 numbers times 32 x 16. The second operand comes in pairs:
-elements of an even row next to those of the odd row that follows. Queries are lanes, as in `simd`, in one or two
-registers.
+A register holds 16 rows of 64 bytes. A product takes 16 x 32 numbers times 32 x 16. The second operand has pairs of
+rows: each element of an even row is followed by the element of the next row. Queries are lanes, as in `simd`, in one or
+two registers.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ SQUARE = 16
 _ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
 
 SHAPES = np.zeros(64, dtype=np.uint8)
-"""The shapes of the registers: eight of 16 rows of 64 bytes."""
+"""The shapes of the eight registers: 16 rows of 64 bytes each."""
 SHAPES[0] = 1
 SHAPES[16:32:2] = 64
 SHAPES[48:56] = 16
 
-# Registers: sums of two halves of rows by two halves of lanes; the rows; the lanes.
+# Register numbers: sums of each half of the rows and each half of the lanes; the rows; the lanes.
 SUMS, ROWS, LANES = ((0, 1), (2, 3)), (4, 5), (6, 7)
 
 
@@ -113,7 +113,7 @@ def release(typing_context: Any) -> Any:
 
 @inlined
 def pair_rows(typing_context: Any, rows: Any, pairs: Any, count: Any, lanes: Any) -> Any:
-    """Round rows of lanes to bfloat16 in pairs of rows; store the rounding errors after them, also as bfloat16 pairs.
+    """Round rows of lanes to bfloat16, in pairs of rows. Then store the rounding errors in the same form.
 
     # rows float32 [count, lanes] -> pairs [2, count / 2, lanes]
     """
@@ -143,7 +143,7 @@ def score_keys(
     head_dim: Any,
     lanes: Any,
 ) -> Any:
-    """Compute dot products of queries, as stored by `pair_rows`, with twice 16 keys. # -> scores [32, lanes]"""
+    """Compute dot products of queries, as stored by `pair_rows`, with two groups of 16 keys. # -> scores [32, lanes]"""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         pairs, keys, scores = pointers(context, builder, signature, values, 3)
@@ -215,7 +215,7 @@ def add_values(
 def turn_values(
     typing_context: Any, values: Any, places: Any, turned_values: Any, first: Any, begin: Any, end: Any, head_dim: Any
 ) -> Any:
-    """Transpose the values of 32 keys from `first` on, so that a row is a dimension; 16 rows fill a register.
+    """Transpose the values of 32 keys from `first` on, so that each row is a dimension. Sixteen rows fill a register.
 
     Keys outside `begin` to `end` become zero.
 
@@ -300,14 +300,15 @@ def soften(
 
 
 def _quarters(*ends: int) -> list[int]:
-    """Return a register in which each quarter holds the chosen elements: 0 to 3 are those of the first register's same
-    quarter, 4 to 7 those of the second's.
+    """Return a shuffle mask that chooses elements in each quarter: 0 to 3 are elements of the first register's same
+    quarter, 4 to 7 of the second register's.
     """
     return [4 * quarter + end % 4 + SQUARE * (end // 4) for quarter in range(4) for end in ends]
 
 
 def _runs(*quarters: int) -> list[int]:
-    """Return whole quarters of the first (0 to 3) and of the second register (4 to 7), in the given order."""
+    """Return a shuffle mask of whole quarters of the first register (0 to 3) and of the second (4 to 7), in the given
+    order."""
     return [4 * quarter + i for quarter in quarters for i in range(4)]
 
 
@@ -323,7 +324,7 @@ def _turned(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
     pairs = []
     for a, b in zip(rows[::2], rows[1::2], strict=True):
         pairs += [exchange(a, b, _quarters(0, 4, 1, 5)), exchange(a, b, _quarters(2, 6, 3, 7))]
-    fours = []  # one column of four rows in each quarter
+    fours = []  # each quarter has one column of four rows
     for first in range(0, SQUARE, 4):
         for a, b in zip(pairs[first : first + 2], pairs[first + 2 : first + 4], strict=True):
             fours += [exchange(a, b, _quarters(0, 1, 4, 5)), exchange(a, b, _quarters(2, 3, 6, 7))]

@@ -1,4 +1,4 @@
-"""Inner loops in assembly inside functions that numba compiles, for registers that a compiler does not manage.
+"""Append inner loops in assembly to functions that numba compiles, for registers that a compiler does not manage.
 
 Such a loop reads its arguments from an array of int64, whose address is in %rdi.
 """
@@ -17,7 +17,7 @@ def append(builder: ir.IRBuilder, place: ir.Value, code: str, overwritten: Itera
 
     Args:
         place: address of the array.
-        overwritten: registers besides %rdi that the code overwrites, and anything else that it changes.
+        overwritten: registers other than %rdi that the code overwrites, and other state that it changes.
     """
     kind = ir.FunctionType(ir.VoidType(), [place.type])
     constraints = ",".join(["{rdi}", *[f"~{{{name}}}" for name in overwritten]])
@@ -25,11 +25,11 @@ def append(builder: ir.IRBuilder, place: ir.Value, code: str, overwritten: Itera
 
 
 def argument(number: int) -> str:
-    """Return the operand, in assembly, for an element of the array of arguments."""
+    """Return the assembly operand for an element of the array of arguments."""
     return f"{8 * number}(%rdi)"
 
 
 @cache
 def enable() -> None:
-    """Let LLVM read assembly; call this before the first function that contains assembly is compiled."""
+    """Let LLVM read assembly. Call this before the first function that contains assembly is compiled."""
     llvmlite.binding.initialize_native_asmparser()

@@ -18,7 +18,8 @@ from xrunner.models.layers import Attend, Embedding, Empty, Head, LayerNorm, Lin
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then the feed-forward block. Each follows a norm, and its result is added to its input.
+    """Computes attention, then the feed-forward block. Each block's input goes through a norm. The block's output is
+    added to the input as it was before the norm.
 
     Args:
         norm: builds a norm.
@@ -40,7 +41,8 @@ class DecoderLayer(nn.Module):
         """# [tokens, hidden], int64 [wanted] -> [wanted, hidden]
 
         Args:
-            rows: tokens whose outputs are needed. For the others, only keys and values are computed. None means all.
+            rows: tokens whose outputs are needed. For the others, only keys and values are computed. None means all
+                tokens.
         """
         if rows is not None:
             attend = partial(attend_to, attend, rows)
@@ -59,28 +61,28 @@ def attend_to(attend: Attend, rows: Tensor, q: Tensor, k: Tensor, v: Tensor, *, 
 
 
 class Model(nn.Module):
-    """A model: its input is a batch, its output logits. A family defines its blocks, and the names of their weights in
-    checkpoints.
+    """Maps a batch to logits. Each family defines the blocks, and the names of their weights in checkpoints.
 
     Attributes:
-        decoder_start: tokens after each prompt with which an encoder-decoder's decoder starts. Such a prompt cannot be
+        decoder_start: tokens with which an encoder-decoder's decoder starts after each prompt. Such a prompt cannot be
             cut, because the encoder reads all of it at once.
         norm: the type of all norms.
         norms_results: whether a layer's two blocks are also followed by norms.
-        checkpoint_layers: for each list of layers of this class, its name in checkpoints.
-        checkpoint_names: for each module of this class, its name in checkpoints; several names if the module fuses
-            several. Modules of a layer are named relative to the layer ("layers.*." precedes the names here); modules
-            that are not listed have the same name in checkpoints. An expert's number is a * in both names.
-        checkpoint_stacked: parameters of an expert that a checkpoint stores for all experts in one tensor, by number,
-            with matrices as [in, out]; maps them to the name of that tensor.
+        checkpoint_layers: the name in checkpoints of each list of layers in this class.
+        checkpoint_names: the name in checkpoints of each module in this class, or several names if the module fuses
+            several projections. Modules of a layer are named relative to the layer ("layers.*." precedes the names
+            here). Modules that are not listed have the same name in checkpoints. In both names, * replaces the number
+            of an expert.
+        checkpoint_stacked: for each parameter that a checkpoint stores for all experts in one tensor, the tensor's
+            name. Such tensors are indexed by expert and have matrices as [in, out].
         checkpoint_copies: tensors that a checkpoint may store more than once, and the names of the copies.
         checkpoint_transposed: whether a checkpoint stores the projections of its layers as [in, out].
         first_modules: modules that only the first stage of a pipeline needs.
         last_modules: modules that only the last stage of a pipeline needs.
-        has_embedding, has_head: whether this is a pipeline's first stage, and its last.
-        runs_decoder: whether it runs a decoder. Otherwise it is an encoder for a decoder that runs elsewhere.
-        first_layers: for each list of layers, the number of its first layer in the checkpoint, or 0 if the list is not
-            named.
+        has_embedding, has_head: whether this is a pipeline's first stage, and whether it is the last.
+        runs_decoder: False for an encoder whose decoder runs elsewhere.
+        first_layers: the checkpoint's number for the first layer of each list of layers, or 0 for a list that is not
+            named here.
     """
 
     decoder_start: tuple[int, ...] = ()
@@ -100,7 +102,8 @@ class Model(nn.Module):
         self.has_embedding = self.has_head = self.runs_decoder = True
         self.first_layers: dict[str, int] = {}
         self._rotaries: dict[bool, Rotary] = {}
-        """Rotary embeddings. True: with the model's own settings; False: with those of layers that have a window."""
+        """Rotary embeddings, by whether they have the model's own settings (True) or those of layers with a window
+        (False)."""
         self.token_embedding = Embedding(empty, spec.vocab_size, spec.hidden_size)
         tied = self.token_embedding.weight if spec.tie_embeddings else None
         self.lm_head = Head(empty, spec.hidden_size, spec.vocab_size, weight=tied)
@@ -109,19 +112,19 @@ class Model(nn.Module):
         return self.norm(empty, self.spec.hidden_size, self.spec.norm_eps)
 
     def layer(self, empty: Empty, layer: int) -> DecoderLayer:
-        """Return a new layer. A family whose layers are not attention, then a feed-forward block, returns a subclass of
-        `DecoderLayer` with a `forward` of its own, which computes attention by `attend_to` if `rows` are given."""
+        """Return a new layer. If a family's layers are not attention followed by a feed-forward block, it returns a
+        subclass of `DecoderLayer` whose `forward` calls `attend_to` if `rows` are given."""
         attention, mlp = self.attention(empty, layer), self.mlp(empty, layer)
         return DecoderLayer(partial(self._norm, empty), attention, mlp, norms_results=self.norms_results)
 
     def scoring(self, layer: int) -> Scoring:
-        """Return the scoring of a layer: how it scores queries against keys."""
+        """Return how a layer scores queries against keys."""
         spec = self.spec
         window = None if layer in spec.full_attention_layers else spec.sliding_window
         return Scoring(spec.score_scale, spec.score_softcap, window=window)
 
     def rotary(self, empty: Empty, layer: int) -> Rotary:
-        """Return the rotary embedding of a layer's queries and keys; layers with the same rotation share it."""
+        """Return the rotary embedding of a layer's queries and keys. Layers with the same rotation share it."""
         spec = self.spec
         if spec.sliding_rope_theta is not None and self.scoring(layer).window is not None:
             spec = spec.model_copy(update={"rope_theta": spec.sliding_rope_theta, "rope_scaling": None})
@@ -129,7 +132,7 @@ class Model(nn.Module):
 
     @abstractmethod
     def attention(self, empty: Empty, layer: int) -> nn.Module:
-        """Return the attention block of one layer; layers are counted from the first one of this part."""
+        """Return the attention block of one layer. `layer` counts from the first layer of this part."""
 
     @abstractmethod
     def mlp(self, empty: Empty, layer: int) -> nn.Module:
@@ -143,10 +146,10 @@ class Model(nn.Module):
     def forward(
         self, batch: Batch, cache: KvCache, backend: AttentionBackend, received: Tensor | None = None
     ) -> Tensor:
-        """Run one step; return the logits of `batch.logit_rows`. # [sampled, vocab]
+        """Run one step. Return the logits of `batch.logit_rows`. # [sampled, vocab]
 
-        A stage of a pipeline starts from the hidden states that it has `received`, unless it is the first stage, and
-        returns hidden states, unless it is the last. # [tokens, hidden]
+        In a pipeline, every stage except the first starts from the hidden states that it has `received`, and every
+        stage except the last returns hidden states. # [tokens, hidden]
         """
 
     def prepack(self, dtype: DType = "float32", layouts: Mapping[str, str] | None = None) -> None:
@@ -159,7 +162,8 @@ class Model(nn.Module):
         return (module for module in self.modules() if isinstance(module, Linear))
 
     def checkpoint_parameters(self, name: str) -> tuple[str, ...]:
-        """Return the names in checkpoints of the parameter `name`: several names if the parameter fuses several."""
+        """Return the names of the parameter `name` in checkpoints. There are several if the parameter fuses several
+        tensors."""
         if name == "lm_head.weight" and self.spec.tie_embeddings:
             name = "token_embedding.weight"  # the last stage may have no layers, only the head
         module, _, leaf = name.rpartition(".")
@@ -184,8 +188,8 @@ class Model(nn.Module):
 class DecoderModel(Model):
     """A decoder-only model: embedding, layers, head.
 
-    `layers[i](hidden, batch, attend)` maps [tokens, hidden] to the same shape; `attend` is any `layers.Attend`. After
-    the attention of the model's last layer, only tokens whose logits are needed remain: of a prompt, the last one.
+    `layers[i](hidden, batch, attend)` maps [tokens, hidden] to the same shape. `attend` is any `layers.Attend`. After
+    the last layer's attention, only tokens whose logits are needed remain, such as the last token of a prompt.
     """
 
     last_modules = ("final_norm", "lm_head")
@@ -220,7 +224,7 @@ class DecoderModel(Model):
         """Run all layers, each with its `attend`. # [tokens, hidden], int64 [wanted] -> [wanted, hidden]
 
         Args:
-            rows: tokens whose outputs of the last layer are needed. None means all.
+            rows: tokens for which the last layer's output is needed. None means all tokens.
         """
         is_cut = rows is not None and len(rows) < len(hidden)
         for layer, attend in zip(self.layers, attends, strict=True):

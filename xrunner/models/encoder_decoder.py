@@ -1,10 +1,10 @@
-"""The contract of an encoder-decoder family: it has the interface of a decoder-only model and contains an encoder.
+"""The contract of an encoder-decoder family, which has the interface of a decoder-only model.
 
-In a batch, a sequence that is encoded has its whole prompt and the token with which the decoder starts; a sequence that
-decodes has its last token. In the cache, a prompt's slots hold the keys and values of cross-attention, which are
-computed once; the slots after the prompt's hold the keys and values of the decoder's self-attention. So a request takes
-as many blocks as in a decoder-only model, and frees all of them at once. The encoder's own keys and values last for one
-layer of one step and have blocks of their own.
+In a batch, a sequence that is encoded consists of its whole prompt and the decoder's first token. A sequence that
+decodes consists of its last token. In the cache, a prompt's slots hold the keys and values of cross-attention, which
+are computed once. The slots after the prompt's hold the keys and values of the decoder's self-attention. So a request
+takes as many blocks as in a decoder-only model, and frees all of them at once. The encoder's own keys and values are
+used within one layer of one step, and have separate blocks.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from xrunner.models.base import Model
 from xrunner.models.layers import Attend, CrossAttention, Empty, RelativeBias
 
 READING_BLOCK = 16
-"""Tokens of a block for the encoder's prompts."""
+"""Tokens in a block of the encoder's own keys and values."""
 
 
 class CrossLayer(nn.Module):
-    """Attention to the decoder's tokens, then to the encoder's, then the feed-forward block, each after a norm."""
+    """Computes attention to the decoder's tokens, attention to the encoder's, and the feed-forward block, each after a
+    norm."""
 
     def __init__(
         self,
@@ -50,8 +51,9 @@ class CrossLayer(nn.Module):
     def forward(
         self, hidden: Tensor, memory: Tensor | None, batch: Batch, attend: Attend, cross_attend: Attend
     ) -> Tensor:
-        """Run the layer; `attend` attends to the decoder's tokens, `cross_attend` to the encoder's.
-        # [tokens, hidden] -> same"""
+        """Run the layer. `attend` attends to the decoder's tokens, `cross_attend` to the encoder's.
+        # [tokens, hidden] -> same
+        """
         hidden = hidden + self.attention(self.attention_norm(hidden), batch.positions, attend)
         hidden = hidden + self.cross(self.cross_norm(hidden), memory, cross_attend)
         return hidden + self.mlp(self.mlp_norm(hidden))
@@ -68,7 +70,7 @@ class Stack(nn.Module):
 
 
 class EncoderDecoderModel(Model):
-    """Embedding, encoder, decoder, head; positions are relative, and scores are not divided by sqrt(head_dim)."""
+    """Embedding, encoder, decoder, head. Positions are relative, and scores are not divided by sqrt(head_dim)."""
 
     last_modules = ("encoder.final_norm", "decoder.final_norm", "lm_head")
 
@@ -104,8 +106,8 @@ class EncoderDecoderModel(Model):
     def forward(
         self, batch: Batch, cache: KvCache, backend: AttentionBackend, received: Tensor | None = None
     ) -> Tensor:
-        """Run one step; return the logits of all sequences, since each sequence decodes or reaches the end of its
-        prompt. # [sequences, vocab]
+        """Run one step. Return the logits of all sequences, since every sequence decodes or has its whole prompt in the
+        step. # [sequences, vocab]
         """
         assert received is None, (
             "`run` needs the whole model: run a stage by `encode` and `decode`, since prompts pass all encoder stages "
@@ -114,7 +116,7 @@ class EncoderDecoderModel(Model):
         return self.decode(batch, self.encode(batch, backend), cache, backend)
 
     def encode(self, batch: Batch, backend: AttentionBackend, received: Tensor | None = None) -> Tensor | None:
-        """Run the encoder over a step's prompts, one after the other, or None if there are none.
+        """Run the encoder over a step's prompts, which are concatenated. Return None if the step has no prompts.
 
         A stage that is not the last returns hidden states for the next stage. # [prompt tokens, hidden]
         """
@@ -130,7 +132,7 @@ class EncoderDecoderModel(Model):
         return self.encoder.final_norm(hidden) if self.has_head else hidden
 
     def encoder_attention(self, lengths: Tensor, backend: AttentionBackend, hidden: Tensor) -> Attend:
-        """Return the encoder's attention within prompts of these lengths, the same in all layers.
+        """Return the attention function of all encoder layers, for prompts of these lengths.
 
         Args:
             hidden: a tensor with the dtype and device of keys and values.
@@ -179,7 +181,7 @@ class EncoderDecoderModel(Model):
 
 
 def biased(backend: AttentionBackend, cache: Tensor, batch: Batch, bias: PositionBias) -> Attend:
-    """Return a layer's attention with the bias that all layers of its stack share."""
+    """Return a layer's attention function, with the position bias that all layers of the stack share."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *, scoring: Scoring) -> Tensor:
         return backend.forward(q, k, v, cache, batch, scoring._replace(bias=bias))
@@ -188,7 +190,8 @@ def biased(backend: AttentionBackend, cache: Tensor, batch: Batch, bias: Positio
 
 
 def own_tokens(batch: Batch) -> Batch:
-    """Return the batch for self-attention: each sequence's one decoder token attends to the decoder's tokens."""
+    """Return the batch for self-attention, in which each sequence's only decoder token attends to the decoder's
+    tokens."""
     return replace(_one_each(batch, _last(batch)), first_key=batch.prompt_len)
 
 
@@ -201,7 +204,7 @@ def recalling(batch: Batch) -> Batch:
 
 
 def reading_batch(lengths: Tensor) -> Batch:
-    """Return whole prompts as a batch for the encoder's attention, in consecutive blocks. # int32 [prompts]"""
+    """Return a batch of whole prompts in consecutive blocks, for the encoder's attention. # int32 [prompts]"""
     length = lengths.cpu().numpy()
     num_blocks = -(-length // READING_BLOCK)
     tables = (np.cumsum(num_blocks) - num_blocks)[:, None] + np.arange(num_blocks.max())
@@ -218,8 +221,9 @@ def reading_batch(lengths: Tensor) -> Batch:
 
 
 def _one_each(batch: Batch, written: Tensor) -> Batch:
-    """Return the batch with one query for each sequence, and the keys and values of `written` tokens.
-    # bool [tokens] or indices"""
+    """Return the batch with one query for each sequence. Keys and values are written for the `written` tokens.
+    # bool [tokens] or indices
+    """
     num_sequences = len(batch.context_len)
     return replace(
         _tokens(batch, written),
@@ -235,14 +239,14 @@ def _last(batch: Batch) -> Tensor:
 
 
 def _is_prompt(batch: Batch) -> Tensor:
-    """# bool [tokens]"""
+    """Return whether each token belongs to a prompt. # bool [tokens]"""
     is_prompt = torch.ones_like(batch.token_ids, dtype=torch.bool)
     is_prompt[_last(batch)] = False
     return is_prompt
 
 
 def _tokens(batch: Batch, chosen: Tensor) -> Batch:
-    """Return the batch with only these tokens; the fields about sequences do not change.
+    """Return the batch with only these tokens. The fields about sequences do not change.
     # bool [tokens] or int64 [chosen]
     """
     return replace(

@@ -1,7 +1,7 @@
 """A mixture of experts: a router, and the feed-forward blocks among which it chooses.
 
-Each expert is a separate block, so that its weights are read, cut and packed in the same way as those of any other
-block. A rank may hold some of the experts, or slices of all of them. The ranks' results are added.
+Each expert is a separate block, so that its weights are read, cut and packed like the weights of any other block. A
+rank may hold some of the experts, or a slice of every expert. The ranks' results are added.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def of_one_expert(spec: ModelSpec) -> ModelSpec:
 
 
 class Router(nn.Module):
-    """Scores each expert for each token, in the dtype of the activations, whatever the dtype of the products."""
+    """Scores each expert for each token in the dtype of the activations, even if products have another dtype."""
 
     def __init__(self, empty: Empty, spec: ModelSpec, *, bias: bool) -> None:
         super().__init__()
@@ -36,7 +36,8 @@ class Router(nn.Module):
         self.e_score_correction_bias = parameter(empty(spec.experts.number)) if is_sigmoid else None
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each token's experts and their weights. # [tokens, hidden] -> int64, float32 [tokens, chosen]"""
+        """Return the experts that are chosen for each token, and their weights. # [tokens, hidden] -> int64, float32
+        [tokens, chosen]"""
         experts, scores = self.of, F.linear(hidden, self.weight, self.bias).float()
         if experts.normalised and experts.scoring == "softmax" and experts.num_groups == 1:
             highest, chosen = scores.topk(experts.active, dim=-1)
@@ -53,7 +54,8 @@ class Router(nn.Module):
         return chosen, weights * experts.weight_scale
 
     def _within_best_groups(self, rated: Tensor) -> Tensor:
-        """Leave out the experts outside a token's best groups. # [tokens, experts] -> same"""
+        """Return ratings that are minus infinity for experts outside a token's best groups. # [tokens, experts] ->
+        same"""
         groups = rated.unflatten(-1, (self.of.num_groups, -1))
         looked_at = 1 if self.e_score_correction_bias is None else 2
         best = groups.topk(looked_at, dim=-1).values.sum(dim=-1).topk(self.of.active_groups, dim=-1).indices
@@ -84,7 +86,7 @@ class MixtureOfExperts(nn.Module):
         self._first, self._last = first, last
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Run one product for each chosen expert, with all of its tokens together. # [tokens, hidden] -> same"""
+        """Run each chosen expert once, over all of its tokens together. # [tokens, hidden] -> same"""
         chosen, weights = self.router(hidden)
         of_expert, order = chosen.flatten().sort(stable=True)
         begin, *ends = torch.searchsorted(

@@ -1,4 +1,4 @@
-"""GPT-2, and GPT-3's shape: learned positions, layer norm before each block, GELU, biases everywhere."""
+"""GPT-2, and models with GPT-3's shape: learned positions, layer norm before each block, GELU, biases everywhere."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ GAIN, LIMIT = 1.702, 7.0
 
 
 class LimitedMlp(GatedMlp):
-    """down((up(x) + 1) gate(x) sigmoid(1.702 gate(x))), with gate and up limited; their columns alternate."""
+    """down((up(x) + 1) gate(x) sigmoid(1.702 gate(x))), with limited gate and up, whose columns alternate in one
+    weight."""
 
     takes_turns: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: the cache stores one vector for each token, from which all heads' K/V follow.
+"""Multi-head latent attention: the cache stores one vector for each token, from which every head's K/V is computed.
 
 The matrices that would compute K/V are instead applied to the queries and to the results. So attention runs on the
 stored vectors, as if all heads shared one key that is also the value. Source: DeepSeek-V2 (arXiv 2405.04434) sec. 2.1.
@@ -14,7 +14,7 @@ from xrunner.attention.base import Scoring
 from xrunner.models.layers import Attend, Empty, Linear, RmsNorm, Rotary, parameter
 
 NORM_EPS = 1e-6
-"""Epsilon of the norms on intermediate vectors, whatever the model's other norms have."""
+"""Epsilon of the norms on intermediate vectors, even if the model's other norms have a different one."""
 
 
 class HeadProjections(nn.Module):
@@ -26,11 +26,11 @@ class HeadProjections(nn.Module):
 
 
 class LatentSelfAttention(nn.Module):
-    """Projections around attention over the two things that are stored for each token: a vector, and a key with a
-    rotary position.
+    """Self-attention over two stored vectors for each token: the latent vector, and a key rotated to the token's
+    position.
 
     Args:
-        scoring: the layer's scoring. Its scale is that of a whole head's query and key.
+        scoring: the layer's scoring. The scale is for a head's whole query and key.
     """
 
     def __init__(self, empty: Empty, spec: ModelSpec, *, rotary: Rotary, scoring: Scoring) -> None:
@@ -73,5 +73,5 @@ class LatentSelfAttention(nn.Module):
 
 
 def _side_by_side(x: Tensor) -> Tensor:
-    """Move dimensions 2 i to the first half and 2 i + 1 to the second; products of queries and keys do not change."""
+    """Move dimensions 2 i to the first half and 2 i + 1 to the second. Products of queries and keys do not change."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

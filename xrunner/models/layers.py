@@ -1,7 +1,7 @@
-"""The blocks of which every model family consists. They assume one device and no parallelism.
+"""The blocks of which every model family consists. No block has code for parallelism.
 
 Each block takes the argument `empty`, a function that allocates a parameter: `torch.empty` with dtype and device bound.
-The values are loaded later (weights.py).
+The parameters' values are loaded later (weights.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Empty = Callable[..., Tensor]
 
 
 class Attend(Protocol):
-    """The attention of one layer in one step; it owns the keys and values."""
+    """Computes the attention of one layer in one step, and owns the layer's keys and values."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scoring: Scoring) -> Tensor:
         """# q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads * dim]"""
@@ -41,8 +41,8 @@ class Linear(nn.Module):
     """activation(x W^T + b), where several projections of the same input may be fused into one.
 
     Args:
-        out_features: output size of each fused part; a checkpoint stores the parts separately.
-        activation: one of `ACTIVATIONS`; gates halve the outputs.
+        out_features: output size of each fused part. A checkpoint stores the parts separately.
+        activation: one of `ACTIVATIONS`. A gate halves the number of outputs.
         weight: a weight to share (a tied head). None means that the block allocates its own.
     """
 
@@ -68,8 +68,8 @@ class Linear(nn.Module):
     def prepack(self, dtype: DType = "float32", layouts: Mapping[str, str] | None = None) -> None:
         """Pack the weight as the device's kernels need it, if that is faster (see `xrunner.packing.choice.pack`).
 
-        A weight that is not shared is freed. A tied weight stays in the embedding, so packing it takes its size once
-        more.
+        A weight that is not shared is freed. A tied weight stays in the embedding, so packing it takes as much memory
+        again.
         """
         if self.weight is not None and (packed := pack(self.weight.data, self.activation, dtype, layouts)) is not None:
             self._packed = packed
@@ -154,11 +154,11 @@ class Rotary(nn.Module):
     """Rotary position embedding: dimension d rotates together with dimension d + half, in Hugging Face's order of
     weights. If a model's spec has a `rotary_dim`, the dimensions after it do not rotate.
 
-    Layers that share one of these objects share a step's angles, which take longer to compute than rotating a few rows.
+    Layers that share one object share a step's angles, since computing angles takes longer than rotating a few rows.
     Angles are computed for each step and not stored, since a table for the whole context of Llama 3.1 would take 64
     MiB.
 
-    Source: RoFormer (arXiv 2104.09864); see the scalings' own types.
+    Source: RoFormer (arXiv 2104.09864). See the scalings' own types.
     """
 
     frequencies: Tensor  # float32 [dimensions that turn / 2], radians a position
@@ -167,7 +167,7 @@ class Rotary(nn.Module):
         super().__init__()
         frequencies, self.magnitude = _frequencies(spec)
         device = empty(0).device
-        # The model has no memory yet, so the values stay here until they can be moved.
+        # On "meta", the model has no memory yet, so the frequencies stay on the CPU until they can be moved.
         self.register_buffer(
             "frequencies", frequencies.to("cpu" if device.type == "meta" else device), persistent=False
         )
@@ -190,7 +190,7 @@ class Rotary(nn.Module):
         return turned
 
     def begin_step(self) -> None:
-        """Forget the last step's angles. This step's positions may lie in the same memory."""
+        """Forget the last step's angles, since the same tensor may contain other positions in this step."""
         self._last = None
 
     def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,11 +204,12 @@ class Rotary(nn.Module):
 
 
 def _frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
-    """Return the radians a position of each pair of dimensions, and the factor on rotated vectors. # float32 [waves]
+    """Return the angle in radians by which each pair of dimensions rotates per position, and the factor for rotated
+    vectors. # float32 [pairs]
 
-    Waves that turn often within the trained context do not change; waves that turn hardly once are stretched by
-    `factor`. In between, the stretching is interpolated by the number of turns (Llama 3.1) or by the wave's index
-    (YaRN).
+    If a pair rotates many times within the trained context, its frequency does not change. If it rotates about once or
+    less, its frequency is divided by `factor`. Other frequencies are interpolated, by the number of rotations (Llama
+    3.1) or by the pair's index (YaRN).
 
     Raises:
         InputError: this version does not support the scaling.
@@ -225,7 +226,7 @@ def _frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
             kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
             return torch.lerp(frequencies / scaling.factor, frequencies, kept.clamp(0.0, 1.0)), 1.0
         case YarnRope() as scaling:
-            # The index of the wave that turns this number of times within the original context.
+            # The index of the pair that rotates this number of times within the original context.
             per_wave = 2 * math.log(spec.rope_theta) / dim
             low, high = (
                 math.log(scaling.original_max_position / (turns * 2 * math.pi)) / per_wave
@@ -241,11 +242,10 @@ def _frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
 
 
 class RelativeBias(nn.Module):
-    """The number that each head adds to a score, which depends on the distance from query to key: one value for each
-    bucket of distances.
+    """Returns the number that each head adds to a score: one value for each bucket of distances from query to key.
 
-    Half of the buckets contain one distance each. The others contain more and more distances, and the last one also all
-    distances beyond the longest. If both directions are visible, each direction has half of the buckets. Source: T5
+    Half of the buckets contain one distance each. The others contain increasingly many distances, and the last one all
+    distances above its lower limit. If both directions are visible, each direction has half of the buckets. Source: T5
     (arXiv 1910.10683) sec. 2.1.
     """
 
@@ -255,7 +255,7 @@ class RelativeBias(nn.Module):
         self.max_distance = spec.relative_max_distance
         self.bidirectional = bidirectional
         self._buckets: dict[int, Tensor] = {}
-        """Buckets of all distances in sequences of up to a power of two tokens, by that power."""
+        """Buckets of all distances, by the number of tokens in the longest sequence (a power of two)."""
 
     def forward(self, distance: Tensor) -> Tensor:
         """Return the bias of each distance: key position minus query position. # int64 [...] -> [..., heads]"""
@@ -280,20 +280,20 @@ class RelativeBias(nn.Module):
         else:
             distance = (-distance).clamp(min=0)
         num_exact = num_buckets // 2
-        # The terms are the same as in transformers, since for distances at the edge of a bucket the result depends on
-        # rounding.
+        # The terms are those of transformers, since the result depends on rounding if a distance is at a bucket's
+        # limit.
         ratio = torch.log(distance.clamp(min=num_exact).float() / num_exact) / math.log(self.max_distance / num_exact)
         shared = num_exact + (ratio * (num_buckets - num_exact)).long()
         return first + torch.where(distance < num_exact, distance, shared.clamp(max=num_buckets - 1))
 
 
 class SelfAttention(nn.Module):
-    """Projections around self-attention; `attend` computes the attention and owns the cache.
+    """Self-attention and its projections. `attend` computes the attention and owns the cache.
 
     Args:
         rotary: rotates queries and keys to their positions. None means that the embedding has added positions.
-        qk_norm: the type of norm on each head's query and key (Qwen3, Gemma 3), or None.
-        scoring: the layer's scoring. A model's sinks are weights of this block.
+        qk_norm: the type of norm on each head's query and key (Qwen3, Gemma 3). None means no norm.
+        scoring: the layer's scoring. Attention sinks are weights of this block.
     """
 
     def __init__(
@@ -336,7 +336,7 @@ UNSCALED = Scoring(scale=1.0)
 
 
 class CrossAttention(nn.Module):
-    """Projections around attention from a decoder's tokens to the encoder's output."""
+    """Attention from a decoder's tokens to the encoder's output, and its projections."""
 
     def __init__(self, empty: Empty, spec: ModelSpec) -> None:
         super().__init__()
@@ -347,8 +347,9 @@ class CrossAttention(nn.Module):
         self.out = Linear(empty, size, spec.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor, memory: Tensor | None, attend: Attend) -> Tensor:
-        """Attend to the encoder's output; `memory` is the part that is new.
-        # [tokens, hidden], [encoder tokens, hidden] -> [tokens, hidden]"""
+        """Attend to the encoder's output. `memory` is the encoder's output for new prompts.
+        # [tokens, hidden], [encoder tokens, hidden] -> [tokens, hidden]
+        """
         q = self.q(hidden).unflatten(-1, (-1, self.head_dim))
         k = v = q[:0]
         if memory is not None:
@@ -377,8 +378,8 @@ class GatedMlp(nn.Module):
     """down(activation(gate(x)) * up(x)), gate and up fused. Source: GLU variants (arXiv 2002.05202).
 
     Attributes:
-        takes_turns: whether the columns of gate and up alternate in one stored tensor. They have no activation
-            function.
+        takes_turns: whether the columns of gate and up alternate in one stored tensor. The fused projection then
+            applies no activation function.
     """
 
     takes_turns: ClassVar[bool] = False

@@ -13,7 +13,7 @@ from xrunner.models.base import DecoderModel
 from xrunner.models.layers import Embedding, Empty, Mlp, SelfAttention
 
 POSITION_OFFSET = 2
-"""Index of the position table's first row that is used."""
+"""First row of the position table that is used."""
 
 
 class OptModel(DecoderModel):

@@ -1,4 +1,4 @@
-"""T5, and with gates T5 1.1 and Flan-T5: relative positions, RMS norm before each block, no biases.
+"""T5, and T5 1.1 and Flan-T5, which have gates: relative positions, RMS norm before each block, no biases.
 
 Source: arXiv 1910.10683.
 """
@@ -14,7 +14,9 @@ from xrunner.models.layers import UNSCALED, Empty, GatedMlp, Mlp, RmsNorm, SelfA
 
 
 def _layer_names(stack: str, mlp: int) -> dict[str, tuple[str, ...]]:
-    """Return the names of a stack's modules. The feed-forward block is sublayer number `mlp` of its layers."""
+    """Return the checkpoint names of a stack's modules. `mlp`: the number of the feed-forward sublayer in each
+    layer.
+    """
     place, dense = f"{stack}.layers.*", f"layer.{mlp}.DenseReluDense"
     return {
         f"{stack}.position_bias": (f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias",),

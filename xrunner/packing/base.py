@@ -10,8 +10,9 @@ from torch import Tensor
 from xgpt.core.schema import DType
 
 PackedLinear = Callable[[Tensor, Tensor | None], Tensor]
-"""Returns activation(x W^T + b) for x and b; gates halve the outputs.
-# float32 [rows, in], [out] -> [rows, out or out / 2]"""
+"""Returns activation(x W^T + b) for x and b. A gate halves the number of outputs.
+# float32 [rows, in], [out] -> [rows, out or out / 2]
+"""
 
 Shape = tuple[int, int]
 """The shape of a weight: (out, in)."""
@@ -21,8 +22,8 @@ class HighestLinear(Protocol):
     """A product of which only each row's highest sum is needed."""
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """Return sums in which each row's highest value is at the output that is highest in float32. The row's other
-        sums may be wrong, but none is above it.
+        """Return sums whose highest value in each row is at the output that is highest in float32. Other sums of the
+        row may be wrong, but are never higher.
 
         # float32 [rows, in] -> [rows, out]
 
@@ -39,8 +40,9 @@ class WeightLayout(NamedTuple):
         is_available: whether this processor and this torch support it.
         pack: returns the product with a float32 weight [out, in], followed by the activation function of the given
             name.
-        pack_highest: returns the product that finds the highest sums by a copy of a float32 weight [out, in] in this
-            layout, given the product with the whole weight, or None if the layout is not used for this.
+        pack_highest: takes a float32 weight [out, in] and the product with it. Returns a product that finds each row's
+            highest sum by means of a copy of the weight in this layout. None means that the layout is not used for
+            this.
     """
 
     dtype: DType

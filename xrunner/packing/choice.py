@@ -36,7 +36,7 @@ def pack(
     dtype.
 
     Args:
-        layouts: layout to use for each shape, by `shape_name`; layouts that are not available here are ignored.
+        layouts: layout to use for each shape, by `shape_name`. Layouts that are not available here are ignored.
     """
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return None
@@ -52,7 +52,7 @@ def pack_highest(weight: Tensor, whole: PackedLinear, layouts: Mapping[str, str]
 
     Args:
         whole: the product with the same weight in float32.
-        layouts: the layout of a copy in eight bits, under `HEAD`.
+        layouts: under `HEAD`, the layout of a copy of the weight in eight bits.
     """
     name = (layouts or {}).get(HEAD)
     if name is None or name not in layouts_of("int8"):

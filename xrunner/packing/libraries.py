@@ -15,13 +15,13 @@ from xrunner.eight_bits import quantise
 from xrunner.packing.base import PackedLinear, WeightLayout
 
 _MKL_ROWS = 512
-"""Number of rows for which MKL chooses its layout; products with any other number of rows are also right, and for few
-rows they are no slower.
+"""Number of rows for which MKL chooses its layout. Products with other numbers of rows are correct too, and no slower
+if rows are few.
 """
 
 ZERO = 128
-"""The number that stands for zero in rows of unsigned eight bits; signed rows take hundreds of times as long on Zen
-4."""
+"""The number that represents zero in rows of unsigned eight-bit numbers. Signed rows take hundreds of times as long on
+Zen 4."""
 
 # oneDNN's name and algorithm for each activation function that it fuses.
 _ONEDNN = {
@@ -60,10 +60,10 @@ def _with_onednn_bfloat16(weight: Tensor, activation: str) -> PackedLinear:
 
 
 def _with_onednn_int8(weight: Tensor, activation: str) -> PackedLinear:
-    """Pack a weight in eight bits, with a scale for each output; activations are rounded as they come, with a scale for
-    each row.
+    """Return the product with a weight in eight bits, with a scale for each output. Each call rounds its activations,
+    with a scale for each row.
 
-    Sums are exact in 32 bits; scales, bias and activation function are float32.
+    Sums are exact in 32 bits. Scales, bias and activation function are float32.
     """
     numbers, scales = quantise(weight)
     packed = torch.ops.onednn.qlinear_prepack(numbers, None)

@@ -15,28 +15,29 @@ from xrunner.packing.base import Shape
 from xrunner.packing.choice import LAYOUTS, layouts_of, pack, pack_highest, shape_name
 
 ROWS = (1, 8, 32, 128, 512)
-"""Numbers of rows at which layouts are compared. Each number of rows has the same weight, relative to the fastest
-layout.
+"""Numbers of rows at which layouts are compared. At each of them, times are relative to the fastest layout, so all
+count equally.
 """
 MOST_PRODUCT = 2**33
-"""Largest product, in multiplications, that is timed: a head over a large vocabulary sees few rows at once."""
+"""Largest product that is timed, in multiplications. A step has few rows for the head of a large vocabulary."""
 REPEATS = 5
 TIE = 1.05
-"""Layouts within this factor of the least mean time count as equal: two measurements of one product may differ by
-5%."""
+"""Layouts whose mean time is within this factor of the least count as equal: two measurements of one product may differ
+by 5%."""
 EVICTING = 2**24
-"""Elements to read before each product, 64 MiB: in a real step, a weight has left a core's cache since its last use."""
+"""Elements (64 MiB) to read before each product: in a real step, a weight has left a core's cache since its last
+use."""
 
 
 def fastest(shapes: Collection[Shape], dtype: DType, *, is_brief: bool = False) -> dict[str, str]:
-    """Return the fastest layout for each shape of weight; {} if only one is available.
+    """Return the fastest layout for each shape of weight, or {} if only one is available.
 
-    A weight is stored once, so one layout serves all numbers of rows: the one with the least mean time over ROWS,
-    relative to the fastest at each. If several tie, the first of LAYOUTS is chosen, so that repeated measurements give
-    the same choice.
+    A weight is stored once, so one layout serves all numbers of rows: the layout with the least mean over ROWS of its
+    time relative to the fastest layout's. If several tie, the first of LAYOUTS is chosen, so that repeated measurements
+    give the same choice.
 
     Args:
-        is_brief: whether to compare at fewer numbers of rows and less often, because the machine is busy.
+        is_brief: whether to measure at fewer numbers of rows, and fewer times at each, because the machine is busy.
     """
     names = layouts_of(dtype)
     if len(names) < 2:
@@ -50,7 +51,7 @@ def fastest(shapes: Collection[Shape], dtype: DType, *, is_brief: bool = False) 
 
 
 def fastest_head(shape: Shape, layouts: Mapping[str, str], *, is_brief: bool = False) -> dict[str, str]:
-    """Return the eight-bit layout that finds the highest sum fastest, under `HEAD`; {} if float32 is as fast.
+    """Return the eight-bit layout that finds the highest sum fastest, under `HEAD`, or {} if float32 is as fast.
 
     Args:
         layouts: layouts of the products in float32, as `pack` takes them.
@@ -72,7 +73,7 @@ def fastest_head(shape: Shape, layouts: Mapping[str, str], *, is_brief: bool = F
 def mean_times(
     products: Mapping[str, Callable[..., Tensor]], shape: Shape, *, is_brief: bool = False
 ) -> dict[str, float]:
-    """Return each product's mean time over ROWS, relative to the fastest."""
+    """Return each product's mean over ROWS of its time relative to the fastest product's."""
     others = torch.ones(EVICTING)
     rows = [n for n in ROWS[:: 2 if is_brief else 1] if n == 1 or n * shape[0] * shape[1] <= MOST_PRODUCT]
     repeats = 2 if is_brief else REPEATS

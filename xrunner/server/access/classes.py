@@ -1,4 +1,4 @@
-"""Classes of requests: a request's key or a header puts it into a class, which has a priority and bounds."""
+"""Find a request's class by its API key or a header. A class has a priority and bounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEADER = "X-Class"
 
 
 class Classes:
-    """The classes of a plan's requests; a plan that replaces it has the same classes.
+    """The classes of a plan's requests. A new plan has the same classes as the plan that it replaces.
 
     Args:
         plan: the plan. None means that there are no classes.
@@ -33,7 +33,7 @@ class Classes:
                 raise InputError("answer_within_s", f"{name}=...", self._missing(name))
 
     def key_of(self, key: Key, header: str | None) -> Key:
-        """Return the rights of a request with this key, in the class of the key or of the header.
+        """Return the key with the priority and bounds of its class, or of the class in the header.
 
         Raises:
             ApiError: 400, the plan has no such class; 403, the key belongs to another class.

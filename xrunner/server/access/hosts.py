@@ -46,7 +46,7 @@ class AllowedHosts:
             parts = urlsplit(f"//{host}")
             name = parts.hostname or ""
             if (parts.netloc, parts.username) != (host, None) or parts.port == 0:
-                return False  # it is not a name with or without a port: another reader may see another name
+                return False  # not a name, with or without a port: other parsers may find another name
         except ValueError:
             return False
         if self._any_address and _is_address(name):
@@ -54,13 +54,14 @@ class AllowedHosts:
         return name.rstrip(".") in self._names
 
     def accept_origin(self, origin: str, scheme: str = "http", host: str = "") -> bool:
-        """Return whether a page of this origin may post to this server: its own pages may, and those of `origins`.
+        """Return whether a page of this origin may post to this server: the server's own pages and those of `origins`
+        may.
 
-        Other ports of this machine belong to other servers, whose pages are not this server's own. For a name that was
-        added, the port is that of the proxy.
+        A page on another port of this machine belongs to another server. A name from `extra` may have any port, since a
+        proxy chooses the port.
 
         Args:
-            scheme: scheme of the request; behind a proxy, "http" may stand for https.
+            scheme: scheme of the request. Behind a proxy, "http" may mean https.
             host: value of the request's Host header.
         """
         if origin in self.origins:
@@ -89,10 +90,10 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposure(host: str, keys: ApiKeys | None) -> None:
-    """Refuse to listen beyond this machine without keys.
+    """Refuse to listen on an address that other machines can reach if there are no keys.
 
     Raises:
-        InputError: there are no keys; the message states what to do.
+        InputError: there are no keys. The message states what to do.
     """
     if keys is None and not is_loopback(host):
         raise InputError("host", host, "others could use it without a key: give `api_key_file`, or listen on 127.0.0.1")

@@ -1,4 +1,4 @@
-"""API keys: the account of each, and the limits and rights that the operator grants it."""
+"""Read API keys: the account, the limits and the rights of each key."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 NUMBERS = ("share", "priority", "requests_per_minute", "tokens_per_minute", "answer_within", "ttft", "tpot")
 SETTING = re.compile(rf"admin|(class|{'|'.join(NUMBERS)})=(\S*)")
 LIKE_SETTING = re.compile(rf"{SETTING.pattern}|[A-Za-z_-]+=[^=]\S*")
-"""A setting, known or mistyped. A key in Base64 contains = at its end only."""
+"""Matches settings, known or mistyped, but not a key in Base64, which contains = only at its end."""
 OF_CLASS = ("priority", "ttft", "tpot")
 """Settings that a class replaces in a key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The account, limits and rights of an API key; never the key itself.
+    """The account, limits and rights of an API key, but never the key itself.
 
     Attributes:
         account: name of the account, which has a share of the engine under load, and a priority.
@@ -38,10 +38,11 @@ class Key:
         requests_per_minute, tokens_per_minute: limits. None means no limit.
         answer_within_s: promised time of answers to this key's requests, as in `Limits`. None means the server's
             promise.
-        ttft_s, tpot_s, whole_s: bounds by which this key's requests are counted. `answer_within_s` replaces a missing
-            `whole_s`; without any of these, the plan's bounds count. Scheduling rules that use bounds (slack, order of
-            deadlines) also use these bounds, by account.
-        of_class: the class of its requests, with its priority and bounds. Empty means any.
+        ttft_s, tpot_s, whole_s: bounds for the goodput of this key's requests. `answer_within_s` replaces a missing
+            `whole_s`. If all of these are missing, the plan's bounds are used. Scheduling rules that use bounds (slack,
+            order of deadlines) also use these bounds, by account.
+        of_class: the class that sets the priority and bounds of this key's requests. Empty means that a request may
+            choose any class.
     """
 
     account: Account = ANYONE
@@ -64,7 +65,7 @@ NO_KEY = Key()
 
 
 class ApiKeys:
-    """The accepted keys. They are looked up by digest, in a time that is the same for all keys and numbers of keys."""
+    """The accepted keys. They are looked up by digest, in the same time for every key and every number of keys."""
 
     def __init__(self, keys: Mapping[bytes, Key], path: Path | None = None, classes: Collection[str] = ()) -> None:
         self._keys = dict(keys)

@@ -46,7 +46,7 @@ class Quotas:
 
 
 class Quota:
-    """The part of its key's tokens that is reserved for one request."""
+    """Tokens of a key that are reserved for one request."""
 
     def __init__(self, requests: _Bucket | None = None, tokens: _Bucket | None = None) -> None:
         self.requests = requests
@@ -71,9 +71,9 @@ class Quota:
 
 
 class _Bucket:
-    """A token bucket that holds a minute's worth, and fills evenly.
+    """A token bucket with the capacity of one minute, which fills evenly.
 
-    A cost above the bucket's capacity empties a full bucket and leaves a debt.
+    A cost above the capacity is taken from a full bucket, whose level then becomes negative.
     """
 
     def __init__(self, name: str, kind: str, per_minute: float, clock: Callable[[], float]) -> None:
@@ -98,7 +98,7 @@ class _Bucket:
         self._level -= cost
 
     def give(self, cost: float) -> None:
-        """Return unused tokens to the bucket; a negative number charges further tokens."""
+        """Return unused tokens to the bucket. A negative number charges further tokens."""
         self._fill()
         self._level = min(self._level + cost, self._capacity)
 

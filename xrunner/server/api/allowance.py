@@ -1,8 +1,8 @@
 """Compute how many tokens a request may have, from its fields, the limits, the context and the K/V memory.
 
 A chat without max_tokens may continue to the end of the context, or to --default-max-tokens. K/V memory is reserved for
-the plan's quantile of outputs. If an output outgrows its share while others need the memory, it waits and continues
-later.
+the plan's quantile of outputs. If an output exceeds its reservation while other requests need the memory, its request
+is preempted.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class OutputRule(NamedTuple):
         default: output tokens of a request without a maximum. None means OpenAI's default for completions, all of the
             context for chats.
         most: largest maximum that a request may name. None means the model's context.
-        promised: tokens for which K/V memory is reserved if a request names no maximum. None means all tokens that may
-            come.
+        promised: tokens for which K/V memory is reserved if a request names no maximum. None means that it is reserved
+            for the largest output that the request may have.
         may_outgrow: whether an output may exceed its reservation.
     """
 

@@ -1,4 +1,4 @@
-"""Read function calls that models write in free text, in the formats that chat templates teach.
+"""Read function calls that models write in free text, in the formats that chat templates describe.
 
 A format has grammar rules (Lark, as llguidance reads it) for the text that may follow its trigger, and a reader for
 this text. If the tokenizer has special tokens for a format's marks, the model writes these tokens: the grammar refers
@@ -25,7 +25,7 @@ Schemas = Mapping[str, dict[str, Any]]
 
 
 class Call(NamedTuple):
-    """A function call; `arguments` is JSON text."""
+    """A function call. `arguments` is JSON text."""
 
     name: str
     arguments: str
@@ -41,7 +41,7 @@ class CallFormat(ABC):
         marks: texts for which a tokenizer may have special tokens.
         special: ids of the tokenizer's special tokens for these marks.
         free: ids of tokens that are not text. A model may write each of them anywhere.
-        arguments: name of the arguments in a call's object.
+        arguments: name of the member of a call's JSON object that contains the arguments.
     """
 
     trigger: str
@@ -65,7 +65,7 @@ class CallFormat(ABC):
         return tagged_grammar(trigger, self.rules(schemas), self.free - {trigger})
 
     def call(self, schemas: Schemas) -> str:
-        """Return the rule `answer` of an output that is exactly one call: its object, without marks."""
+        """Return the rule `answer` of an output that is exactly one call's object, without marks."""
         return f"answer: {any_of({self.begin(name): schema for name, schema in schemas.items()}, '}')}\n"
 
     def answer(self, schemas: Schemas | None, formatted: dict[str, Any]) -> str:
@@ -90,8 +90,8 @@ class CallFormat(ABC):
 
     @abstractmethod
     def read(self, text: str) -> tuple[list[Call], int] | None:
-        """Return the calls at the beginning of a text, which is a trigger, and the place where they end, or None if
-        there are no calls.
+        """Return the calls at the beginning of a text that starts with the trigger, and the index of their end, or None
+        if there are no calls.
         """
 
     def begin(self, name: str) -> str:
@@ -138,7 +138,7 @@ class ObjectCalls(CallFormat):
     closing: str = ""
 
     def grammar(self, schemas: Schemas) -> str:
-        """Return the grammar of text in which arguments follow their schema, once a function's call has begun.
+        """Return the grammar of text in which a function's arguments follow their schema once its call has begun.
 
         A mark by itself does not start a call: a text may mention the mark, and models also write other things after
         it.
@@ -177,7 +177,7 @@ ID = "[a-zA-Z0-9]{9}"
 
 
 class _MistralIds(CallFormat):
-    """The parts that Mistral's formats of calls share; ids have nine letters or digits."""
+    """The parts that Mistral's formats of calls share. Ids have nine letters or digits."""
 
     __slots__ = ()
 
@@ -245,7 +245,7 @@ MISTRAL_IDS = HeadedCalls("[TOOL_CALLS]", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
 def call_format(template: str) -> CallFormat:
-    """Return the format that a chat template describes; Hermes' if it describes none."""
+    """Return the format that a chat template describes, or Hermes' if it describes none."""
     if HERMES.trigger in template:
         return HERMES
     if MISTRAL.trigger in template:
@@ -256,7 +256,7 @@ def call_format(template: str) -> CallFormat:
 
 
 def _is_unicode(text: str) -> bool:
-    """Return whether a text has no half of a character, as JSON can write it: \\ud800."""
+    """Return whether a text contains no half of a surrogate pair, which JSON can write as \\ud800."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -265,7 +265,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _written(value: Any) -> str:
-    """Return a value as JSON, in which halves of characters stay escaped."""
+    """Return a value as JSON, in which halves of surrogate pairs stay escaped."""
     text = json.dumps(value, ensure_ascii=False)
     return text if _is_unicode(text) else json.dumps(value)
 

@@ -1,4 +1,4 @@
-"""Read calls of functions out of an output's text, piece by piece, while it is written."""
+"""Extract function calls from an output's text, piece by piece, while the model writes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xrunner.server.api.tools import MAX_NAME, FunctionCall, ToolCall, ToolChoic
 SPACE = r"\s{0,16}"
 NAME = rf"[A-Za-z0-9_.\-]{{0,{MAX_NAME}}}"
 MAX_ATTEMPTS = 256
-"""After this many marks at which a whole call was looked for, the rest of an output is text: each attempt may read all
+"""Number of attempts to read a whole call, after which the rest of an output counts as text: each attempt may read all
 of the rest."""
 
 
@@ -37,7 +37,7 @@ class CallList:
         self._most = most
         self._calls: list[ToolCall] = []
         self._written: list[list[str]] = []
-        """Arguments of each call in pieces, since growing a text copies it each time."""
+        """Arguments of each call in pieces, since appending to a string copies the string."""
         self._pieces: list[CallPiece] = []
 
     def begin(self, name: str, id_: str) -> None:
@@ -88,15 +88,15 @@ class Calls:
         self._format = format_
         self._held = ""
         self._unread: list[str] = []
-        """Pieces after `_held` with which no call can end."""
+        """Pieces after `_held`, which cannot contain the end of a call."""
         self._tail = ""
-        """The last characters of the pieces so far, with which the mark that ends a call may begin."""
+        """Last characters of the pieces so far: the mark that ends a call may begin there."""
         self._space: list[str] = []
-        """White space after a call; it counts as text only if other text follows."""
+        """White space after a call. It counts as text only if other text follows."""
         self._is_after_call = False
         self._value = JsonObject()
         self._awaited: list[str] = []
-        """Marks at the end of the present call."""
+        """Marks that are still missing at the end of the present call."""
         self._attempts = 0
         self._must_call = must_call(choice)
         self._state: Literal["text", "opening", "whole", "arguments", "closing"] = "text"
@@ -111,7 +111,7 @@ class Calls:
         return "".join(self._read(is_end=False))
 
     def end(self) -> str:
-        """Return the text that is still held back; a call that is cut off ends with the output."""
+        """Return the text that is still held back. A call that is cut off ends with the output."""
         return "".join(self._read(is_end=True))
 
     @property
@@ -126,7 +126,7 @@ class Calls:
         return self._list.pieces()
 
     def _read(self, *, is_end: bool) -> Iterator[str]:
-        """Advance through the states until more text is needed; yield text."""
+        """Advance through the states until more text is needed. Yield the text to show."""
         self._held = "".join([self._held, *self._unread])
         self._unread.clear()
         steps = {
@@ -215,7 +215,7 @@ class Calls:
         return closing in self._held
 
     def _may_end_with(self, piece: str) -> bool:
-        """Whether a complete call may end with a further piece."""
+        """Whether this further piece may complete a call."""
         if self._must_call or not isinstance(self._format, ObjectCalls):
             return False
         closing = self._format.closing
@@ -287,7 +287,7 @@ class JsonObject:
 
 @lru_cache(maxsize=8)
 def _openings(key: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return the beginnings of a call's object, up to its arguments, and their own prefixes."""
+    """Return two patterns: the beginning of a call's object up to the arguments, and any prefix of such a beginning."""
 
     def quoted(word: str) -> list[str]:
         return [*map(re.escape, f'"{word}"')]
@@ -301,5 +301,5 @@ def _openings(key: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 def overlap(text: str, opening: str) -> int:
-    """Return the number of characters at the end of a text that may be the beginning of an opening."""
+    """Return the number of characters at the end of a text that may begin the text `opening`."""
     return next((n for n in range(min(len(text), len(opening) - 1), 0, -1) if text.endswith(opening[:n])), 0)

@@ -17,8 +17,8 @@ from xrunner.server.api.errors import quoted
 Message = dict[str, Any]
 Content = str | list[dict[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
-"""Roles that every request may use; whether a template shows them is left to it. Llama 3.1 knows the results of tools
-as `ipython`."""
+"""Roles that every request may use. A template need not show all of them. Llama 3.1 expects the results of tools in the
+role `ipython`."""
 INSTRUCTIONS = ("system", "developer")
 MAX_ROLE = 64
 """Characters of the longest role that is not one of `ROLES`."""
@@ -72,9 +72,9 @@ class _Template:
         """Return messages in an order that the template accepts.
 
         Some templates accept a system message only at the beginning, while agents send several, and more of them later.
-        For such a template the system messages at the beginning become one, and the text of a later one becomes part of
-        the user's message before it, or a user's message. The text stays in its place, so that the K/V of the messages
-        before it can be reused.
+        For such a template, the system messages at the beginning are joined. A later one is appended to the user's
+        message before it, or becomes a user's message. Texts keep their order, so that the K/V of the messages before
+        it can be reused.
         """
         if self.takes_instructions_later:
             return list(messages)
@@ -127,7 +127,7 @@ class ChatTemplate:
     Args:
         source: Jinja.
         special_tokens: texts of special tokens, by the names that the template uses (bos_token, ...).
-        named: further templates by name; `tool_use` renders chats with functions.
+        named: further templates by name. `tool_use` renders chats with functions.
 
     Raises:
         InputError: a template is not valid Jinja.
@@ -179,7 +179,7 @@ class ChatTemplate:
 
 
 def _joined(contents: list[Content]) -> Content:
-    """Return contents of the same form as one."""
+    """Join contents of the same form."""
     if len(contents) == 1:
         return contents[0]
     texts = [content for content in contents if isinstance(content, str)]

@@ -1,4 +1,4 @@
-"""One output of an answer: its tokens as text, up to its end."""
+"""Turn the tokens of one output into text, up to the output's end."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Choice:
             self._echo(score)
 
     def _echo(self, score: Logprobs | None) -> None:
-        """Report the next token of the prompt; None for its first."""
+        """Report the next token of the prompt. `score` is None for the first token."""
         assert self.logprobs is not None
         token = next(self._to_score)
         self.logprobs.add(self._report(token, score))

@@ -60,7 +60,7 @@ def read_settings(checkpoint: Path) -> dict[str, Any]:
 
 
 def token_text(token: object) -> str | None:
-    """Return a special token's text: it is a string, or an object that contains its text."""
+    """Return the text of a special token, which is a string or an object that contains the text."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

@@ -27,7 +27,7 @@ class ChatReader:
         return self._thought is not None and self._thought.is_thinking
 
     def push(self, piece: str, *, is_end: bool = False) -> Said:
-        """Return what may be sent after a piece of the output; with `is_end`, all of it."""
+        """Return what may be sent after a piece of the output, or all the rest with `is_end`."""
         said = Said("", piece) if self._thought is None else self._thought.push(piece, is_end=is_end)
         if self._calls is None:
             return said
@@ -55,8 +55,9 @@ class OutputForm:
 
     Attributes:
         calls: the format of calls.
-        marks: marks around reasoning. None means that the model shows no reasoning, or its format of calls covers it.
-        thought: how the output after a given prompt may begin. None means that it begins without reasoning.
+        marks: marks around reasoning. None means that the model shows no reasoning, or the format of calls includes
+            reasoning.
+        thought: how the output after a given prompt may begin. None means that it has no reasoning.
         tokens: ids of the tokens with which the marks are written.
     """
 

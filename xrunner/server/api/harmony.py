@@ -4,7 +4,7 @@
     <|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"place":"Rome"}<|call|>
 
 Source: openai-cookbook, articles/openai-harmony.md. OpenAI's own parser reads token ids of its own vocabulary, which it
-downloads. This one reads text.
+downloads. This parser reads text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENDS = (END, "<|call|>", "<|return|>", START)
 """Tokens that end a message, including those that end an output."""
 MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS[:3])
 OPENINGS = (START, CHANNEL, MESSAGE, " to=", "assistant")
-"""Texts with which the head of a message may begin; a text that begins in any other way has no head."""
+"""Texts with which the head of a message may begin. A text that begins in any other way has no head."""
 MAX_HEAD = 512
 """Longest head, in characters."""
 RECIPIENT = re.compile(rf"to=functions\.([A-Za-z0-9_.-]{{1,{MAX_NAME}}})")
@@ -35,13 +35,13 @@ RECIPIENT = re.compile(rf"to=functions\.([A-Za-z0-9_.-]{{1,{MAX_NAME}}})")
 
 @dataclass(frozen=True, slots=True)
 class Harmony(CallFormat):
-    """Outputs are messages on channels; calls of functions are among them."""
+    """Outputs are messages on channels. Calls of functions are among them."""
 
     def _mark(self, text: str) -> str:
         return f"<[{self.special[text]}]>"
 
     def read(self, text: str) -> tuple[list[Call], int] | None:
-        """Calls are read by `HarmonyReader`."""
+        """Not implemented, since `HarmonyReader` reads the calls."""
         raise NotImplementedError
 
     def grammar(self, schemas: Schemas) -> str:
@@ -79,7 +79,7 @@ class Harmony(CallFormat):
 
 
 def harmony_of(special: Mapping[str, int]) -> Harmony | None:
-    """Return this format if a tokenizer has its tokens; otherwise None."""
+    """Return this format if a tokenizer has its tokens, or else None."""
     if not {*MARKS} <= special.keys():
         return None
     return Harmony("", MARKS)
@@ -107,7 +107,7 @@ class HarmonyReader:
         return not self._in_head and self._shows == "reasoning"
 
     def push(self, piece: str, *, is_end: bool = False) -> Said:
-        """Return what may be sent after a piece of the output; with `is_end`, all of it."""
+        """Return what may be sent after a piece of the output, or all the rest with `is_end`."""
         self._held += piece
         said: dict[str, list[str]] = {"reasoning": [], "text": [], "call": []}
         while self._held:
@@ -153,7 +153,7 @@ class HarmonyReader:
             self._shows = "reasoning" if channel.startswith("analysis") else "text"
 
     def _body(self, *, is_end: bool) -> str:
-        """Read the content of a message, up to its end if the end has arrived; return the text to show."""
+        """Read the content of a message, up to its end if the end has arrived. Return the text to show."""
         found = [(at, mark) for mark in ENDS if (at := self._held.find(mark)) >= 0]
         if found:
             at, mark = min(found)

@@ -1,8 +1,8 @@
 """Implement Anthropic's Messages by chats: POST /v1/messages and /v1/messages/count_tokens.
 
 If the last message is the assistant's, the model continues it. `thinking` switches a template's reasoning on or off.
-Its budget is a hint, which models here do not use. Images, documents, and tools that Anthropic runs are refused.
-`max_tokens` may be more than the context holds: the output then ends there, with `model_context_window_exceeded`.
+Its budget is ignored. Images, documents, and tools that Anthropic runs are refused. `max_tokens` may exceed the
+context: an output that fills the context ends with `model_context_window_exceeded`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from xrunner.server.api.choices import Choice
 
 BILLING = "x-anthropic-billing-header:"
-"""Beginning of the block that Claude Code puts before a system prompt, for its provider. It differs in each request, so
-that no K/V could be reused if the model saw it."""
+"""Beginning of the block that Claude Code puts before a system prompt, for Anthropic. The block differs in each
+request, so that no K/V could be reused if the model saw it."""
 NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config"}
 
 
@@ -105,7 +105,7 @@ class OutputConfig(msgspec.Struct):
 
 
 class CountRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/messages/count_tokens; fields that concern only the answer have no effect."""
+    """The body of POST /v1/messages/count_tokens. Fields that concern only the answer have no effect."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     system: str | list[ContentBlock] | None = None
@@ -326,7 +326,7 @@ class MessagesWriter(BlockWriter):
 
 
 def _object(arguments: str) -> bytes:
-    """Return a call's arguments as an object; an empty object if the arguments were cut off."""
+    """Return a call's arguments as an object, or an empty object if the arguments were cut off."""
     try:
         found = msgspec.json.decode(arguments)  # Python's own reader accepts NaN, which is not JSON
     except (ValueError, RecursionError):
