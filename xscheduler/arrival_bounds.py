@@ -2,37 +2,39 @@
 
 Settings that keep the bounds at rate r decode some mean number m of requests in an iteration. By Little's law, r is at
 most the throughput of an engine that always decodes m requests. So r is at most the saturated throughput of some
-settings of the placement (batch sizes may be real numbers) whose mean iteration has the same length. The lower tables
-bound that throughput, as for the saturated objective (`xscheduler.placement_bounds`, `xscheduler.box_bounds`). It
-remains to bound the length of an iteration:
+settings of the placement (batch sizes may be real numbers) whose iterations take the same mean time. The lower tables
+bound this throughput, as for the saturated objective (`xscheduler.placement_bounds`, `xscheduler.box_bounds`). The
+remaining task is to bound the time of an iteration:
 
-- A request of d decode iterations and i prompt tokens takes at least `first(i) + d t` after its arrival, where t is the
-  mean iteration that it meets; waiting only adds to that. The quantile of all requests must keep the bound. If all
-  prompts were alike and every request met the same iterations, `first(mean i) + S_q t` would have to keep it, with S_q
-  the quantile of d. In reality prompts and iterations vary. This matters if there are only a few distinct lengths.
-  The number of long requests may then slightly exceed the number that may break the bound, since some long requests
-  keep it: their prompts are short, or they arrive at quiet times. Therefore `loosened` multiplies `first(i) / t + d` by
-  a normal factor and computes the quantile of the product, for all ratios of prompt time to iteration time and for all
-  deviations of the factor up to `SPREAD`. The bound is loosened by the difference to the lowest of these quantiles. A
-  distribution with a smooth tail needs no loosening.
-- If prompts go through the stages one after the other in order of arrival, a request also waits for the prompts before
-  it. This wait is computed for drawn prompts and arrivals, by Lindley's recursion or, with several micro-batches, by
-  Kiefer and Wolfowitz's. A prompt takes at least its share of the slowest stage's least time. If any step may encode
-  prompts (orca, chunked), a prompt takes at least its share of full steps through all stages (`PromptSteps`). `Waits`
-  computes how far these waits shift the quantile of all requests, and so which share of the bound remains.
-- Full steps are counted too. A prompt of i tokens fills at least floor(i / budget) steps, whatever follows it, so each
-  second has at least `rate E[floor(i / budget)]` full steps. Every other step takes at least as long as a step that
-  decodes one request. This gives a lower bound on the mean iteration without closed forms. This lower bound, the waits
-  and the prompts' own time together show which token budgets cannot keep the latency bound.
-- The mean time to the first token and the mean gap of a saturated engine must keep `ttft_s` and `tpot_s`, because a
-  quantile of at least `LEAST_QUANTILE` is not below the mean. If the quantile of prompt lengths is below their mean,
-  the bound on the first token is loosened accordingly.
+- A request of d decode iterations and i prompt tokens ends at least `first(i) + d t` after its arrival, where t is the
+  mean time of its iterations; waiting adds to this time. The quantile of all requests must keep the bound. If all
+  prompts and all iterations took the same time, `first(mean i) + S_q t` would have to keep the bound, with S_q the
+  quantile of d. In reality prompts and iterations vary, which matters if there are only a few distinct lengths. A long
+  request can then keep the bound because its prompt is short or because it arrives at a quiet time, so slightly more
+  requests can be long than may break the bound. Therefore `loosened` multiplies `first(i) / t + d` by a normal factor
+  and computes the quantile of the product, for all `RATIOS` of prompt time to iteration time and all standard
+  deviations in `SPREAD`. The bound is loosened by the difference to the lowest of these quantiles. A distribution with
+  a smooth tail needs no loosening.
+- If prompts go through the stages one after the other in order of arrival, a request also waits for earlier prompts.
+  This wait is computed for randomly drawn prompts and arrivals, by Lindley's recursion or, with several micro-batches,
+  by Kiefer and Wolfowitz's recursion. A prompt takes at least the time that the slowest stage needs per prompt in its
+  largest step. If any step may encode prompts (orca, chunked), a prompt takes at least its part of full steps through
+  all stages (`PromptSteps`). `Waits` computes how far these waits shift the quantile of all requests, and thus which
+  share of the bound remains.
+- A prompt of i tokens fills at least floor(i / budget) steps, so each second has at least `rate E[floor(i / budget)]`
+  full steps. Every other step takes at least as long as a step that decodes one request. This gives a lower bound on
+  the mean time of an iteration without closed forms. This lower bound, the waits and the time to encode a prompt
+  together show which token budgets cannot keep the latency bound.
+- At saturation, the mean TTFT must keep `ttft_s` and the mean time per token must keep `tpot_s`, because a quantile of
+  at least `LEAST_QUANTILE` is not below the mean. If the quantile of prompt lengths is below their mean, the bound on
+  TTFT is loosened accordingly.
 
-Three assumptions: requests of all lengths meet the same iterations (no schedule knows an output's length in advance);
-the closed forms at saturation are right; and the mean iteration varies by at most `SPREAD` between long requests.
-Fluctuations, such as bursts of prompts, lower the rate that a schedule keeps but do not lower this bound. So the bound
-is loosest if a few long prompts determine that rate. A search compares its simulated rates with the bound and widens
-the gap if a rate exceeds it; `xscheduler.box_bounds.breach` tests the bound on random boxes and points inside them.
+There are three assumptions. Iterations take the same time for requests of all lengths, since no schedule knows an
+output's length in advance. The closed forms at saturation are right. The mean time of an iteration varies by at most
+`SPREAD` between long requests. Fluctuations, such as bursts of prompts, lower a schedule's rate but not this bound. So
+the bound is loosest if a few long prompts determine the rate. A search compares its simulated rates with the bound and
+widens the gap if a rate exceeds the bound. `xscheduler.box_bounds.breach` tests the bound on random boxes and points
+inside them.
 """
 
 from __future__ import annotations
@@ -53,29 +55,31 @@ from xsimulator.lengths import Lengths
 Array = npt.NDArray[np.float64]
 
 SPREAD = (0.0, 0.03, 0.1)
-"""Relative standard deviations of the mean iteration that a long request meets."""
+"""Relative standard deviations, between long requests, of the mean time of an iteration."""
 RATIOS = (0.0, 1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
-"""Ratios of the time of a mean prompt to that of a decode iteration."""
+"""Ratios of the time of a mean prompt to the time of a decode iteration."""
 LEAST_QUANTILE = 0.9
-"""If at least this share of the requests must keep a bound, the mean must also keep it."""
+"""If at least this share of the requests must keep a bound, the mean must also keep the bound."""
 NUM_PROMPTS = 24
-"""Number of prompts that represent all prompts."""
+"""Number of prompt lengths that represent all prompts."""
 BISECTIONS = 24
 NUM_ARRIVALS, NUM_ARRIVALS_AT_SEVERAL = 12_000, 4000
-"""Number of drawn arrivals at one server and at several, starting with an empty engine."""
+"""Number of randomly drawn arrivals, at one server and at several. The engine is empty at first."""
 WAIT_SHARES = np.linspace(0.0, 1.0, 401)[:-1]
-"""Quantiles at which waits are computed. A group of requests counts with its shortest wait."""
+"""Quantiles at which waits are computed. All requests between two quantiles count with the shorter wait."""
 LOAD_STEP, MOST_LOAD = 0.01, 1.2
 """Waits are computed at loads that are multiples of `LOAD_STEP`, rounded down, up to `MOST_LOAD`."""
 MOST_SERVERS, MANY_SERVERS = 4, 0
-"""With more micro-batches than this, waits are short compared with the prompts themselves and are ignored."""
+"""With more than `MOST_SERVERS` micro-batches, waits are ignored, since they are short compared with the time of a
+prompt. `MANY_SERVERS` stands for any such number.
+"""
 SHIFT_BISECTIONS = 14
 
 
 def loosened(constraint: Constraint, lengths: Lengths) -> Constraint:
-    """Return loosened bounds that a saturated engine keeps if arriving requests keep the constraint at some rate.
+    """Return loosened bounds. If arriving requests keep the constraint at some rate, a saturated engine keeps these.
 
-    A bound that would have to be loosened without limit is removed.
+    A bound is removed if no finite loosening is enough.
     """
     latency, ttft, tpot = None, None, None
     of_ttft = constraint.ttft_quantile or constraint.quantile
@@ -100,7 +104,7 @@ def shortened(constraint: Constraint, left: float) -> Constraint:
 
 
 class Waits:
-    """Lower bounds on the time that the requests of one workload wait for the prompts before them, at any rate.
+    """Computes lower bounds on the time that requests of one workload wait for earlier prompts, at any rate.
 
     Args:
         constraint: the bounds of arriving requests, and the burstiness of their arrivals.
@@ -122,7 +126,7 @@ class Waits:
         stages one after the other.
 
         Args:
-            prompt_s: least seconds of a prompt of the mean length.
+            prompt_s: lower bound on the seconds of a prompt of the mean length.
             rate: requests a second of one replica.
         """
         queue = self._queue(1, prompt_s * rate)
@@ -131,8 +135,8 @@ class Waits:
         return self._left(queue.waits * prompt_s)
 
     def left_by_budget(self, steps: PromptSteps, rate: float) -> Array:
-        """Return, for each token budget, an upper bound on the share of the latency bound that is left after waiting,
-        if prompts are encoded in steps of this budget, or 0 if the bounds cannot be kept. # [n]
+        """Return `left` for each token budget, if prompts are encoded in steps of this budget; 0: the bounds cannot be
+        kept. # [n]
         """
         at = steps.at(rate)
         left = np.zeros(len(at.prompt_s))
@@ -147,7 +151,7 @@ class Waits:
         return left
 
     def _keep_first(self, first: Array) -> bool:
-        """Return whether the quantile of requests keeps a bound on times to first token."""
+        """Return whether enough requests keep the bound on TTFT, given quantiles of TTFT."""
         bounds = self._constraint
         if bounds.ttft_s is None:
             return True
@@ -155,18 +159,18 @@ class Waits:
         return bool(share >= (bounds.ttft_quantile or bounds.quantile))
 
     def _keep(self, first: Array, pace_s: float) -> bool:
-        """Return whether the quantile of requests keeps the latency bound, given first tokens and a mean iteration."""
+        """Return whether enough requests keep the latency bound, given quantiles of TTFT and an iteration's time."""
         return self._loose_s == inf or self._late(first, pace_s, self._loose_s) <= 1 - self._constraint.quantile
 
     def _late(self, before: Array, pace_s: float, bound_s: float) -> float:
-        """Return the share of requests that end after the bound, given quantiles of the times at which requests begin
-        to decode.
+        """Return the share of requests that break the bound, given quantiles of the time before a request begins to
+        decode.
         """
         kept = np.searchsorted(before, bound_s - self._decodes * pace_s, side="right") / len(before)
         return float(1 - kept @ self._shares)
 
     def _left(self, waits: Array) -> float:
-        """Return the largest share of the bound that decoding may take so that the quantile of requests keeps it."""
+        """Return the largest share of the bound that decoding may take if enough requests are to keep the bound."""
         if self._bound_s == inf:
             return 1.0
         if not self._longest:
@@ -179,7 +183,7 @@ class Waits:
         return high * self._longest / self._bound_s
 
     def _queue(self, servers: int, load: float) -> _Queue | None:
-        """Return the queue at the load rounded down to a multiple of `LOAD_STEP`, or None if it is overloaded."""
+        """Return the queue at the load rounded down to a multiple of `LOAD_STEP`; None if the queue is overloaded."""
         number = int(load / LOAD_STEP)
         if number >= MOST_LOAD / LOAD_STEP:
             return None
@@ -200,10 +204,10 @@ class Waits:
 
 
 class _Queue(NamedTuple):
-    """A queue of prompts at servers that take them one after the other. The unit of time is the time of a mean prompt.
+    """A queue in which each server processes one prompt at a time. The unit of time is the time of a mean prompt.
 
     Attributes:
-        waits, first: times until a prompt begins and until it ends, for shares of all requests (`WAIT_SHARES`).
+        waits, first: time until a prompt begins, and until it ends, at the quantiles `WAIT_SHARES`.
     """
 
     waits: Array
@@ -211,7 +215,7 @@ class _Queue(NamedTuple):
 
 
 def _waits_for_one_of(servers: int, arrivals: list[float], service: list[float]) -> list[float]:
-    """Return the wait of each request if the first free server takes it (Kiefer and Wolfowitz's recursion)."""
+    """Return each request's wait for the first free server, by Kiefer and Wolfowitz's recursion."""
     free, waits = [0.0] * servers, []
     for arrival, needed in zip(arrivals, service, strict=True):
         start = max(arrival, free[0])
@@ -221,26 +225,24 @@ def _waits_for_one_of(servers: int, arrivals: list[float], service: list[float])
 
 
 class PromptSteps:
-    """Lower bounds on the time in which prompts go through all stages in steps of a token budget, one step after
-    another.
+    """Computes lower bounds on the time in which a prompt goes through all stages, in steps of at most a token budget.
 
-    The smaller a step, the more time it takes for each of its tokens, so full steps take the least time for a prompt.
-    Full steps also decode, by Little's law at least `rate E[D] t` requests, where t is the time of an iteration that
-    decodes one request. The number of requests in decode is assumed to vary no more than a Poisson number; in reality
-    it varies less, since prompts end one by one. If f rises and f(n) / n falls, then E[f(b)] >= f(c) E[min(1, b / c)]
-    for any c; c = 1 and c = the mean are used.
+    Smaller steps take more time per token, so a prompt takes the least time in full steps. By Little's law, full steps
+    also decode at least `rate E[D] t` requests, where t is the time of an iteration that decodes one request. The
+    number of requests in decode is assumed to vary like a Poisson number; in reality it varies less, since prompts end
+    one by one. If f rises and f(n) / n falls, then E[f(b)] >= f(c) E[min(1, b / c)] for any c. The bound uses c = 1 and
+    c = the mean.
 
     Args:
-        lane: the lane's costs on tables whose cost per unit never rises (`xscheduler.lower_tables`).
-        budgets: largest number of tokens of a step of one micro-batch. # [n]
+        lane: the lane's costs on the lower tables (`xscheduler.lower_tables`).
+        budgets: token budgets of a step of one micro-batch. # [n]
     """
 
     def __init__(self, lane: LaneCost, lengths: Lengths, budgets: npt.ArrayLike, microbatches: int) -> None:
         self.microbatches = microbatches
         self._budgets, self._lengths, self._lane = np.asarray(budgets, float), lengths, lane
         prompts, one = lane.prompts(lengths), np.ones(1)
-        # A small step contains the end of one prompt and the beginning of the next; the attention of both together
-        # costs less.
+        # A step can contain the end of one prompt and the beginning of the next. Their attention costs less together.
         together = np.minimum(self._budgets / lengths.mean_input + 2, prompts.points[-1])
         self._beside = lane.counts @ prompts(together) / together
         self._step: Array = lane.counts @ (lane.tokens(self._budgets) + lane.hop(self._budgets) + lane.overhead(one))
@@ -250,7 +252,7 @@ class PromptSteps:
         self._alone_s = float((alone + self._decodes(one))[0])
 
     def at(self, rate: float) -> StepsAtRate:
-        """Return the least times at an arrival rate, in requests a second of one replica."""
+        """Return the lower bounds at an arrival rate, in requests a second for one replica."""
         if self._lane.has_encoder:
             return StepsAtRate(self._beside, self._beside, np.zeros_like(self._beside), self._alone_s)
         batch = rate / self.microbatches * self._lengths.mean_decodes * self._alone_s
@@ -268,13 +270,13 @@ class PromptSteps:
         return StepsAtRate(lengths.mean_input / room * step_s + self._beside, step_s, filled, self._alone_s)
 
     def _decodes(self, batch: Array) -> Array:
-        """Return the seconds that decodes take in addition to the time of their tokens: attention and sampling."""
+        """Return the seconds of attention and sampling in a step that decodes `batch` requests."""
         found: Array = self._lane.counts @ (self._attention(batch) + self._lane.samples(batch))
         return found
 
 
 class StepsAtRate(NamedTuple):
-    """Least times at one rate, by token budget. # [n] each
+    """Lower bounds on times at one arrival rate, for each token budget. # [n] each
 
     Attributes:
         prompt_s: a prompt of the mean length.
@@ -290,7 +292,7 @@ class StepsAtRate(NamedTuple):
 
 
 def _factor(lengths: Lengths, quantile: float) -> float | None:
-    """Return the factor by which the latency bound must be loosened, or None if no factor is enough."""
+    """Return the factor by which the latency bound must be loosened; None if no factor is enough."""
     decodes, shares = _grouped(lengths.outputs - 1, lengths.output_probabilities, quantile)
     prompts, of_prompts = _evenly(lengths.inputs, lengths.input_probabilities)
     longest = float(lengths.decodes_at(quantile))
@@ -306,7 +308,7 @@ def _factor(lengths: Lengths, quantile: float) -> float | None:
 
 
 def _quantile(work: Array, weights: Array, spread: float, quantile: float) -> float:
-    """Return the quantile of work multiplied by a normal factor with mean one and this standard deviation."""
+    """Return the quantile of `work` multiplied by a normal factor with mean 1 and standard deviation `spread`."""
     if not spread:
         order = np.argsort(work)
         reached = np.cumsum(weights[order])
@@ -321,8 +323,7 @@ def _quantile(work: Array, weights: Array, spread: float, quantile: float) -> fl
 
 
 def _grouped(values: Array, probabilities: Array, quantile: float) -> tuple[Array, Array]:
-    """Return representative lengths, each the shortest of its group, with their shares; groups get finer towards the
-    tail."""
+    """Divide lengths into groups that get finer towards the tail. Return each group's shortest length and its share."""
     if len(values) <= 96:
         return values, probabilities
     tail = (1 - quantile) * np.geomspace(64.0, 1 / 64, 72)
@@ -334,7 +335,7 @@ def _grouped(values: Array, probabilities: Array, quantile: float) -> tuple[Arra
 
 
 def _evenly(values: Array, probabilities: Array) -> tuple[Array, Array]:
-    """Return representative prompts, each the shortest of a group of equal share, with their shares."""
+    """Divide prompts into groups of equal share. Return each group's shortest prompt and its share."""
     if len(values) <= NUM_PROMPTS:
         return values, probabilities
     group = np.minimum((np.cumsum(probabilities) * NUM_PROMPTS).astype(int), NUM_PROMPTS - 1)

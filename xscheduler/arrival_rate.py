@@ -1,8 +1,8 @@
-"""Find the settings with the highest arrival rate within bounds, in closed form, over all placements.
+"""Find the settings of all placements that keep the bounds at the highest arrival rate, in closed form.
 
-Every placement is searched along curves: settings that differ only in the batch size. One call predicts a placement's
-curves at saturation, and the queueing model (xsimulator.queueing) gives the arrival rate that each point keeps. The
-best points are then simulated (xsimulator.capacity), and the rates of the other points are bounded
+Every placement is searched along load curves; the settings on a curve differ only in the batch size. One call predicts
+a placement's curves at saturation, and the queueing model (xsimulator.queueing) gives the highest arrival rate of each
+point. The best points are then simulated (xsimulator.capacity), and the rates of the other points are bounded
 (xscheduler.arrival_bounds).
 """
 
@@ -20,16 +20,16 @@ from xsimulator.forecast import Forecast
 from xsimulator.queueing import NUM_LOADS, Array
 
 STEP = 1.35
-"""Factor between a setting and its neighbours."""
+"""Factor between a value of a variable and its neighbours in `one_step_from`."""
 TIGHTER = 0.8
 MOST_TIGHTER = 6
-"""The best settings under a number of successively tighter bounds are also tried: `TIGHTER` is the ratio between
-successive bounds, and `MOST_TIGHTER` their number.
+"""The search also tries the best settings under up to `MOST_TIGHTER` tighter bounds, each `TIGHTER` times the one
+before.
 """
 NEARLY_BEST = 0.85
-"""A placement is searched more closely if its best settings on a grid reach this share of the policy's best rate."""
+"""A placement is searched on a finer grid if its best rate reaches this share of the policy's best rate."""
 MOST_PLACEMENTS = 48
-"""Largest number of a policy's placements that are searched: those with the highest bounds."""
+"""Largest number of a policy's placements that are searched; those with the highest bounds come first."""
 NUM_TRIALS = 150
 """Number of settings that Optuna draws."""
 MOST_DRAWN = 4
@@ -37,7 +37,7 @@ MOST_DRAWN = 4
 
 
 class Rated(NamedTuple):
-    """Settings of a placement with their arrival rate in closed form, all replicas together."""
+    """Settings of a placement, and their highest arrival rate in closed form, all replicas together."""
 
     rate: float
     space: Space
@@ -48,7 +48,7 @@ def by_rate(spaces: Sequence[Space], known: dict[Space, Rated | None] | None = N
     """Return the best settings of each promising placement, the highest arrival rate first.
 
     Args:
-        spaces: the spaces of one policy; the `bound` of each limits its throughput under its constraint.
+        spaces: the spaces of one policy; each space's `bound` is valid under its constraint.
         known: a dictionary to which the result of each searched placement is added.
     """
     found: list[Rated] = []
@@ -94,13 +94,13 @@ def _best_nearby(best: Rated) -> Rated:
 
 
 def closed_rate(space: Space, settings: PolicySettings) -> float:
-    """Return the rate that the closed form gives one placement's settings, all replicas together."""
+    """Return the highest arrival rate of some settings in closed form, all replicas together."""
     return float(space.evaluate(_curves(columns_of(settings), space.forecast)).max_rates()[0, -1])
 
 
 def sampled(spaces: Sequence[Space]) -> list[Rated]:
-    """Return the settings with the highest arrival rates in closed form among those that Optuna draws, the highest
-    first. Optuna needs no valid bound, and proves none.
+    """Return the best settings that Optuna draws, the highest arrival rate in closed form first. Optuna needs no valid
+    bound and proves none.
     """
     found: dict[tuple[int, PolicySettings], float] = {}
 
@@ -118,7 +118,7 @@ def sampled(spaces: Sequence[Space]) -> list[Rated]:
 
 
 def one_step_from(space: Space, settings: PolicySettings) -> list[PolicySettings]:
-    """Return settings that differ in one variable, by a factor of `STEP`."""
+    """Return settings that differ from these in one variable, by a factor of `STEP`."""
     found = []
     for axis in space.axes:
         name, value = axis.variable.name, getattr(settings, axis.variable.name)
@@ -132,10 +132,10 @@ def one_step_from(space: Space, settings: PolicySettings) -> list[PolicySettings
 
 
 def best_under_tighter(space: Space) -> list[PolicySettings]:
-    """Return the best settings of a placement under ever tighter bounds, without repetitions.
+    """Return the best settings of a placement under each of several tighter bounds, without repetitions.
 
-    Settings under tighter bounds have smaller batches. Under the original bounds, the closed form may give all of them
-    about the same rate, although their simulated rates differ.
+    The tighter the bounds, the smaller the batches. Under the original bounds, all these settings may have about the
+    same rate in closed form, although their simulated rates differ.
     """
     found: list[PolicySettings] = []
     for n in range(1, MOST_TIGHTER + 1):
@@ -156,14 +156,14 @@ def _best_on(space: Space, outer: Ints, at_least: float) -> Rated | None:
     evaluation = space.evaluate(columns)
     rates = np.where(evaluation.fits.reshape(-1, NUM_LOADS), evaluation.max_rates(at_least), 0.0)
     if not space.fixed.keys().isdisjoint((space.forecast.load, *space.forecast.follows)):
-        rates[:, :-1] = 0.0  # if the variable that grows along a curve is fixed, only the end of the curve counts
+        rates[:, :-1] = 0.0  # if the batch size is fixed, only the last point of a curve has this size
     index = int(rates.argmax())
     rate = float(rates.ravel()[index])
     return Rated(rate, space, space.settings(columns, index)) if rate > 0 else None
 
 
 def _curves(largest: dict[str, Ints], forecast: Forecast[Any]) -> dict[str, Ints]:
-    """Return the points of the curves that end at these largest settings. # [curves * NUM_LOADS]"""
+    """Return the points of the load curves that end at these settings. # [curves * NUM_LOADS]"""
     load = forecast.load
     share: Array = np.maximum(largest[load], 1.0)[:, None] ** np.linspace(0.0, 1.0, NUM_LOADS) / largest[load][:, None]
     columns = {name: np.repeat(values, NUM_LOADS) for name, values in largest.items()}
@@ -178,7 +178,7 @@ def _outer_name(space: Space) -> str | None:
 
 
 def _outer_values(space: Space, count: int) -> Ints:
-    """Return values of the other variable, evenly spaced on a logarithmic scale."""
+    """Return values of the variable that differs between load curves, evenly spaced on a logarithmic scale."""
     name = _outer_name(space)
     if name is None:
         return np.zeros(1, int)
@@ -189,7 +189,7 @@ def _outer_values(space: Space, count: int) -> Ints:
 
 
 def _finer(space: Space, outer: Ints, settings: PolicySettings) -> Ints:
-    """Return values of the other variable between the two neighbours, in `outer`, of its value in `settings`."""
+    """Return values, near the one in `settings`, of the variable that differs between load curves."""
     name = _outer_name(space)
     assert name is not None
     values = next(axis.values for axis in space.axes if axis.variable.name == name)
@@ -203,7 +203,7 @@ def _finer(space: Space, outer: Ints, settings: PolicySettings) -> Ints:
 
 
 def _largest(space: Space, outer: Ints) -> Ints:
-    """Return the largest batch that fits in memory with each value of the other variable."""
+    """Return the largest batch that fits in memory with each value in `outer`."""
     most = space.fixed.get(space.forecast.load, max(int(space.capacity), 1))
     axis, inner, counts = space.lines
     if axis is None or inner.variable.name != space.forecast.load or space.forecast.load in space.fixed:

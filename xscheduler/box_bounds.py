@@ -1,18 +1,17 @@
-"""Compute upper bounds on the throughput of a box of settings, on the lower tables.
+"""Compute upper bounds on the throughput of a box of settings from the lower tables.
 
 On these tables (xscheduler.lower_tables) rra, orca and chunked are monotone: a larger batch never costs more per
-request, and more decode iterations a phase never cost less. So no point of a box exceeds the box's fast corner, even if
-that corner does not fit in memory. There is one exception: in rra on several stages, the last decode steps before an
-encode phase go through all stages while some stages idle, and more iterations make these steps smaller. So a point may
-have a higher throughput than the corner: smaller steps may shorten its cycle, at most by the idle time. Batches of
-static and of waa's encode lane are not monotone: the largest settings bound the requests served in a period, and the
-smallest settings bound the period. If waa's cap on running requests holds only a few encode batches, throughput exceeds
-the closed form, and Little's law is the bound. As boxes shrink, the bounds approach the predictions. A box is dropped
-once its slow corner breaks a latency bound, so the remaining boxes are those that the constraint allows.
-xscheduler.placement_bounds bounds whole placements.
+request, and more decode iterations a phase never cost less. So no point of a box has a higher throughput than the box's
+fast corner, even if this corner does not fit in memory. There is one exception. In rra on several stages, some stages
+idle during the last decode steps before an encode phase, and more iterations make these steps smaller. Smaller steps
+may shorten a point's cycle by up to the idle time, so its throughput may exceed the corner's. Batches of static and of
+waa's encode lane are not monotone. For them, the largest settings bound the requests served in a period, and the
+smallest settings bound the period. If waa's cap on running requests allows only a few encode batches, throughput
+exceeds the closed form, and Little's law is the bound. As boxes shrink, the bounds approach the predictions. A box is
+dropped once its slow corner breaks a latency bound. xscheduler.placement_bounds bounds whole placements.
 
-These bounds are tested: `breach` draws random boxes and points inside them, and if a point exceeds the bound of its
-box, a search that needs no bounds is used instead.
+`breach` tests these bounds on random boxes and points inside them. If a point exceeds the bound of its box, the search
+is replaced by one that needs no bounds.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from xscheduler.space import Array, Evaluation, Ints, Space
 
 BOUND = "the fastest corner of each box of settings and the shortest iteration of each placement, from monotone tables"
 SLACK = 0.002
-"""Share by which predictions may deviate from the monotone directions of their tables, because closed forms merge
-iterations.
+"""Largest relative amount by which predictions may fail to be monotone although their tables are monotone, because
+closed forms merge iterations.
 """
 
 LATENCY_TOLERANCE = 0.01
-"""A box is dropped if its slow corner breaks a bound by more than this share."""
+"""A box is dropped if its slow corner exceeds a bound by more than this share."""
 
 
 def ends_of(space: Space) -> tuple[int, int | None]:
-    """Return the index of the corner with the lowest latency, and that of the corner with the highest throughput.
+    """Return the indices of a box's slow corner and its fast corner.
 
-    The second index is None unless the directions of all variables are known."""
+    The second index is None unless throughput is known to rise or fall with each variable."""
     slow = fast = 0
     for axis in space.searched:
         slow = 2 * slow + (axis.variable.latency == "falls")
@@ -46,7 +45,7 @@ def ends_of(space: Space) -> tuple[int, int | None]:
 
 
 def least_excess(space: Space, floor: Evaluation, corners: int, slow: int) -> Array:
-    """Return the least share by which the points of each box break the constraint."""
+    """Return, for each box, a lower bound on `Evaluation.excess` of its points."""
     micro, models, box_latencies = float(space.placement.microbatches), space.models, space.forecast.box_latencies
     return floor.excess_at(
         np.arange(slow, len(floor.left), corners),
@@ -55,12 +54,12 @@ def least_excess(space: Space, floor: Evaluation, corners: int, slow: int) -> Ar
 
 
 def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners: int, fast: int | None) -> Array:
-    """Return the throughput, all replicas together, that no point of each box exceeds.
+    """Return an upper bound on the throughput of the points of each box, all replicas together.
 
     Args:
-        evaluation, floor: predictions of the boxes' corners, on the profile and on its lower tables. Each box has
-            `corners` entries: the corner with the lowest values first, the one with the highest last.
-        fast: index of the fast corner, or None if there is none.
+        evaluation, floor: predictions for the corners of all boxes, on the profile and on its lower tables. Each box
+        has `corners` entries, from the corner with the lowest values to the corner with the highest.
+        fast: index of the fast corner; None if there is none.
     """
     low, high = slice(0, None, corners), slice(corners - 1, None, corners)
     if fast is not None:
@@ -74,9 +73,7 @@ def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners:
 
 
 def _saved(floor: Evaluation, corners: int, fast: int) -> Array:
-    """Return the factor by which a box's points may exceed the fast corner's throughput because of steps in which the
-    pipeline drains.
-    """
+    """Return the factor by which a point's throughput may exceed the fast corner's because its pipeline idles less."""
     performance = floor.performance
     share = (performance.filling[fast::corners] - performance.filling[corners - 1 :: corners]) / performance.cycle[
         fast::corners
@@ -85,10 +82,10 @@ def _saved(floor: Evaluation, corners: int, fast: int) -> Array:
 
 
 def breach(space: Space, num_boxes: int, rng: np.random.Generator) -> float:
-    """Return the largest share by which a random point beats the bound of a random box around it.
+    """Draw random boxes and a point in each; return the largest share by which a point exceeds its box's bound.
 
-    The share is infinite if the search would drop a box because of its slow corner's memory or latency although the
-    point keeps both limits. With sound bounds and directions it is 0 for every draw.
+    The share is infinite if the search would drop a box because of its slow corner although the point is feasible. The
+    share is 0 if all bounds are valid.
     """
     branches = space.branches()
     branch = rng.integers(len(branches), size=num_boxes)

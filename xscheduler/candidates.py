@@ -1,4 +1,4 @@
-"""List the candidates of a problem: the settings of each policy on each placement that holds the model."""
+"""List the candidates of a problem: the settings of each policy on each placement whose memory holds the model."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ BLOCK_SIZE = 16
 
 
 class Candidates:
-    """The candidates of one problem. Placements, memory and predictors are computed once; candidates under other bounds
-    share them.
+    """The candidates of one problem. Placements, memory and predictors are computed once, and `under` shares them among
+    candidates under different bounds.
 
     Attributes:
-        placements: the placements of the model on the devices that plans may use.
-        screen: bounds on the times of placements.
+        placements: all placements on the devices that plans may use.
+        screen: bounds on the throughput and latency of placements, used to rule them out early.
 
     Raises:
         InputError: the workload is longer than the model's context.
@@ -68,7 +68,8 @@ class Candidates:
         return other
 
     def devices_needed(self) -> int | None:
-        """Return the least number of the cluster's devices, as a pipeline, that hold the model and one longest request.
+        """Return the smallest number of devices that, as a pipeline, hold the model and one request of the longest
+        length.
 
         None means that even one device for each layer would not be enough.
         """
@@ -88,7 +89,7 @@ class Candidates:
         return self._spaces_of(kind).num_points
 
     def spaces(self, kind: str, *, between: bool = False) -> list[Space]:
-        """Return the spaces of one policy: every placement that holds the model and may keep the constraint.
+        """Return the spaces of one policy, one for each placement that holds the model.
 
         Args:
             between: see `Space.under`.
@@ -101,7 +102,7 @@ class Candidates:
         ]
 
     def _spaces_of(self, kind: str) -> _Spaces:
-        """Return the parts of a policy's spaces that do not depend on bounds."""
+        """Return a policy's spaces and what is known of them under any bounds."""
         if kind not in self._spaces:
             found = list(self._standing(kind))
             placements, capacities = [space.placement for space in found], [space.capacity for space in found]
@@ -129,8 +130,8 @@ class Candidates:
         return Space(kind, placement, self.lengths, models, self.problem.constraint, limits)
 
     def _limits(self, kind: str, placement: Placement) -> SpaceLimits | None:
-        """Return the limits of a placement, or None if the weights do not fit in memory."""
-        # Cached prompts stay in the memory of the lane that encodes them.
+        """Return the limits of a placement; None if the weights do not fit in memory."""
+        # Cached prompts use memory of the lane that encodes prompts.
         memories = [self.memory(layout.lane, keeps=not i) for i, layout in enumerate(placement.layouts)]
         if any(isinstance(memory, InfeasibleError) for memory in memories):
             return None
@@ -164,7 +165,7 @@ class Candidates:
     def uniform_placement(
         self, kind: str, tp_degree: int, num_stages: int, replicas: int, ep_degree: int = 1
     ) -> Placement:
-        """Return the placement of replicas that are pipelines of equal stages, with one micro-batch for each stage.
+        """Return the placement whose replicas are pipelines of equal stages, with one micro-batch for each stage.
 
         Raises:
             InputError: the cluster, the model or the profile has no such placement.
@@ -214,8 +215,8 @@ class Candidates:
                 if problem.deployed is not None:
                     found = memory(slots=problem.deployed.max_batch or 0)
                 elif engine is not None and engine.sampling_bytes:
-                    # The number of slots is the one that fits if slots need no memory. It is slightly too large, so
-                    # that K/V memory is never overstated.
+                    # Count the slots that would fit if slots needed no memory. This is slightly too many, so K/V memory
+                    # is never overstated.
                     blocks, own_blocks = found.blocks_beside(0), found.request_blocks
                     most = capacity(self.lengths, blocks, self._block_size, "quantile", request_blocks=own_blocks)
                     found = memory(slots=min(self._max_batch, int(most[0])))
@@ -226,11 +227,11 @@ class Candidates:
 
 
 class _Spaces(NamedTuple):
-    """The spaces of one policy under any constraint.
+    """The spaces of one policy; they do not depend on the constraint.
 
     Attributes:
-        num_points: number of points of all spaces together.
-        bounds: bounds on their throughput. None means that there are no spaces.
+        num_points: total number of points in all spaces.
+        bounds: bounds on the throughput of each space; None: there are no spaces.
     """
 
     spaces: list[Space]
@@ -239,10 +240,10 @@ class _Spaces(NamedTuple):
 
 
 class _Predictors:
-    """The predictors of placements, built once for all placements on the same lanes.
+    """Builds the predictors of placements; placements with the same lanes share their predictors.
 
-    Spaces refer to this object, but it refers neither to spaces nor to a scheduler: without reference cycles, the
-    garbage collection of an earlier search does not interrupt a later one.
+    This object refers neither to spaces nor to a scheduler, so that there are no reference cycles whose garbage
+    collection would interrupt a later search.
 
     Attributes:
         floor: the profile with lower tables.

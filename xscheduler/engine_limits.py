@@ -1,26 +1,25 @@
-"""Find the divisions of a model that an engine cannot start because its kernels or its loader refuse them."""
+"""Find the ways to divide a model among devices that an engine's kernels or its loader refuse."""
 
 from __future__ import annotations
 
 from xgpt.core.schema import Block, EngineSpec, ModelSpec, Quantization
 
 GROUPED = ("fp8_block", "int4")
-"""Weight formats with a scale for each block or group of weights. No block or group may be cut between devices."""
+"""Weight formats with one scale for each block or group of weights, which must not be divided among devices."""
 
 SHARING = ("vllm", "sglang")
-"""Engines whose replicas can share experts."""
+"""Engines in which several replicas can share the experts of a layer."""
 
 
 def why_not_divided(model: ModelSpec, engine: EngineSpec | None, tp: int, ep: int = 1) -> str | None:
     """Return the reason why an engine cannot divide a model's layers among `tp` devices, or None if it can.
 
-    Blocks of 128 x 128 weights in FP8, and groups of weights in four bits, must not be cut: vLLM, SGLang and
-    TensorRT-LLM refuse such shards when they load them.
+    vLLM, SGLang and TensorRT-LLM refuse to load shards that cut a block of 128 x 128 weights in FP8 or a group of
+    weights in four bits.
 
     Args:
-        engine: the engine. Xgpt's own engine (also None) unpacks weights, so only heads, widths and experts must be
-            divisible.
-        ep: number of parts into which the experts of a layer are divided. Each part holds whole experts.
+        engine: None: xgpt's own engine, which unpacks weights, so only heads, widths and experts must be divisible.
+        ep: number of parts into which the experts of a layer are divided; each part holds whole experts.
     """
     for kind in model.kinds:
         reason = _undivided(kind, tp, ep)
@@ -36,7 +35,7 @@ def why_not_divided(model: ModelSpec, engine: EngineSpec | None, tp: int, ep: in
 
 
 def _undivided(kind: Block, tp: int, ep: int) -> str | None:
-    """Return a sentence about a size that cannot be divided among the devices, or None if every size can."""
+    """Return a sentence about a size that cannot be divided among the devices; None if there is no such size."""
     sizes: list[tuple[str, int, int]] = []
     if (attention := kind.attention) is not None:
         if attention.num_heads % tp:
@@ -54,8 +53,8 @@ def _undivided(kind: Block, tp: int, ep: int) -> str | None:
 
 
 def _cut(model: ModelSpec, kind: Block, tp: int, ep: int) -> str | None:
-    """Return a sentence about a part of the model whose blocks or groups of weights would be cut, or None if there is
-    none.
+    """Return a sentence about a part of the model whose blocks or groups of weights would be cut; None if no part's
+    would.
     """
     stored, parts = model.quantization, []
     if stored is None:

@@ -1,7 +1,7 @@
 """Evaluate a user's own objective: an expression over the figures of a plan, parsed without running code from the user.
 
-An expression may use the names in `FIGURES`, numbers, the operators + - * / **, comparisons (1 if they hold, else 0),
-`a if condition else b`, and the functions in `FUNCTIONS`. It is evaluated for many candidates in one call.
+An expression may use the names in `FIGURES`, numbers, the operators + - * / **, comparisons (1 if true, else 0), `a if
+condition else b`, and the functions in `FUNCTIONS`. One call evaluates an expression for many candidates.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FIGURES = {
     "replicas": "number of replicas",
     "cost": "price of these devices for an hour; it needs a price",
 }
-"""The figures that an expression may name, at saturation, with their meanings."""
+"""The figures that an expression may name, with their meanings. All are figures at saturation."""
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "min": lambda *values: np.minimum.reduce(np.broadcast_arrays(*values)),
     "max": lambda *values: np.maximum.reduce(np.broadcast_arrays(*values)),
@@ -75,14 +75,14 @@ def names_in(text: str) -> frozenset[str]:
 
 
 def value_of(text: str, figures: Mapping[str, Values]) -> Values:
-    """Return an expression's value for each candidate; minus infinity if it is undefined, such as 0 / 0."""
+    """Return an expression's value for each candidate; undefined values, such as 0 / 0, become minus infinity."""
     with np.errstate(all="ignore"):
         value = np.asarray(_value(_parsed(text), figures), float)
     return np.where(np.isnan(value), -np.inf, value)
 
 
 def objective_value(plan: Plan) -> float:
-    """Return the values that a plan maximises at saturation: throughput, or the user's own objective."""
+    """Return the value that a plan maximises at saturation: its throughput, or the user's own objective."""
     text, e = plan.constraint.maximise, plan.estimate
     if text is None:
         return e.throughput_rps
@@ -115,7 +115,7 @@ def _parsed(text: str) -> ast.expr:
 
 
 def _check(node: ast.expr) -> None:
-    """Raise ValueError unless the expression is arithmetic over figures."""
+    """Raise ValueError unless the expression consists of what the module's docstring lists."""
     match node:
         case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
             return
@@ -167,5 +167,5 @@ def _value(node: ast.expr, figures: Mapping[str, Values]) -> Any:
 
 
 def maximised(plan: Plan) -> float:
-    """Return the figure that the plan's own objective maximises: requests a second, or the user's own expression."""
+    """Return the value of the figure that a plan maximises: requests a second, or the user's own expression."""
     return rate_of(plan) if plan.constraint.maximises_arrivals else objective_value(plan)

@@ -11,9 +11,9 @@ from xgpt.core.schema import PolicySettings
 from xscheduler.space import Space
 
 NUM_POINTS = 1000
-"""About the number of settings predicted for a placement."""
+"""Approximate number of settings that are predicted for each placement."""
 NUM_PLACEMENTS = 40
-"""Most placements searched: those with the highest bounds."""
+"""Largest number of placements to search; those with the highest bounds come first."""
 
 
 class TradeOff(NamedTuple):
@@ -25,10 +25,10 @@ class TradeOff(NamedTuple):
 
 
 def frontier(spaces: Sequence[Space]) -> list[TradeOff]:
-    """Return the best schedules that fit, from the lowest latency to the highest throughput.
+    """Return the trade-off of all spaces, from the lowest latency to the highest throughput.
 
-    The schedules are taken from a grid of each placement's settings. Each schedule is attainable, but better ones may
-    lie between two of them; the search, not the frontier, finds and proves the best one.
+    The schedules are taken from a grid of each placement's settings. Each schedule is attainable, but a better schedule
+    may exist between two grid points. Only the search proves that a schedule is the best.
     """
     points = [
         point for space in sorted(spaces, key=lambda space: -space.bound)[:NUM_PLACEMENTS] for point in of_space(space)
@@ -41,7 +41,7 @@ def frontier(spaces: Sequence[Space]) -> list[TradeOff]:
 
 
 def of_space(space: Space) -> list[TradeOff]:
-    """Return the frontier of one placement."""
+    """Return the trade-off of one placement."""
     columns = space.grid_points(NUM_POINTS)
     evaluation = space.evaluate(columns)
     latency, throughput = evaluation.performance.latency, evaluation.throughput

@@ -1,11 +1,11 @@
 """Lower a profile's tables so that times never fall with size and the cost per unit never rises.
 
-Measured times are uneven. On the lowered tables, the time of a schedule is a lower bound on its time on the measured
-tables, and it is monotone by construction: a larger batch never takes less time and never costs more per request. The
-search proves its bounds on these tables.
+Measured times are uneven. A schedule's time on the lowered tables is a lower bound on its time on the measured tables,
+and it is monotone: a larger batch never takes less time and never costs more per request. The search proves its bounds
+on these tables.
 
-Beyond its last point, a table is extrapolated along its last segment. There, a lowered table could rise faster than the
-original and exceed it. So the lowered table gets one more point, at twice the last size; up to this point it rises no
+Beyond its last point, a table is extrapolated along its last segment, where a lowered table could rise faster than the
+original and exceed it. Such a lowered table gets one more point, at twice the last size. Up to this point it rises no
 faster than the original.
 """
 
@@ -22,13 +22,13 @@ Array = npt.NDArray[np.float64]
 
 
 def lowered(profile: Profile) -> Profile:
-    """Return the profile with every table lowered; the same object if that changes nothing."""
+    """Return the profile with every table lowered, or the same object if lowering changes no table."""
     changed = {name: _floor(value) for name, value in profile}
     return profile if all(changed[name] is value for name, value in profile) else profile.model_copy(update=changed)
 
 
 def _floor(value: Any) -> Any:
-    """Return a value with all tables inside it lowered; a part that needs no change stays the same object."""
+    """Return a value with all its tables lowered; a part that lowering does not change stays the same object."""
     match value:
         case Curve():
             return _floor_of_curve(value)
@@ -71,7 +71,7 @@ def _floor_of_surface(value: Surface) -> Surface:
         lengths = np.append(lengths, 2 * lengths[-1])
     if len(batches) > 1:
         slope = _never_falls(np.minimum(_last_slope(batches, table), _last_slope(batches, floor)))
-        # Beyond both ends, too, a request must cost no more in a larger batch.
+        # A request must cost no more in a larger batch beyond the last batch and the last length, too.
         rise = (lengths[-1] - lengths[-2]) * _last_slope(lengths, floor.T)[-1] / batches[-1]
         slope[-1] = min(slope[-1], slope[-2] + rise)
         if _is_steeper(batches, floor, slope):
@@ -87,14 +87,14 @@ def _floor_of_surface(value: Surface) -> Surface:
 
 
 def _never_falls(seconds: Array, axis: int = 0) -> Array:
-    """Return the largest table below this one that never falls: each entry is the least of the original entry and all
-    later ones.
+    """Return the largest table below this one that never falls. Each entry is the minimum of the original entry and all
+    later entries.
     """
     return np.flip(np.minimum.accumulate(np.flip(seconds, axis), axis), axis)
 
 
 def _ever_cheaper(sizes: Array, seconds: Array) -> Array:
-    """Return the largest table below this one whose time per unit never rises. The entry of size 0 does not change."""
+    """Return the largest table below this one whose time per unit never rises. The entry for size 0 does not change."""
     positive = sizes > 0
     result = seconds.copy()
     per_unit = np.minimum.accumulate(seconds[positive] / sizes[positive])
@@ -103,17 +103,17 @@ def _ever_cheaper(sizes: Array, seconds: Array) -> Array:
 
 
 def _last_slope(points: Array, seconds: Array) -> Array:
-    """Return the slope of predictions beyond the last point. # [points, ...] -> [...]"""
+    """Return the slope at which a table is extrapolated beyond its last point. # [points, ...] -> [...]"""
     slope: Array = np.maximum((seconds[-1] - seconds[-2]) / (points[-1] - points[-2]), 0.0)
     return slope
 
 
 def _is_steeper(points: Array, floor: Array, slope: Array) -> bool:
-    """Return whether the lowered table exceeds this slope at twice the last point by more than rounding."""
+    """Return whether the lowered table, extrapolated to twice the last point, exceeds a line of this slope."""
     more = (_last_slope(points, floor) - slope) * points[-1]
     return bool((more > 1e-9 * floor[-1]).any())
 
 
 def _one_more(points: Array, seconds: Array, slope: Array) -> Array:
-    """Return the table with an entry for twice the last point."""
+    """Return the table with one more entry, for twice the last point."""
     return np.concatenate([seconds, (seconds[-1] + points[-1] * slope)[None]])

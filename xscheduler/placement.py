@@ -21,16 +21,18 @@ from xsimulator.lengths import Lengths
 from xsimulator.stages import Lane, degrees, lane, lane_of, spread
 
 PLACED = ("tp", "tp_devices", "ep", "pp", "replicas", "microbatches", "encode_microbatches", "decode_microbatches")
-"""Variables of a placement: tensor-parallel degree of every stage, devices of a replica in tensor-parallel groups,
-stages of the decode lane, and so on. With `tp_devices`, `tp` is the degree of these groups only."""
+"""The variables of a placement that a user can fix. `tp` is the tensor-parallel degree of every stage or, together with
+`tp_devices`, the degree of the groups only; `tp_devices` is the number of a replica's devices in groups; `pp` is the
+number of the decode lane's stages.
+"""
 MAX_SPLITS = 6
-"""Largest number of values of tp_devices that are tried for a degree: all multiples of the degree, or evenly spaced
-ones if there are more.
+"""Largest number of values of `tp_devices` to try for a degree. If the degree has more multiples, evenly spaced ones
+are tried.
 """
 FEW_DEVICES = 8
-"""With up to this many devices, every size of a replica and every split between WAA's lanes is tried."""
+"""With up to this many devices, every size of a replica and every division into WAA's two lanes is tried."""
 TYPICAL_BATCH = 32
-"""Decode batch for which stages, and the lanes of WAA, are balanced."""
+"""Decode batch at which the times of stages, and of WAA's two lanes, are balanced."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class LanePlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """How a model is distributed over devices: everything in a plan except the policy and its searched variables.
+    """Describes how a model is distributed over devices: the part of a plan besides the policy and its searched
+    variables.
 
     Attributes:
         layouts: the only lane, or WAA's encode lane and decode lane.
@@ -86,22 +89,22 @@ class Placement:
 
     @cached_property
     def microbatches(self) -> int:
-        """Micro-batches that share the decode lane."""
+        """Number of micro-batches that share the decode lane."""
         fixed = self.fixed
         return int(fixed.get("microbatches") or fixed.get("decode_microbatches") or 1)
 
     @property
     def is_even(self) -> bool:
-        """Whether the stages of each lane have one tensor-parallel degree."""
+        """Whether all stages of a lane have the same tensor-parallel degree."""
         return all(layout.is_uniform for layout in self.layouts)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all stages of a replica are equal, which other planners require."""
+        """Whether a replica has one lane of equal stages; other planners consider only such replicas."""
         return len(self.layouts) == 1 and self.is_even
 
     def has(self, fixed: Mapping[str, int]) -> bool:
-        """Return whether the placement has these values of variables in `PLACED`."""
+        """Return whether the placement agrees with the fixed values of variables in `PLACED`."""
         shapes = [shape for layout in self.layouts for shape in layout.lane]
         in_groups = {layout.tp.degree for layout in self.layouts if layout.tp.devices}
         values = {"replicas": {self.replicas}, "pp": {len(self.decode_lane)}}
@@ -113,7 +116,7 @@ class Placement:
 
     @classmethod
     def of(cls, plan: Plan) -> Placement:
-        """Return a plan's placement, its micro-batches included."""
+        """Return a plan's placement, including its number of micro-batches."""
         policy = plan.policy
         searched = {"kind", *policy.tuned, *(variable.name for variable in policy.variables)}
         fixed = {name: getattr(policy, name) for name in type(policy).model_fields if name not in searched}
@@ -133,8 +136,7 @@ class Placements:
 
     Args:
         max_devices: largest number of devices to use.
-        engine: the engine that runs the plan and that cannot start some divisions. None means an engine without such
-            limits.
+        engine: the engine that runs the plan; divisions that it cannot start are left out. None: nothing is left out.
     """
 
     def __init__(
@@ -160,7 +162,7 @@ class Placements:
     def of(self, kind: str) -> list[Placement]:
         """Return all placements for a policy; devices may be left idle.
 
-        There are floor(N/n) replicas of n devices, which misses no placement on up to 8 devices.
+        On N devices there are floor(N/n) replicas of n devices. Up to N = 8, every possible placement is included.
         """
         found, num_lanes = [], len(CHOICES[kind].settings.lanes)
         for size in _sizes(self.num_devices):
@@ -177,7 +179,7 @@ class Placements:
         return next(found).lane
 
     def one_lane(self, kind: str, size: int, replicas: int) -> Iterator[Placement]:
-        """Yield placements of `replicas` replicas of `size` devices that both encode and decode."""
+        """Yield the placements of `replicas` replicas, each with one lane on `size` devices."""
         for layout in self._standing(size, replicas):
             tp = {"tp_degree": layout.tp.degree, "tp_devices": layout.tp.devices, "ep_degree": layout.tp.ep_degree}
             for fixed in CHOICES[kind].microbatches(_microbatches(layout.num_stages)):
@@ -223,7 +225,7 @@ class Placements:
         model, profile = self._model, self._profile
         for degree, ep in self._groups:
             if ep > degree and size != degree:
-                continue  # replicas that share experts have one stage
+                continue  # replicas that share experts have only one stage
             for tp_devices in _splits(size, degree):
                 tps = degrees(size, degree, tp_devices)
                 if len(tps) > 1 and profile.hop is None:
@@ -293,12 +295,12 @@ class Placements:
         return self._seconds[key]
 
     def _allocations(self, size: int) -> dict[int, tuple[str, ...]]:
-        """Return numbers of encode devices to try, each with the allocations to which it belongs.
+        """Return the numbers of encode devices to try, each with the WAA allocations (`compute`, `memory`) that it
+        represents.
 
-        WAA-C divides devices by compute time, WAA-M by memory. A number of devices belongs to the allocation whose
-        computed number is nearer, or to both. The computed numbers depend on the batch size, which is searched later.
-        So neighbouring numbers are also tried, and all numbers if there are few devices. Source: ExeGPT sec. 4.1:
-        ceil(N C_E / (C_E + C_D)).
+        WAA-C divides devices by computing time (ExeGPT sec. 4.1: ceil(N C_E / (C_E + C_D))), WAA-M by memory. A number
+        represents the allocation whose computed number is nearer, or both. The computed numbers depend on the batch
+        size, which is not known yet. So neighbouring numbers are also tried, or all numbers if there are few devices.
         """
         if size < 2:
             return {}
@@ -320,8 +322,9 @@ class Placements:
         return self._model.num_encoder_layers or self._model.num_layers
 
     def _encoders_by_memory(self, size: int) -> int:
-        """Return the number of encode devices at which all devices hold equally many bytes, if K/V fills the decode
-        lane."""
+        """Return the number of encode devices at which every device holds the same number of bytes, if K/V fills the
+        decode lane.
+        """
         model, dtype = self._model, self._profile.dtype
         device = self._cluster.device
         total = size * device.memory_bytes * device.usable_memory
@@ -348,8 +351,8 @@ class Placements:
 
 
 def _sizes(num_devices: int) -> list[int]:
-    """Return sizes of a replica to try: all small sizes, then sizes in steps of 2, 4 and 8, and all even shares of the
-    devices.
+    """Return the sizes of a replica to try: all small sizes, larger sizes in steps of 2, 4, 8 and so on, and
+    `num_devices` divided by each number of replicas.
     """
     steps = {
         n for n in range(1, num_devices + 1) if n <= FEW_DEVICES or n % max(2, 2 ** ((n - 1).bit_length() - 3)) == 0
@@ -358,7 +361,7 @@ def _sizes(num_devices: int) -> list[int]:
 
 
 def _splits(size: int, degree: int) -> Iterator[int]:
-    """Yield the values of tp_devices worth trying on `size` devices."""
+    """Yield the values of `tp_devices` to try on `size` devices."""
     if degree == 1:
         yield 0
         return
@@ -368,7 +371,7 @@ def _splits(size: int, degree: int) -> Iterator[int]:
 
 
 def _microbatches(num_stages: int) -> list[int]:
-    """Return numbers of micro-batches to try on a pipeline: with fewer micro-batches than stages some stages idle, and
-    with more the steps are small.
+    """Return the numbers of micro-batches to try on a pipeline. With fewer micro-batches than stages, some stages idle;
+    with more, the steps are smaller.
     """
     return sorted({1, num_stages, 2 * num_stages}) if num_stages > 1 else [1]

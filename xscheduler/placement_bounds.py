@@ -1,21 +1,21 @@
-"""Compute upper bounds on the throughput of thousands of placements at once, over all of their settings.
+"""Compute upper bounds on the throughput of thousands of placements in one call; a bound covers all settings.
 
 Let m be the mean number of requests that an iteration of a micro-batch decodes, and D the number of decode iterations
-of a request. On average, an iteration occupies stage j for at least decode_j(m), the convex floor of the stage's times
-at m (by Jensen's inequality). If all iterations decode m requests, as in the closed form of two lanes, decode_j(m) is
-the time itself. An iteration also encodes m / E[D] prompts on average. Each stage does this for M micro-batches, one
-after the other, and each micro-batch goes through all stages before its next iteration. So an iteration of all
-micro-batches takes at least
+of a request. By Jensen's inequality, an iteration occupies stage j on average for at least decode_j(m), the largest
+convex function below the stage's times. If every iteration decodes m requests, as in the closed form of two lanes,
+decode_j(m) is the stage's time. An iteration also encodes m / E[D] prompts on average. Each stage processes M
+micro-batches one after the other, and each micro-batch goes through all stages before its next iteration. So an
+iteration of all micro-batches takes at least
 
     t(m) = max( M max_j (decode_j(m) + m encode_j / E[D]),  sum_j decode_j(m) + hops )
 
-and, if encode and decode steps alternate (rra, static), also the time in which M encode steps go through the pipeline:
+If encode and decode steps alternate (rra, static), M encode steps must also go through the pipeline:
 
     t(m) >= decode_1(m) + m / E[D] (sum_j encode_j + (M - 1) max_j encode_j)
 
-By Little's law the throughput is at most M m / (E[D] t(m)). Two constraints limit m from above: a request of D decode
-iterations takes at least D t(m), which must keep the latency bound, and M m requests must fit in memory.
-Source: ExeGPT sec. 4-6, and the closed forms in xsimulator.forecast.
+By Little's law the throughput is at most M m / (E[D] t(m)). Two constraints limit m from above. A request of D decode
+iterations takes at least D t(m), and this time must keep the latency bound. M m requests must fit in memory. Source:
+ExeGPT sec. 4-6, and the closed forms in xsimulator.forecast.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ from xsimulator.stages import Lane, StageShape
 Array = npt.NDArray[np.float64]
 
 MANY = 1e9
-"""More tokens than any step has."""
+"""A number of tokens larger than any step's."""
 MAX_KINDS = 5
-"""Most distinct kinds of stages in a lane that are bounded one by one."""
+"""Largest number of distinct kinds of stages in a lane for which `max_j` is computed."""
 BELOW_ONE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85)
-"""Values of m below 1, which occur if a phase continues after its last request has finished."""
+"""Values of m below 1. The mean is below 1 if a phase continues after its last request has finished."""
 
 
 class _Stages(NamedTuple):
-    """Least step times of one lane: a row for each kind of stage, padded with stages that take no time.
+    """Lower bounds on the step times of one lane, with a row for each kind of stage; unused rows are zero.
 
-    `PlacementBounds` stacks the times of its placements into a `LeastSteps`. # [kinds, m] unless stated
+    `PlacementBounds` stacks the times of all placements into a `LeastSteps`. # [kinds, m] unless stated
     """
 
     decode_s: Array
     """A step that only decodes."""
     mixed_s: Array
-    """A step that also encodes m / E[D] prompts, which keep the decode batch at m."""
+    """A step that also encodes m / E[D] prompts, as many as are needed to keep the decode batch at m."""
     met_s: Array
-    """A mixed step from the view of a decoding request: the prompts replace only the other m - 1 requests."""
+    """A mixed step as a decoding request meets it; its prompts replace only the other m - 1 requests."""
     encode_s: Array
-    """One prompt, in the largest and therefore cheapest step. # [kinds]"""
+    """The time of one prompt in the largest step, where a prompt costs the least. # [kinds]"""
     passing_s: Array
     """`decode_s` through all stages, hops included. # [m]"""
     steady_s: Array
-    """`decode_s` if every step, and not only the mean, decodes m requests."""
+    """`decode_s` if every step decodes m requests, not only the mean of all steps."""
     steady_passing_s: Array
     """`passing_s` of such steps. # [m]"""
     first_s: Array
@@ -102,19 +102,21 @@ class PlacementBounds:
         self._iterations = Iterations(lengths, self.batches, self._decodes)
         self._lanes: dict[Lane, _Stages] = {}
         self._degrees: dict[tuple[tuple[int, int], bool], _Degree] = {}
-        """Times by group, and by whether the layer is the model's last one if the last layer takes a different time."""
+        """Times of a layer by group. The second part of the key is whether the layer is the model's last one and takes
+        a different time.
+        """
         self._of_stages: dict[StageShape, _Degree] = {}
 
     @property
     def _tokens_per_decode(self) -> float:
-        """Tokens of a request that go through the model per decode iteration, including the share of its prompt."""
+        """Mean number of a request's tokens, its prompt included, that go through the model per decode iteration."""
         return 1 + self._lengths.mean_input / self._mean_decodes
 
     def of(self, kind: str, placements: Sequence[Placement], capacities: npt.ArrayLike) -> PolicyBounds:
         """Return the bounds of one policy on each placement.
 
         Args:
-            capacities: for each placement, the requests that fit in the memory of a replica.
+            capacities: for each placement, the number of requests that fit in the memory of a replica.
         """
         steps = self._steps(placements)
         replicas = np.asarray([float(placement.replicas) for placement in placements])
@@ -124,14 +126,14 @@ class PlacementBounds:
     def least_latency(self, placements: Sequence[Placement]) -> Array:
         """Return a lower bound, in seconds, on the latency of a request of the quantile's length on each placement.
 
-        It assumes that the request decodes by itself and that its prompt costs the least. The first decode step may
-        overlap with encoding.
+        The request is assumed to decode alone, and its prompt to cost the least. The first decode step may overlap with
+        encoding.
         """
         lanes = [(self._stages(placement.encode_lane), self._stages(placement.decode_lane)) for placement in placements]
         return np.asarray([encode.through_s + (self._decodes - 1) * decode.passing_s[0] for encode, decode in lanes])
 
     def least_prompt(self, placement: Placement) -> float:
-        """Return the least seconds that the slowest stage takes for a prompt of the mean length."""
+        """Return a lower bound on the slowest stage's seconds for a prompt of the mean length."""
         return float(self._stages(placement.encode_lane).encode_s.max())
 
     def _steps(self, placements: Sequence[Placement]) -> LeastSteps:
@@ -159,7 +161,7 @@ class PlacementBounds:
         )
 
     def _stages(self, lane: Lane) -> _Stages:
-        found = self._lanes.get(lane)  # computed once: a lane is a long tuple, and hashing it takes time
+        found = self._lanes.get(lane)  # one lookup, since hashing a lane, which is a long tuple, takes time
         if found is None:
             found = self._lanes[lane] = self._stages_of(lane)
         return found
@@ -172,7 +174,7 @@ class PlacementBounds:
         size = len(self.batches)
         decode, mixed, met, steady = (np.zeros((MAX_KINDS, size)) for _ in range(4))
         encode, passing, steady_passing = np.zeros(MAX_KINDS), np.zeros(size), np.zeros(size)
-        # The slowest kinds come first. More than MAX_KINDS are left out, which only loosens the bound.
+        # The slowest kinds come first. Kinds beyond MAX_KINDS are left out, which only loosens the bound.
         shapes = sorted(counts, key=lambda s: -(s.decoder_layers + s.encoder_layers) / s.tp)
         for k, shape in enumerate(shapes):
             of_stage = self._of_stage(shape)
@@ -228,8 +230,8 @@ class PlacementBounds:
         return seconds
 
     def _of_stage(self, stage: StageShape) -> _Degree:
-        """Return the times of all decoder layers of a stage together. The other times, such as those of the encoder,
-        remain the times of one layer.
+        """Return a stage's times: those in `OF_DECODER_LAYERS` for all its decoder layers together, the others for one
+        layer.
         """
         if stage not in self._of_stages:
             layer = self._degree(stage.group)
@@ -254,7 +256,7 @@ class PlacementBounds:
         context = lengths.mean_decode_context
         encoder_s = encoder_alone_s = 0.0
         if layer.cross is not None:
-            # The encoder's layers encode the prompt, and the decoder reads it by cross-attention.
+            # The encoder's layers encode the prompt, and the decoder reads the encoder's output by cross-attention.
             context -= lengths.mean_input
             encoder = profile.encoder_layer(group[0])
             encoder_s = _least_of_a_prompt(Line.of(encoder.rest), Grid(encoder.attention), lengths)
@@ -272,7 +274,7 @@ class PlacementBounds:
         attention = sum(_convex_floor(m, seconds) for seconds in attentions)
 
         def steps(prompts: Array) -> Array:
-            """Return the least seconds of steps that decode m requests and encode `prompts`, both on average."""
+            """Return lower bounds on the seconds of steps that decode m requests and encode `prompts` on average."""
             tokens = m + prompts * prompt_tokens
             return _convex_floor(tokens, rest(tokens)) + attention + prompts * prompt_s
 
@@ -297,8 +299,8 @@ class PolicyBounds:
 
     Attributes:
         replicas: number of replicas of each placement.
-        capacities: requests that fit in the memory of a replica, by placement.
-        mean_decodes: mean decode iterations of a request.
+        capacities: for each placement, the number of requests that fit in the memory of a replica.
+        mean_decodes: mean number of decode iterations of a request.
     """
 
     steps: LeastSteps
@@ -308,11 +310,11 @@ class PolicyBounds:
     mean_decodes: float
 
     def under(self, constraint: Constraint) -> Array:
-        """Return, for each placement, the requests a second that none of its settings exceed, all replicas together."""
+        """Return, for each placement, an upper bound on requests a second under all settings, all replicas together."""
         steps, terms, m = self.steps, self.terms, self.steps.iterations.batches
         size, tpot_s = len(self.replicas), (constraint.tpot_s or np.inf) / (1 + constraint.headroom)
         left_s = (constraint.allowed_latency_s - terms.before_s) / steps.iterations.decodes * np.ones(size)
-        # The largest m that memory, the latency bound and the bound on gaps allow; -1: none.
+        # The largest m that memory, the latency bound and the bound on ITL allow; -1: no m.
         most = np.minimum(self.capacities / steps.microbatches, m[-1])
         most = np.minimum(most, self._crossing(self._met, left_s).min(axis=1))
         if terms.at_least_one:
@@ -336,14 +338,14 @@ class PolicyBounds:
 
     @cached_property
     def _gaps(self) -> Array:
-        """Seconds between two tokens of a request. # [placements, terms, m]"""
+        """Lower bounds on the seconds between two tokens of a request. # [placements, terms, m]"""
         steps = self.steps
         return np.concatenate([steps.each * steps.decode, steps.passing], axis=1) * self._busy
 
     def _highest(self, seconds: Array, most: Array, micro: Array, busy: Array) -> Array:
-        """Return the highest throughput at an m up to `most`. # seconds [placements, terms, m] -> [placements, terms]
+        """Return the highest throughput for any m up to `most`. # seconds [placements, terms, m] -> [placements, terms]
 
-        Times are linear and throughput is monotone between grid points, so throughput is highest at a grid point or at
+        Between grid points, times are linear and throughput is monotone. So the maximum is at a grid point or at
         `most`.
         """
         m = self.steps.iterations.batches
@@ -360,7 +362,7 @@ class PolicyBounds:
         return np.where(at_end_s > 0, np.maximum(inside, at_end), np.inf)
 
     def _crossing(self, seconds: Array, limit_s: Array) -> Array:
-        """Return the largest m whose time is within the limit; -1 if there is none. # [placements, terms]"""
+        """Return the largest m whose time is within the limit; -1 if no m's is. # [placements, terms]"""
         m = self.steps.iterations.batches
         count = (seconds <= limit_s[:, None, None]).sum(axis=2)  # times rise with m
         index = np.clip(count - 1, 0, len(m) - 2)
@@ -372,14 +374,14 @@ class PolicyBounds:
 
 
 class _Degree(NamedTuple):
-    """Times of a layer, or of all of a stage's layers, on one kind of group, named as in `_Stages`.
+    """Times of one layer, or of all layers of a stage, on one kind of group. The names are those of `_Stages`.
 
-    Arrays are over m; single numbers are for one prompt.
+    Arrays have an entry for each m; single numbers are for one prompt.
     """
 
     decode_s: Array
     steady_s: Array
-    """Every step decodes m requests. For `decode_s` only the mean is m."""
+    """As `decode_s`, but every step decodes m requests, not only the mean of all steps."""
     steady_head_s: Array
     mixed_s: Array
     met_s: Array
@@ -387,7 +389,7 @@ class _Degree(NamedTuple):
     encode_s: float
     encoder_s: float
     alone_s: float
-    """One prompt in a step of its own; `encode_s` is its share of the largest step."""
+    """One prompt in a step by itself; `encode_s` is one prompt's part of the largest step."""
     encoder_alone_s: float
 
 
@@ -395,7 +397,7 @@ OF_DECODER_LAYERS = ("decode_s", "steady_s", "mixed_s", "met_s", "encode_s", "al
 
 
 def _convex_floor(x: Array, y: Array) -> Array:
-    """Return the largest function below the points that is convex for x >= 1 and constant below."""
+    """Return the largest function below the points that is convex for x >= 1 and constant for x < 1."""
     first = int(np.searchsorted(x, 1.0))
     hull: list[int] = []
     for i in range(first, len(x)):
@@ -409,12 +411,12 @@ def _convex_floor(x: Array, y: Array) -> Array:
 
 
 def _least_of_a_prompt(rest: Line, attention: Grid, lengths: Lengths) -> float:
-    """Return the least seconds of a layer for one prompt: its share of the largest step."""
+    """Return a layer's seconds for one prompt as a part of the largest step, where a prompt costs the least."""
     return lengths.mean_input * float(rest.least_per_unit(MANY)) + _least_attention(attention, lengths)
 
 
 def _alone(rest: Line, attention: Grid, lengths: Lengths) -> float:
-    """Return the seconds of a layer in a step that encodes a single prompt."""
+    """Return a layer's seconds in a step that encodes a single prompt."""
     one = np.ones_like(lengths.inputs, dtype=float)
     return float(rest(lengths.mean_input)) + float(attention(one, lengths.inputs) @ lengths.input_probabilities)
 

@@ -1,4 +1,4 @@
-"""Turn a point of a search into a plan, with all numbers that a run needs."""
+"""Make a plan, with all numbers that an engine needs, from a point of a search."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plan_of(
     """Return the plan of one point of a space.
 
     Args:
-        values: the point's predictions, by name; throughput is for all replicas together.
+        values: the point's predictions by name; the throughput is that of all replicas together.
     """
     profile, limits = problem.profile, space.limits
     stages, memory_bytes = _stages(space, values, problem.model.is_encoder_decoder)
@@ -70,14 +70,14 @@ def plan_of(
 
 
 def _slots(space: Space, values: dict[str, float]) -> int:
-    """Return the number of requests of a replica that can run at the same time, since memory is reserved for them."""
+    """Return the number of requests for which a replica has K/V memory at the same time."""
     return max(1, int(space.capacity_beside(np.asarray([values["peak_tokens"]]))[0]))
 
 
 def _stages(
     space: Space, values: dict[str, float], is_encoder_decoder: bool
 ) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
-    """Return the stages of one replica, and the bytes that each of its devices holds."""
+    """Return the stages of one replica, and the bytes of memory that each device uses."""
     stages: list[Stage] = []
     memory_bytes: list[int] = []
     device, limits = 0, space.limits
@@ -142,7 +142,7 @@ def _reuse(reused: Reused, block_size: int) -> ReuseEstimate:
 
 
 def _taken_from_another(problem: Problem) -> tuple[str, ...]:
-    """Return a warning if step times are computed with another device's efficiencies."""
+    """Return a warning if step times were computed with the efficiencies of another device."""
     device = problem.cluster.device
     if problem.profile.source != "analytic":
         return ()
@@ -167,7 +167,7 @@ def _set_aside(problem: Problem) -> tuple[str, ...]:
 
 
 def _beyond_profile(profile: Profile, space: Space, values: dict[str, float]) -> tuple[str, ...]:
-    """Return warnings about steps larger than any measured one."""
+    """Return warnings about steps that are larger than any step in the profile."""
     lengths, placement = space.lengths, space.placement
     layer, encoder = profile.layers[0], profile.encoder_layers[0] if profile.encoder_layers else None
     decode_batch = values["decode_batch"] / placement.microbatches
@@ -175,7 +175,7 @@ def _beyond_profile(profile: Profile, space: Space, values: dict[str, float]) ->
     warnings = []
     tokens, most_tokens = decode_batch + encode_tokens, layer.rest.points[-1]
     context = lengths.max_whole_input + lengths.max_output
-    if encoder is not None:  # prompts pass the encoder; the decoder sees them by cross-attention
+    if encoder is not None:  # prompts go through the encoder only; the decoder reads its output by cross-attention
         tokens, most_tokens = encode_tokens, encoder.rest.points[-1]
         context = max(lengths.max_input, lengths.max_output)
     for name, value, last in (

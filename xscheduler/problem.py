@@ -1,4 +1,4 @@
-"""The problem that a plan solves: model, devices, profile, lengths and constraint."""
+"""Define a planning problem: model, devices, profile, lengths and constraint."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Problem:
     """A planning problem.
 
     Attributes:
-        kv: how K/V memory is promised to requests. None means the engine's default (`promise`).
-        engine: the engine that will run the plan. None means an engine of which only the profile's step times are
-            known.
-        deployed: a running engine, started for `max_batch` requests, whose memory limits the plan. None means `engine`.
-        max_devices: largest number of the cluster's devices to use. None means all.
-        uniform: only placements that are replicas of equal stages.
-        even: only placements that vLLM runs: in each lane all stages have one tensor-parallel degree.
-        replicas: the only number of replicas to consider. None means any.
+        kv: how K/V memory is promised to requests; None: by the engine's default (`promise`).
+        engine: the engine that will run the plan; None: an engine of which nothing but step times is known.
+        deployed: the running engine whose memory, reserved for `max_batch` requests, limits the plan; None: `engine`.
+        max_devices: largest number of the cluster's devices to use; None: all.
+        uniform: whether only placements with one lane of equal stages are considered.
+        even: whether only placements that vLLM can run are considered: those whose lanes each have one tensor-parallel
+            degree.
+        replicas: the only number of replicas to consider; None: any.
         fixed: fixed values of control variables and of the placement's variables.
-        placement: the only placement to consider, even one that would not be listed. None means any.
-        reused: the part of prompts that requests find cached. None means nothing.
-        speculation: speculative decoding with a draft, or None.
+        placement: the only placement to consider, even if the search would not list it; None: any.
+        reused: the part of prompts that is found in the K/V cache; None: no part.
+        speculation: settings of speculative decoding; None: no speculative decoding.
     """
 
     model: ModelSpec
@@ -60,12 +60,12 @@ class Problem:
 
     @property
     def step_profile(self) -> Profile:
-        """The profile of steps in which each request gets one token on average, speculation included."""
+        """The profile of steps in which each request gets one token on average, speculative decoding included."""
         return speculating(self.profile, self.model, self.speculation)
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile) -> Problem:
-        """Return the problem for which a plan was made, on the number of devices that it uses."""
+        """Return the problem that a plan solves, on as many devices as the plan uses."""
         return cls(
             plan.model,
             plan.checkpoint,
@@ -81,15 +81,14 @@ class Problem:
         )
 
     def engine_of(self, kind: str) -> EngineSpec | None:
-        """Return the engine with the settings with which it is started for a policy."""
+        """Return the engine, with the settings with which a plan of this policy starts it."""
         return None if self.engine is None else self.engine.started_for(kind)
 
     def promise(self, kind: str, microbatches: int) -> KvPromise:
-        """Return how K/V memory is promised under a policy: in the way that the user requested, or by the engine's
-        default.
+        """Return how K/V memory is promised under a policy, as the user requested or by the engine's default.
 
-        Memory for the longest output is reserved if no simulation can compute the cost of preemption quickly: in
-        pipelines, with a draft, and with cached prompts.
+        The default reserves memory for the longest output if no fast simulation includes preemption: in pipelines, with
+        a draft, and with cached prompts.
         """
         if self.kv is not None:
             return self.kv
@@ -104,7 +103,7 @@ class Problem:
 
 
 def reused_by(plan: Plan, workload: Workload) -> Reused | None:
-    """Return the part of prompts that a plan expects to find cached. None means nothing."""
+    """Return the part of prompts that a plan expects to be found in the K/V cache; None: no part."""
     found = plan.estimate.reuse
     if found is None:
         return None

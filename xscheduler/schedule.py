@@ -1,4 +1,4 @@
-"""Search the candidates of a problem in closed form, and turn the best points into plans."""
+"""Search the candidates of a problem in closed form, and make plans from the best points."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from xscheduler.why_not import infeasible
 
 
 class Scheduler:
-    """Finds plans for one problem by closed forms. Each policy's spaces are searched once.
+    """Finds plans for one problem in closed form.
 
     Raises:
         InputError: the workload is longer than the model's context.
@@ -33,7 +33,7 @@ class Scheduler:
         has_own = problem.constraint.maximise is not None  # no bound is known for a user's own objective
         self.method: SearchMethod = "optuna" if has_own and method == "branch-and-bound" else method
         self._found: dict[tuple[PolicySettings, int, int], Space] = {}
-        """The spaces of the plans that were found."""
+        """The space of each plan that was found."""
 
     @property
     def problem(self) -> Problem:
@@ -41,16 +41,16 @@ class Scheduler:
         return self.candidates.problem
 
     def under(self, constraint: Constraint) -> Scheduler:
-        """Return the scheduler of the same problem under other bounds."""
+        """Return a scheduler for the same problem under other bounds."""
         other = copy(self)
         other.candidates, other._found = self.candidates.under(constraint), {}
         return other
 
     def best_of_each(self, kinds: Sequence[str]) -> dict[str, Plan]:
-        """Return the plan of the highest saturated throughput for each policy that has a plan.
+        """Return each policy's plan with the highest throughput at saturation, for the policies that have a plan.
 
         Raises:
-            InfeasibleError: no policy has a plan; the error names the nearest bound that a plan keeps.
+            InfeasibleError: no policy has a plan; the error names the nearest bound that a plan could keep.
         """
         plans = {}
         for kind in kinds:
@@ -75,7 +75,9 @@ class Scheduler:
         return plans
 
     def best(self, kinds: Sequence[str] = tuple(POLICIES)) -> Plan:
-        """Return the best plan of these policies by saturated throughput or by the user's objective."""
+        """Return the plan of these policies with the highest throughput at saturation, or the best by the user's
+        objective.
+        """
         return max(self.best_of_each(kinds).values(), key=objective_value)
 
     def score(self, settings: PolicySettings, placement: Placement) -> Plan:
@@ -99,12 +101,12 @@ class Scheduler:
         return self._plan(space, settings, evaluation.at(0), given)
 
     def plan_at(self, space: Space, settings: PolicySettings, certificate: SearchCertificate) -> Plan | None:
-        """Return the plan of one point of a space, or None if it does not fit in memory."""
+        """Return the plan of one point of a space; None if the point does not fit in memory."""
         evaluation = space.evaluate(columns_of(settings))
         return self._plan(space, settings, evaluation.at(0), certificate) if evaluation.fits[0] else None
 
     def space_of(self, plan: Plan) -> Space:
-        """Return the space of a plan that this scheduler made."""
+        """Return the space to which a plan of this scheduler belongs."""
         return self._found[_key(plan)]
 
     def _plan(
@@ -122,8 +124,8 @@ def _key(plan: Plan) -> tuple[PolicySettings, int, int]:
 def headroom_of(constraint: Constraint, profile: Profile) -> float:
     """Return the headroom with which to plan: the constraint's headroom if it states one, else the profile's headroom.
 
-    On a machine whose steps were slower than predicted in earlier loads, the headroom covers their usual slowest pace,
-    up to `MOST_HEADROOM`.
+    If steps on this machine were slower than predicted in earlier loads, the headroom covers the slowest usual pace, up
+    to `MOST_HEADROOM`.
     """
     if "headroom" in constraint.model_fields_set:
         return constraint.headroom
@@ -133,7 +135,7 @@ def headroom_of(constraint: Constraint, profile: Profile) -> float:
 
 
 def scheduler(problem: Problem, search: SearchMethod = "branch-and-bound") -> Scheduler:
-    """Return a scheduler for the problem, with the profile's headroom if the constraint names none."""
+    """Return a scheduler for the problem; if the constraint states no headroom, the profile's headroom is used."""
     headroom = headroom_of(problem.constraint, problem.profile)
     constraint = problem.constraint.model_copy(update={"headroom": headroom})
     return Scheduler(replace(problem, constraint=constraint), search)

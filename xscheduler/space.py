@@ -1,4 +1,4 @@
-"""The space of a policy's settings on one placement: which exist, fit in memory and keep the constraint."""
+"""List a policy's settings on one placement, and evaluate which of them fit in memory and keep the constraint."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ UNCUT = "an encoder reads a prompt whole, so its prompts cannot be cut in chunks
 
 
 def runnable(kinds: Iterable[str], model: ModelSpec, speculation: Speculation | None = None) -> tuple[str, ...]:
-    """Return the policies under which a model can run, with its draft if it has one; see `UNCUT`."""
+    """Return the policies under which a model can run, with the draft if `speculation` has one; see `UNCUT`."""
     able = (kind for kind in kinds if not (CHOICES[kind].cuts_prompts and model.is_encoder_decoder))
     return tuple(kind for kind in able if speculation is None or kind in SPECULATIVE_POLICIES)
 
 
 POINTS_AT_ONCE = 20_000
-"""Points that a sweep predicts in one call."""
+"""Number of points that `sweep` predicts in one call."""
 
 
 @dataclass(frozen=True)
 class SpaceLimits:
-    """The limits of a space besides its constraint.
+    """The limits of a space, apart from its constraint.
 
     Attributes:
         memory: memory of the decode lane.
-        encode_memory: memory of WAA's encode lane. None means that there is one lane.
+        encode_memory: memory of WAA's encode lane; None: there is only one lane.
         block_size: tokens of a K/V block.
         kv: how K/V memory is promised to requests; static batches always reserve it for the longest output.
-        max_batch: largest number of requests in a micro-batch that profile, runner and engine allow.
-        engine: engine that runs the plan. None means any.
+        max_batch: largest micro-batch, in requests, that the profile, the runner and the engine allow.
+        engine: engine that runs the plan; None: any.
         fixed: fixed values of control variables.
         price_per_device_hour: price of a device for an hour, or None if not known.
     """
@@ -85,7 +85,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Models:
-    """A placement's forecasts, from the profile's tables and from its lower-bound tables."""
+    """A placement's forecasts: `model` from the profile's tables, `floor` from the lower tables."""
 
     model: Any
     floor: Any
@@ -117,11 +117,11 @@ class Space:
         self.limits = limits
         self.fixed = limits.fixed
         self.bound = np.inf
-        """Throughput, all replicas together, that no point exceeds."""
+        """No point has a higher throughput than this, all replicas together."""
         self.kv: KvPromise = "reserve" if self.forecast.reserves_kv else limits.kv
         self._make_models = models
         self._looked_at: list[Ints] = []
-        """Numbers of the predicted points of each call."""
+        """The numbers of the points that each call predicted."""
         self.between = False
         self.left: dict[int, float] | None = None
 
@@ -133,15 +133,15 @@ class Space:
         between: bool = False,
         left: dict[int, float] | None = None,
     ) -> Space:
-        """Return a new space of the same settings under another constraint.
+        """Return a space with the same settings under another constraint.
 
         Args:
-            bound: throughput, all replicas together, that no point exceeds.
-            between: whether a point represents all batch sizes, fractional ones included, from one less than its own up
-                to its own. The point's throughput is then the throughput of the largest of these sizes, and the times
-                of the smallest size must keep the constraint (`Evaluation.lesser`).
-            left: share of the latency bound that settings may use, by token budget. 0 means that such settings are not
-                allowed; None: the whole bound.
+            bound: no point has a higher throughput than this, all replicas together.
+            between: whether a point represents all batch sizes, fractional ones included, from its own minus 1 to its
+                own. The point's throughput is then that of its own batch size, and the times of the smallest size must
+                keep the constraint (`Evaluation.lesser`).
+            left: for each token budget, the share of the latency bound that settings may use; 0: such settings are not
+                allowed; None: all settings may use the whole bound.
         """
         other = copy(self)
         other.constraint, other.bound, other._looked_at = constraint, bound, []
@@ -149,7 +149,7 @@ class Space:
         return other
 
     def tightened(self, factor: float) -> Space:
-        """Return the space with all bounds multiplied by a factor below 1; its predictions count as this space's."""
+        """Return this space with all bounds multiplied by a factor below 1; both spaces share `evaluations`."""
         other, headroom = copy(self), (1 + self.constraint.headroom) / factor - 1
         other.constraint = self.constraint.model_copy(update={"headroom": headroom})
         return other
@@ -191,16 +191,15 @@ class Space:
 
     @cached_property
     def capacity(self) -> float:
-        """Number of requests whose K/V fits in memory at once if activations take none."""
+        """Number of requests whose K/V fits in memory at the same time if activations take no memory."""
         limits = self.limits
         at_rest = _at_rest(limits.memory, self.lengths, limits.block_size, self.kv)
         return float(min(at_rest, limits.max_batch * self.placement.microbatches))
 
     def capacity_beside(self, step_tokens: Array) -> Array:
-        """Return the number of requests whose K/V fits in memory at once if the largest step has `step_tokens`
-        tokens."""
+        """Return the number of requests whose K/V fits in memory beside a step of `step_tokens` tokens."""
         limits = self.limits
-        # WAA's decode lane encodes no prompts: its steps are small.
+        # WAA's decode lane encodes no prompts, so its steps are small.
         blocks = limits.memory.blocks_beside(
             step_tokens if limits.encode_memory is None else np.zeros_like(step_tokens)
         )
@@ -211,8 +210,8 @@ class Space:
         return np.minimum(in_memory, limits.max_batch * self.placement.microbatches)
 
     def prompts_fit(self, encode_tokens: Array, step_tokens: Array) -> npt.NDArray[np.bool_]:
-        """Return whether WAA's encode lane has memory for a batch in each of its stages and one in transfer, and for
-        the longest prompt, which would otherwise wait forever.
+        """Return whether WAA's encode lane has memory for one batch in each stage and one batch in transfer, and also
+        for the longest prompt, which would otherwise wait forever.
         """
         memory = self.limits.encode_memory
         if memory is None:
@@ -223,14 +222,14 @@ class Space:
         return needed <= (memory.blocks_beside(step_tokens) - memory.kept_blocks) * size
 
     def branches(self) -> list[dict[str, int]]:
-        """Return all assignments of the enumerated variables."""
+        """Return all combinations of values of the enumerated variables."""
         names = [axis.variable.name for axis in self.enumerated]
         return [dict(zip(names, values, strict=True)) for values in product(*(axis.values for axis in self.enumerated))]
 
     @cached_property
     def lines(self) -> tuple[Axis | None, Axis, Ints]:
-        """Return the points as lines along one variable: the axis of the other variable, which selects a line; the axis
-        along the lines; and each line's number of points.
+        """Divide the points into lines along one variable, one line for each value of the other variable. Return the
+        other variable's axis (None if there is none), the axis along the lines, and each line's number of points.
         """
         inner, outer = self._line_and_other
         assert np.all(np.diff(inner.values) == 1), (
@@ -257,14 +256,14 @@ class Space:
     def within_memory(
         self, low: tuple[int, ...], high: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return the smallest box that holds all points of a box that fit in memory, as indices on the searched axes.
+        """Shrink a box, given as indices on the searched axes, to the points that fit in memory.
 
         None means that no point fits.
         """
         if self._line_axes is None:
             return low, high
         i, j, counts = self._line_axes
-        # The number of points of a line rises along the other variable.
+        # The lines get longer as the other variable grows.
         first = max(low[j], bisect_right(counts, low[i]))
         last = min(high[i], counts[high[j]] - 1)
         if first > high[j] or last < low[i]:
@@ -281,11 +280,11 @@ class Space:
 
     @property
     def num_points(self) -> int:
-        """Number of settings that fit in memory, activations not counted."""
+        """Number of settings that fit in memory if activations take no memory."""
         return int(self.lines[2].sum())
 
     def points(self, indices: Ints) -> dict[str, Ints]:
-        """Return points, by their numbers 0 to num_points - 1, as columns."""
+        """Return points as columns, given their numbers from 0 to `num_points` - 1."""
         outer, inner, counts = self.lines
         if outer is None:
             return {inner.variable.name: inner.values[indices]}
@@ -295,7 +294,7 @@ class Space:
         return {inner.variable.name: inner.values[along], outer.variable.name: outer.values[line]}
 
     def _numbers(self, columns: dict[str, Ints]) -> Ints:
-        """Return the numbers of the settings that are points of the space: the inverse of `points`."""
+        """Return the numbers of those settings that are points of the space; this is the inverse of `points`."""
         outer, inner, counts = self.lines
         along = columns[inner.variable.name] - inner.values[0]
         line: Ints = np.zeros_like(along)
@@ -308,13 +307,13 @@ class Space:
         return (np.concatenate([[0], np.cumsum(counts)])[line] + along)[inside]
 
     def sweep(self) -> Iterator[tuple[dict[str, Ints], Evaluation]]:
-        """Yield every point with its prediction, in batches of bounded size."""
+        """Yield all points with their predictions, `POINTS_AT_ONCE` at a time."""
         for start in range(0, self.num_points, POINTS_AT_ONCE):
             columns = self.points(np.arange(start, min(start + POINTS_AT_ONCE, self.num_points)))
             yield columns, self.evaluate(columns)
 
     def grid_points(self, num_points: int) -> dict[str, Ints]:
-        """Return about `num_points` points as columns, on an evenly spaced logarithmic grid."""
+        """Return about `num_points` points as columns, evenly spaced on a logarithmic grid."""
         values_per_axis = round(num_points ** (1 / len(self.axes)))
         picked = []
         for axis in self.axes:
@@ -324,12 +323,12 @@ class Space:
         return {axis.variable.name: grid.ravel() for axis, grid in zip(self.axes, grids, strict=True)}
 
     def evaluate(self, columns: dict[str, Ints]) -> Evaluation:
-        """Predict points, and evaluate whether they are allowed."""
+        """Predict points, and evaluate which of them are allowed."""
         self._looked_at.append(self._numbers(columns))
         return self._evaluate(self.models.model, columns)
 
     def evaluate_floor(self, columns: dict[str, Ints], evaluation: Evaluation) -> Evaluation:
-        """Predict points on the lower tables, which gives lower bounds on their periods and latencies."""
+        """Predict points on the lower tables; the periods and latencies are then lower bounds."""
         if self.models.floor is self.models.model:
             return evaluation
         return self._evaluate(self.models.floor, columns)
@@ -338,7 +337,7 @@ class Space:
         return self._predicted(model, columns, dict.fromkeys(self._growing(), 1.0) if self.between else {})
 
     def _predicted(self, model: Any, columns: Mapping[str, Array | Ints], step: Mapping[str, float]) -> Evaluation:
-        """Predict points, each together with the smallest batch for which it stands, which is one step smaller."""
+        """Predict points, and batches smaller by `step` when they are needed (`Evaluation.lesser`)."""
         less = {name: np.maximum(columns[name] - by, self._least(name)) for name, by in step.items()}
 
         def lesser(chosen: Ints) -> Performance:
@@ -348,8 +347,9 @@ class Space:
         return Evaluation(self._performance(model, columns), self, left, lesser if step else None)
 
     def _as_run(self, columns: Mapping[str, Array | Ints]) -> Mapping[str, Array | Ints]:
-        """Return points with at most the requests that the engine runs: vLLM's scheduler needs a token of a step for
-        each running request."""
+        """Return points with `max_batch` lowered to what the engine can run: vLLM's own scheduler needs one token of
+        the step's budget for each running request.
+        """
         engine, is_chosen = self.limits.engine, "token_budget" in columns and "max_batch" not in self.fixed
         if engine is None or (engine.framework, engine.scheduler) != ("vllm", "own") or not is_chosen:
             return columns
@@ -387,14 +387,14 @@ class Space:
 
 
 def columns_of(settings: PolicySettings) -> dict[str, Ints]:
-    """Return one point as columns."""
+    """Return the settings as the columns of a single point."""
     return {variable.name: np.asarray([getattr(settings, variable.name)]) for variable in settings.variables}
 
 
 @lru_cache(maxsize=4096)
 def _at_rest(memory: LaneMemory, lengths: Lengths, block_size: int, kv: KvPromise) -> float:
-    """Return the number of requests whose K/V a lane holds if activations take no memory. This number is the same for
-    all placements with that lane.
+    """Return the number of requests whose K/V fits in a lane's memory if activations take none. The number is cached,
+    since all placements with the same lane share it.
     """
     blocks = memory.blocks_beside(np.zeros(1))
     return float(capacity(lengths, blocks, block_size, kv, memory.kept_blocks, memory.request_blocks)[0])
@@ -404,9 +404,9 @@ class Evaluation:
     """The predictions of some points, and which of these points are allowed.
 
     Args:
-        left: share of the latency bound that each point may use. None means all of it.
-        lesser: predicts the smallest batches for which the points of some indices stand. None means that a point stands
-            only for itself.
+        left: share of the latency bound that each point may use; None: the whole bound.
+        lesser: predicts, for the points with the given indices, the smallest batches that they represent; None: a point
+            represents only itself.
     """
 
     def __init__(
@@ -424,7 +424,7 @@ class Evaluation:
 
     @cached_property
     def lesser(self) -> Performance:
-        """Predictions of the smallest batches that the points represent. The times of these batches must keep the
+        """Predictions for the smallest batches that the points represent. The times of these batches must keep the
         constraint.
         """
         return self.performance if self._lesser is None else self._lesser(np.arange(len(self.left)))
@@ -461,7 +461,7 @@ class Evaluation:
         }
 
     def take(self, indices: Ints) -> Evaluation:
-        """Return the evaluation of some of the points, in this order."""
+        """Return the evaluation of the points with these indices, in this order."""
         lesser = self._lesser
         of_taken = None if lesser is None else lambda chosen: lesser(indices[chosen])
         taken = Evaluation(self.performance.take(indices), self._space, None, of_taken)
@@ -473,7 +473,7 @@ class Evaluation:
         return taken
 
     def at(self, index: int) -> dict[str, float]:
-        """Return one point's predictions, by name; throughput is for all replicas together."""
+        """Return one point's predictions by name. The throughput is that of all replicas together."""
         return self.performance.at(index) | {"throughput": float(self.throughput[index])}
 
     @cached_property
@@ -483,22 +483,21 @@ class Evaluation:
 
     @cached_property
     def in_memory(self) -> npt.NDArray[np.bool_]:
-        """Whether points fit in memory. If the smallest settings of a box do not fit, no point of the box does."""
+        """Whether points fit in memory. If the smallest settings of a box do not fit, no point of the box fits."""
         performance, space = self.performance, self._space
         fits = performance.peak_requests <= space.capacity_beside(performance.peak_tokens)
         return fits & space.prompts_fit(performance.encode_tokens, performance.peak_tokens)
 
     @cached_property
     def excess(self) -> Array:
-        """Share by which the worst latency exceeds its bound, headroom included; at most 0 if all bounds are kept."""
+        """Largest share by which a time, headroom included, exceeds its bound; at most 0 if all bounds are kept."""
         return self.excess_at(np.arange(len(self.left)))
 
     def excess_at(self, indices: Ints, times: Callable[[], tuple[Array, Array, Array] | None] = lambda: None) -> Array:
         """Return `excess` for some of the points, in the given order, without predicting the other points.
 
         Args:
-            times: returns the latency, the time to first token and the time per token of each of these points. None
-                means the predicted ones.
+            times: returns the latency, TTFT and TPOT of each of these points, or None to use the predictions.
         """
         constraint, left = self._constraint, self.left[indices]
         excess = np.where(left > 0, -1.0, np.inf)
@@ -517,8 +516,9 @@ class Evaluation:
         return excess
 
     def max_rates(self, at_least: float = 0.0) -> Array:
-        """Return the highest arrival rate, all replicas together, at which each point of load curves keeps the bounds
-        with waiting counted, in closed form (`xsimulator.queueing`). 0 means no rate, or none above `at_least`.
+        """For points on load curves, return the highest arrival rate at which each point keeps the bounds, waiting
+        included. The rates are in closed form (`xsimulator.queueing`), for all replicas together; 0: no rate above
+        `at_least`.
 
         # [curves, loads]
         """

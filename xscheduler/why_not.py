@@ -17,11 +17,11 @@ from xsimulator.forecast.base import Ints
 
 
 class Fastest(NamedTuple):
-    """The schedule in which an output of the quantile's length takes the least time.
+    """The schedule with the lowest latency for an output of the quantile's length.
 
     Attributes:
-        kind: its policy.
-        first_s, each_s: seconds to the first token, and of each further one.
+        kind: the schedule's policy.
+        first_s, each_s: seconds to the first token, and seconds for each further token.
     """
 
     kind: str
@@ -30,7 +30,7 @@ class Fastest(NamedTuple):
 
 
 def infeasible(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
-    """Return an error that names the binding constraint and the nearest value of it that a schedule keeps."""
+    """Return an error that names the constraint that cannot be kept and the nearest value that can be kept."""
     constraint = candidates.problem.constraint
     nearest, quickest = _nearest(candidates, kinds)
     reason = _reason(candidates, quickest)
@@ -60,19 +60,19 @@ def infeasible(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
 
 
 def why_slow(candidates: Candidates, kinds: Sequence[str]) -> str:
-    """Return a sentence about the latency of an output of the quantile's length in the fastest schedule: the first
-    token and the further tokens.
+    """Return the end of a message that states how long the fastest schedule takes for an output of the quantile's
+    length.
     """
     return _reason(candidates, fastest(candidates, kinds))
 
 
 def fastest(candidates: Candidates, kinds: Sequence[str]) -> Fastest | None:
-    """Return the fastest schedule for the quantile's output, or None if nothing fits in memory."""
+    """Return the fastest schedule for an output of the quantile's length; None if no schedule fits in memory."""
     return _nearest(candidates, kinds)[1]
 
 
 def _reason(candidates: Candidates, found: Fastest | None) -> str:
-    """Return the end of a message about the fastest schedule and the headroom, or "" if there is none."""
+    """Return the end of a message about the fastest schedule and the headroom; "" if `found` is None."""
     if found is None:
         return ""
     constraint = candidates.problem.constraint
@@ -87,8 +87,9 @@ def _reason(candidates: Candidates, found: Fastest | None) -> str:
 
 
 def _nearest(candidates: Candidates, kinds: Sequence[str]) -> tuple[dict[str, float], Fastest | None]:
-    """Return the least value of each bound that a schedule keeps, and the fastest schedule; both empty if nothing
-    fits."""
+    """Return the lowest value of each bound that some schedule keeps, and the fastest schedule. If no schedule fits in
+    memory, return an empty dictionary and None.
+    """
     constraint = candidates.problem.constraint
     relaxed = constraint.model_copy(update={"latency_bound_s": None, "ttft_s": None, "tpot_s": None})
     headroom = 1 + relaxed.headroom
@@ -121,9 +122,7 @@ def _nearest(candidates: Candidates, kinds: Sequence[str]) -> tuple[dict[str, fl
 
 
 def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[str, float]) -> InfeasibleError:
-    """If each of the given bounds can be kept by itself, return an error that names bounds which can be kept
-    together.
-    """
+    """Return the error for bounds that can be kept one by one but not together; it names bounds that can."""
     free = candidates.problem.constraint.model_copy(update=dict.fromkeys(given))
     slack, least = 1 + free.headroom, np.inf
     figures = {"latency_bound_s": "latency", "ttft_s": "ttft", "tpot_s": "tpot"}
@@ -143,7 +142,7 @@ def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[s
 
 
 def _not_held(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
-    """Return an error that names the fixed values under which no schedule exists."""
+    """Return the error for fixed values with which no schedule exists."""
     problem = candidates.problem
     fixed = ", ".join(f"{name}={value}" for name, value in problem.fixed.items())
     tp = problem.fixed.get("tp", 1)
@@ -164,7 +163,7 @@ def _not_held(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
 
 
 def _no_memory(candidates: Candidates) -> InfeasibleError:
-    """Return an error that states why no placement holds the model, and how many devices would be enough."""
+    """Return the error for a model that fits on no placement; it states why, and how many devices would be enough."""
     problem, number = candidates.problem, candidates.placements.num_devices
     memory, needed = candidates.memory(candidates.placements.widest), candidates.devices_needed()
     device = problem.cluster.device.name
@@ -183,7 +182,7 @@ def _no_memory(candidates: Candidates) -> InfeasibleError:
 
 
 def _slowest_points(space: Space) -> dict[str, Ints]:
-    """Return the point of the lowest latency for each branch: every searched variable at its slow end."""
+    """Return, for each branch, the point with the lowest latency, which is its slow corner."""
     branches = space.branches()
     columns = {name: np.asarray([branch[name] for branch in branches]) for name in branches[0]}
     for axis in space.searched:
@@ -193,5 +192,5 @@ def _slowest_points(space: Space) -> dict[str, Ints]:
 
 
 def round_up(seconds: float) -> str:
-    """Return the value with four significant digits, rounded up, so that a user can ask for the printed bound."""
+    """Return the value with four significant digits, rounded up, so that the printed bound can be kept."""
     return f"{float(f'{seconds * 1.0005:.4g}'):g}"

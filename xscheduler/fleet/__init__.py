@@ -1,1 +1,1 @@
-"""Plan a day's fleet: group intervals, plan kinds of replicas, and choose their numbers for each interval."""
+"""Plan a fleet for a day: group intervals by lengths, plan kinds of replicas, and choose their numbers by interval."""

@@ -1,4 +1,4 @@
-"""Read a day's load (a trace with times, or rates and workloads over hours), cut it into intervals and group these."""
+"""Read a day's load (a trace with times, or rates and workloads over hours), and cut it into groups of intervals."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 PARTS = 3
-"""Parts of an interval: the busiest one gives its load. A rest of the day that is shorter than a part belongs to the
-last interval, since a few requests in a moment would be a high rate."""
+"""Number of parts of an interval; the busiest part determines the interval's load. If the end of the day is shorter
+than a part, it belongs to the last interval, since a few requests in a short time would be a high rate.
+"""
 ALIKE = 0.2
-"""Intervals are grouped if their mean lengths differ by at most this share, apart from chance."""
+"""Intervals are in one group if their mean lengths differ by at most this share, plus what chance allows."""
 MOST_GROUPS = 6
 MOST_INTERVALS = 2000
 
@@ -36,7 +37,7 @@ class DayStage(Frozen):
     Attributes:
         hours: length of the part, in hours.
         rate_per_s: mean arrival rate.
-        workload: the lengths of its requests, by name or file.
+        workload: the lengths of the requests, as a name or a file.
     """
 
     hours: PositiveFloat
@@ -62,15 +63,15 @@ class Day:
 
 @dataclass(frozen=True)
 class Intervals:
-    """A day in intervals. # each [intervals]
+    """A day's load in intervals. # each [intervals]
 
     Attributes:
-        seconds: length of each interval; only that of the last one may differ from the others.
-        rates: mean requests a second.
-        peaks: requests a second in each interval's busiest third.
-        groups: index into `lengths` of each interval.
-        lengths: lengths of each group.
-        everything: lengths of all requests.
+        seconds: length of each interval; only the last interval may have a different length.
+        rates: mean arrival rate, requests/s.
+        peaks: arrival rate in each interval's busiest third, requests/s.
+        groups: each interval's index in `lengths`.
+        lengths: the lengths of each group's requests.
+        everything: the lengths of all requests.
     """
 
     seconds: Array
@@ -82,10 +83,11 @@ class Intervals:
 
 
 def read_day(path: Path, seed: int = 0) -> Day:
-    """Read a day: a trace (CSV, JSON lines) with times, or YAML of rates and workloads over hours.
+    """Read a day's requests from a trace (CSV, JSON lines) with times, or from YAML with rates and workloads over
+    hours.
 
     Args:
-        seed: seed of the requests drawn for rates and workloads.
+        seed: seed for drawing requests from rates and workloads.
 
     Raises:
         InputError: the file is malformed, or the trace has no times.
@@ -106,7 +108,7 @@ def _drawn(spec: DaySpec, rng: np.random.Generator) -> Day:
         workload, count = load_workload(stage.workload), int(rng.poisson(stage.rate_per_s * seconds))
         if count:
             times = gamma_arrivals(1.0, count + 1, 1.0, rng)
-            arrivals_s = start_s + seconds * times[:-1] / times[-1]  # uniform, given their number
+            arrivals_s = start_s + seconds * times[:-1] / times[-1]  # arrivals are uniform, given their number
             parts.append(Requests(*sample(workload, count, rng), arrivals_s))
         start_s += seconds
     if not parts:
@@ -116,7 +118,7 @@ def _drawn(spec: DaySpec, rng: np.random.Generator) -> Day:
 
 
 def cut(day: Day, interval_s: float) -> Intervals:
-    """Return a day cut into intervals.
+    """Cut a day into intervals.
 
     Raises:
         InputError: there would be too many intervals.
@@ -147,7 +149,7 @@ def cut(day: Day, interval_s: float) -> Intervals:
 
 
 def _alike(requests: Requests, index: Ints, count: int) -> Ints:
-    """Return the group of each interval; a group's intervals have about the same mean lengths. # [intervals]"""
+    """Group intervals with about the same mean lengths; return each interval's group. # [intervals]"""
     arrived = np.maximum(np.bincount(index, minlength=count), 1)
     means, doubts = [], []
     for lengths in (requests.inputs, requests.outputs):
@@ -165,9 +167,7 @@ def _alike(requests: Requests, index: Ints, count: int) -> Ints:
 
 
 def _led(points: Array, reach: Array, order: Ints) -> Ints:
-    """Return groups of points: each point joins the first leader within reach, or becomes a leader itself.
-    # [points]
-    """
+    """Return each point's group: a point joins the first leader within `reach`, or becomes a leader. # [points]"""
     leaders: list[int] = []
     groups = np.zeros(len(points), int)
     for i in order.tolist():
@@ -179,9 +179,7 @@ def _led(points: Array, reach: Array, order: Ints) -> Ints:
 
 
 def _workload(name: str, inputs: Ints, outputs: Ints, longest: int) -> Workload:
-    """Return the workload of some requests. Its longest output is the longest output of the whole day, since memory is
-    reserved for that length.
-    """
+    """Return the workload of some requests. It includes the longest output of the day, for which memory is reserved."""
     output = histogram_of(outputs)
     if output.lengths[-1] < longest:
         output = Histogram(lengths=(*output.lengths, longest), probabilities=(*output.probabilities, 0.0))

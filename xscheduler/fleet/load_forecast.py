@@ -1,4 +1,4 @@
-"""Forecast the load: the planned day at today's level, and today's trend, weighted by past errors."""
+"""Forecast the arrival rate from the planned day, scaled to today's level, and from today's trend."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from xgpt.core.schema.fleet import FleetPlan
 Array = npt.NDArray[np.float64]
 
 MEMORY_S = 600.0
-"""Time for which observations are kept."""
+"""Observations older than this are dropped."""
 SHORTEST_S = 30.0
-"""Least time span of observations from which the level is computed."""
+"""Shortest time span of observations from which the level is computed."""
 UNLIKE = 3.0
-"""A difference of more standard deviations than this is not due to chance."""
+"""A difference of more than this number of standard deviations does not count as chance."""
 LEAST_REQUESTS = 0.5
-"""Added to counts of requests, which may be zero, before they are divided."""
+"""This number is added to counts of requests before they are divided, since a count may be zero."""
 SEASON_ERROR, TREND_ERROR = 0.02, 0.1
-"""Smallest relative errors assumed for forecasts from the season and from the trend. The trend cannot foresee steps."""
+"""Smallest relative errors that are assumed for forecasts from the season and from the trend. A trend cannot predict
+sudden changes.
+"""
 FIRST_ERROR = 0.1
-"""Relative error assumed before any forecast has been compared with reality."""
+"""Relative error that is assumed before any forecast has been compared with an observation."""
 MEMORY_OF_ERRORS = 0.05
 """Weight of the newest error in the moving average."""
 
 
 @dataclass
 class _Predictor:
-    """A way to predict, with the mean square of its relative errors.
+    """The predictions of one method, and the mean square of their relative errors.
 
     Attributes:
-        least: least value of the mean square.
-        slight: requests a second added to both rates before they are compared.
+        least: lower limit of the mean square.
+        slight: rate that is added to the predicted and the observed rate before they are compared, requests/s.
     """
 
     least: float
     slight: float
     square: float = FIRST_ERROR**2
     pending: deque[tuple[float, float]] = field(default_factory=deque)
-    """(time, rate) of predictions for times still ahead."""
+    """(time, rate) of the predictions for future times."""
 
     def judge(self, now_s: float, rate: float, noise: float) -> None:
-        """Compare the prediction for the present with the observed rate, and subtract the variance that is due to
-        chance.
-        """
+        """Update the mean square from earlier predictions for the present, without the variance due to chance."""
         while self.pending and self.pending[0][0] <= now_s:
             predicted = self.pending.popleft()[1]
             came = rate + self.slight
@@ -56,14 +56,15 @@ class _Predictor:
 
 
 class LoadForecast:
-    """Forecasts requests a second.
+    """Forecasts the arrival rate, in requests a second.
 
-    The level is computed from the latest observations that agree with the newest one, relative to the season: a jump
-    counts at once, and noise is averaged out otherwise. Season and trend are weighted by their errors at the lead time,
-    so the trend prevails on a day unlike the planned one.
+    The planned day is the season; today's level is the present rate relative to the season. The level is computed from
+    all recent observations that agree with the newest one, so noise is averaged out, but a sudden change counts
+    immediately. Season and trend are weighted by their errors at the lead time, so the trend prevails on a day that
+    differs from the planned day.
 
     Args:
-        lead_s: time from ordering a replica until it serves.
+        lead_s: time from ordering a replica until the replica serves.
     """
 
     def __init__(self, fleet: FleetPlan, lead_s: float) -> None:
@@ -72,24 +73,24 @@ class LoadForecast:
         self._rises = _rises(self._rates)
         self._looks: deque[tuple[float, float, float]] = deque()
         """(end, seconds, requests) of each observation."""
-        # A difference that the smallest replica can serve by itself does not count as an error. Otherwise, after a
-        # night without requests, any load in the morning would be an enormous relative error.
+        # A difference that the smallest replica can serve does not count as an error. Otherwise, after a night without
+        # requests, any load in the morning would be an enormous relative error.
         slight = min(max(kind.rates_per_s) for kind in fleet.kinds)
         self._season, self._trend = (_Predictor(error**2, slight) for error in (SEASON_ERROR, TREND_ERROR))
         self.level = 1.0
-        """Today's load relative to the season's."""
+        """Today's rate relative to the season's."""
         self.rate = float(self._rates[0])
         """The present rate, requests/s."""
         self._slope = 0.0
 
     def season(self, time_s: float) -> float:
-        """Return the planned day's rate at a given time, read from a line through the middle of the interval."""
+        """Return the planned day's rate at a time, interpolated within the interval."""
         number, part = divmod(time_s / self._fleet.interval_s, 1.0)
         i = int(number) % len(self._rates)
         return float(self._rates[i] + self._rises[i] * (part - 0.5))
 
     def look(self, now_s: float, seconds: float, num_requests: float) -> None:
-        """Note how many requests have arrived in the last seconds."""
+        """Record the number of requests that arrived in the last `seconds`."""
         self._looks.append((now_s, seconds, num_requests))
         while self._looks[0][0] < now_s - MEMORY_S:
             self._looks.popleft()
@@ -105,11 +106,10 @@ class LoadForecast:
         self._trend.pending.append((at_s, self._by_trend(self._lead_s)))
 
     def _agreeing(self) -> tuple[float, float]:
-        """Return the number of requests that arrived and the number that the season expected, over the latest
-        observations that agree.
+        """Return the numbers of requests that arrived and that the season expected, over the latest observations that
+        agree.
 
-        The span of these observations starts short, and is doubled until earlier observations differ from those in the
-        span.
+        The time span of these observations is doubled until the earlier observations in it differ from the later ones.
         """
         ends = np.asarray([look[0] for look in self._looks])
         counts = np.cumsum([0.0, *(look[2] for look in self._looks)])
@@ -131,7 +131,7 @@ class LoadForecast:
         return float(counts[last] - counts[first]), float(due[last] - due[first])
 
     def _recent_slope(self) -> float:
-        """Return the rate's change, requests/s², over at most twice the lead time, or 0 if it may be chance."""
+        """Return the recent change of the rate, requests/s², or 0 if the change may be due to chance."""
         since_s = self._looks[-1][0] - 2 * max(self._lead_s, SHORTEST_S)
         looks = [look for look in self._looks if look[0] > since_s]
         half = len(looks) // 2
@@ -147,14 +147,14 @@ class LoadForecast:
         return max(0.0, self.rate + self._slope * min(ahead_s, 2 * self._lead_s))
 
     def at(self, ahead_s: float) -> float:
-        """Return the rate expected some seconds ahead."""
+        """Return the rate that is expected in `ahead_s` seconds."""
         now_s = self._looks[-1][0] if self._looks else 0.0
         season, trend = self.level * self.season(now_s + ahead_s), self._by_trend(ahead_s)
         return self._weight * season + (1 - self._weight) * trend
 
     @property
     def _weight(self) -> float:
-        """Return the season's weight in forecasts."""
+        """Return the weight of the season in forecasts."""
         season, trend = self._season.square**2, self._trend.square**2
         return trend / (season + trend)
 
@@ -164,13 +164,12 @@ class LoadForecast:
         return sqrt(self._weight * self._season.square + (1 - self._weight) * self._trend.square)
 
     def most(self, from_s: float, to_s: float, deviations: float, factor: float) -> float:
-        """Return the highest rate for which to be ready between two future times, with reserves for the forecast's
-        error and for chance. The forecast's error and chance are independent, so the squares of the two reserves'
-        logarithms add up.
+        """Return the highest rate for which to be ready between two future times. It includes reserves for the
+        forecast's error and for chance. These are independent, so the squares of the reserves' logarithms are added.
 
         Args:
-            deviations: standard errors held in reserve.
-            factor: the plan's load factor.
+            deviations: number of standard errors of the forecast to reserve.
+            factor: the plan's load factor, which is the reserve for chance.
         """
         points = np.linspace(from_s, to_s, 5)
         grown = np.sqrt(np.clip(points / max(self._lead_s, 1.0), 0.25, 2.0))
@@ -180,8 +179,8 @@ class LoadForecast:
 
 
 def _rises(rates: Array) -> Array:
-    """Return the rise of the rate within each interval, computed from the mean rates of the neighbouring intervals. The
-    rate never goes beyond the neighbours' rates, so ramps stay ramps and steps between two levels stay steps.
+    """Return the rise of the rate within each interval, given the mean rates of all intervals. The rate stays between
+    the neighbours' rates, so sudden changes are not smoothed.
 
     Source: the monotonised central limiter of finite volumes (van Leer, 1977). # [intervals]
     """
@@ -191,7 +190,7 @@ def _rises(rates: Array) -> Array:
 
 
 def _are_unlike(newer: tuple[float, float], older: tuple[float, float]) -> bool:
-    """Return whether two spans (arrived, expected) differ by more than chance."""
+    """Return whether two time spans, given as (arrived, expected) requests, differ by more than chance."""
     (n, due_n), (m, due_m) = newer, older
     if due_n <= 0 or due_m <= 0:
         return (due_n > 0) != (due_m > 0)

@@ -1,4 +1,4 @@
-"""Plan a fleet for a day's load: the cheapest replicas in each interval, verified by simulating the day."""
+"""Plan the cheapest fleet for each interval of a day's load, and verify the fleet by simulating the day."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 FACTOR_STEP = 0.05
-"""Least difference between the load factors that are tried."""
+"""Smallest difference between two load factors that are tried."""
 MOST_TRIED = 10
-"""Largest number of load factors that are tried: upwards in growing steps until one keeps the share, then between the
-last two.
+"""Largest number of load factors that are tried. They grow until enough requests keep the bounds; then factors between
+the last two are tried.
 """
 SAVED_REQUESTS = 1_000_000
-"""Simulated requests after which no smaller load factor is tried: it would save little and take minutes."""
+"""With more requests than this, no smaller load factor is tried, since it would save little and take minutes."""
 
 
 class FleetCluster(NamedTuple):
     """A cluster on which replicas may run.
 
     Attributes:
-        problem: the problem of one replica under the whole day's lengths.
+        problem: the planning problem of one replica, with the lengths of the whole day.
         policy: the policies to consider.
-        most_devices: largest number of devices of all its replicas. None means as many as needed.
+        most_devices: largest number of devices of all replicas on this cluster; None: as many as needed.
     """
 
     problem: Problem
@@ -60,18 +60,18 @@ class FleetCluster(NamedTuple):
 
 @dataclass(frozen=True)
 class FleetModel:
-    """A day's load and the kinds of replicas that may serve it."""
+    """A day's load and the kinds of replicas that may serve this load."""
 
     day: Day
     intervals: Intervals
     candidates: tuple[Candidate, ...]
 
     def simulate(self, counts: Ints, interval_s: float) -> RequestTimes:
-        """Return the times of the day's requests on a fleet. # counts [intervals, kinds]"""
+        """Simulate the day's requests on a fleet and return their times. # counts [intervals, kinds]"""
         return self.simulate_replicas(replicas_of(counts, interval_s))
 
     def simulate_replicas(self, replicas: Sequence[Replica]) -> RequestTimes:
-        """Return the times of the day's requests on replicas that start and end."""
+        """Simulate the day's requests on replicas that start and end during the day, and return their times."""
         kinds = [candidate.kind for candidate in self.candidates]
         lanes = [lanes_of(candidate.kind.plan, candidate.profile) for candidate in self.candidates]
         return simulate_fleet(self.day.requests, replicas, kinds, lanes)
@@ -90,10 +90,10 @@ def plan_day(
     """Return the cheapest fleet that serves a day's load within the bounds.
 
     Args:
-        interval_s: length of the intervals, in which the fleet does not change.
-        least_stay_s: least time for which a started replica runs.
-        startup_s: time from ordering a replica until it begins to load its weights.
-        least_replicas: least number of replicas at any time.
+        interval_s: length of the intervals. The fleet changes only between intervals.
+        least_stay_s: shortest time for which a started replica runs.
+        startup_s: time from ordering a replica until the replica begins to load its weights.
+        least_replicas: smallest number of replicas at any time.
 
     Raises:
         InfeasibleError: no replica keeps the bounds, or there are too few devices for the load.
@@ -145,7 +145,7 @@ def plan_day(
 def _candidates(
     clusters: Sequence[FleetCluster], intervals: Intervals, startup_s: float
 ) -> tuple[list[Candidate], list[DeviceLimit]]:
-    """Return the kinds of replicas of all clusters, and the limits on devices that they share."""
+    """Return the kinds of replicas of all clusters, and the limits on the devices that kinds share."""
     found: list[Candidate] = []
     limits: list[DeviceLimit] = []
     why: InfeasibleError | None = None
@@ -177,14 +177,14 @@ def _candidates(
 def _settled(
     model: FleetModel, problem: FleetProblem, solution: FleetSolution, quantile: float, interval_s: float
 ) -> tuple[float, FleetSolution, RequestTimes]:
-    """Return the smallest tried load factor whose fleet keeps the bounds for enough simulated requests, and that fleet.
+    """Return the smallest tried load factor with whose fleet enough simulated requests keep the bounds, and this fleet.
 
-    If several factors give the same fleet, the highest of them is returned. Replicas that share a load serve more
-    requests in time than separate replicas would, but a load that changes within an interval is served less well. The
-    simulated day shows which effect is larger.
+    If several factors give the same fleet, the highest one is returned. Replicas that share a load keep the bounds for
+    more requests than separate replicas, but for fewer requests if the load changes within an interval. The simulation
+    shows which effect is larger.
 
     Raises:
-        InfeasibleError: no factor that was tried is large enough.
+        InfeasibleError: none of the factors is large enough.
     """
     known: dict[bytes, RequestTimes] = {}
     best: tuple[float, FleetSolution, RequestTimes] | None = None
@@ -222,13 +222,13 @@ def share_kept(model: FleetModel, times: RequestTimes, *, headroom: bool = True)
     """Return the share of a day's requests that keep the bounds.
 
     Args:
-        headroom: whether times must leave the plan's headroom below the bounds.
+        headroom: whether times must be below the bounds by the plan's headroom.
     """
     return float(np.mean(kept(model, times, headroom=headroom)))
 
 
 def kept(model: FleetModel, times: RequestTimes, *, headroom: bool = True) -> npt.NDArray[np.bool_]:
-    """Return which requests keep the bounds. # [requests]"""
+    """Return whether each request keeps the bounds. # [requests]"""
     constraint = model.candidates[0].kind.plan.constraint
     slack = max((one.kind.plan.constraint.headroom for one in model.candidates), default=0.0) if headroom else 0.0
     return np.asarray(times.excess(constraint.all_bounds) <= 1 / (1 + slack))

@@ -1,7 +1,7 @@
-"""Compute how many replicas of each kind a fleet should have now, from samples of its load.
+"""Compute from samples of the load how many replicas of each kind a fleet should have now.
 
-The recommender reads no clock and starts nothing: `xgpt.autoscaling` publishes its numbers for an autoscaler, and
-`xscheduler.fleet.simulated_day` follows them in simulated time.
+The recommender reads no clock and starts nothing. `xgpt.autoscaling` publishes its numbers for an autoscaler, and
+`xscheduler.fleet.simulated_day` uses it in simulated time.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from xscheduler.fleet.replica_counts import DeviceLimit, FleetProblem, solve_fle
 Ints = npt.NDArray[np.int64]
 
 STEP_S = 300.0
-"""Longest time step of the plan ahead."""
+"""Longest time step of the recommender's own plan for the near future."""
 NUM_STEPS = 6
 DEVIATIONS = 1.0
-"""Reserve for the forecast's error, in standard errors."""
+"""Reserve for the forecast's error, as a number of standard errors."""
 BACKLOG_SHARE = 0.5
-"""Backlogs that the fleet clears within this share of the latency bound count as random. Replicas are added so that
-larger backlogs are cleared within the lead time.
+"""A backlog that the fleet clears within this share of the latency bound counts as random. For a larger backlog,
+replicas are added that clear it within the lead time.
 """
 HYSTERESIS = 0.03
-"""Replicas are removed only if the remaining ones can serve this share more than the need."""
+"""Replicas are removed only if the remaining replicas can serve the need plus this share."""
 LEAST_LENGTHS = 50
-"""Least number of requests from which mean lengths are computed."""
+"""Smallest number of requests from which mean lengths are computed."""
 
 
 @dataclass(frozen=True)
 class LoadSample:
-    """The load since the previous sample.
+    """A sample of the load, taken at regular intervals.
 
     Attributes:
         now_s: seconds since the planned day began.
         seconds: time since the previous sample.
-        num_requests: requests that have arrived in that time.
-        waiting: requests waiting now.
-        ready: replicas of each kind that serve now. None means that they are unknown, so the replicas that were
-            recommended long enough ago count. # [kinds]
-        input_mean, output_mean: recent mean lengths. None means that there were too few requests.
-        num_lengths: number of requests from which these means were computed.
+        num_requests: number of requests that arrived since the previous sample.
+        waiting: number of requests that wait now.
+        ready: number of replicas of each kind that serve now; None: unknown, so those count that were recommended long
+            enough ago. # [kinds]
+        input_mean, output_mean: recent mean lengths; None: unknown, since there were too few requests.
+        num_lengths: number of requests from which the means were computed.
     """
 
     now_s: float
@@ -65,12 +65,12 @@ class LoadSample:
 
 
 class Recommendation(NamedTuple):
-    """The replicas that a fleet should have.
+    """The number of replicas that a fleet should have.
 
     Attributes:
         replicas: number of replicas of each kind. # [kinds]
-        need_per_s: highest load expected, in requests a second, until replicas ordered now would serve.
-        held_per_s: load, in requests a second, that the previously recommended replicas can serve.
+        need_per_s: highest expected load, in requests a second, until the time when replicas ordered now would serve.
+        held_per_s: load, in requests a second, that the replicas recommended before can serve.
     """
 
     replicas: tuple[int, ...]
@@ -79,13 +79,13 @@ class Recommendation(NamedTuple):
 
 
 class Recommender:
-    """Recommends a fleet's replicas at every sample of the load.
+    """Recommends the number of a fleet's replicas at every sample of the load.
 
-    A higher number of replicas is recommended immediately; a lower one only after it would have been enough for the
-    time that a replica takes to start and to end.
+    A higher number is recommended immediately. A lower number is recommended only after it would have been enough for
+    as long as a replica takes to start and to end.
 
     Args:
-        limits: limits on devices that kinds share.
+        limits: limits on the devices that kinds share.
         look_s: time between samples.
     """
 
@@ -104,10 +104,10 @@ class Recommender:
         self._fewer_since_s: float | None = None
         self._change_s = max(kind.start_s + kind.drain_s for kind in fleet.kinds)
         self._ordered_s: list[list[float]] = []
-        """Times at which the recommended replicas of each kind were first recommended, in ascending order."""
+        """For each kind, the times at which its replicas were first recommended, in ascending order."""
 
     def as_planned(self, now_s: float) -> Recommendation:
-        """Return the plan's replicas for this time of day, or the last recommendation if it is higher."""
+        """Return the planned replicas for this time of day, or the last recommendation if it is higher."""
         planned = np.asarray(self._fleet.interval_at(now_s).replicas)
         if self._ordered_s:
             planned = np.maximum(planned, self._present())
@@ -134,9 +134,9 @@ class Recommender:
             self._fewer_since_s = now_s
         if self._fewer_since_s is not None:
             if now_s - self._fewer_since_s >= self._change_s:
-                if not more.any():  # the replacements of these replicas must be ready first
+                if not more.any():  # their replacements must be ready first
                     leaving = self._leaving(sample, fewer, problem)
-            elif kept >= need:  # another fleet would be cheaper, but perhaps only because of noise
+            elif kept >= need:  # the other fleet may be cheaper only because of noise
                 more = np.zeros_like(more)
         for kind, ordered_s in leaving:
             self._ordered_s[kind].remove(ordered_s)
@@ -144,7 +144,7 @@ class Recommender:
         return Recommendation(tuple(self._present().tolist()), need, kept)
 
     def _present(self) -> Ints:
-        """Return how many replicas of each kind are recommended. # [kinds]"""
+        """Return the number of recommended replicas of each kind. # [kinds]"""
         return np.asarray([len(times) for times in self._ordered_s])
 
     def _order(self, replicas: Ints, now_s: float) -> None:
@@ -154,8 +154,8 @@ class Recommender:
             times += [now_s] * (count - len(times))
 
     def _problem(self, sample: LoadSample, present: Ints) -> FleetProblem:
-        """Return the fleet problem of the time ahead. Its first step ends when replicas ordered at the next sample
-        would serve, since replicas for later needs can still be ordered at that sample.
+        """Return the fleet problem for the near future. Its first step ends when replicas ordered at the next sample
+        would serve, since replicas for later needs can be ordered at that sample.
         """
         fleet, lead_s = self._fleet, self._lead_s
         edges = [0.0, *(lead_s + i * self._step_s for i in range(NUM_STEPS))]
@@ -178,8 +178,9 @@ class Recommender:
         )
 
     def _rates(self, sample: LoadSample, ahead_s: float) -> tuple[float, ...]:
-        """Return the rate that a replica of each kind serves, under the planned lengths unless other lengths are
-        observed."""
+        """Return the rate that a replica of each kind serves with the planned lengths, or with the most similar lengths
+        if other lengths are observed.
+        """
         group = self._fleet.interval_at(sample.now_s + ahead_s).lengths
         if sample.input_mean is not None and sample.output_mean is not None:
             apart = np.abs(self._logs - np.log([sample.input_mean, sample.output_mean]))
@@ -189,11 +190,13 @@ class Recommender:
         return self._rates_of(group)
 
     def _rates_of(self, group: int) -> tuple[float, ...]:
-        """Return the rate that a replica of each kind serves under one of the day's groups of lengths."""
+        """Return the rate that a replica of each kind serves with one of the day's groups of lengths."""
         return tuple(kind.rates_per_s[group] for kind in self._fleet.kinds)
 
     def _wanted(self, problem: FleetProblem) -> Ints:
-        """Return the wanted replicas of each kind; if there are too few devices, the replicas that serve the most."""
+        """Return the cheapest replicas of each kind that serve the load or, if there are too few devices, nearly the
+        largest possible part of the load.
+        """
         while True:
             try:
                 return solve_fleet(problem).replicas[0]

@@ -1,4 +1,4 @@
-"""Find how many replicas of each kind serve every interval of a day's load at the least cost.
+"""Find the numbers of replicas of each kind that serve every interval of a day's load at the lowest cost.
 
 Minimise, over whole numbers n[t, k] of replicas and starts u[t, k],
 
@@ -8,8 +8,8 @@ Minimise, over whole numbers n[t, k] of replicas and starts u[t, k],
                  sum_{t-stay < s <= t} u[s, k] <= n[t, k]         started replicas stay
                  sum_k devices[k] n[t, k] <= limit                of each group of kinds that share devices
 
-The first interval's fleet pays for no starts unless `before` gives the fleet before it. If replicas need not stay and
-few fleets are possible, the cheapest day is found as a shortest path over intervals and fleets; otherwise by HiGHS's
+Starts in the first interval cost nothing unless `before` states the previous fleet. If replicas need not stay and few
+fleets are possible, the cheapest day is found as a shortest path over intervals and fleets. Otherwise HiGHS finds it by
 branch and bound.
 """
 
@@ -28,19 +28,17 @@ Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 EXACT, NEAR = 1e-7, 5e-3
-"""Relative gaps at which the search stops: for problems of up to `FEW` variables, and for larger ones. For larger
-problems, the last half percent would take minutes, and it is less than the uncertainty of any day's load.
+"""Relative gaps at which the search stops: `EXACT` for up to `FEW` variables, `NEAR` for more. With many variables,
+closing a gap of half a percent would take minutes, and the load of a day is less certain than that.
 """
 FEW = 200
 TIME_S = 30.0
-"""Seconds after which a search stops with its best fleet. Only large problems on slow machines take so long."""
+"""After this many seconds, a search stops with its best fleet. Only large problems on slow machines take so long."""
 MOST_STATES, MOST_CONSTANT = 1000, 20_000
-"""Largest number of fleets over which the shortest path is searched, and largest number among which the cheapest
-constant fleet is searched.
-"""
+"""Largest number of possible fleets for a search by shortest path, and for a search of all constant fleets."""
 SLACK = 1e-9
 INFEASIBLE = 2
-"""Status of scipy's milp."""
+"""The status that scipy's `milp` returns for a problem without a solution."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,9 @@ class DeviceLimit:
     """A limit on the devices that some kinds of replicas share.
 
     Attributes:
-        kinds: indices of these kinds.
-        devices: devices of a replica of each kind.
-        most: number of devices in the stock.
+        kinds: indices of the kinds.
+        devices: number of devices of a replica of each kind.
+        most: largest number of devices that all their replicas may use.
     """
 
     kinds: tuple[int, ...]
@@ -60,19 +58,19 @@ class DeviceLimit:
 
 @dataclass(frozen=True)
 class FleetProblem:
-    """A day's load and the kinds of replicas that may serve it.
+    """A day's load and the kinds of replicas that may serve this load.
 
     Attributes:
         needs: requests a second that the fleet must be able to serve. # [intervals]
-        rates: requests a second that a replica of each kind serves under the lengths of the interval. # [intervals,
-            kinds]
+        rates: requests a second that a replica of each kind serves with the interval's lengths. # [intervals, kinds]
         prices: price of a replica for an hour. # [kinds]
-        start_costs: cost of a replica for the time in which it starts and ends without serving. # [kinds]
+        start_costs: cost of the time in which a replica starts and ends without serving. # [kinds]
         hours: length of each interval. # [intervals]
-        least_stay: least number of intervals for which a started replica stays.
-        least: least number of replicas at any time.
-        limits: limits on devices.
-        before: replicas of each kind before the first interval. None means those of the first interval. # [kinds]
+        least_stay: smallest number of intervals for which a started replica runs.
+        least: smallest number of replicas at any time.
+        limits: limits on the devices that kinds share.
+        before: number of replicas of each kind before the first interval; None: the same as in the first interval. #
+            [kinds]
     """
 
     needs: Array
@@ -88,7 +86,7 @@ class FleetProblem:
 
 @dataclass(frozen=True)
 class FleetSolution:
-    """Replicas of each kind in each interval.
+    """The number of replicas of each kind in each interval.
 
     Attributes:
         replicas: # [intervals, kinds]
@@ -102,10 +100,10 @@ class FleetSolution:
 
 
 def starts_of(replicas: Ints, before: Ints | None = None) -> Ints:
-    """Return the replicas of each kind that start in each interval. # [intervals, kinds]
+    """Return the number of replicas of each kind that start in each interval. # [intervals, kinds]
 
     Args:
-        before: replicas before the first interval. None means those of the first interval.
+        before: number of replicas before the first interval; None: the same as in the first interval.
     """
     first = replicas[:1] if before is None else before[None, :]
     return np.maximum(np.diff(replicas, axis=0, prepend=first), 0)
@@ -118,7 +116,7 @@ def cost_of(problem: FleetProblem, replicas: Ints) -> float:
 
 
 def solve_fleet(problem: FleetProblem) -> FleetSolution:
-    """Return the fleet of least cost.
+    """Return the fleet with the lowest cost.
 
     Raises:
         InfeasibleError: there are too few devices for the load.
@@ -129,7 +127,7 @@ def solve_fleet(problem: FleetProblem) -> FleetSolution:
 
 
 def _by_shortest_path(problem: FleetProblem, states: Ints) -> FleetSolution:
-    """Return the fleet of least cost if each interval has one of `states`. # [states, kinds]"""
+    """Return the fleet with the lowest cost if each interval has one of `states`. # [states, kinds]"""
     running = np.outer(problem.hours, states @ problem.prices)
     holding = _held(problem, states)
     more = np.maximum(states[None] - states[:, None], 0)
@@ -153,7 +151,7 @@ def _by_shortest_path(problem: FleetProblem, states: Ints) -> FleetSolution:
 
 
 def _by_branching(problem: FleetProblem) -> FleetSolution:
-    """Return the fleet of least cost, or one within the stated gap, by mixed-integer programming."""
+    """Return the fleet with the lowest cost, up to the stated gap, by mixed-integer programming."""
     count, kinds = problem.rates.shape
     size = count * kinds
     whole = eye_array(size)
@@ -172,7 +170,7 @@ def _by_branching(problem: FleetProblem) -> FleetSolution:
         LinearConstraint(hstack([whole, -kron(window, eye_array(kinds))]), 0, np.inf),
         LinearConstraint(hstack([_by_interval(np.ones((count, kinds))), csr_array((count, size))]), problem.least),
     ]
-    if size > FEW:  # each interval costs at least its own least cost; this constraint closes most of the gap
+    if size > FEW:  # each interval costs at least its lowest cost by itself; this closes most of the gap
         prices, least = _by_interval(np.tile(problem.prices, (count, 1))), least_costs(problem) / problem.hours
         constraints.append(LinearConstraint(hstack([prices, csr_array((count, size))]), (1 - SLACK) * least, np.inf))
     for limit in problem.limits:
@@ -198,7 +196,7 @@ def _by_branching(problem: FleetProblem) -> FleetSolution:
 
 
 def solve_constant(problem: FleetProblem) -> FleetSolution:
-    """Return the fleet of least cost that is the same in all intervals.
+    """Return the fleet with the lowest cost among those that are the same in all intervals.
 
     Raises:
         InfeasibleError: there are too few devices for the load.
@@ -227,7 +225,7 @@ def solve_constant(problem: FleetProblem) -> FleetSolution:
 
 
 def least_costs(problem: FleetProblem) -> Array:
-    """Return the least cost of each interval by itself, independent of its neighbours' fleets. # [intervals]"""
+    """Return the lowest cost of each interval by itself, without the cost of starts. # [intervals]"""
     columns = np.column_stack([problem.needs, problem.rates])
     each, index = np.unique(columns, axis=0, return_inverse=True)
     hour = replace(problem, hours=np.ones(1))
@@ -236,7 +234,7 @@ def least_costs(problem: FleetProblem) -> Array:
 
 
 def _check(problem: FleetProblem) -> None:
-    """Raise InfeasibleError if no kind of replica can serve any of an interval's load."""
+    """Raise InfeasibleError if in some interval no kind of replica can serve any load."""
     unheld = (problem.needs > 0) & (problem.rates.max(axis=1) <= 0)
     if unheld.any():
         raise InfeasibleError(
@@ -258,7 +256,7 @@ def _not_held(problem: FleetProblem) -> InfeasibleError:
 
 def _most(problem: FleetProblem) -> Ints:
     """Return the largest useful number of replicas of each kind: the number that serves every interval's load without
-    other kinds. With these bounds HiGHS takes a seventh of the time on problems of few variables. # [kinds]
+    other kinds. These bounds reduce HiGHS's time to a seventh if there are few variables. # [kinds]
     """
     needs = problem.needs[:, None]
     alone = np.ceil(np.divide(needs, problem.rates, out=np.zeros_like(problem.rates), where=problem.rates > 0))
@@ -272,7 +270,7 @@ def _most(problem: FleetProblem) -> Ints:
 
 
 def _states(problem: FleetProblem, at_most: int) -> Ints | None:
-    """Return all useful fleets that the devices allow, or None if there are too many. # [states, kinds]"""
+    """Return all useful fleets that the limits on devices allow; None if there are too many. # [states, kinds]"""
     most = _most(problem)
     if np.prod(most + 1.0) > at_most:
         return None
@@ -284,17 +282,16 @@ def _states(problem: FleetProblem, at_most: int) -> Ints | None:
 
 
 def _held(problem: FleetProblem, states: Ints) -> npt.NDArray[np.bool_]:
-    """Return which fleets can serve the load of each interval. # [intervals, states]"""
+    """Return whether each fleet can serve each interval's load. # [intervals, states]"""
     return problem.rates @ states.T >= (1 - SLACK) * problem.needs[:, None]
 
 
 def _shares(problem: FleetProblem) -> tuple[Array, Array]:
-    """Return the share of each interval's need that a replica serves (at most 1), and the sum that the shares must
-    reach: 1 or 0.
+    """Return the share of each interval's need that a replica serves, at most 1, and the sum that shares must reach, 1
+    or 0.
 
-    Unlike needs, shares are never so small that a solver treats them as zero; limiting them to 1 changes no integer
-    solution.
-    # [intervals, kinds], [intervals]
+    Unlike needs, shares are never so small that a solver treats them as zero. The limit of 1 changes no integer
+    solution. # [intervals, kinds], [intervals]
     """
     needs = problem.needs[:, None]
     shares = np.divide(np.minimum(problem.rates, needs), needs, out=np.zeros_like(problem.rates), where=needs > 0)
@@ -302,12 +299,14 @@ def _shares(problem: FleetProblem) -> tuple[Array, Array]:
 
 
 def _by_interval(values: Array) -> csr_array:
-    """Return the matrix that sums over the kinds of each interval with weights. # [intervals, intervals * kinds]"""
+    """Return the matrix that computes each interval's weighted sum over kinds. # [intervals, intervals * kinds]"""
     count, kinds = values.shape
     rows = np.repeat(np.arange(count), kinds)
     return coo_array((values.ravel(), (rows, np.arange(count * kinds))), shape=(count, count * kinds)).tocsr()
 
 
 def _first(count: int) -> csr_array:
-    """Return the matrix that makes the first interval its own predecessor, so that nothing starts in it."""
+    """Return the matrix that makes the first interval its own predecessor, so that no replica starts in the first
+    interval.
+    """
     return coo_array(([1.0], ([0], [0])), shape=(count, count)).tocsr()

@@ -1,4 +1,4 @@
-"""Find the kinds of replicas that may serve a day's load: plans on few and on many devices of each cluster."""
+"""Find the kinds of replicas that may serve a day's load by planning for several numbers of devices of each cluster."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from xscheduler.replanning.reestimate import reestimate
 from xscheduler.schedule import scheduler
 
 WORTH = 1.02
-"""A larger replica must serve more per device by this factor, since larger replicas are added in larger steps."""
+"""A larger replica must serve more per device by this factor, since larger replicas follow the load less closely."""
 MOST_SIMULATED = 2
-"""Most plans of each size whose rate is simulated, the best in closed form first."""
+"""Largest number of plans to simulate for each size; the best in closed form come first."""
 NEAR = 0.94
 """A plan of another policy is also simulated if its rate in closed form is at least this share of the best rate."""
 
@@ -36,9 +36,7 @@ class Candidate:
 
 
 def devices_here(cluster: ClusterSpec, num_threads: int | None) -> int:
-    """Return the number of devices that this machine offers to replicas. A CPU counts once for each replica whose
-    threads fit on its cores.
-    """
+    """Return the number of devices on this machine. A CPU counts as often as a replica's threads fit on its cores."""
     count = cluster.num_devices
     if cluster.device.type == "gpu" or num_threads is None:
         return count
@@ -48,15 +46,15 @@ def devices_here(cluster: ClusterSpec, num_threads: int | None) -> int:
 def candidates(
     problem: Problem, policy: PolicyChoice, lengths: Sequence[Workload], startup_s: float
 ) -> list[Candidate]:
-    """Return one cluster's useful kinds of replicas. The kind with the fewest devices comes first.
+    """Return one cluster's useful kinds of replicas, the kind with the fewest devices first.
 
     Args:
-        problem: the problem under the whole day's lengths.
-        lengths: the day's groups of lengths, for each of which rates are computed.
-        startup_s: time until a replica begins to load its weights.
+        problem: the problem with the lengths of the whole day.
+        lengths: the day's groups of lengths; a kind has a rate for each group.
+        startup_s: time from ordering a replica until the replica begins to load its weights.
 
     Raises:
-        InfeasibleError: no plan on any number of devices of a node keeps the bounds.
+        InfeasibleError: no plan on the devices of one node keeps the bounds.
     """
     found: list[Candidate] = []
     best_rate, why = 0.0, None
@@ -70,14 +68,14 @@ def candidates(
             best_rate = a_device
             found.append(Candidate(_kind(plan, problem.profile, lengths, startup_s), problem.profile))
         elif found:
-            break  # if twice the devices gain nothing, four times as many gain nothing either
+            break  # if twice as many devices gain nothing, more devices gain nothing either
     if not found:
         raise why or _never_kept(problem)
     return found
 
 
 def _sizes(problem: Problem) -> Iterator[int]:
-    """Yield powers of two up to the devices of a node, and that number."""
+    """Yield the powers of two below the number of devices of a node, and this number."""
     most = min(problem.cluster.devices_per_node, problem.max_devices or problem.cluster.devices_per_node)
     size = 1
     while size < most:
@@ -90,7 +88,7 @@ def _best_plan(problem: Problem, policy: PolicyChoice, least_a_device: float) ->
     """Return the plan of one replica with the highest simulated rate, or None if no plan is worth a simulation.
 
     Args:
-        least_a_device: requests a second per device that plans on fewer devices serve within the bounds.
+        least_a_device: rate per device that plans on fewer devices reach, requests/s.
     """
     search = scheduler(problem)
     rated = [pair for kind in kinds_of(problem, policy) for pair in Arrivals(search).of_kind(kind, 1)]
@@ -108,9 +106,9 @@ def _rate(plan: Plan) -> float:
 
 
 def _kind(plan: Plan, profile: Profile, lengths: Sequence[Workload], startup_s: float) -> ReplicaKind:
-    """Return the kind of replica of a plan. Its rate under other lengths is the simulated rate, scaled by the work of a
-    request. (With some lengths, too many requests break the bound even in an empty engine, and the closed form's rate
-    would be zero. No replica can serve such requests in time, but the bounds are for all requests of the day together.)
+    """Return a plan's kind of replica. Its rate for each group of lengths is the simulated rate, scaled by the work of
+    a request. (The rate within the bounds could be zero for a group of long requests. No replica can serve them in
+    time, but the bounds are for all requests of the day together.)
     """
     devices, quantile = plan.devices_per_replica, plan.constraint.quantile
     whole = reestimate(plan, profile, plan.workload, quantile)["throughput"]

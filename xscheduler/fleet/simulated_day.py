@@ -1,4 +1,4 @@
-"""Simulate a day on which a fleet follows recommendations, with replicas that take time to start and to end."""
+"""Simulate a day on which a fleet follows the recommender; replicas take time to start and to end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xscheduler.fleet.recommender import LEAST_LENGTHS, LoadSample, Recommendati
 from xsimulator.fleet import Replica, Requests
 
 LENGTHS_S = 600.0
-"""Mean lengths are those of the requests of this time span."""
+"""Mean lengths are computed from the requests of this time span."""
 
 Recommend = Callable[[LoadSample], Recommendation]
 
@@ -29,12 +29,12 @@ class _SimulatedReplica:
 
 @dataclass(frozen=True)
 class RecommendedDay:
-    """The replicas of a day, and their cost.
+    """A fleet's replicas during a day, and their cost.
 
     Attributes:
-        replicas: the times between which each replica accepted requests.
-        device_hours, cost: totals of all replicas, from order to end.
-        samples: (time, serving replicas, need) at each sample.
+        replicas: the replicas, each with the times between which it accepted requests.
+        device_hours, cost: totals of all replicas, each counted from its order to its end.
+        samples: (time, number of serving replicas, need) at each sample.
     """
 
     replicas: tuple[Replica, ...]
@@ -48,10 +48,10 @@ def simulate_day(
 ) -> RecommendedDay:
     """Return the replicas of a day on which the fleet follows the recommendation at every sample of the load.
 
-    Waiting requests are modelled as a fluid queue: arrivals that the ready replicas cannot serve add up.
+    Waiting requests are modelled as a fluid queue, to which arrivals beyond the capacity of ready replicas are added.
 
     Args:
-        first: replicas of each kind at the beginning.
+        first: number of replicas of each kind at the start.
     """
     all_: list[_SimulatedReplica] = [
         _SimulatedReplica(kind, 0.0, 0.0) for kind, count in enumerate(first) for _ in range(count)
@@ -86,7 +86,7 @@ def simulate_day(
 
 
 def _follow(fleet: FleetPlan, all_: list[_SimulatedReplica], wanted: Sequence[int], now_s: float) -> None:
-    """Start missing replicas, and end surplus ones: first those that do not serve yet, then the newest."""
+    """Start missing replicas, and end surplus replicas: first those that do not serve yet, then the newest."""
     for kind, number in enumerate(wanted):
         present = [one for one in all_ if one.kind == kind and one.leaves_s > now_s]
         present.sort(key=lambda one: (one.ready_s <= now_s, -one.ordered_s))

@@ -1,4 +1,4 @@
-"""Objectives: the figures that a plan may maximise.
+"""Find the best plan by an objective, the figure that the plan maximises.
 
-Each objective ranks candidates in closed form and verifies the best ones by simulation.
+An objective ranks candidates in closed form and verifies the best candidates by simulation.
 """

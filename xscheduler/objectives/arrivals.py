@@ -1,4 +1,4 @@
-"""Find the plans with the highest arrival rate within bounds: closed forms rank them, and simulation decides."""
+"""Find the plans that keep the bounds at the highest arrival rate: rank them in closed form, then simulate the best."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ from xsimulator.capacity import PRECISION, CapacitySearch
 from xsimulator.forecast import choice_of
 
 SHARP = 0.005
-"""Relative precision of the best plan's rate; another plan must exceed it by this share."""
+"""Relative precision of the best plan's rate. Another plan is better only if its rate is higher by this share."""
 COARSE = 0.03
-"""Relative precision of the rate of a policy that cannot win."""
+"""Relative precision of the rate for a policy that cannot win."""
 BEHIND = 0.7
 """A policy cannot win if its rate in closed form is below this share of the best simulated rate."""
 MOST_TRIED = 3
-"""Largest number of a policy's plans that are simulated, the best in closed form first."""
+"""Largest number of plans to simulate for a policy; the best in closed form come first."""
 DOUBT = 0.06
-"""A plan is simulated if its rate in closed form is at most this share below the best one."""
+"""A plan is simulated only if its rate in closed form is at most this share below the best rate."""
 DOUBT_NEARBY = 0.15
-"""As `DOUBT`, for plans on the best plan's placement: the closed form may have an error of this size, and there are few
+"""As `DOUBT`, for plans on the best plan's placement. The error of the closed form can be this large, and there are few
 such plans.
 """
 ALIKE = 1.05
-"""Largest ratio of two batches that count as equal."""
+"""Two batch sizes count as equal up to this ratio."""
 MOST_SETTLED = 12
-"""Largest number of further placements whose best plan is simulated."""
+"""Largest number of further placements for which the best plan is simulated."""
 DRAWS = (1, 2)
-"""Seeds of further draws of lengths and arrivals, from which the best rate's error is estimated."""
+"""Seeds for further draws of lengths and arrivals, from which the error of the best rate is estimated."""
 DEVIATIONS = 2.0
-"""Simulation distinguishes two rates if they differ by this number of standard deviations."""
+"""Two simulated rates count as different if they differ by this number of standard deviations."""
 NOISE = 0.05
-"""A simulated rate may exceed its bound by this share, by chance in a run of `LEAST_REQUESTS`."""
+"""In a run of `LEAST_REQUESTS`, a simulated rate may exceed its bound by this share by chance."""
 ENDED_EARLY = (
     f"the search ended after {MOST_SECONDS:g} s: on a faster machine it may find a better plan or a tighter bound"
 )
@@ -62,10 +62,10 @@ UNBOUND = "none: a simulated rate exceeds its bound, since closed forms are wron
 
 
 class Arrivals(Objective):
-    """The highest arrival rate at which the bounds are kept, waiting included.
+    """The objective `arrivals`: the highest arrival rate at which the bounds are kept, waiting included.
 
     Args:
-        only_best: return only the best plan of all policies.
+        only_best: whether to return only the best plan of all policies.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class Arrivals(Objective):
         super().__init__(scheduler, finish, progress)
         self._only_best = only_best
         self._seconds: dict[str, float] = {}
-        """Seconds of the search for each policy's plan."""
+        """Seconds spent on the search for each policy's plan."""
         self._rated: dict[Space, Rated | None] = {}
-        """The best settings in closed form of each placement that was searched."""
+        """For each placement that was searched, its best settings in closed form."""
         self._finished: dict[tuple[object, ...], Plan] = {}
-        """The finished plan of each placement and settings, since neighbours are tried again from another best plan."""
+        """Finished plans by settings and placement, cached since several best plans can have the same neighbour."""
         self._simulations, self._sampled, self._ended_early = 0, False, False
 
     def rank(self, kinds: Sequence[str]) -> Ranked:
@@ -95,11 +95,10 @@ class Arrivals(Objective):
         return ranked
 
     def of_kind(self, kind: str, most: int) -> list[tuple[Plan, float]]:
-        """Return the plans of one policy that have the highest rates in closed form, each with its rate, the highest
-        first.
+        """Return one policy's plans with the highest rates in closed form, and these rates, the highest first.
 
         Args:
-            most: largest number of plans. Each is on another placement.
+            most: largest number of plans; no two plans are on the same placement.
         """
         return self._ranked([self._in_engine(space) for space in self.scheduler.candidates.spaces(kind)], kind, most)
 
@@ -139,14 +138,13 @@ class Arrivals(Objective):
         started = time.perf_counter()
         self._say(len(order), len(order), "neighbours of the best plan")
         near = [name for name in order if ranked[name][0][1] > BEHIND * best.rate]
-        # By now each policy's simulation is compiled. This happens once on a machine and does not count towards the
-        # search's time.
+        # By now each policy's simulation is compiled. A machine compiles it only once, so this time is not counted.
         self._until = time.perf_counter() + MOST_SECONDS
         best = self._with_least_batch(self._settled(self._best_rival(self._best_nearby(best), near)))
         kind = choice_of(best.plan.policy, ranked)
         found[kind] = best
         capacities = {name: search.found(edges=search is best) for name, search in found.items()}
-        rate = capacities[kind].rate_per_s  # simulations under other bounds do not change this plan
+        rate = capacities[kind].rate_per_s  # simulations under other bounds come later
         if not self._only_best:
             error = _error_of(best.plan, self.scheduler.problem.profile, rate)
             capacities[kind] = capacities[kind].model_copy(update={"error": error})
@@ -174,8 +172,8 @@ class Arrivals(Objective):
         }
 
     def _certified(self, plan: Plan, kind: str, breach: float, *, best: bool) -> Plan:
-        """Return the plan with its proof: the rate that no other plan of its policy exceeds; for the best plan, the
-        rate that no plan of any policy exceeds.
+        """Return the plan with its certificate, which covers all plans of its policy or, for the best plan, of all
+        policies.
         """
         rate, together = rate_of(plan), "throughput_rps" in plan.estimate.simulated
         branches = [branch for branch in self._branches.all if best or branch.kind == kind]
@@ -203,7 +201,7 @@ class Arrivals(Objective):
 
     @cached_property
     def _in_loop(self) -> Constraint:
-        """The constraint, with bounds reduced by the time that requests spend outside of the engine's loop."""
+        """The constraint, with its bounds reduced by the time that a request spends outside the engine's loop."""
         constraint, engine = self.scheduler.problem.constraint, self.scheduler.problem.engine
         prompt = self.scheduler.candidates.lengths.mean_whole_input
         return (
@@ -213,11 +211,11 @@ class Arrivals(Objective):
         )
 
     def _in_engine(self, space: Space) -> Space:
-        """Return a space under the bounds that requests must keep in the engine's loop."""
+        """Return the space under the bounds that requests must keep within the engine's loop."""
         return space if space.constraint == self._in_loop else space.under(self._in_loop, space.bound)
 
     def _finish(self, plan: Plan) -> Plan:
-        """Return the plan with its admission and simulated figures."""
+        """Return the plan after `finish`, which sets its admission and its simulated figures."""
         key = plan.policy, plan.stages, plan.replicas
         if key not in self._finished:
             self._finished[key] = self.finish(plan)
@@ -226,7 +224,7 @@ class Arrivals(Objective):
     def _best_of(
         self, candidates: Sequence[tuple[Plan, float]], rival: CapacitySearch | None, doubt: float = DOUBT
     ) -> CapacitySearch | None:
-        """Return the candidate with the highest simulated rate; None unless this rate exceeds the rival's."""
+        """Return the candidate with the highest simulated rate; None if no rate exceeds the rival's."""
         best = rival
         for plan, predicted in candidates:
             if best is not None and predicted < (1 - doubt) * min(best.rate, best.predicted or best.rate):
@@ -238,8 +236,8 @@ class Arrivals(Objective):
         return None if best is rival else best
 
     def _best_nearby(self, best: CapacitySearch) -> CapacitySearch:
-        """Starting from the best plan, move repeatedly to better settings on its placement, and return the plan that is
-        reached.
+        """Move from the best plan to better neighbouring settings on its placement until there are none; return the
+        last plan.
         """
         tried = {best.plan.policy}
         while time.perf_counter() < self._until:
@@ -252,8 +250,8 @@ class Arrivals(Objective):
         return best
 
     def _nearby(self, plan: Plan) -> list[tuple[Plan, float]]:
-        """Return plans on the same placement with their rates in closed form: those that differ slightly in one
-        variable, and the best ones under tighter bounds.
+        """Return plans on the same placement with their rates in closed form. They differ slightly in one variable or
+        are the best under tighter bounds.
         """
         space = self._in_engine(self.scheduler.space_of(plan))
         near = one_step_from(space, plan.policy)
@@ -262,8 +260,8 @@ class Arrivals(Objective):
         return [(other, closed_rate(space, settings)) for settings, other in plans if other is not None]
 
     def _best_rival(self, best: CapacitySearch, kinds: Sequence[str]) -> CapacitySearch:
-        """Return the best plan, or one with the highest saturated throughput of its policy if that plan's arrival rate
-        is higher.
+        """Return the best plan, or the plan with the highest throughput at saturation of some policy if its arrival
+        rate is higher.
         """
         best.precision = SHARP
         try:
@@ -279,7 +277,7 @@ class Arrivals(Objective):
         return found
 
     def _settled(self, best: CapacitySearch) -> CapacitySearch:
-        """Return the best plan after simulating the branches that may hold a better one."""
+        """Simulate the branches that may contain a better plan, and return the best plan."""
         space = self.scheduler.space_of(best.plan)
         if best.plan.admission.order == "fcfs":
             self._branches.count_waits()
@@ -307,9 +305,9 @@ class Arrivals(Objective):
         return best
 
     def _with_least_batch(self, best: CapacitySearch) -> CapacitySearch:
-        """If the time per token is bounded, return the plan with about the smallest batch that keeps the same rate.
+        """If the time per token is bounded, return the plan with nearly the smallest batch that sustains the same rate.
 
-        Beyond that rate all steps are full, and small steps still keep the bound.
+        At a higher rate all steps are full, and only small steps then keep the bound.
         """
         plan, rate = best.plan, best.rate
         space = self.scheduler.space_of(plan)
@@ -339,7 +337,7 @@ class Arrivals(Objective):
         return best
 
     def _sampled_by_optuna(self, best: CapacitySearch) -> CapacitySearch:
-        """Return the best plan, or a better one among settings that Optuna proposes."""
+        """Return the best plan, or a better plan from the settings that Optuna proposes."""
         self._sampled = True
         ordered = sorted((branch.space for branch in self._branches.all), key=lambda space: -space.bound)
         proposed = sampled(ordered[:MOST_PLACEMENTS])
@@ -349,7 +347,7 @@ class Arrivals(Objective):
         return found
 
     def _never_kept(self, kinds: tuple[str, ...]) -> InfeasibleError:
-        """Return the error that no plan keeps the bounds at any rate; it names the nearest bounds that a plan keeps."""
+        """Return the error for bounds that no plan keeps at any rate; it names the nearest bounds that a plan keeps."""
 
         def keeps(constraint: Constraint) -> bool:
             if not constraint.bounds_latency:
@@ -364,7 +362,7 @@ class Arrivals(Objective):
 
 
 def _error_of(plan: Plan, profile: Profile, rate: float) -> float:
-    """Return the relative standard deviation of a plan's rate over further draws."""
+    """Return the relative standard deviation of a plan's rate over several draws."""
     rates = [rate]
     for seed in DRAWS:
         other = CapacitySearch(plan, profile, rate, seed=seed)
@@ -374,13 +372,11 @@ def _error_of(plan: Plan, profile: Profile, rate: float) -> float:
 
 
 def _with_rival(ordered: dict[str, Plan]) -> Plan:
-    """Return the best plan. If simulation cannot distinguish its rate from that of the next plan, the next plan is
-    noted as its rival.
-    """
+    """Return the best plan, which names the next plan as its rival if simulation cannot distinguish their rates."""
     plan, *others = ordered.values()
     found = plan.estimate.capacity
     noise = DEVIATIONS * (0.0 if found is None else found.error or 0.0)
-    # waa-c and waa-m may divide devices in the same way; then they are one plan.
+    # If waa-c and waa-m divide devices in the same way, their plans are one plan.
     other = next((one for one in others if (one.policy.kind, one.stages) != (plan.policy.kind, plan.stages)), None)
     if other is None or rate_of(other) < (1 - noise) * rate_of(plan):
         return plan

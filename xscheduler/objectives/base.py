@@ -1,4 +1,4 @@
-"""The interface of an objective: the figure that a plan maximises, and how the best plan is found and proven."""
+"""Define the interface of an objective, which finds the plan with the highest value of a figure and proves its gap."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from xgpt.core.schema import Plan
 from xscheduler.schedule import Scheduler
 
 Ranked = dict[str, list[tuple[Plan, float]]]
-"""Each policy's plans with their objective's value in closed form, the highest first."""
+"""For each policy, its plans and their values of the objective in closed form, the highest first."""
 
 
 MOST_SECONDS = 20.0
-"""Seconds after which a search ends with the best plan so far, and says so. Most searches take far less."""
+"""After this many seconds, a search ends with the best plan so far and a note. Most searches take far less."""
 BOUNDS = ("latency_bound_s", "ttft_s", "tpot_s")
-"""The bounds of a constraint, by name."""
+"""Names of the bounds of a constraint."""
 TOGETHER = "none: requests that began together stay together, which closed forms do not model"
-"""Why there is no proof if a simulation at saturation contradicts the closed form."""
+"""The reason why there is no proof if a simulation at saturation contradicts the closed form."""
 
 
 class Objective(ABC):
-    """The figure that a plan maximises.
+    """Finds the plans with the highest value of a figure.
 
-    An objective ranks candidates in closed form, verifies the best ones by simulation, and certifies the result: it
-    computes how much better any other candidate could be.
+    An objective ranks candidates in closed form, verifies the best candidates by simulation, and computes how much
+    better any other candidate could be.
 
     Args:
         finish: completes a plan before it is simulated; for example, it sets the order of admission.
-        progress: is called for each part of the work.
+        progress: called for each part of the work.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Objective(ABC):
 
     @abstractmethod
     def rank(self, kinds: Sequence[str]) -> Ranked:
-        """Return each policy's plans with the highest value in closed form.
+        """Return each policy's plans with the highest values in closed form.
 
         Raises:
             InfeasibleError: closed forms show that no plan keeps the constraint.
@@ -60,7 +60,7 @@ class Objective(ABC):
 
     @abstractmethod
     def certify(self, plans: dict[str, Plan]) -> dict[str, Plan]:
-        """Return the plans with their proofs, the highest value first.
+        """Return the plans with their certificates, the highest value first.
 
         Raises:
             InfeasibleError: no plan sustains the requested arrival rate.
@@ -76,7 +76,7 @@ class Objective(ABC):
 
 
 def simulating(what: str) -> str:
-    """Return a progress bar's text for a simulation."""
+    """Return the text of a progress bar for a simulation."""
     from xsimulator.counts.counted_run import is_compiled
 
     once = "" if is_compiled() else " (compiled once on each machine, in about 15 s)"

@@ -1,4 +1,4 @@
-"""Plan a problem: each policy's best plan, the best of all, and the best uniform one."""
+"""Find each policy's best plan for a problem, and the best plan on replicas of equal stages."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from xsimulator.costs.step_times import with_step_times
 from xsimulator.forecast import CHOICES, TUNED
 
 OF_ROWS = ("row_tokens", "eta_percent", "row_batches")
-"""Variables of rows under order das that can be fixed: the prompt tokens of a row (TCB's L), eta, and the number of
-batches that run at once as slots become free."""
+"""Variables that can be fixed under order das: the prompt tokens of a row (TCB's L), eta in percent, and the number of
+batches that run at the same time.
+"""
 UNIFORM_KINDS = ("chunked", "orca", "static")
-"""Policies that other planners offer, on replicas of equal stages."""
+"""Policies that other planners offer."""
 
 
 def plan_each(
@@ -40,10 +41,10 @@ def plan_each(
     """Return each policy's best plan, the best of all first.
 
     Args:
-        policy: a policy, or a group of them.
-        order: order of admission. None means fcfs, or the order that tuning finds. For other orders and for tuned
-            policies, vLLM runs with xgpt's scheduler class.
-        progress: is called for each part of the work.
+        policy: a policy, or the name of a group of policies.
+        order: order of admission; None: fcfs, or the order that tuning finds. For other orders and for tuned policies,
+            the plan for vLLM uses xgpt's scheduler class.
+        progress: called for each part of the work.
 
     Raises:
         InputError: the model cannot run under that policy.
@@ -74,7 +75,7 @@ def objective_of(
     progress: Progress | None = None,
 ) -> Objective:
     """Return the objective of a problem; see `plan_each`."""
-    # If the highest rate is kept, the requested one is kept as well.
+    # If any plan sustains the requested rate, the plan with the highest rate does.
     if problem.constraint.arrival_rate_per_s is not None:
         problem = problem.under(problem.constraint.model_copy(update={"objective": "arrivals"}))
     by_search = scheduler(problem, search)
@@ -85,13 +86,13 @@ def objective_of(
 
     if not problem.constraint.maximises_arrivals:
         return Saturated(by_search, finish, progress)
-    if policy in TUNED:  # tuned policies are never part of `auto`, since tuning is slow
+    if policy in TUNED:  # `auto` includes no tuned policy, since tuning is slow
         return TunedArrivals(by_search, finish, progress, policy, order)
     return Arrivals(by_search, finish, progress)
 
 
 def _check_tunable(problem: Problem, policy: str) -> None:
-    """Raise InputError if a tuned policy lacks the bounds that its rule needs.
+    """Check that the problem has what a tuned policy needs.
 
     Raises:
         InputError: the objective, the bounds or the model cannot be combined with the policy.
@@ -109,10 +110,10 @@ def _check_tunable(problem: Problem, policy: str) -> None:
 
 
 def _check_maximised(problem: Problem) -> None:
-    """Raise InputError if the objective names the cost of devices whose price is unknown.
+    """Check that the price of devices is known if the user's objective names their cost.
 
     Raises:
-        InputError: there is no price.
+        InputError: the price is unknown.
     """
     text = problem.constraint.maximise
     if text is not None and "cost" in names_in(text) and problem.cluster.price_per_device_hour is None:
@@ -120,7 +121,7 @@ def _check_maximised(problem: Problem) -> None:
 
 
 def _distinct(plans: dict[str, Plan]) -> dict[str, Plan]:
-    """Return the plans; if waa-c and waa-m divide the devices in the same way, only the better of the two, as `waa`."""
+    """Return the plans; if waa-c and waa-m divide the devices in the same way, return only the better one, as `waa`."""
     both = [kind for kind in plans if kind in POLICY_GROUPS["waa"]]
     if len(both) < 2 or plans[both[0]].stages != plans[both[1]].stages:
         return plans
@@ -128,7 +129,7 @@ def _distinct(plans: dict[str, Plan]) -> dict[str, Plan]:
 
 
 def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
-    """Return the policies that a choice stands for; for a tuned policy, the policy from which tuning begins.
+    """Return the policies to which a choice refers; a tuned policy refers to the policy from which tuning begins.
 
     Raises:
         InputError: the model cannot run under that policy.
@@ -161,23 +162,23 @@ ENGINE_NAMES = {
     "pp_size": "pp",
     "data_parallel_size": "replicas",
 }
-"""Names of variables in the options of engines."""
+"""Options of other engines, and the variables that correspond to them."""
 
 
 def check_held(policy: PolicyChoice, fixed: Mapping[str, int]) -> None:
-    """Check the names of fixed variables, before anything is measured for them.
+    """Check the names of fixed variables; call this before measuring anything for a plan.
 
     Raises:
-        InputError: there is no such variable, or no policy of the choice has it.
+        InputError: a variable does not exist, or none of the policies has this variable.
     """
     _with_variables(POLICY_GROUPS.get(policy, (TUNED.get(policy, policy),)), policy, fixed)
 
 
 def _with_variables(kinds: tuple[str, ...], policy: str, fixed: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the policies that have all of the fixed variables.
+    """Return those policies that have all fixed variables.
 
     Raises:
-        InputError: there is no such variable, or none of the policies has it.
+        InputError: a variable does not exist, or none of the policies has this variable.
     """
     of_kind = {kind: variables_of(kind) for kind in CHOICES}
     known = set().union(*of_kind.values())
@@ -202,14 +203,12 @@ def variables_of(kind: str) -> set[str]:
 
 
 def is_uniform(plan: Plan) -> bool:
-    """Return whether other planners could offer this plan: it has replicas of equal stages, and is not of rra or
-    waa.
-    """
+    """Return whether other planners could offer this plan: its policy is not rra or waa, and its stages are equal."""
     return plan.policy.kind in UNIFORM_KINDS and Placement.of(plan).is_uniform
 
 
 def plan_uniform(problem: Problem, search: SearchMethod = "branch-and-bound") -> Plan | None:
-    """Return the best plan of replicas of equal stages, without rra and waa, or None if no such plan fits."""
+    """Return the best plan for which `is_uniform` is true; None if no such plan keeps the constraint."""
     problem = replace(problem, uniform=True)
     able = runnable(UNIFORM_KINDS, problem.model, problem.speculation)
     kinds = [kind for kind in able if problem.fixed.keys() <= variables_of(kind)]
@@ -224,8 +223,7 @@ def plan_uniform(problem: Problem, search: SearchMethod = "branch-and-bound") ->
 
 
 def best_by_rate(problem: Problem, kinds: Sequence[str], search: SearchMethod = "branch-and-bound") -> Plan:
-    """Return the plan with the highest arrival rate among some policies, with its proof but without an estimate of its
-    error.
+    """Return the plan with the highest arrival rate of these policies, with its proof but no estimate of its error.
 
     Raises:
         InfeasibleError: no plan keeps the bounds.
@@ -235,10 +233,10 @@ def best_by_rate(problem: Problem, kinds: Sequence[str], search: SearchMethod = 
 
 
 def _with_figures(plan: Plan, problem: Problem) -> Plan:
-    """Return the plan with its figures at saturation corrected by simulation, unless prompts share cached prefixes.
+    """Correct a plan's figures at saturation by simulation, unless prompts share cached prefixes.
 
-    The later search for the plan's arrival rate stays below the saturated throughput, and derives the number of
-    simulated requests from it.
+    The later search for the plan's arrival rate uses the saturated throughput as an upper limit and to choose the
+    number of simulated requests.
     """
     return plan if problem.reused is not None else with_simulated_figures(plan, problem.profile)
 
@@ -246,8 +244,8 @@ def _with_figures(plan: Plan, problem: Problem) -> Plan:
 def _admitting(plan: Plan, order: AdmissionOrder, problem: Problem) -> Plan:
     """Return the plan with this order of admission.
 
-    Under das, a row has as many tokens as the prompts of the requests that run at the same time, on average, unless
-    `row_tokens` is fixed. Under lpt, all work is known at the start, so no request becomes overdue.
+    Unless `row_tokens` is fixed, a row under das has as many tokens as the prompts of an average number of running
+    requests. Under lpt, all work is known at the start, so no request becomes overdue.
 
     Raises:
         InputError: the order cannot be combined with the plan's bounds or policy.

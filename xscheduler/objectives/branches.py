@@ -1,10 +1,10 @@
-"""Branch and bound for the highest arrival rate, over the placements of all policies.
+"""Search the placements of all policies for the highest arrival rate, by branch and bound.
 
-A branch is a placement under a policy, with all of its settings. Its first bound is that of the placement
-(`xscheduler.placement_bounds`, one call for thousands of placements). Its refined bound is the highest saturated
-throughput of its settings under the loosened latency bounds (`xscheduler.arrival_bounds`), found by branch and bound
-over boxes of settings. To settle a branch, the settings that are best in closed form are simulated. A branch is dropped
-once its bound does not exceed the best simulated rate.
+A branch is a placement under a policy, with all settings. Its first bound is the placement's
+(`xscheduler.placement_bounds`, one call for thousands of placements). Its refined bound is the highest throughput at
+saturation of any settings under loosened latency bounds (`xscheduler.arrival_bounds`), found by branch and bound over
+boxes of settings. To settle a branch, its best settings in closed form are simulated. A branch is dropped once its
+bound does not exceed the best simulated rate.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ BOUND = (
     "by Little's law, the throughput of an engine that is never idle within the same bounds, with monotone step times"
 )
 CLOSE = 0.005
-"""A branch is not settled if its bound exceeds the best rate by at most this share."""
+"""A branch is not examined further if its bound exceeds the best rate by at most this share."""
 NUM_BOXES = 12
-"""Boxes drawn to attack the bounds within the best branch."""
+"""Number of random boxes on which the bounds are tested in a branch."""
 WAIT_STEPS = 5
-"""Number of bisections of the rate at which waits leave too little time."""
+"""Number of bisection steps to find the rate at which waiting leaves too little time."""
 MANY = 10**9
-"""More tokens than any step has."""
+"""A number of tokens larger than any step's."""
 FAR_BELOW = 0.9
-"""A bound is not searched below this share of the simulated rate."""
+"""A search for a bound ends at this share of the simulated rate, since lower bounds do not matter."""
 
 
 @dataclass
@@ -48,13 +48,12 @@ class Branch:
     """A placement under a policy.
 
     Attributes:
-        space: its settings, under the constraint on arriving requests.
+        space: the branch's settings, under the constraint on arriving requests.
         relaxed: the same settings, under the constraint on an engine that is never idle.
-        bound: rate, in requests a second, that no settings exceed; it shrinks as the search goes on.
-        in_steps: whether any step of a micro-batch may encode prompts, and the steps go through all stages one after
-            the other.
-        prompt_s: only if each stage processes prompts one by one: least seconds of the mean prompt on the slowest
-            stage.
+        bound: upper bound on the rate of all settings, in requests a second; the search tightens it.
+        in_steps: whether any step of a micro-batch may encode prompts, and a micro-batch's steps do not overlap.
+        prompt_s: if each stage processes prompts one by one, a lower bound on the slowest stage's seconds for a mean
+            prompt; else None.
     """
 
     kind: str
@@ -68,27 +67,27 @@ class Branch:
 
     @property
     def alike(self) -> Hashable:
-        """A key that is equal for branches that differ only in the name of their policy."""
+        """A key that is the same for branches that differ only in the name of their policy."""
         placement = self.space.placement
         other = tuple(sorted((name, value) for name, value in placement.fixed.items() if name != "allocation"))
         return CHOICES[self.kind].settings, placement.layouts, placement.replicas, other
 
     @property
     def evaluations(self) -> int:
-        """Number of points that were predicted, under either constraint."""
+        """Number of points that were predicted under either constraint."""
         return min(self.space.evaluations + self.relaxed.evaluations, self.space.num_points)
 
     def refine(self, at_least: float, waits: Waits | None) -> None:
-        """Tighten the bound by counting the waits at a rate. The bound does not fall below this rate.
+        """Tighten the bound by including the waits at a rate; the bound does not fall below this rate.
 
-        The higher a rate is, the longer requests wait and the less time remains for decoding. So the throughput that is
-        possible in the time which remains at this rate is a bound for all higher rates. If this throughput is not above
-        the rate, no settings keep the rate.
+        At a higher rate, requests wait longer and less time remains for decoding. So the throughput that is possible in
+        the time that remains at this rate bounds all higher rates. If this throughput is below the rate, no settings
+        sustain the rate.
         """
         self.bound, self.is_refined = min(self.bound, max(self._served(at_least, at_least, waits), at_least)), True
 
     def tighten(self, at_least: float, waits: Waits | None) -> None:
-        """Tighten the bound by bisection of the rate, but not below this rate."""
+        """Tighten the bound by bisection, but not below the rate `at_least`."""
         low = at_least
         self.refine(at_least, waits)
         for _ in range(WAIT_STEPS):
@@ -102,25 +101,25 @@ class Branch:
                 low, self.bound = rate, min(self.bound, served)
 
     def breach(self, rate: float, waits: Waits | None) -> float:
-        """Return the share by which a simulated rate, or a random point, exceeds its bound."""
+        """Return the larger share by which a simulated rate, or a random point of a box, exceeds its bound."""
         by_point = breach(self.relaxed, NUM_BOXES, np.random.default_rng(0))
         return max(by_point, rate / max(self._served(rate, FAR_BELOW * rate, waits), 1e-9) - 1)
 
     @cached_property
     def _steps(self) -> PromptSteps:
-        """The least times of prompts if any step may encode prompts."""
+        """Lower bounds on the times of prompts if any step may encode prompts."""
         budgets = self._budgets or (MANY,)
         micro = self.space.placement.microbatches
         return PromptSteps(self.relaxed.models.floor.lane, self.space.lengths, np.asarray(budgets) / micro, micro)
 
     @cached_property
     def _budgets(self) -> list[int]:
-        """The token budgets of the branch's settings; empty if its policy has none."""
+        """The token budgets of the branch's settings; empty if the policy has no token budget."""
         return next((axis.values.tolist() for axis in self.space.axes if axis.variable.name == "token_budget"), [])
 
     def _served(self, rate: float, at_least: float, waits: Waits | None) -> float:
-        """Return the higher of `at_least` and a bound on the throughput of plans that keep the latency bounds in the
-        time that is left after the waits at a rate.
+        """Return an upper bound on the throughput of plans that keep the latency bounds in the time left after the
+        waits at a rate, or `at_least` if it is higher.
         """
         left = self._left(rate, waits)
         most = float(left.max())
@@ -138,8 +137,8 @@ class Branch:
         return bound.throughput
 
     def _left(self, rate: float, waits: Waits | None) -> Array:
-        """Return the largest share of the latency bound that is left after the waits at a rate, by token budget if
-        there is one.
+        """Return an upper bound on the share of the latency bound that is left after the waits at a rate, for each
+        token budget.
         """
         of_one = rate / self.space.placement.replicas
         if waits is not None and self.in_steps:
@@ -150,27 +149,25 @@ class Branch:
 
 
 class _Searched(NamedTuple):
-    """A search of a branch's settings: the time that settings had, the rate with which the search began, and its
-    result.
-    """
+    """A search of a branch's settings: the share of the bound left to them, the rate at the start, and the result."""
 
     left: Array
     at_least: float
     bound: UpperBound
 
     def holds(self, relaxed: Space, left: Array, at_least: float) -> bool:
-        """Return whether the bound that was found also holds for settings that have at most the time `left`, and
-        another search could not lower the bound.
+        """Return whether the bound is valid for settings with at most the time `left`, and another search could not
+        lower it.
 
-        Another search could not lower the bound if the best point found is still allowed, since the bound exceeds that
-        point's throughput by no more than the precision of the search.
+        The latter is true if the best point found is still allowed, since the bound exceeds this point's throughput by
+        no more than the precision of a search.
         """
         throughput, best = self.bound
         if (left > self.left).any():
             return False
         if throughput <= at_least:
             return True
-        if throughput <= self.at_least:  # no settings exceed the rate with which the search began
+        if throughput <= self.at_least:  # the search only found that no settings exceed the rate at its start
             return False
         if np.array_equal(left, self.left):
             return True
@@ -184,7 +181,7 @@ class Branches:
 
     Args:
         constraint: the bounds that arriving requests must keep in the engine.
-        progress: is called for each branch that is bounded.
+        progress: called for each branch that is bounded.
 
     Attributes:
         best_rate: the highest simulated rate so far.
@@ -207,16 +204,16 @@ class Branches:
         ]
 
     def count_waits(self) -> None:
-        """From now on, count the time for which requests wait for the prompts before them. This is valid only if
-        requests enter in order of arrival.
+        """From now on, include the time for which requests wait for earlier prompts. This is valid only if requests
+        enter in order of arrival.
         """
         self._waits = Waits(self._constraint, self._lengths)
 
     def breach(self, space: Space, rate: float, *, waits: bool = True) -> float:
-        """Return the share by which a simulated rate, or a random point of its space, exceeds its bound.
+        """Return the larger share by which a simulated rate, or a random point of its space, exceeds its bound.
 
         Args:
-            waits: also compare the rate with the bounds that count waits.
+            waits: whether to compare the rate with the bounds that include waits.
         """
         return self.of(space).breach(rate, self._waits if waits else None)
 
@@ -229,7 +226,7 @@ class Branches:
         return next(one for one in self.all if (one.kind, one.space.placement) == (space.kind, space.placement))
 
     def open(self, until: float) -> Iterator[Branch]:
-        """Yield the branches that may keep a higher rate than the best one so far, the highest bound first.
+        """Yield the branches that may sustain a higher rate than the best so far, the highest bound first.
 
         Args:
             until: the time (`time.perf_counter`) after which no branch is yielded.
@@ -248,9 +245,7 @@ class Branches:
                 heapq.heappush(heap, (-branch.bound, i))
 
     def _refine(self, branch: Branch) -> None:
-        """Compute a branch's bound once; waa-c and waa-m may divide devices in the same way, and then share the
-        bound.
-        """
+        """Compute a branch's bound once. If waa-c and waa-m divide devices in the same way, they share the bound."""
         alike = branch.alike
         if alike not in self._refined:
             self._say(branch)
@@ -259,7 +254,7 @@ class Branches:
         branch.bound, branch.is_refined = min(branch.bound, self._refined[alike]), True
 
     def tighten(self, until: float) -> bool:
-        """Tighten the bounds of the branches that determine the highest bound; return whether there was enough time."""
+        """Tighten the bounds of the branches that have the highest bounds; return False if the time ran out."""
         highest, closest = self.best_rate, dict[Hashable, float]()
         for branch in sorted(self.all, key=lambda one: -one.bound):
             if branch.bound <= (1 + CLOSE) * highest:
@@ -281,10 +276,10 @@ class Branches:
             self._progress(self._num_bounded, parts, f"bounding the rates of placements: {branch.kind}")
 
     def most(self, rate: float, kind: str | None = None) -> float:
-        """Return a rate that no settings of any branch, or of one policy's branches, exceed. The result is at least the
-        given rate.
+        """Return an upper bound on the rate of all branches, or of one policy's branches, but at least the given rate.
 
-        A policy's bound is not below the best rate of all policies, since its branches are not examined more closely.
+        A policy's bound is never below the best rate of all policies, since branches below this rate are not examined
+        further.
         """
         return max([rate, *(branch.bound for branch in self.all if kind in (None, branch.kind))])
 

@@ -1,4 +1,4 @@
-"""Compute the values that plans reach: in closed form, and by simulation if a plan's arrival rate is missing."""
+"""Compute the highest arrival rates and other objective values of given plans, in closed form or by simulation."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from xsimulator.capacity import capacity
 
 
 def with_capacities(plans: dict[str, Plan], profile: Profile) -> dict[str, Plan]:
-    """Return the plans, after simulating missing capacities; for the first plan, also under slightly tighter and looser
-    bounds.
+    """Return the plans with missing capacities simulated. The first plan is also simulated under slightly tighter and
+    looser bounds.
     """
     found = {}
     for i, (kind, plan) in enumerate(plans.items()):
@@ -24,14 +24,14 @@ def with_capacities(plans: dict[str, Plan], profile: Profile) -> dict[str, Plan]
 
 
 def predicted_rate(plan: Plan, profile: Profile) -> float | None:
-    """Return the highest arrival rate of a plan in closed form, or None if it has no bounds."""
+    """Return the highest arrival rate of a plan in closed form; None if the plan has no bounds."""
     if not plan.constraint.bounds_latency:
         return None
     return _closed_rate(plan, Problem.of(plan, profile))
 
 
 def closed_objective(plan: Plan, problem: Problem) -> float:
-    """Return the value of the objective that a plan's settings reach in another problem, by closed forms."""
+    """Return the objective's value that a plan's settings reach in another problem, in closed form."""
     if plan.constraint.maximises_arrivals:
         return _closed_rate(plan, problem)
     space = Candidates(problem).space(plan.policy.kind, Placement.of(plan))
@@ -44,10 +44,10 @@ def _closed_rate(plan: Plan, problem: Problem) -> float:
 
 
 def with_capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, edges: bool = True) -> Plan:
-    """Return the plan with its simulated capacity; unchanged if it has no bounds.
+    """Return the plan with its simulated capacity; a plan without bounds is returned unchanged.
 
     Args:
-        predicted: the closed form's rate.
-        edges: whether to also simulate slightly tighter and looser bounds.
+        predicted: the highest arrival rate in closed form.
+        edges: whether to simulate slightly tighter and looser bounds, too.
     """
     return plan.with_estimate(capacity=capacity(plan, profile, predicted, edges=edges))

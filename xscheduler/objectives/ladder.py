@@ -1,11 +1,12 @@
-"""Find plans whose bound holds for a quantile of all requests (sla "request"), by closed forms and then simulation.
+"""Find plans that keep a bound for a quantile of all requests (sla "request"), in closed form and then by simulation.
 
-The latency of a quantile of all requests depends on whole distributions of times. Closed forms predict it with an error
-that differs from plan to plan, so plans are simulated until one keeps the bound. A policy's plans form a ladder that
-does not depend on the bound: each rung has the best plan that keeps the rung's latency in closed form. The search finds
-the highest rung whose plan keeps the bound in simulation, always by the same bisection of the same ladder. Every test
-that passes with a tighter bound also passes with a looser one, so the search then ends at least as high. Therefore no
-bound that can be kept is called infeasible, and throughput never falls when a bound is loosened.
+The latency of a quantile of all requests depends on whole distributions of times. Closed forms predict this latency
+with an error that differs from plan to plan, so plans are simulated until one keeps the bound. A policy's plans form a
+ladder that does not depend on the bound. Each rung has a latency and the best plan that keeps this latency in closed
+form. The search finds the highest rung whose plan keeps the bound in simulation, always by the same bisection of the
+same ladder. A rung that keeps a tighter bound also keeps a looser one, so with the looser bound the search ends at the
+same rung or above. Therefore no bound that can be kept is called infeasible, and throughput never falls when a bound is
+loosened.
 """
 
 from __future__ import annotations
@@ -26,43 +27,39 @@ from xsimulator.request_law import RequestLaw
 from xsimulator.run import is_drawn, request_latencies
 
 NUM_REQUESTS = 500
-"""Number of simulated admissions, each of which stands for requests of every length. With fewer admissions, the longest
-prompts might be missing, and the error estimate would not show this.
+"""Number of simulated admissions; each represents requests of every length. With fewer admissions, the longest prompts
+might be missing, and the error estimate would not show this.
 """
 MOST_REQUESTS = 2000
 MOST_TOKENS = 40_000
-"""More than `MOST_REQUESTS` admissions are simulated if that number of outputs has fewer tokens than this on
-average.
-"""
+"""If `MOST_REQUESTS` outputs have fewer tokens than this on average, more admissions are simulated."""
 NUM_DRAWN = 20_000
-"""Number of simulated requests if each is counted only with its drawn length; simulating them takes about 15 ms."""
+"""Number of simulated requests if each counts only with its drawn length. The simulation takes about 15 ms."""
 MOST_STEPS = 250_000
 """If `NUM_DRAWN` requests would take more decode steps than this, fewer are simulated, but at least `MOST_REQUESTS`."""
 BATCHES_BEYOND = 3
-"""Least number of encode batches with requests beyond the quantile. With fewer such batches, more requests are
-simulated.
-"""
+"""If fewer encode batches than this have requests beyond the quantile, more requests are simulated."""
 GOOD_ERROR = 0.01
-"""Relative standard error of a simulated latency, above which more admissions are simulated."""
+"""If the relative standard error of a simulated latency is larger than this, more admissions are simulated."""
 RUNG = 1.01
-"""Ratio of the closed form's latencies on neighbouring rungs."""
+"""Ratio of the latencies of neighbouring rungs, in closed form."""
 BLOCK = 8
-"""Number of rungs that are skipped together."""
+"""Number of rungs that the search skips in one step."""
 LOWEST = -2000
-"""A rung far below any plan: a latency of two nanoseconds."""
+"""A rung below any plan; its latency is two nanoseconds."""
 REACH = 1.15
-"""Largest factor by which the closed form may overestimate latencies; higher rungs are not searched."""
+"""Largest factor by which the closed form may overestimate latencies. The search starts this factor above the bound."""
 SEED = 0
 """Seed of the requests, the same for all plans."""
 ROUNDING = 1e-9
-"""Relative difference up to which throughputs of equal settings under two policies count as equal."""
+"""Two throughputs that differ relatively by less than this count as equal, as equal settings of two policies do."""
 
 
 def request_law(plan: Plan, profile: Profile, workload: Workload | None = None, seed: int = SEED) -> RequestLaw:
-    """Return the simulated latencies of all requests at saturation, from admission to the last token.
+    """Return the simulated distribution of latency over all requests at saturation.
 
     If all outputs have one length, requests that begin together stay together. So requests with drawn lengths are
-    simulated twice, once beginning together and once spread out, and the slower result counts.
+    simulated twice, once with a common start and once spread out, and the slower result counts.
 
     Args:
         workload: lengths. None means the plan's own.
@@ -90,7 +87,7 @@ def request_law(plan: Plan, profile: Profile, workload: Workload | None = None, 
 
 
 def request_latency(plan: Plan, profile: Profile, workload: Workload | None = None) -> float:
-    """Return the simulated latency, in s, of the quantile of all requests for which the plan was made.
+    """Return the simulated latency, in s, at the quantile of all requests that the plan's constraint names.
 
     Args:
         workload: lengths. None means the plan's own.
@@ -100,18 +97,18 @@ def request_latency(plan: Plan, profile: Profile, workload: Workload | None = No
 
 @dataclass(frozen=True, slots=True)
 class _Simulated:
-    """A plan's latencies in simulation, headroom included, s."""
+    """A plan's simulated latencies; `guarded_s` is their quantile with headroom, in s."""
 
     law: RequestLaw
     guarded_s: float
 
 
 class Ladder:
-    """A policy's plans by the latency that they keep in closed form: rung k stands for RUNG to the power of k seconds.
+    """A policy's plans by the latency that they keep in closed form. The latency of rung k is `RUNG**k` seconds.
 
     Args:
-        search: a scheduler. Its latency bound is ignored.
-        progress: is called for each simulation.
+        search: the scheduler that finds plans; its latency bound is ignored.
+        progress: called for each simulation.
     """
 
     def __init__(self, search: Scheduler, kind: str, progress: Progress | None = None) -> None:
@@ -121,15 +118,15 @@ class Ladder:
         self.plan = cache(self._plan)
 
     def top(self, bound_s: float) -> Plan | None:
-        """Return the plan of the highest rung that is searched under a bound. Its throughput is the highest. None means
-        that no rung has a plan.
+        """Return the plan of the highest rung that is searched under a bound, which has the highest throughput; None if
+        no rung has a plan.
         """
         return self.plan((_top(bound_s) + 1) * BLOCK)
 
     def highest(self, bound_s: float, rival_rps: float = 0.0) -> Plan | None:
-        """Return the plan on the highest rung that keeps the bound in simulation, or None if no rung does.
+        """Return the plan of the highest rung that keeps the bound in simulation; None if no rung keeps it.
 
-        If no rung can serve more than a rival, the plan that keeps the bound in closed form is returned without a
+        If no rung's throughput exceeds the rival's, the plan that keeps the bound in closed form is returned without a
         simulation.
         """
         started = time.perf_counter()
@@ -156,13 +153,13 @@ class Ladder:
         return plan is None or self.simulated(plan).guarded_s <= bound_s
 
     def nearest_s(self) -> float | None:
-        """Return the nearest bound, in s, that a plan of the ladder keeps, or None if no rung has a plan."""
+        """Return the lowest bound, in s, that a plan of the ladder keeps; None if no rung has a plan."""
         rung = self.lowest()
         plan = None if rung is None else self.plan(rung)
         return None if plan is None or rung is None else max(self.simulated(plan).guarded_s, RUNG**rung / REACH)
 
     def lowest(self) -> int | None:
-        """Return the lowest rung that has a plan, or None if none has."""
+        """Return the lowest rung that has a plan; None if no rung has a plan."""
         try:
             self._best_under(RUNG**LOWEST)
         except InfeasibleError as error:
@@ -173,7 +170,9 @@ class Ladder:
         return LOWEST
 
     def simulated(self, plan: Plan) -> _Simulated:
-        """Return the simulated latencies of a rung's plan; neighbouring rungs often share a plan."""
+        """Return the simulated latencies of a rung's plan. They are cached, since neighbouring rungs often share a
+        plan.
+        """
         key = plan.policy, plan.stages
         if key not in self._simulated:
             if self._progress is not None:
@@ -197,7 +196,7 @@ class Ladder:
         return self._of.under(constraint).best_of_each((self._kind,))[self._kind]
 
     def _settled(self, plan: Plan, rung: int, bound_s: float, seconds: float) -> Plan:
-        """Return the plan under the given bound, with its simulated latency."""
+        """Return the plan of a rung with its simulated latency, under the given bound."""
         seen = with_law(plan, self.simulated(plan).law, closed_s=RUNG**rung)
         certificate = seen.search.model_copy(update={"simulations": len(self._simulated), "seconds": round(seconds, 4)})
         constraint = plan.constraint.model_copy(update={"latency_bound_s": bound_s})
@@ -205,16 +204,15 @@ class Ladder:
 
 
 def _top(bound_s: float) -> int:
-    """Return the highest block of rungs that is searched under a bound."""
+    """Return the number of the highest block of rungs that is searched under a bound."""
     return floor(log(REACH * bound_s) / log(RUNG) / BLOCK)
 
 
 def with_law(plan: Plan, law: RequestLaw, closed_s: float | None = None) -> Plan:
-    """Return the plan with the simulated quantile of all requests as its latency. Its proof is the closed form's.
+    """Return the plan with its simulated latency. The certificate keeps only the closed form's gap, as a remark.
 
     Args:
-        closed_s: the bound, in s, under which the plan is the best in closed form. None means that the proof does not
-            mention it.
+        closed_s: the bound, in s, under which the plan is the best in closed form; None: the remark names no bound.
     """
     quantile, search = plan.constraint.quantile, plan.search
     proven = ""

@@ -1,4 +1,4 @@
-"""Find how expensive steps that mix prompts and decodes must be for another policy to win."""
+"""Find the cost of mixed steps at which another policy becomes better."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from xscheduler.problem import Problem
 from xsimulator.forecast import FORECASTS
 
 DEAREST = 0.4
-"""Largest cost of mixing that is considered, as a share of a step's decodes."""
+"""Largest cost of mixing that is tried, as a share of the time of a step's decodes."""
 HALVINGS = 5
 
 
 def with_mixing_edge(plans: Mapping[str, Plan], profile: Profile) -> Plan:
-    """Return the first plan, annotated with the cost of mixed steps at which another policy's plan would serve more.
+    """Return the first plan with the cost of mixed steps at which another policy's plan becomes better.
 
-    Plans are compared by their objective, in closed form at another cost and with unchanged settings. A plan from a
-    measured profile is returned unchanged, since mixed steps have been measured.
+    Plans are compared by their objective in closed form, with unchanged settings. A plan from a measured profile is
+    returned unchanged, since the profile includes the cost of mixed steps.
     """
     best = next(iter(plans.values()))
     rivals = [plan for plan in plans.values() if _mixes(plan) != _mixes(best)]
@@ -51,6 +51,6 @@ def _mixes(plan: Plan) -> bool:
 
 
 def _closed(plan: Plan, profile: Profile, mixing: float) -> float:
-    """Return a plan's objective at another cost of mixed steps, in closed form."""
+    """Return the value of a plan's objective at another cost of mixed steps, in closed form."""
     engine = (plan.engine or load_engine("xgpt")).model_copy(update={"mixing": mixing})
     return closed_objective(plan, replace(Problem.of(plan, profile), engine=engine))

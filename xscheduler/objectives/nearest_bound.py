@@ -1,4 +1,4 @@
-"""Explain which bound no plan keeps, waiting included, and find the nearest one that a plan keeps."""
+"""Explain which bound no plan keeps, waiting included, and find the nearest bound that a plan keeps."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from xscheduler.schedule import Scheduler
 from xscheduler.why_not import why_slow
 
 STEP = 1.01
-"""Ratio of neighbouring bounds that are tried. They are powers of this ratio, so the answer does not depend on the
-bound that was requested.
+"""Ratio of neighbouring bounds to try. The bounds are powers of this ratio, so the answer does not depend on the
+requested bound.
 """
 STRIDES = (4, 12, *range(41, 1000, 41))
-"""Powers of `STEP` by which a bound is loosened, in this order, until a plan keeps it."""
+"""Powers of `STEP` by which a bound is loosened, in this order, until a plan keeps the bound."""
 Keeps = Callable[[Constraint], bool]
-"""Whether planning under other bounds finds a plan."""
+"""A function that returns whether a plan exists under other bounds."""
 
 
 def never_kept(
     scheduler: Scheduler, kinds: Sequence[str], keeps: Keeps, progress: Progress | None = None
 ) -> InfeasibleError:
-    """Return the error that no plan keeps the bounds at any rate; it names the nearest bounds that a plan keeps.
+    """Return the error for bounds that no plan keeps at any rate; it names the nearest bounds that a plan keeps.
 
-    If a single bound is the cause, the error names only this bound; otherwise it names all of them.
+    If a single bound is the cause, the error names the nearest value of this bound only.
     """
     constraint = scheduler.problem.constraint
     given = {name: bound for name in BOUNDS if (bound := getattr(constraint, name)) is not None}
     binding, base, reason = next(iter(given)), 1.0, ""
     try:
         scheduler.best_of_each(kinds)
-    except InfeasibleError as error:  # even requests that do not wait break the bounds
+    except InfeasibleError as error:  # requests break the bounds even if they do not wait
         if error.binding not in given:
             return error
         binding, reason = error.binding, error.reason
@@ -63,7 +63,7 @@ def never_kept(
 
 
 def rate_not_kept(scheduler: Scheduler, kinds: tuple[str, ...], highest: float) -> InfeasibleError:
-    """Return the error that no plan sustains the requested arrival rate; the best one sustains `highest`."""
+    """Return the error for an arrival rate that no plan sustains; `highest` is the best plan's rate."""
     problem, num_devices = scheduler.problem, scheduler.candidates.placements.num_devices
     return InfeasibleError(
         f"arrival_rate_per_s: no schedule of {', '.join(kinds)} on {num_devices} of the {problem.cluster.num_devices} "
@@ -75,7 +75,7 @@ def rate_not_kept(scheduler: Scheduler, kinds: tuple[str, ...], highest: float) 
 
 
 class _Nearest(NamedTuple):
-    """Bounds that a plan keeps, and the ratio to the next tighter ones tried, which no plan keeps."""
+    """Bounds that a plan keeps, and their ratio to the next tighter bounds tried, which no plan keeps."""
 
     bounds: dict[str, float]
     ratio: float
@@ -84,16 +84,17 @@ class _Nearest(NamedTuple):
 def _nearest(
     constraint: Constraint, bounds: Mapping[str, float], low: float, keeps: Keeps, progress: Progress | None
 ) -> _Nearest | None:
-    """Loosen all bounds by the same factor, and return the tightest that some plan keeps, or None.
+    """Loosen all bounds by the same factor, and return the tightest bounds that some plan keeps; None if none were
+    found.
 
     Args:
         low: a factor with which no plan keeps the bounds.
     """
     started, tried = time.perf_counter(), 0
-    unit = 1.0 if len(bounds) > 1 else 1 / next(iter(bounds.values()))  # one bound is tried at powers of `STEP` seconds
+    unit = 1.0 if len(bounds) > 1 else 1 / next(iter(bounds.values()))  # s, for a single bound
 
     def at(power: int) -> dict[str, float]:
-        # Rounded as they are printed, so that a user can ask for the printed values.
+        # Bounds are rounded as they are printed, so that the printed values can be kept.
         return {name: float(f"{unit * STEP**power * bound:.4g}") for name, bound in bounds.items()}
 
     def is_kept(power: int) -> bool:

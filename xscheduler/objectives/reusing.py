@@ -1,11 +1,11 @@
-"""Find plans that count on prefix reuse: divide memory between running requests and prompts cached for later ones.
+"""Find plans that rely on prefix reuse: divide memory between running requests and cached prompts.
 
-The share of prompt tokens found in the cache depends on the memory that a setting leaves for the cache. With a larger
-batch, more requests run at the same time but fewer tokens are cached, so throughput is not monotone in the batch size.
-Therefore cache sizes are enumerated such that the cached share grows by the same amount from each size to the next. At
-one size, lengths are fixed, and throughput and latency are monotone in the settings as without reuse. For settings
-between two sizes, the certificate uses an upper bound: the throughput with the cached share of the larger size, if
-running requests took memory only for their outputs.
+The share of prompt tokens found in the cache depends on the memory that running requests leave for the cache. With a
+larger batch fewer tokens are cached, so throughput is not monotone in the batch size. Therefore the search tries
+several cache sizes, from each of which to the next the cached share grows by the same amount. At one cache size,
+throughput and latency are monotone in the settings, as without reuse. For cache sizes in between, the certificate uses
+an upper bound: the throughput with the cached share of the larger size, if running requests took memory only for their
+outputs.
 """
 
 from __future__ import annotations
@@ -25,32 +25,30 @@ from xscheduler.problem import Problem
 from xsimulator.reuse import reused_at
 
 STEPS = 4
-"""Number of cache sizes; from one to the next the cached share grows by the same amount."""
+"""Number of cache sizes between which the cached share grows by equal amounts."""
 SHARES = (0.5, 0.65, 0.8, 0.9, 0.95)
-"""Further cache sizes that are tried, as shares of the K/V memory."""
+"""Further cache sizes to try, as shares of the K/V memory."""
 BOUND = "the best of any division of memory between running requests and cached prompts"
 ROUNDS = 1
-"""Number of further searches; each assumes the number of running requests of the plan that the previous search
-found.
-"""
+"""Number of further searches. Each assumes the number of running requests that the previous search found."""
 MOST_DIVISIONS = 2
-"""Divisions of memory for which arrivals are simulated."""
+"""Largest number of divisions of memory for which arrivals are simulated."""
 
 
 PlanEach = Callable[[Problem], dict[str, Plan]]
-"""Returns each policy's best plan for a problem, the best of all first."""
+"""A function that returns each policy's best plan for a problem, the best of all first."""
 
 
 def with_reuse(
     plan_each: PlanEach, problem: Problem, trace: TraceLengths | None, plans: dict[str, Plan]
 ) -> dict[str, Plan]:
-    """Return each policy's best plan, the best of all first: the given one, or a better one that counts on reuse.
+    """Return each policy's best plan, the best of all first: the given plan, or a better plan that relies on reuse.
 
-    A plan with reuse has one replica, or the same number as the best plan without reuse. Each replica then gets the
-    requests that are routed to it.
+    A plan with reuse has one replica, or as many as the best plan without reuse; each replica then gets the requests
+    that are routed to it.
 
     Args:
-        trace: the workload's trace. None means that it is not a trace, and the plans are returned unchanged.
+        trace: the workload's trace; None: the workload is not a trace, and the plans are returned unchanged.
         plans: each policy's best plan without reuse.
     """
     if trace is None:
@@ -83,9 +81,9 @@ class _Division:
 
     Attributes:
         base: the problem, with a fixed number of replicas.
-        curve: returns the reuse curve for a number of other running requests.
-        size, larger: tokens cached in this division and in the next one.
-        has_answers: whether prompts contain the answers to earlier ones.
+        curve: returns the reuse curve, given the number of other running requests.
+        size, larger: number of cached tokens in this division, and in the next larger one.
+        has_answers: whether prompts contain the answers to earlier prompts.
     """
 
     base: Problem
@@ -95,11 +93,11 @@ class _Division:
     has_answers: bool
 
     def problem(self, inside: float = 0.0) -> Problem:
-        """Return the problem in which prompts are shorter by their cached tokens, while `inside` other requests run."""
+        """Return the problem with prompts shortened by the tokens that are cached while `inside` other requests run."""
         return replace(self.base, reused=reused_at(self.curve(round(inside)), self.size))
 
     def bound(self) -> Problem:
-        """Return a problem whose optimum bounds every setting between this division and the next."""
+        """Return a problem whose optimum is an upper bound for all divisions between this one and the next."""
         return replace(self.base, reused=reused_at(self.curve(0), self.larger, self.size, holds_prompts=False))
 
 
@@ -116,9 +114,10 @@ def _divisions(problem: Problem, trace: TraceLengths, best: Plan) -> list[_Divis
 
 
 def _consistent(plan_each: PlanEach, division: _Division, best: Plan) -> dict[str, Plan]:
-    """Return each policy's best plan, for the reuse that is possible while the plan's own number of requests runs.
+    """Return each policy's best plan, with the reuse that is possible while the plan's number of requests runs.
 
-    If requests are always waiting, a conversation's next turn may enter before the previous answer has ended.
+    This number matters at saturation, where a conversation's next prompt may enter before the previous answer has
+    ended.
     """
     if not division.has_answers:
         return _planned(plan_each, division.problem())
@@ -130,7 +129,7 @@ def _consistent(plan_each: PlanEach, division: _Division, best: Plan) -> dict[st
 
 
 def promising(divisions: list[Problem], best_rps: Callable[[Problem], float]) -> list[Problem]:
-    """Return the divisions of memory to simulate for arrivals: those with the highest saturated throughput."""
+    """Return the divisions of memory with the highest throughput at saturation, for which arrivals are simulated."""
     if len(divisions) == 1:
         return divisions
 
@@ -145,14 +144,14 @@ def _rps(plan_each: PlanEach, problem: Problem) -> float:
 
 
 def _sizes(curve: ReuseCurve, plan: Plan) -> list[float]:
-    """Return the cache sizes to try, in tokens, from none to all of a plan's K/V memory."""
+    """Return the cache sizes to try, in tokens, from 0 to all of a plan's K/V memory."""
     memory = float(plan.block_size * min(stage.kv_blocks for stage in plan.stages if stage.lane != "decode"))
     steps = {0.0, memory, *curve.sizes(STEPS).tolist(), *(share * memory for share in SHARES)}
     return sorted(size for size in steps if size <= memory)
 
 
 def _planned(plan_each: PlanEach, problem: Problem) -> dict[str, Plan]:
-    """Return each policy's best plan; empty if none fits in memory."""
+    """Return each policy's best plan, or no plans if no plan keeps the constraint."""
     try:
         return plan_each(problem)
     except InfeasibleError:
@@ -160,13 +159,15 @@ def _planned(plan_each: PlanEach, problem: Problem) -> dict[str, Plan]:
 
 
 def _bound(plan: Plan) -> float | None:
-    """Return the proven upper bound on the objective for the plan's policy, or None if nothing is proven."""
+    """Return the proven upper bound on the objective for the plan's policy; None if nothing is proven."""
     gap = plan.search.gap
     return None if gap is None else maximised(plan) * (1 + gap)
 
 
 def _counting(plan: Plan, alone: Plan, highest: float | None) -> Plan:
-    """Return the plan with the objective of the plan `alone` noted, and with its gap over all divisions of memory."""
+    """Return the plan with its gap over all divisions of memory, and with the objective of `alone`, the plan without
+    reuse.
+    """
     if plan.estimate.reuse is None:
         return plan
     reuse = plan.estimate.reuse.model_copy(update={"alone": maximised(alone)})

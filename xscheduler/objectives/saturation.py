@@ -1,11 +1,11 @@
-"""Find the plans with the highest throughput while requests are always waiting (saturation): simulation checks them.
+"""Find the plans with the highest throughput at saturation (requests are always waiting), and check them by simulation.
 
 Closed forms describe the steady state in which running requests are at different points of their outputs. If outputs
-have nearly equal lengths there is another steady state: requests that began together end together, and whole batches
-follow each other. So each plan is simulated. If the simulation disagrees, the plan gets the simulated figures. If
-throughput disagrees or a bound is broken, other plans are also simulated: those that are best in closed form under ever
-tighter bounds. The plan with the highest simulated throughput becomes the policy's plan. These tighter bounds do not
-depend on the user's bound, so a looser bound adds plans and removes none.
+have nearly equal lengths there is another steady state, in which requests that began together end together. So each
+plan is simulated, and simulated figures replace those with which they disagree. If throughput disagrees or a bound is
+broken, the plans that are best in closed form under several tighter bounds are also simulated. The plan with the
+highest simulated throughput becomes the policy's plan. The tighter bounds come from a fixed sequence, so a looser bound
+adds plans and removes none.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ from xsimulator.capacity import endings, in_order_of_arrival
 from xsimulator.run import check_fits, encode_emits, outstanding_requests, seen_at_once, warm_up_requests
 
 AGREES = 0.1
-"""The figures of the closed form are kept if the simulation differs by at most this share."""
+"""Simulated figures that differ by at most this share from the closed form count as equal."""
 MORE = 2.0
-"""If the plan with the highest predicted throughput serves more in simulation than predicted, other plans may also
-exceed their predictions, by up to this factor.
+"""If the plan with the highest predicted throughput exceeds its prediction in simulation, other plans are assumed to
+exceed theirs by up to this factor.
 """
 LEAST_REQUESTS = 1000
 LIFETIMES = 16
-"""Number of simulated requests per request of the decode batch; at least `LEAST_REQUESTS` in all."""
+"""Number of simulated requests for each request of the decode batch; at least `LEAST_REQUESTS` are simulated."""
 ABOUT = 1.25
-"""Gaps between tokens at the quantile's length are averaged over outputs whose length differs from it by at most this
-factor."""
+"""The time per token at the quantile's length is averaged over outputs whose length differs by at most this factor."""
 LEAST_ALIKE = 30
-"""Least number of requests of about the quantile's length from which its latency is read."""
+"""Smallest number of requests of about the quantile's length from which their latency is computed."""
 MOST_REQUESTS = 5000
-"""Largest number of simulated requests, if few have about the quantile's length."""
+"""Largest number of requests that are simulated because few have about the quantile's length."""
 SEED = 0
 RUNG = 1.2
 """Ratio of the closed form's latencies on neighbouring rungs."""
@@ -53,14 +52,14 @@ PASSED_OVER = f"{TOGETHER}; plans with a higher prediction serve less in simulat
 
 
 class SaturatedFigures(NamedTuple):
-    """A plan's simulated figures while requests are always waiting.
+    """A plan's simulated figures at saturation.
 
     Attributes:
         throughput_rps: throughput of all replicas together.
-        latency_s: mean time from admission to the last token, of a request of the quantile's length.
+        latency_s: mean latency of a request of the quantile's length.
         ttft_s: mean time from admission to the first token.
-        tpot_s: mean gap between the tokens of a request of about the quantile's length. None, like the latency, if too
-            few requests have that length.
+        tpot_s: mean time per output token of a request of about the quantile's length; like `latency_s`, it is None if
+            too few requests have this length.
     """
 
     throughput_rps: float
@@ -69,8 +68,8 @@ class SaturatedFigures(NamedTuple):
     tpot_s: float | None
 
     def other_than(self, plan: Plan) -> dict[str, float]:
-        """Return the figures that disagree with those of the plan. Under sla "request", latency is left out, since it
-        is simulated already.
+        """Return the figures that disagree with the plan's. Under sla "request", the plan's latency is already
+        simulated, so it is left out.
         """
         found = self._asdict()
         if plan.constraint.sla == "request":
@@ -82,14 +81,16 @@ class SaturatedFigures(NamedTuple):
         }
 
     def excess(self, plan: Plan, constraint: Constraint) -> float:
-        """Return the largest ratio of time to bound, headroom included, of times that disagree with the plan."""
+        """Return the largest ratio of a time, headroom included, to its bound, among the times that disagree with the
+        plan's.
+        """
         bounds = {"latency_s": constraint.latency_bound_s, "ttft_s": constraint.ttft_s, "tpot_s": constraint.tpot_s}
         over = [seen / (bounds.get(name) or inf) for name, seen in self.other_than(plan).items()]
         return (1 + constraint.headroom) * max(over, default=0.0)
 
     def refutes(self, plan: Plan) -> bool:
-        """Return whether another plan may be better, because this plan's throughput differs from its prediction or it
-        breaks a bound.
+        """Return whether another plan may be better, because this plan breaks a bound or its throughput differs from
+        its prediction.
         """
         return not _agree(self.throughput_rps, plan.estimate.throughput_rps) or self.excess(plan, plan.constraint) > 1
 
@@ -99,7 +100,7 @@ def _agree(seen: float, predicted: float) -> bool:
 
 
 def saturated_figures(plan: Plan, profile: Profile) -> SaturatedFigures:
-    """Simulate a plan with all requests present from the beginning, admitted in order of arrival.
+    """Simulate a plan at saturation, with all requests present at the start and admitted in order of arrival.
 
     Raises:
         InputError: a request of the workload can never fit into the plan's K/V memory.
@@ -114,7 +115,7 @@ def saturated_figures(plan: Plan, profile: Profile) -> SaturatedFigures:
     total = skipped + count + outstanding_requests(plan)
     inputs, outputs = sample(plan.workload, total, np.random.default_rng(SEED))
     longest = np.full(total, plan.workload.output.lengths[-1])
-    for needed in (skipped + count, None):  # rarely, exactly these requests have ended
+    for needed in (skipped + count, None):  # None: continue to the end, since rarely no further request has ended
         seen = seen_at_once(plan, profile, inputs, outputs, longest, needed)
         ends = np.sort(seen.end_s[seen.last_token[seen.last_token >= 0]])
         if len(ends) > skipped + count:
@@ -133,18 +134,18 @@ def saturated_figures(plan: Plan, profile: Profile) -> SaturatedFigures:
 
 
 def _about(lengths: Ints | Sequence[int], length: int) -> npt.NDArray[np.bool_]:
-    """Return which outputs are about as long as `length` and have at least two tokens."""
+    """Return a mask of the outputs that have about the length `length` and at least two tokens."""
     values = np.asarray(lengths)
     return (values >= max(2, length / ABOUT)) & (values <= ABOUT * length)
 
 
 def with_simulated_figures(plan: Plan, profile: Profile) -> Plan:
-    """Return the plan, with figures of the closed form replaced by simulated ones where the two disagree."""
+    """Return the plan with simulated figures where they disagree with the closed form."""
     return _with(plan, saturated_figures(plan, profile))
 
 
 class Saturated(Objective):
-    """The highest throughput while requests are always waiting, with latency from admission."""
+    """The objective `saturated`: the highest throughput at saturation, with latency counted from admission."""
 
     def rank(self, kinds: Sequence[str]) -> Ranked:
         constraint, self._ladders = self.scheduler.problem.constraint, {}
@@ -165,7 +166,7 @@ class Saturated(Objective):
         return plans if self.scheduler.problem.reused is not None else self._confirmed(plans)
 
     def certify(self, plans: dict[str, Plan]) -> dict[str, Plan]:
-        rate = self.scheduler.problem.constraint.arrival_rate_per_s or 0.0  # of a problem without bounds
+        rate = self.scheduler.problem.constraint.arrival_rate_per_s or 0.0  # set only without bounds
         ordered = sorted(plans.items(), key=lambda item: -objective_value(item[1]))
         stable = {kind: self.finish(plan) for kind, plan in ordered if plan.estimate.throughput_rps > rate}
         if not stable:
@@ -177,10 +178,11 @@ class Saturated(Objective):
         return stable
 
     def _kept_by_all(self, ranked: Ranked, bound_s: float) -> dict[str, Plan]:
-        """Return each policy's plan with the highest throughput that keeps the bound on all requests in simulation.
+        """Return each policy's plan with the highest throughput that keeps the bound for the quantile of all requests
+        in simulation.
 
-        A policy is not simulated if its throughput, even in closed form and under a looser bound, is below that of the
-        best policy. Its plan then keeps the bound in closed form only.
+        A policy is not simulated if its throughput in closed form is below the best policy's, even under a looser
+        bound. Its plan then keeps the bound only in closed form.
         """
         plans: dict[str, Plan] = {}
         best_rps = 0.0
@@ -194,7 +196,7 @@ class Saturated(Objective):
         return plans
 
     def _confirmed(self, plans: dict[str, Plan]) -> dict[str, Plan]:
-        """Return each policy's plan with the highest throughput, confirmed or corrected by simulation."""
+        """Return each policy's plan with the highest throughput, after checking or correcting it by simulation."""
         found: dict[str, Plan] = {}
         nearest_s = inf
         for kind, plan in plans.items():
@@ -214,12 +216,12 @@ class Saturated(Objective):
         return found
 
     def _best_in_simulation(self, kind: str, plan: Plan, seen: SaturatedFigures) -> tuple[Plan | None, float]:
-        """Return the policy's best plan in simulation (None: no plan keeps the bounds), and the least excess over the
-        bounds.
+        """Return the policy's best plan in simulation, or None if no plan keeps the bounds, and the smallest ratio of
+        time to bound of any plan.
         """
         best, least, simulated, profile = None, inf, {}, self.scheduler.problem.profile
         more = MORE if seen.throughput_rps > plan.estimate.throughput_rps else 1.0
-        # The value of a user's objective need not fall as bounds tighten.
+        # As bounds tighten, throughput falls, but a user's own objective need not fall.
         has_own = plan.constraint.maximise is not None
         for other in chain((plan,), self._rungs(kind, plan)):
             if (
@@ -249,7 +251,7 @@ class Saturated(Objective):
         return best.model_copy(update={"constraint": plan.constraint, "search": search}), least
 
     def _rungs(self, kind: str, plan: Plan) -> Iterator[Plan]:
-        """Yield the policy's best plans in closed form under ever tighter latency bounds."""
+        """Yield the policy's best plan in closed form under each of a sequence of ever tighter latency bounds."""
         constraint = self.scheduler.problem.constraint
         rung = floor(log(plan.estimate.latency_s * (1 + constraint.headroom)) / log(RUNG))
         while True:
@@ -261,8 +263,7 @@ class Saturated(Objective):
             rung -= 1
 
     def _never_kept(self, nearest_s: float) -> InfeasibleError:
-        """Return the error that no policy keeps the bounds; it names a latency bound that a policy kept in
-        simulation."""
+        """Return the error for bounds that no policy keeps; it names a latency bound that a simulated plan keeps."""
         constraint = self.scheduler.problem.constraint
         bounds = {name: bound for name in BOUNDS if (bound := getattr(constraint, name)) is not None}
         name = next(iter(bounds))
@@ -276,10 +277,12 @@ class Saturated(Objective):
         )
 
     def _never_kept_by_all(self, bound_s: float) -> InfeasibleError:
-        """Return the error that no policy keeps a bound on all requests, with the nearest bound that can be kept."""
+        """Return the error for a bound that no policy keeps for the quantile of all requests; it names the nearest
+        bound that can be kept.
+        """
         nearest = [least for ladder in self._ladders.values() if (least := ladder.nearest_s()) is not None]
         if not nearest:
-            self.scheduler.best_of_each(tuple(self._ladders))  # says why not
+            self.scheduler.best_of_each(tuple(self._ladders))  # raises an error that states why
         nearest_s = min(nearest)
         return InfeasibleError(
             f"latency_bound_s: in simulation, no schedule keeps {bound_s:g} s for the required share of all requests; "
@@ -294,8 +297,8 @@ def _valued(plan: Plan) -> tuple[Plan, float]:
 
 
 def _with(plan: Plan, seen: SaturatedFigures) -> Plan:
-    """Return the plan with simulated figures wherever they disagree with its own. The closed form's proof is then
-    dropped.
+    """Return the plan with the simulated figures that disagree with its own. If throughput disagrees, the closed form's
+    proof is dropped.
     """
     e, search, figures = plan.estimate, plan.search, seen.other_than(plan)
     rps = figures.get("throughput_rps")

@@ -1,4 +1,4 @@
-"""Find the fewest devices that sustain an arrival rate, and the cheapest of several clusters."""
+"""Find the smallest number of devices that sustains an arrival rate, and the cheapest of several clusters."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from xscheduler.problem import Problem
 
 @dataclass(frozen=True)
 class ClusterChoice:
-    """One of several clusters, with the devices that sustain the rate and their price.
+    """A cluster, with the number of devices that sustains the arrival rate and their price.
 
     Attributes:
-        num_devices: the fewest devices that sustain the arrival rate, or None if not even all of them do.
-        price_per_hour: price of these devices, or None if the rate is not sustained.
-        why_not: the error, if the rate is not sustained.
+        num_devices: the smallest number of devices that sustains the arrival rate; None if all devices do not sustain
+            it.
+        price_per_hour: price of these devices for an hour; None if the rate is not sustained.
+        why_not: the error if the rate is not sustained.
         why_not_fewer: see `Fewest`.
     """
 
@@ -30,8 +31,8 @@ class ClusterChoice:
 
 
 class Fewest(NamedTuple):
-    """The smallest number of devices that sustains a rate, and why one device less does not ("": one device is
-    enough).
+    """The smallest number of devices that sustains a rate, and why one device less is not enough ("" if the number is
+    1).
     """
 
     number: int
@@ -39,13 +40,13 @@ class Fewest(NamedTuple):
 
 
 def fewest_devices(problem: Problem, plan_each: PlanEach) -> Fewest:
-    """Return the smallest number of the cluster's devices that sustains the arrival rate under the constraint.
+    """Return the smallest number of the cluster's devices that keeps the constraint at the arrival rate.
 
     Args:
-        plan_each: plans as the chosen number of devices is planned: with the same policy, search and order.
+        plan_each: returns each policy's best plan, with the policy, search and order that the final plan will have.
 
     Raises:
-        InfeasibleError: even all devices do not sustain the rate.
+        InfeasibleError: all devices together do not sustain the rate.
     """
     low, high, why = 1, problem.cluster.num_devices, ""
     plan_each(replace(problem, max_devices=high))
@@ -63,7 +64,7 @@ def fewest_devices(problem: Problem, plan_each: PlanEach) -> Fewest:
 
 
 def cheapest(problems: Sequence[Problem], plan_each: PlanEach) -> list[ClusterChoice]:
-    """Return for each cluster the fewest devices that sustain the arrival rate and their price, the cheapest first.
+    """Return for each cluster the smallest number of devices that sustains the arrival rate, the cheapest first.
 
     Clusters that do not sustain the rate come last.
 
@@ -71,7 +72,7 @@ def cheapest(problems: Sequence[Problem], plan_each: PlanEach) -> list[ClusterCh
         plan_each: see `fewest_devices`.
 
     Raises:
-        InputError: a cluster without a price.
+        InputError: a cluster has no price.
     """
     choices = []
     for problem in problems:

@@ -1,8 +1,8 @@
-"""Tune by simulation the settings that closed forms cannot compare: token budgets that follow the slack of requests.
+"""Tune settings that closed forms cannot compare, by simulation: token budgets that depend on the slack of requests.
 
-Optuna proposes settings in rounds, beginning with settings that are equivalent to the plan's fixed budget. All settings
-are simulated with the same lengths and arrivals, at a rate slightly above the best so far. A run ends early if too many
-requests have broken their bounds. So the result is never worse than the plan that was tuned.
+Optuna proposes settings in rounds and begins with settings that are equivalent to the plan's fixed budget, so the
+result is never worse than the given plan. All settings are simulated with the same lengths and arrivals, at a rate
+slightly above the best so far. A run ends early if too many requests have broken their bounds.
 """
 
 from __future__ import annotations
@@ -34,23 +34,20 @@ if TYPE_CHECKING:
 
 NUM_TRIALS = 44
 ROUND = 4
-"""Number of settings proposed together. It is the same for any number of processes, so plans do not depend on that
-number.
-"""
+"""Number of settings in a round. It does not depend on the number of processes, so neither do plans."""
 NUM_PROCESSES = 2
 PRECISION = 0.01
-"""Share by which settings must exceed the best rate so far."""
+"""Settings are better only if they exceed the best rate so far by this share."""
 FAR = 1.5
-"""Factor by which the quantile may exceed its bounds before a run is given up."""
+"""A run ends early once the quantile exceeds its bounds by this factor."""
 LARGEST_STEP = 8192
 """Largest number of prompt tokens in a step."""
 TIGHTER = (0.7, 0.4)
-"""Shares of the bound on the time per token; under these tighter bounds the closed form chooses smaller budgets."""
+"""Shares of the bound on the time per token. Under these tighter bounds, the closed form chooses smaller budgets."""
 
 
 class TunedArrivals(Arrivals):
-    """The highest arrival rate of a tuned policy: the best fixed policy's plan, with further settings tuned by
-    simulation.
+    """The objective `arrivals` for a tuned policy: the plan of the policy without tuning, improved by simulation.
 
     Args:
         kind: the tuned policy, a key of `xsimulator.forecast.TUNED`.
@@ -76,7 +73,9 @@ class TunedArrivals(Arrivals):
         return {self._kind: tune(base, self.scheduler.problem.profile, others=others, order=self._order)}
 
     def _under_tighter(self) -> Iterator[Plan]:
-        """Yield the best plans under a tighter time per token, with their capacities under the bound itself."""
+        """Yield the best plans under a tighter bound on the time per token, with their capacities under the original
+        bound.
+        """
         constraint = self.scheduler.problem.constraint
         assert constraint.tpot_s is not None
         for share in TIGHTER:
@@ -86,15 +85,15 @@ class TunedArrivals(Arrivals):
             except InfeasibleError:
                 continue
             for plan in found.values():
-                bounds = plan.constraint.model_copy(update={"tpot_s": constraint.tpot_s})  # its headroom stays
+                bounds = plan.constraint.model_copy(update={"tpot_s": constraint.tpot_s})  # keeps the plan's headroom
                 plan = plan.model_copy(update={"constraint": bounds})
                 yield with_capacity(plan, self.scheduler.problem.profile, rate_of(plan), edges=False)
 
     def _on_one_stage(self, fixed: list[Plan]) -> list[Plan]:
-        """Return the policy's best single-stage plan in closed form; an empty list if the fixed plans already include
-        one.
+        """Return the policy's best single-stage plan in closed form, or an empty list if `fixed` includes a
+        single-stage plan.
 
-        Steps of a pipeline have less time, and a prompt passes through only one of its micro-batches.
+        In a pipeline, a step has less time, and a prompt goes through only one of the micro-batches.
         """
         problem = self.scheduler.problem
         if any(len(plan.stages) == 1 for plan in fixed) or "pp" in problem.fixed:
@@ -104,19 +103,19 @@ class TunedArrivals(Arrivals):
 
 
 class Score(NamedTuple):
-    """The score of settings: their rate, or an estimate of it from the excess over the bounds at a higher rate."""
+    """The score of settings: their rate if `kept`, else an estimate from their excess over the bounds."""
 
     kept: bool
     rate: float
 
 
 def tune(plan: Plan, profile: Profile, *, others: Sequence[Plan] = (), order: AdmissionOrder | None = None) -> Plan:
-    """Return the plan with the best tuned settings found, and its simulated capacity.
+    """Return the plan with the best tuned settings that were found, and with its simulated capacity.
 
     Args:
         plan: a plan with fixed settings and a simulated capacity.
-        others: further plans with fixed settings to start from, on other placements or with other budgets.
-        order: order of admission. None means that the order is tuned as well.
+        others: further plans with fixed settings from which to start, on other placements or with other budgets.
+        order: order of admission; None: the order is tuned as well.
     """
     import optuna
 
@@ -149,7 +148,7 @@ def tune(plan: Plan, profile: Profile, *, others: Sequence[Plan] = (), order: Ad
 
 
 def _settled(plan: Plan, profile: Profile, rate: float) -> Plan:
-    """Return the plan with its simulated saturated throughput, and its capacity with an error."""
+    """Return the plan with its simulated throughput at saturation, its capacity, and the capacity's error."""
     saturated = max(Trial(plan, profile).saturated(), rate)
     estimate, factor = plan.estimate, saturated / plan.estimate.throughput_rps
     cost = estimate.cost_per_million_tokens
@@ -178,7 +177,7 @@ def _settled(plan: Plan, profile: Profile, rate: float) -> Plan:
 
 
 def _slack_settings(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield the settings to start from: the fixed budget, in order of arrival and in time; then budgets by slack."""
+    """Yield the settings from which to start: the fixed budget with orders fcfs and in-time, then budgets by slack."""
     budget = plan.policy.token_budget  # type: ignore[union-attr]
     fixed = {
         "by_slack": False,
@@ -218,12 +217,12 @@ def _with_slack(plan: Plan, trial: optuna.trial.BaseTrial, order: AdmissionOrder
 
 
 _profile: Profile | None = None
-"""The profile of a scoring process."""
+"""The profile that a scoring process uses."""
 
 
 @contextmanager
 def _workers(plan: Plan, profile: Profile) -> Iterator[Callable[[list[Plan], float], list[Score]]]:
-    """Yield a function that scores plans, in as many processes as there are cores, at most `NUM_PROCESSES`."""
+    """Yield a function that scores plans in one process for each core, but at most `NUM_PROCESSES`."""
     count = min(NUM_PROCESSES, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     if count < 2:
         _begin(profile)
@@ -242,7 +241,7 @@ def _begin(profile: Profile) -> None:
 
 
 def _score(plan: Plan, best: float) -> Score:
-    """Return the plan's rate if it exceeds the best one, else an estimate of it."""
+    """Return the plan's rate if the rate exceeds `best`, else an estimate of the rate."""
     assert _profile is not None
     search = CapacitySearch(plan, _profile, best, most=2 * max(best, plan.estimate.throughput_rps))
     search.precision = PRECISION

@@ -1,1 +1,1 @@
-"""Re-planning: predict a running plan under other lengths, find plans that may replace it, and decide on a change."""
+"""Re-plan: predict a running plan with observed lengths, find plans that may replace it, and decide on a change."""

@@ -1,4 +1,4 @@
-"""Decide whether a better plan replaces the running one: weigh its gain against the cost of the change."""
+"""Decide whether to replace the running plan by a better one, given the gain and the cost of the change."""
 
 from __future__ import annotations
 
@@ -22,37 +22,40 @@ from xsimulator.forecast import CHOICES, FORECASTS, TUNED
 from xsimulator.memory import LaneMemory
 
 LOAD_BYTES_PER_S = {"cpu": 5e8, "gpu": 4e9}
-"""Bytes of weights that a device loads a second if its profile does not state this rate: the slowest rate measured on a
-CPU (docs/results/devices.md), and the slowest in ExeGPT's Table 4.
+"""Bytes of weights that a device loads a second, if its profile does not state this rate. These are the slowest rate
+measured on a CPU (docs/results/devices.md) and the slowest rate in ExeGPT's Table 4.
 """
 
 WIDER = (1.0, 1.5, 2.0, 4.0)
-"""If no plan keeps the bound, these multiples of the nearest bound are tried until a plan keeps one at the observed
-rate."""
+"""If no plan keeps the bound, these multiples of the nearest bound are tried in order until a plan keeps one of them at
+the observed rate.
+"""
 
 SAME = 0.02
-"""Two plans count as the same if their prompt tokens in a phase differ by at most this share."""
+"""Two plans with the same settings count as equal if their prompt tokens per phase differ by at most this share."""
 
 MOST_ROUNDS = 4
-"""Largest number of searches, under ever tighter bounds, for one judgement."""
+"""Largest number of searches, under ever tighter bounds, for one verdict."""
 UNUSED = 0.02
-"""If a plan breaks the bound in simulation, the next search's bound is tightened by the excess, and by a quarter of
-this share in addition.
+"""If a plan breaks the bound in simulation, the next search's bound is tightened by the excess plus a quarter of this
+share.
 """
 SWAPPABLE = tuple(kind for kind, forecast in FORECASTS.items() if forecast.swaps_between_steps)
-"""Policies that can be swapped in between two steps. A static batch must end first, and waa's lanes must drain."""
+"""Policies that can take over between two steps. Static is excluded since a batch must end first, and waa since its
+lanes must drain.
+"""
 ON_ONE_DEVICE = tuple(kind for kind, forecast in FORECASTS.items() if len(forecast.settings.lanes) == 1)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The running plan compared with the best one.
+    """The result of comparing the running plan with the best plan.
 
     Attributes:
-        breaks_bound: whether the running plan certainly breaks its bounds.
-        plan: the best plan, in a form that can replace the running one, or None if no plan keeps the bounds.
+        breaks_bound: whether the running plan breaks its bounds even if chance in the observed lengths is allowed for.
+        plan: the best plan, in a form that can replace the running plan; None if no plan keeps the bounds.
         is_swap: whether the plan takes effect between two steps, without a pause.
-        gain: the best plan's gain in the objective, as a share of the running plan's value.
+        gain: the share by which the best plan's objective exceeds the running plan's.
         pause_s: seconds for which the change would delay requests.
         switch: whether to change to `plan`.
         reason: the reason for changing, or for not changing.
@@ -72,10 +75,10 @@ class Verdict:
 def judged(
     plan: Plan, profile: Profile, observation: Observation, terms: Terms | None = None, slowdown: float | None = None
 ) -> Verdict:
-    """Compare a running plan with the best one under the observed lengths, by the plan's objective.
+    """Compare a running plan with the best plan for the observed lengths, by the plan's objective.
 
     Args:
-        slowdown: ratio of step times to those of the profile. None means the plan's slowdown.
+        slowdown: ratio of step times to the profile's step times; None: the plan's slowdown.
 
     Raises:
         InputError: the profile is not that of the plan's devices.
@@ -93,8 +96,8 @@ def judged(
 
 
 def _judged_by_arrivals(situation: Situation, terms: Terms) -> Verdict:
-    """Compare plans by the arrival rate that they keep. If requests now break their bounds, even a small gain is worth
-    a change.
+    """Compare plans by their highest arrival rate. If too many requests break their bounds now, a small gain is enough
+    for a change.
     """
     if not situation.misses:
         return decide(ArrivalsJudge(situation, terms))
@@ -108,8 +111,8 @@ def _judged_by_arrivals(situation: Situation, terms: Terms) -> Verdict:
 
 
 def with_known_rate(verdict: Verdict, num_requests: int) -> Verdict:
-    """Return the verdict. If the other plan serves less and the arrival rate is not yet known, return a verdict that
-    keeps the running plan.
+    """Return the verdict, but keep the running plan if the other plan serves less and the arrival rate is not known
+    yet.
     """
     best, running = verdict.best, verdict.running
     if not verdict.switch or best is None or num_requests >= RATE_REQUESTS:
@@ -125,9 +128,9 @@ def with_known_rate(verdict: Verdict, num_requests: int) -> Verdict:
 
 
 def _judged_by_requests(situation: Situation, terms: Terms) -> Verdict:
-    """For a bound on all requests, compare plans by simulating the running plan and the candidate.
+    """Compare plans under a bound for a quantile of all requests, by simulating the running plan and the candidate.
 
-    If the candidate breaks the bound, another one is searched under a tighter bound.
+    If the candidate breaks the bound, the search is repeated under a tighter bound.
     """
     plan, profile, lengths = situation.plan, situation.profile, situation.lengths
     constraint, bound_s = plan.constraint, plan.constraint.latency_bound_s
@@ -147,18 +150,18 @@ def _judged_by_requests(situation: Situation, terms: Terms) -> Verdict:
             return verdict
         reason = f"the best other plan takes {seen_s:.3g} s in simulation, but the bound is {bound_s:g} s"
         if not best.keeps_bound:
-            break  # no plan keeps the bound, so none keeps a tighter one
+            break  # no plan keeps the bound, so no plan keeps a tighter bound
         others *= (1 + constraint.headroom) * seen_s / bound_s * (1 + UNUSED / 4)
     return replace(verdict, switch=False, reason=reason)
 
 
 def decide(judge: Judge) -> Verdict:
-    """Compare the running plan with the best one.
+    """Compare the running plan with the best plan.
 
-    A plan on the same stages takes over if it gains enough, or if the running plan breaks its bound. A plan on another
-    placement must also repay the pause. If no plan keeps the bound, a plan that nearly keeps it takes over. But if the
-    running plan keeps the bound at some arrival rate, it stays, since the search may miss plans that keep the bound in
-    simulation.
+    A plan on the same stages takes over if its gain is large enough, or if the running plan breaks its bound. A plan on
+    another placement must also repay the pause. If no plan is found that keeps the bound, a plan that nearly keeps the
+    bound takes over, unless the running plan keeps the bound at some arrival rate. (The search may miss plans that keep
+    the bound in simulation.)
 
     Raises:
         InputError: the profile is not that of the plan's devices.
@@ -182,10 +185,12 @@ def decide(judge: Judge) -> Verdict:
 
 
 def _sustaining(judge: Judge, verdict: Verdict) -> Verdict | None:
-    """Return a verdict whose plan serves the observed arrival rate, or None if the given verdict's plan does.
+    """Return a verdict with a plan that serves more of the observed arrival rate; None if the given verdict is good
+    enough.
 
-    Beyond the rate at saturation, queues grow without limit, and no request keeps its bounds. A plan that keeps wider
-    bounds at the rate, or else serves more requests, is then better than one that keeps the bounds at a lower rate.
+    If more requests arrive than a plan serves at saturation, its queue grows without limit, and no request keeps its
+    bounds. A plan that keeps looser bounds at this rate, or that serves more requests, is then better than a plan that
+    keeps the bounds at a lower rate.
     """
     arriving = judge.situation.arrival_rate_per_s
     if arriving is None or not judge.plan.constraint.maximises_arrivals or verdict.best is None:
@@ -216,7 +221,7 @@ def _sustaining(judge: Judge, verdict: Verdict) -> Verdict | None:
 
 
 def _wider(judge: Judge, bound_s: float, factors: Sequence[float]) -> Iterator[Judge]:
-    """Yield the judge for each of these multiples of a bound, as long as the running plan breaks it."""
+    """Yield the judge for each of these multiples of a bound, as long as the running plan breaks that multiple."""
     for factor in factors:
         near = judge.near(factor * bound_s)
         if near is None:
@@ -225,7 +230,7 @@ def _wider(judge: Judge, bound_s: float, factors: Sequence[float]) -> Iterator[J
 
 
 def _decide_feasible(judge: Judge) -> Verdict:
-    """Return the verdict if a plan keeps the bounds.
+    """Compare the running plan with the best plan that keeps the bounds.
 
     Raises:
         InfeasibleError: no plan keeps the bounds.
@@ -247,8 +252,8 @@ def _decide_feasible(judge: Judge) -> Verdict:
 
 
 def _candidates(judge: Judge) -> tuple[Plan, Plan | None]:
-    """Return the best plan on any placement of the server's devices, and the best one on the running plan's stages with
-    a policy that can be swapped in between two steps (None: no such plan keeps the bounds).
+    """Return the best plan on any placement of the server's devices, and the best plan that can take over between two
+    steps on the running plan's stages (None: no such plan keeps the bounds).
 
     Raises:
         InfeasibleError: no plan keeps the bounds.
@@ -266,7 +271,7 @@ def _candidates(judge: Judge) -> tuple[Plan, Plan | None]:
 
 
 def within_pins(plan: Plan, kinds: Collection[str]) -> tuple[str, ...]:
-    """Return the given policies that the user's requirements on a plan allow and under which its model can run."""
+    """Return those of the policies that the user's requirements on a plan allow and under which the model can run."""
     asked = plan.pinned.policy
     if asked != "auto":
         choices = POLICY_GROUPS.get(asked, (TUNED.get(asked, asked),))
@@ -277,15 +282,15 @@ def within_pins(plan: Plan, kinds: Collection[str]) -> tuple[str, ...]:
 
 
 def loading_s(plan: Plan, profile: Profile, running: Plan) -> float:
-    """Return the seconds that a change of placement takes to load weights. They are 0 if every replica of both plans is
-    a single device, and their number stays the same: the devices keep their weights.
+    """Return the seconds of loading weights for a change of placement. They are 0 if both plans have the same number of
+    replicas with one device each, since the devices then keep their weights.
     """
     keeps = plan.devices_per_replica == running.devices_per_replica == 1 and plan.replicas == running.replicas
     return 0.0 if keeps else weights_loading_s(plan, profile)
 
 
 def weights_loading_s(plan: Plan, profile: Profile) -> float:
-    """Return the seconds that the devices take to load a plan's weights from a checkpoint in host memory.
+    """Return the seconds in which the devices load a plan's weights from a checkpoint in host memory.
 
     Source: ExeGPT sec. 7.7, Table 4.
     """
@@ -299,13 +304,13 @@ def weights_loading_s(plan: Plan, profile: Profile) -> float:
 
 
 def _repays(rate: float, in_place_rps: float, pause_s: float, terms: Terms) -> bool:
-    """Return whether a plan on another placement beats the best plan on the present placement and repays its pause."""
+    """Return whether a plan on another placement gains enough over the best plan in place and repays its pause."""
     repaid = (rate - in_place_rps) * terms.horizon_s
     return repaid > rate * pause_s and rate > (1 + terms.least_gain) * in_place_rps
 
 
 def _compare(judge: Judge, best: Plan, *, pause_s: float, is_swap: bool) -> Verdict:
-    """Return the verdict on a plan: its gain, and whether the gain is large enough."""
+    """Return the verdict on a plan, with its gain and whether the gain is large enough."""
     running, outcome, gain = judge.running, judge.outcome(best), _gain(judge, best)
     switch = not judge.kept_rps or gain >= judge.terms.least_gain
     if outcome.arrival_rate_per_s is not None:
@@ -323,9 +328,7 @@ def _compare(judge: Judge, best: Plan, *, pause_s: float, is_swap: bool) -> Verd
 
 
 def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:
-    """Return the verdict with a plan that would also keep the bound for longer requests, if such a plan costs
-    little.
-    """
+    """If a plan that keeps the bound for longer requests, too, costs little, return the verdict with this plan."""
     plan, running = (verdict.plan, verdict.plan) if verdict.switch else (judge.plan, judge.running)
     assert plan is not None and running is not None
     best = judge.careful(within_pins(judge.plan, SWAPPABLE), plan, judge.rate(running))
@@ -339,9 +342,7 @@ def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:
 
 
 def _although_broken(near: Verdict, constraint: Constraint) -> Verdict:
-    """Return the verdict under a feasible bound, expressed for the plan's own bound, which cannot be kept but remains
-    the aim.
-    """
+    """Return a verdict that was reached under a looser bound, with the plan's own bound, which no plan keeps."""
     assert near.best is not None and near.plan is not None
     wider_s = near.plan.constraint.latency_bound_s
     return replace(
@@ -364,6 +365,6 @@ def _gain(judge: Judge, plan: Plan) -> float:
 
 
 def _is_same(plan: Plan, other: Plan) -> bool:
-    """Return whether a swap would change neither the settings nor the figures of the estimate that the policy uses."""
+    """Return whether two plans have the same settings and about the same number of prompt tokens per phase."""
     tokens, others = plan.estimate.encode_tokens, other.estimate.encode_tokens
     return plan.policy == other.policy and abs(tokens - others) <= SAME * others

@@ -1,4 +1,4 @@
-"""Compare plans under the observed lengths by the running plan's objective: in closed form, or by simulation."""
+"""Compare plans for the observed lengths by the running plan's objective, in closed form or by simulation."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Terms:
     """The thresholds for a change of plan.
 
     Attributes:
-        least_gain: share of the running plan's throughput (or arrival rate) that another plan must gain.
+        least_gain: share by which another plan's throughput (or arrival rate) must exceed the running plan's.
         confidence: number of standard deviations by which the observed quantile of lengths may be wrong, since high
-            quantiles of few requests are mostly chance. The bound counts as broken only if it is broken even with the
-            quantile lowered by these deviations.
+            quantiles of few requests are mostly chance. The bound counts as broken only if the plan also breaks it at
+            the quantile lowered by these deviations.
         caution: pairs (standard deviations, share of throughput). If the running plan would break the bound at a
-            quantile raised by the deviations, a plan that keeps the bound there may lose this share of throughput. The
-            fewer the deviations, the more likely this case is, and the higher the share.
-        near: if no plan keeps the bound, the running plan is kept as long as it keeps this multiple of the nearest
-            possible bound.
-        horizon_s: time in which a change of placement must repay its pause.
+            quantile raised by the deviations, a plan that keeps the bound at this quantile may lose this share of
+            throughput.
+        near: if no plan keeps the bound, the running plan stays as long as it keeps this multiple of the nearest bound
+            that a plan can keep.
+        horizon_s: a change of placement must repay its pause within this time.
     """
 
     least_gain: float = 0.05
@@ -47,7 +47,7 @@ class Terms:
 
 
 class Judge(ABC):
-    """Predicts plans under the observed lengths and finds the best one."""
+    """Predicts plans for the observed lengths and finds the best plan."""
 
     situation: Situation
     terms: Terms
@@ -60,7 +60,7 @@ class Judge(ABC):
     @property
     @abstractmethod
     def running(self) -> Outcome:
-        """The running plan's figures under the observed lengths."""
+        """The running plan's figures for the observed lengths."""
 
     @property
     @abstractmethod
@@ -82,7 +82,7 @@ class Judge(ABC):
 
     @abstractmethod
     def best(self, kinds: Sequence[str], *, in_place: bool) -> Plan:
-        """Return the best plan of some policies, in a form that can replace the running one.
+        """Return the best plan of some policies, in a form that can replace the running plan.
 
         Args:
             in_place: whether the plan must use the running plan's stages.
@@ -92,28 +92,29 @@ class Judge(ABC):
         """
 
     def careful(self, kinds: Sequence[str], plan: Plan, rate_rps: float) -> Plan | None:
-        """Return a plan on the same stages that keeps the bounds at a higher quantile of lengths, if `plan` does not.
+        """If `plan` breaks the bounds at a higher quantile of lengths, return a plan on the same stages that keeps
+        them.
 
         Args:
-            plan: the running plan, or the one that would take over.
+            plan: the running plan, or the plan that would take over.
             rate_rps: the objective's value of `plan`.
 
         Returns:
-            The plan, or None if `plan` itself keeps the bounds, if no plan keeps them at a small loss, or if the bounds
-            do not depend on lengths.
+            The plan; None if `plan` keeps the bounds, if no plan keeps them at a small loss, or if the bounds do not
+            depend on lengths.
         """
         return None
 
     def near(self, nearest_bound_s: float) -> Judge | None:
-        """Return the judge for a bound that is slightly looser than the tightest one that any plan can keep.
+        """Return the judge under a bound that is slightly looser than the nearest bound that a plan can keep.
 
-        None if the running plan keeps that bound or has no latency bound.
+        Return None if the running plan keeps this looser bound or has no latency bound.
         """
         return None
 
 
 def _plans_of(problems: Sequence[Problem], planned: Callable[[Problem], Iterable[Plan]]) -> list[Plan]:
-    """Return the plans of the problems that have any.
+    """Return the plans of all problems together; a problem without a plan is left out.
 
     Raises:
         InfeasibleError: no problem has a plan.
@@ -131,11 +132,11 @@ def _plans_of(problems: Sequence[Problem], planned: Callable[[Problem], Iterable
 
 @dataclass(frozen=True)
 class SaturatedJudge(Judge):
-    """Compares plans by saturated throughput, in closed form.
+    """Compares plans by throughput at saturation, in closed form.
 
     Attributes:
-        ratio, ratio_of_others: ratio of the latency that the bound limits to the closed form's latency of a request of
-            the quantile's length, for the running plan and for candidates.
+        ratio, ratio_of_others: factors by which the closed form's latency of a request of the quantile's length is
+        multiplied before it is compared with the bound, for the running plan and for candidates.
     """
 
     situation: Situation
@@ -203,7 +204,7 @@ class SaturatedJudge(Judge):
         return self._bound_s is None or self._at(plan, quantile)["latency"] <= self._bound_s
 
     def _best(self, kinds: Sequence[str], quantile: float, *, in_place: bool) -> Plan:
-        """Return the best plan that keeps the bound at a quantile of lengths, with its latency at that quantile."""
+        """Return the best plan that keeps the bound at a quantile of lengths, with its latency at this quantile."""
         problems = self.situation.problems(in_place=in_place)
         bound_s = None if self._bound_s is None else self._bound_s / self.ratio_of_others
         update = {"quantile": quantile, "latency_bound_s": bound_s}
@@ -222,9 +223,9 @@ class SaturatedJudge(Judge):
 class ArrivalsJudge(Judge):
     """Compares plans by the highest arrival rate at which they keep the bounds, by simulation.
 
-    The running plan breaks its bounds if requests arrive faster than that. A small number of observed requests needs no
-    caution here: times are those of all requests, waiting included, and depend on the mean length as much as on the
-    longest, so a higher quantile of lengths would not show their error.
+    The running plan breaks its bounds if requests arrive faster than at its rate. `careful` is not needed even if few
+    requests were observed. The times include waiting and depend on the mean length as much as on the longest length, so
+    a higher quantile of lengths would not show their error.
     """
 
     situation: Situation
@@ -240,7 +241,7 @@ class ArrivalsJudge(Judge):
         found = self._reestimated
         try:
             check_fits(found, found.workload)
-        except InputError:  # the longest requests would never be admitted
+        except InputError:  # the longest requests would wait forever
             return Outcome(
                 policy=found.policy,
                 throughput_rps=found.estimate.throughput_rps,
@@ -252,7 +253,7 @@ class ArrivalsJudge(Judge):
 
     @cached_property
     def _reestimated(self) -> Plan:
-        """The running plan with the observed lengths as its own."""
+        """The running plan with the observed lengths as its workload."""
         plan, lengths = self.plan, self.situation.lengths
         found = reestimate(plan, self.situation.profile, lengths, plan.constraint.quantile)
         observed = plan.model_copy(update={"workload": lengths})
@@ -330,11 +331,11 @@ def _admission(plan: Plan, best: Plan) -> Admission:
 
 
 def replaced(plan: Plan, best: Plan, *, in_place: bool) -> Plan:
-    """Return another plan in a form that can replace the running one.
+    """Return another plan in a form that can replace the running plan.
 
-    On the same stages, the allocation of K/V memory does not change. It leaves room for the activations of the old
-    plan's largest step, which the engine runs in slices of bounded size. The new plan's largest step may need up to one
-    slice more, for which the workspace has room.
+    On the same stages, the allocation of K/V memory does not change. It leaves memory for the activations of the old
+    plan's largest step. The engine runs steps in slices of bounded size; the new plan's largest step may need one slice
+    more, for which the workspace has enough memory.
     """
     return plan.model_copy(
         update={

@@ -1,7 +1,7 @@
-"""Predict a plan under lengths or at a pace for which it was not made.
+"""Predict a plan for lengths or a pace for which it was not made.
 
-Assumptions: requests are always waiting (saturation), and the plan keeps its resolved numbers: for example, rra encodes
-the planned number of prompt tokens in a phase, however many requests they belong to.
+Requests are assumed to be always waiting (saturation). The plan's computed numbers stay the same: for example, rra
+encodes the planned number of prompt tokens in a phase, whatever the number of requests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xsimulator.memory import capacity
 def reestimate(
     plan: Plan, profile: Profile, workload: Workload, quantile: float, ratio: float = 1.0
 ) -> dict[str, float]:
-    """Return a plan's predictions under other lengths, with its resolved numbers unchanged.
+    """Return a plan's predictions for other lengths, with its computed numbers unchanged.
 
     Args:
         ratio: factor by which the closed form's latency is multiplied.

@@ -1,4 +1,4 @@
-"""Re-plan: judge a running plan under observed lengths, offline or for a server.
+"""Compare a running plan with the best plan for observed lengths, offline or for a server.
 
 python -m xscheduler.replanning.replanner     # a server's planning process: JSON lines in, JSON lines out
 """
@@ -43,19 +43,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NICENESS = 10
-"""Niceness of the planning process: serving goes first."""
+"""Niceness of the planning process, so that serving has priority."""
 PATIENCE_S = 120.0
-"""Seconds after which planning is given up."""
+"""Planning that takes longer than this is given up."""
 
 
 @dataclass(frozen=True)
 class Replanned:
-    """The result of re-planning under other lengths.
+    """The result of re-planning for other lengths.
 
     Attributes:
-        judged: the running plan; for a server, the plan that it runs now.
+        judged: the running plan; for a server, the plan that the server runs now.
         observation: the observed lengths.
-        decision: the change, its gain, and the cost of the switch.
+        decision: the change of plan, with its gain and its cost.
         plan: the plan to run next.
     """
 
@@ -66,10 +66,10 @@ class Replanned:
 
 
 def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms | None = None) -> Proposal:
-    """Judge a running plan; return the decision and the new plan, if any.
+    """Compare a running plan with the best plan; return the decision and the new plan, if any.
 
     Raises:
-        InputError: the profile is not that of the plan's devices.
+        InputError: the profile does not belong to the plan's devices.
     """
     from xscheduler.replanning.decide import judged
 
@@ -102,7 +102,7 @@ def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms
 
 
 def in_numbers(plan: Plan, observation: Observation) -> str:
-    """Return the change that led to a judgement, in numbers: planned and observed ones."""
+    """Return the reason for re-planning as a sentence with the planned and the observed numbers."""
     if observation.cause == "lengths":
         planned, now = plan.workload, observation.workload
         inputs = f"mean lengths went from {planned.input.mean:.0f} to {now.input.mean:.0f} input tokens"
@@ -123,9 +123,9 @@ def in_numbers(plan: Plan, observation: Observation) -> str:
 
 
 def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
-    """Return the plan to judge, and the lengths under which to judge it.
+    """Return the plan to compare, and the lengths that were observed.
 
-    A trace file gives only lengths. A running server gives plan and lengths.
+    A trace file has only lengths, so `plan` is returned; a running server states its plan and lengths.
 
     Args:
         source: CSV or JSON lines, or the URL of a server (without /plan).
@@ -165,9 +165,9 @@ def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
 
 
 class BackgroundPlanner:
-    """Plans in a separate process at low priority; implements `xgpt.core.schema.Planner`.
+    """Runs the planner in a separate process at low priority; implements `xgpt.core.schema.Planner`.
 
-    The process is kept between questions, since loading the planner takes longer than planning.
+    The process stays alive between questions, since loading the planner takes longer than planning.
     """
 
     def __init__(self, plan: Plan, profile: Profile) -> None:
@@ -176,26 +176,25 @@ class BackgroundPlanner:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process and load the planner. Without this call, the first question does so."""
+        """Start the process and load the planner. Without this call, the first question starts the process."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "xscheduler.replanning.replanner"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # Ctrl-C must reach only the server, which ends this process itself. A new session would have a
-            # disadvantage: the kernel shares the cores evenly between sessions, whatever the niceness of their
-            # processes (autogroups).
+            # Ctrl-C must reach only the server, which then ends this process. A new process group is enough; between
+            # sessions, the kernel would share the cores evenly, whatever the niceness of their processes (autogroups).
             process_group=0,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         threading.Thread(target=self._report_end, args=(self._process,), daemon=True).start()
         assert self._process.stdin is not None
-        with suppress(OSError):  # the process has ended; the first question will report this
+        with suppress(OSError):  # if the process has ended, the first question reports this
             self._process.stdin.write(self._profile_json.encode() + b"\n")
             self._process.stdin.flush()
 
     def _report_end(self, process: subprocess.Popen[bytes]) -> None:
-        """Wait for the end of a process, and log it unless `stop` has ended the process."""
+        """Wait until a process ends, and log its end unless `stop` has ended the process."""
         status = process.wait()
         if self._process is process:
             ended = f"signal {-status}" if status < 0 else f"exit code {status}"
@@ -261,7 +260,7 @@ def _proposal(answer: dict[str, Any]) -> Proposal:
 
 
 def main() -> None:
-    """Answer questions until the input ends: a profile first, then plans with observations, one JSON line each."""
+    """Read a profile, then answer questions (a plan and an observation) until the input ends, one JSON line each."""
     os.nice(NICENESS)
     profile = Profile.model_validate_json(sys.stdin.readline())
     import_module("xscheduler.replanning.decide")  # load the modules that `propose` needs before the first question

@@ -1,4 +1,4 @@
-"""The situation in which a running plan is judged: observed lengths, observed pace, and its devices."""
+"""Describe the situation for which to re-plan: the running plan, observed lengths, observed pace, and devices."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from xsimulator.lengths import Reused
 PARTS = (0.3, 0.5, 0.65, 0.8, 0.9, 0.95)
 """Shares of K/V memory to try for cached blocks."""
 NOTHING = 0.02
-"""Shares of cached prompt tokens up to this value are ignored."""
+"""If at most this share of prompt tokens is cached, reuse is ignored."""
 
 
 @dataclass(frozen=True)
 class Situation:
-    """A running plan under observed lengths.
+    """A running plan and what was observed while it ran.
 
     Attributes:
-        plan: the running plan, at the observed pace.
-        profile: the profile as measured, without the plan's slowdown.
+        plan: the running plan, with the observed slowdown and reuse.
+        profile: the measured profile, to which the plan's slowdown is not applied.
         lengths: the observed lengths, cut to the model's context.
         weight: number of requests from which the lengths were observed.
         arrival_rate_per_s: observed arrival rate, or None if not known.
@@ -50,7 +50,7 @@ class Situation:
         """Return a plan's situation.
 
         Args:
-            slowdown: ratio of step times to those of the profile. None means the plan's slowdown.
+            slowdown: ratio of step times to the profile's step times; None: the plan's slowdown.
         """
         lengths = within_context(observation.workload, plan.model.max_context)
         rate = observation.arrival_rate_per_s
@@ -64,13 +64,13 @@ class Situation:
         return replace(self, plan=self.plan.model_copy(update={"constraint": constraint}))
 
     def problem(self, *, in_place: bool) -> Problem:
-        """Return the problem whose best plan may take over, on the server's devices.
+        """Return the planning problem on the server's devices whose best plan may take over.
 
-        The number of replicas does not change if they are on several machines or share experts.
+        The number of replicas is fixed if replicas are on several machines or share experts.
 
         Args:
-            in_place: whether to keep the running plan's stages and micro-batches. With a single device, they are kept
-                in any case.
+            in_place: whether to keep the running plan's stages and micro-batches. Replicas with a single device always
+                keep them.
         """
         plan = self.plan
         stays = in_place or plan.cluster.num_nodes > 1 or plan.sharing_replicas > 1
@@ -100,15 +100,15 @@ class Situation:
         return problems
 
     def quantile(self, deviations: float) -> float:
-        """Return the plan's quantile, shifted by a number of standard deviations of an observed quantile."""
+        """Return the plan's quantile, raised by a number of standard deviations of the observed quantile."""
         q = self.plan.constraint.quantile
         return max(0.5, min(q + deviations * sqrt(q * (1 - q) / self.weight), 1 - 1e-9))
 
 
 def with_reuse(plan: Plan, reuse: ObservedReuse | None) -> Plan:
-    """Return the plan with the observed reuse; unchanged if the reuse is None.
+    """Return the plan with the observed reuse, or the same plan if `reuse` is None.
 
-    A plan that expects no reuse has no cached blocks.
+    A plan that expects no reuse reserves no memory for cached blocks.
     """
     estimated = plan.estimate.reuse
     if reuse is None or (estimated is None and reuse.share <= NOTHING):
@@ -119,19 +119,18 @@ def with_reuse(plan: Plan, reuse: ObservedReuse | None) -> Plan:
 
 
 def at_pace(plan: Plan, slowdown: float | None) -> Plan:
-    """Return the plan with step times that are `slowdown` times those of its profile; unchanged if `slowdown` is
-    None.
-    """
+    """Return the plan with this ratio of step times to its profile's, or the same plan if `slowdown` is None."""
     if slowdown is None:
         return plan
     return plan.model_copy(update={"profile": plan.profile.model_copy(update={"slowdown": slowdown})})
 
 
 def within_context(workload: Workload, max_context: int) -> Workload:
-    """Return the workload with its longest outputs and inputs cut, so that any input and output fit together.
+    """Return the workload with its longest outputs and inputs shortened so that any input and output fit together.
 
-    Each observed request fitted, but the longest input and the longest output came from different requests. Output
-    lengths that were allowed but not generated are cut first, since a chat without a limit may use the whole context.
+    Each observed request fitted into the context, but the longest input and the longest output can be from different
+    requests. An output length that was allowed but not generated is cut first, since a chat without a limit may use the
+    whole context.
     """
     workload = workload.model_copy(update={"output": _without_idle_tail(workload, max_context)})
     room = max_context - workload.output.lengths[-1]
@@ -144,9 +143,7 @@ def within_context(workload: Workload, max_context: int) -> Workload:
 
 
 def _without_idle_tail(workload: Workload, max_context: int) -> Histogram:
-    """Return the outputs; an allowed length that no request reached is cut to the room that the longest input
-    leaves.
-    """
+    """Return the output lengths. An allowed length that no request reached is cut to fit with the longest input."""
     output = workload.output
     room = max_context - workload.input.lengths[-1]
     if output.probabilities[-1] or output.lengths[-1] <= room or len(output.lengths) == 1:

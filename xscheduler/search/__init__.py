@@ -1,4 +1,4 @@
-"""Methods that search a policy's spaces, by their names for `--search`."""
+"""Methods that search a policy's spaces, by the names that `--search` accepts."""
 
 from xgpt.core.schema import SearchMethod
 from xscheduler.search import checked, exhaustive, optuna_search

@@ -1,4 +1,4 @@
-"""The interface of a search method: it takes one policy's spaces and returns the best allowed point with its proof."""
+"""Define the interface of a search method, which returns the best allowed point of a policy's spaces and a proof."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ class SearchResult:
     """The result of a search of one policy's spaces.
 
     Attributes:
-        space: the space of the best point. None means that no point is allowed.
-        settings: the best point that fits in memory and keeps the constraint. None means that no point does.
-        values: the point's predictions, by name.
-        evaluations: number of points predicted.
-        gap: no point of the spaces has more than (1 + gap) times the best point's throughput. None means that nothing
-            is proven.
+        space: the space of the best point; None: no point is allowed.
+        settings: the best point that fits in memory and keeps the constraint; None: no point is allowed.
+        values: the best point's predictions, by name.
+        evaluations: number of points that were predicted.
+        gap: no point of the spaces has more than (1 + gap) times the best point's throughput; None: nothing is proven.
         bound: a description of the bound to which the gap refers.
-        method: the method that found the point. It is not the requested method if the bounds of that method did not
-            hold.
+        method: the method that found the point. It differs from the requested method if that method's bounds were not
+            valid.
     """
 
     space: Space | None = field(compare=False)

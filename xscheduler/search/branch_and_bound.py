@@ -1,11 +1,11 @@
-"""Branch and bound over the monotone variables of a policy, with one incumbent for all of its spaces.
+"""Search the spaces of a policy by branch and bound over its monotone variables.
 
-Source: ExeGPT Algorithm 1, extended to any number of searched variables, with one incumbent for all values of the
-enumerated variables and all placements, and with a certificate. A block is a box of indices on the searched axes. If
-throughput and latency are monotone, a block has its best throughput at the corner where every variable is at its fast
-end, and its lowest latency at the opposite corner. Tolerances absorb points that violate this. The gap is proven by
-valid bounds (xscheduler.box_bounds), not by monotonicity: a block is dropped only if neither its predicted throughput
-nor its bound beats the incumbent.
+This is ExeGPT's Algorithm 1, extended to any number of searched variables, with one incumbent for all placements and
+all values of the enumerated variables, and with a certificate. A block is a box of indices on the searched axes. If
+throughput and latency are monotone, a block has its highest throughput at its fast corner and its lowest latency at its
+slow corner. Tolerances allow for points that are not monotone. The gap does not rely on monotone predictions but on
+valid bounds (xscheduler.box_bounds): a block is dropped only if neither its predicted throughput nor its bound beats
+the incumbent.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ THROUGHPUT_TOLERANCE = 0.002
 TARGET_GAP = 0.01
 """Blocks are divided until no block can beat the incumbent by more than this share."""
 MAX_PREDICTIONS = 100_000
-"""Number of predictions, on the profile and on the lower tables, after which the search ends with the gap so far."""
+"""After this many predictions, on the profile and on the lower tables, the search ends with the gap so far."""
 BLOCKS_AT_ONCE = 24
-"""Blocks of a space that are divided in one vectorised call."""
+"""Number of blocks of a space that are divided in one vectorised call."""
 
 SMALL = 32
-"""If a box has at most this number of points, they are predicted one by one, and the box is not divided."""
+"""A box with at most this many points is not divided; all its points are predicted."""
 PARTS = {1: 8, 2: 2}
-"""Parts into which a block is cut along each variable, by the number of variables."""
+"""Number of parts into which a block is cut along each variable, by the number of searched variables."""
 PARTS_OF_A_BATCH = 16
-"""Number of batch sizes, all but the last fractional, that are predicted from one whole batch size to the next."""
+"""Number of batch sizes to predict from one whole batch size to the next, fractional ones included."""
 POINTS_AT_ONCE = 64
 """Number of points whose fractional batch sizes are predicted in one call."""
 
@@ -47,12 +47,12 @@ Box = tuple[tuple[int, ...], tuple[int, ...], int]
 
 @dataclass(order=True, slots=True)
 class _Block:
-    """A box with its priority in the search, the most promising first."""
+    """A box with its priority in the search; the lowest number comes first."""
 
     priority: float
     box: Box = field(compare=False)
     bound: float = field(compare=False)
-    """Throughput that no point of the box exceeds, whether or not throughput is monotone."""
+    """Upper bound on the throughput of the box's points, whether or not predictions are monotone."""
 
 
 def _size(box: Box) -> int:
@@ -61,14 +61,14 @@ def _size(box: Box) -> int:
 
 
 class _Open:
-    """A space with its open boxes: those that may still hold a better point and whose corners have been predicted."""
+    """A space with its open boxes, which may contain a better point and whose corners have been predicted."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
         self.branches = space.branches()
         self.blocks: list[_Block] = []
         self._cuts: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-        """Cuts of an axis between two indices, kept since many boxes share them."""
+        """Cuts of an axis between two indices, cached since many boxes share them."""
         low = (0,) * len(space.searched)
         high = tuple(len(axis.values) - 1 for axis in space.searched)
         self.roots = [box for branch in range(len(self.branches)) for box in self._shrunk(low, high, branch)]
@@ -78,7 +78,7 @@ class _Open:
         return -self.blocks[0].priority if self.blocks else 0.0
 
     def take(self, best: float) -> list[Box]:
-        """Remove the most promising blocks and return their parts. At first, return the whole space."""
+        """Remove the most promising blocks and return their parts. The first call returns the whole space."""
         if self.roots:
             roots, self.roots = self.roots, []
             return roots
@@ -88,7 +88,7 @@ class _Open:
         return [part for block in taken for part in self._parts(block.box)]
 
     def corners(self, box: Box) -> list[tuple[int, ...]]:
-        """Return all corners. The first has all indices at their lowest, the last all at their highest."""
+        """Return all corners of a box, from the corner with the lowest indices to the corner with the highest."""
         low, high, _ = box
         return list(product(*zip(low, high, strict=True)))
 
@@ -119,13 +119,15 @@ class _Open:
         return self._cuts[key]
 
     def _shrunk(self, low: tuple[int, ...], high: tuple[int, ...], branch: int) -> list[Box]:
-        """Return the box without the part that does not fit in memory; an empty list if nothing fits."""
+        """Return the box without the part that does not fit in memory, or an empty list if no point fits."""
         inside = self.space.within_memory(low, high)
         return [] if inside is None else [(*inside, branch)]
 
 
 def _cut(values: Ints, low: int, high: int, parts: int) -> list[tuple[int, int]]:
-    """Return the first and last indices of at most `parts` parts of low .. high, with about equal ratios of values."""
+    """Cut the indices from `low` to `high` into at most `parts` parts whose values span about equal ratios. Return each
+    part's first and last index.
+    """
     inside = values[low : high + 1]
     cuts = np.exp(np.linspace(np.log(inside[0]), np.log(inside[-1]), parts + 1)[1:-1])
     starts = inside.searchsorted(cuts, side="right").tolist() if high > low else ()
@@ -139,7 +141,7 @@ class _Search:
         self.best: SearchResult | None = None
         self.best_throughput = at_least
         self.unexplored = 0.0
-        """The highest bound of the blocks that were dropped."""
+        """The highest bound of all blocks that were dropped."""
         self.predictions = 0
 
     def run(self) -> SearchResult:
@@ -164,8 +166,8 @@ class _Search:
         return SearchResult(self.best.space, self.best.settings, self.best.values, evaluations, gap, BOUND)
 
     def divide(self, parent: _Open, boxes: list[Box]) -> None:
-        """Predict the points of small boxes, and the corners of larger boxes; keep a larger box if it may beat the best
-        point.
+        """Predict all points of small boxes and the corners of larger boxes; a larger box stays open if it may beat the
+        best point.
         """
         if ends_of(parent.space)[1] is not None:
             self._sweep(parent, [box for box in boxes if _size(box) <= SMALL])
@@ -174,7 +176,7 @@ class _Search:
             self._bound(parent, boxes)
 
     def _sweep(self, parent: _Open, boxes: list[Box]) -> None:
-        """Predict all points of boxes; keep the best."""
+        """Predict all points of boxes, and update the incumbent."""
         space = parent.space
         ranges = [[range(lo, hi + 1) for lo, hi in zip(low, high, strict=True)] for low, high, _ in boxes]
         points = [(point, box[2]) for box, inside in zip(boxes, ranges, strict=True) for point in product(*inside)]
@@ -188,8 +190,8 @@ class _Search:
             self._sweep_between(space, columns, evaluation)
 
     def _sweep_between(self, space: Space, columns: dict[str, Ints], evaluation: Evaluation) -> None:
-        """Predict the fractional batch sizes that points represent. Points are left out if they cannot beat the best
-        one, or if their smallest batch breaks the constraint.
+        """Predict the fractional batch sizes that points represent. Leave out points that cannot beat the best point or
+        whose smallest batch breaks the constraint.
         """
         tolerated = np.where(evaluation.fits, evaluation.throughput * (1 + THROUGHPUT_TOLERANCE), np.inf)
         chosen = np.flatnonzero(evaluation.in_memory & (tolerated > self.best_throughput))
@@ -202,18 +204,20 @@ class _Search:
             chosen = chosen[tolerated[chosen] > self.best_throughput]
 
     def _try_parts(self, space: Space, columns: dict[str, Ints]) -> None:
-        """Predict the fractional batch sizes that points represent. These may serve more than the whole sizes on both
-        sides.
+        """Predict the fractional batch sizes that points represent. Their throughput may exceed that of both
+        neighbouring whole sizes.
         """
         parts = space.evaluate_parts(columns, PARTS_OF_A_BATCH)
         self.predictions += 2 * len(parts.throughput)
         self.best_throughput = max(self.best_throughput, float((parts.feasible * parts.throughput).max()))
 
     def _bound(self, parent: _Open, boxes: list[Box]) -> None:
-        """Predict the corners of boxes in one call; keep the incumbent, and the boxes that may still beat it."""
+        """Predict the corners of boxes in one call, update the incumbent, and add the boxes that may beat it to the
+        open ones.
+        """
         corners = [parent.corners(box) for box in boxes]
         points = [(point, box[2]) for box, chosen in zip(boxes, corners, strict=True) for point in chosen]
-        order = {point: i for i, point in enumerate(dict.fromkeys(points))}  # small boxes share corners
+        order = {point: i for i, point in enumerate(dict.fromkeys(points))}  # neighbouring boxes share corners
         columns = parent.columns(list(order))
         evaluation = parent.space.evaluate(columns)
         floor = parent.space.evaluate_floor(columns, evaluation)
@@ -244,7 +248,7 @@ class _Search:
                 continue
             promise = bound / (1 + THROUGHPUT_TOLERANCE)
             if fast is not None and evaluation.fits[at + fast]:
-                # The prediction of a corner that does not fit in memory is not used; only the bound counts.
+                # If the corner does not fit in memory, its prediction is not used, only the bound.
                 tolerated = evaluation.throughput[at + fast] * (1 + THROUGHPUT_TOLERANCE)
                 promise = min(bound, float(tolerated))
             priority = max(promise, bound / (1 + TARGET_GAP))
@@ -266,17 +270,18 @@ class _Search:
 
 
 def search(spaces: Sequence[Space]) -> SearchResult:
-    """Return the best allowed point of all spaces, with the gap to the highest bound of the blocks that were not
-    divided."""
+    """Return the best allowed point of all spaces, with its gap to the highest bound of the blocks that were not
+    divided.
+    """
     return _Search(spaces).run()
 
 
 class UpperBound(NamedTuple):
-    """An upper bound on the throughput of the allowed points of some spaces.
+    """An upper bound on the throughput of all allowed points of some spaces.
 
     Attributes:
         throughput: requests a second, all replicas together.
-        best: the best allowed point that was predicted. None means that no point exceeds the given throughput.
+        best: the best allowed point that was predicted; None: no point exceeds `at_least`.
     """
 
     throughput: float
@@ -284,7 +289,7 @@ class UpperBound(NamedTuple):
 
 
 def upper_bound(spaces: Sequence[Space], at_least: float = 0.0) -> UpperBound:
-    """Return a throughput that no allowed point of any space exceeds, or `at_least` if that is higher."""
+    """Return an upper bound on the throughput of all allowed points, or `at_least` if it is higher."""
     box_search = _Search(spaces, at_least)
     box_search.run()
     return UpperBound(max(box_search.best_throughput, box_search.unexplored), box_search.best)

@@ -1,9 +1,10 @@
-"""Test the bounds of branch and bound after each search, and search by another method if they do not hold.
+"""Search by branch and bound, then test its bounds, and search by another method if the bounds are not valid.
 
-The search trusts the bounds of boxes (xscheduler.box_bounds). Afterwards, random boxes are drawn in the space of the
-best point and in the next most promising one. If a point exceeds the bound of its box, the excess is added to the gap.
-If the excess is more than a tolerance, nothing is proven: small spaces are then searched exhaustively, which is a
-proof. Larger ones are also searched by Optuna, and the better of the two points is taken.
+Branch and bound relies on the bounds of boxes (xscheduler.box_bounds). Afterwards, random boxes are drawn in the space
+of the best point and in the next most promising space. If a point exceeds the bound of its box, the excess is added to
+the gap. If the excess is more than a tolerance, the bounds prove nothing. Small spaces are then searched exhaustively,
+which is a proof. Larger spaces are also searched by Optuna, and the better of the two points is returned without a
+proof.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from xscheduler.search.base import SearchResult
 from xscheduler.space import Space
 
 NUM_BOXES = 12
-"""Boxes drawn in each of the two spaces."""
+"""Number of random boxes in each of the two spaces."""
 TOLERANCE = 0.02
-"""A point may exceed the bound of its box by this share. If it exceeds the bound by more, the bounds are not valid."""
+"""If a point exceeds the bound of its box by more than this share, the bounds are not valid."""
 
 SWEPT = 100_000
-"""Spaces of up to this many points are searched exhaustively if bounds do not hold, which takes about a second; Optuna
-takes three."""
+"""Spaces of up to this many points are searched exhaustively if bounds are not valid. This takes about a second; Optuna
+takes three.
+"""
 
 
 def search(spaces: Sequence[Space]) -> SearchResult:
-    """Return the best allowed point. Its gap is widened or dropped if random samples beat their bounds."""
+    """Return the best allowed point. If random points exceed their bounds, its gap is widened or dropped."""
     found = branch_and_bound.search(spaces)
     promising = [space for space in sorted(spaces, key=lambda space: -space.bound) if space is not found.space]
     looked_at = [*([found.space] if found.space is not None else []), *promising[:1]]

@@ -1,4 +1,4 @@
-"""Search by predicting every point of every space: the reference for the other methods."""
+"""Search by predicting every point of every space; the other methods are compared with this one."""
 
 from __future__ import annotations
 

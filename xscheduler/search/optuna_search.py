@@ -1,4 +1,4 @@
-"""Sample settings with Optuna, for objectives and constraints without valid bounds."""
+"""Sample settings with Optuna, for objectives and constraints for which no valid bounds are known."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def sample_points(
     *,
     num_trials: int,
 ) -> None:
-    """Call `score` for `num_trials` points; Optuna's TPE sampler draws them so that scores rise.
+    """Call `score` for `num_trials` points that Optuna's TPE sampler draws to find high scores.
 
-    A policy's variables are sampled by the index of their value on a logarithmic scale, since small batches differ more
-    from each other.
+    The indices of a variable's values are sampled on a logarithmic scale, since small batches differ more from each
+    other.
 
     Args:
-        score: returns the score of a point, given the trial, the index of its space in `spaces`, and its settings as
-            columns of one value.
+        score: returns a point's score, given the trial, the index of the space in `spaces`, and the settings as columns
+            with one value each.
     """
-    import optuna  # loaded only if it is used, since loading takes half a second
+    import optuna  # imported here, since the import takes half a second
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -51,8 +51,9 @@ def sample_points(
 
 
 def search(spaces: Sequence[Space], *, num_trials: int = NUM_TRIALS) -> SearchResult:
-    """Return the best of `num_trials` sampled points, without a proof. Bounds and memory are constraints of the
-    sampler."""
+    """Return the best of `num_trials` sampled points, without a proof. The sampler knows the bounds and the memory
+    limit as constraints.
+    """
     best: SearchResult | None = None
     highest = -np.inf
 
