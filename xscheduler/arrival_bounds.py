@@ -7,7 +7,7 @@ bound this throughput, as for the saturated objective (`xscheduler.placement_bou
 remaining task is to bound the time of an iteration:
 
 - A request of d decode iterations and i prompt tokens ends at least `first(i) + d t` after its arrival, where t is the
-  mean time of its iterations; waiting adds to this time. The quantile of all requests must keep the bound. If all
+  mean time of its iterations. Waiting adds to this time. The quantile of all requests must keep the bound. If all
   prompts and all iterations took the same time, `first(mean i) + S_q t` would have to keep the bound, with S_q the
   quantile of d. In reality prompts and iterations vary, which matters if there are only a few distinct lengths. A long
   request can then keep the bound because its prompt is short or because it arrives at a quiet time, so slightly more
@@ -135,8 +135,8 @@ class Waits:
         return self._left(queue.waits * prompt_s)
 
     def left_by_budget(self, steps: PromptSteps, rate: float) -> Array:
-        """Return `left` for each token budget, if prompts are encoded in steps of this budget; 0: the bounds cannot be
-        kept. # [n]
+        """Return `left` for each token budget, if prompts are encoded in steps of this budget. 0 means that the bounds
+        cannot be kept. # [n]
         """
         at = steps.at(rate)
         left = np.zeros(len(at.prompt_s))
@@ -183,7 +183,7 @@ class Waits:
         return high * self._longest / self._bound_s
 
     def _queue(self, servers: int, load: float) -> _Queue | None:
-        """Return the queue at the load rounded down to a multiple of `LOAD_STEP`; None if the queue is overloaded."""
+        """Return the queue at the load rounded down to a multiple of `LOAD_STEP`, or None if it is overloaded."""
         number = int(load / LOAD_STEP)
         if number >= MOST_LOAD / LOAD_STEP:
             return None
@@ -229,7 +229,7 @@ class PromptSteps:
 
     Smaller steps take more time per token, so a prompt takes the least time in full steps. By Little's law, full steps
     also decode at least `rate E[D] t` requests, where t is the time of an iteration that decodes one request. The
-    number of requests in decode is assumed to vary like a Poisson number; in reality it varies less, since prompts end
+    number of requests in decode is assumed to vary like a Poisson number. In reality it varies less, since prompts end
     one by one. If f rises and f(n) / n falls, then E[f(b)] >= f(c) E[min(1, b / c)] for any c. The bound uses c = 1 and
     c = the mean.
 
@@ -292,7 +292,7 @@ class StepsAtRate(NamedTuple):
 
 
 def _factor(lengths: Lengths, quantile: float) -> float | None:
-    """Return the factor by which the latency bound must be loosened; None if no factor is enough."""
+    """Return the factor by which the latency bound must be loosened, or None if no factor is enough."""
     decodes, shares = _grouped(lengths.outputs - 1, lengths.output_probabilities, quantile)
     prompts, of_prompts = _evenly(lengths.inputs, lengths.input_probabilities)
     longest = float(lengths.decodes_at(quantile))

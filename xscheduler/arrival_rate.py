@@ -1,6 +1,6 @@
 """Find the settings of all placements that keep the bounds at the highest arrival rate, in closed form.
 
-Every placement is searched along load curves; the settings on a curve differ only in the batch size. One call predicts
+Every placement is searched along load curves. The settings on a curve differ only in the batch size. One call predicts
 a placement's curves at saturation, and the queueing model (xsimulator.queueing) gives the highest arrival rate of each
 point. The best points are then simulated (xsimulator.capacity), and the rates of the other points are bounded
 (xscheduler.arrival_bounds).
@@ -29,7 +29,7 @@ before.
 NEARLY_BEST = 0.85
 """A placement is searched on a finer grid if its best rate reaches this share of the policy's best rate."""
 MOST_PLACEMENTS = 48
-"""Largest number of a policy's placements that are searched; those with the highest bounds come first."""
+"""Largest number of a policy's placements that are searched. Those with the highest bounds come first."""
 NUM_TRIALS = 150
 """Number of settings that Optuna draws."""
 MOST_DRAWN = 4
@@ -48,7 +48,7 @@ def by_rate(spaces: Sequence[Space], known: dict[Space, Rated | None] | None = N
     """Return the best settings of each promising placement, the highest arrival rate first.
 
     Args:
-        spaces: the spaces of one policy; each space's `bound` is valid under its constraint.
+        spaces: the spaces of one policy. Each space's `bound` is valid under its constraint.
         known: a dictionary to which the result of each searched placement is added.
     """
     found: list[Rated] = []

@@ -130,7 +130,7 @@ class Candidates:
         return Space(kind, placement, self.lengths, models, self.problem.constraint, limits)
 
     def _limits(self, kind: str, placement: Placement) -> SpaceLimits | None:
-        """Return the limits of a placement; None if the weights do not fit in memory."""
+        """Return the limits of a placement, or None if the weights do not fit in memory."""
         # Cached prompts use memory of the lane that encodes prompts.
         memories = [self.memory(layout.lane, keeps=not i) for i, layout in enumerate(placement.layouts)]
         if any(isinstance(memory, InfeasibleError) for memory in memories):
@@ -227,11 +227,11 @@ class Candidates:
 
 
 class _Spaces(NamedTuple):
-    """The spaces of one policy; they do not depend on the constraint.
+    """The spaces of one policy. They do not depend on the constraint.
 
     Attributes:
         num_points: total number of points in all spaces.
-        bounds: bounds on the throughput of each space; None: there are no spaces.
+        bounds: bounds on the throughput of each space. None means that there are no spaces.
     """
 
     spaces: list[Space]

@@ -18,8 +18,9 @@ def why_not_divided(model: ModelSpec, engine: EngineSpec | None, tp: int, ep: in
     weights in four bits.
 
     Args:
-        engine: None: xgpt's own engine, which unpacks weights, so only heads, widths and experts must be divisible.
-        ep: number of parts into which the experts of a layer are divided; each part holds whole experts.
+        engine: None means xgpt's own engine, which unpacks weights, so that only heads, widths and experts must be
+            divisible.
+        ep: number of parts into which the experts of a layer are divided. Each part holds whole experts.
     """
     for kind in model.kinds:
         reason = _undivided(kind, tp, ep)
@@ -35,7 +36,7 @@ def why_not_divided(model: ModelSpec, engine: EngineSpec | None, tp: int, ep: in
 
 
 def _undivided(kind: Block, tp: int, ep: int) -> str | None:
-    """Return a sentence about a size that cannot be divided among the devices; None if there is no such size."""
+    """Return a sentence about a size that cannot be divided among the devices, or None if there is no such size."""
     sizes: list[tuple[str, int, int]] = []
     if (attention := kind.attention) is not None:
         if attention.num_heads % tp:
@@ -53,7 +54,7 @@ def _undivided(kind: Block, tp: int, ep: int) -> str | None:
 
 
 def _cut(model: ModelSpec, kind: Block, tp: int, ep: int) -> str | None:
-    """Return a sentence about a part of the model whose blocks or groups of weights would be cut; None if no part's
+    """Return a sentence about a part of the model whose blocks or groups of weights would be cut, or None if no part's
     would.
     """
     stored, parts = model.quantization, []

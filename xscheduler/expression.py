@@ -66,7 +66,7 @@ def names_in(text: str) -> frozenset[str]:
     """Return the names of the figures in an expression.
 
     Raises:
-        ValueError: the text is not an expression over figures; the message states what is accepted.
+        ValueError: the text is not an expression over figures. The message states what is accepted.
     """
     tree = _parsed(text)
     _check(tree)
@@ -75,7 +75,7 @@ def names_in(text: str) -> frozenset[str]:
 
 
 def value_of(text: str, figures: Mapping[str, Values]) -> Values:
-    """Return an expression's value for each candidate; undefined values, such as 0 / 0, become minus infinity."""
+    """Return an expression's value for each candidate. Undefined values, such as 0 / 0, become minus infinity."""
     with np.errstate(all="ignore"):
         value = np.asarray(_value(_parsed(text), figures), float)
     return np.where(np.isnan(value), -np.inf, value)

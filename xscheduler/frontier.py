@@ -13,7 +13,7 @@ from xscheduler.space import Space
 NUM_POINTS = 1000
 """Approximate number of settings that are predicted for each placement."""
 NUM_PLACEMENTS = 40
-"""Largest number of placements to search; those with the highest bounds come first."""
+"""Largest number of placements to search. Those with the highest bounds come first."""
 
 
 class TradeOff(NamedTuple):

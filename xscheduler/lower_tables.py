@@ -28,7 +28,7 @@ def lowered(profile: Profile) -> Profile:
 
 
 def _floor(value: Any) -> Any:
-    """Return a value with all its tables lowered; a part that lowering does not change stays the same object."""
+    """Return a value with all its tables lowered. A part that lowering does not change stays the same object."""
     match value:
         case Curve():
             return _floor_of_curve(value)

@@ -22,7 +22,7 @@ from xsimulator.stages import Lane, degrees, lane, lane_of, spread
 
 PLACED = ("tp", "tp_devices", "ep", "pp", "replicas", "microbatches", "encode_microbatches", "decode_microbatches")
 """The variables of a placement that a user can fix. `tp` is the tensor-parallel degree of every stage or, together with
-`tp_devices`, the degree of the groups only; `tp_devices` is the number of a replica's devices in groups; `pp` is the
+`tp_devices`, the degree of the groups only. `tp_devices` is the number of a replica's devices in groups. `pp` is the
 number of the decode lane's stages.
 """
 MAX_SPLITS = 6
@@ -100,7 +100,7 @@ class Placement:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether a replica has one lane of equal stages; other planners consider only such replicas."""
+        """Whether a replica has one lane of equal stages. Other planners consider only such replicas."""
         return len(self.layouts) == 1 and self.is_even
 
     def has(self, fixed: Mapping[str, int]) -> bool:
@@ -136,7 +136,7 @@ class Placements:
 
     Args:
         max_devices: largest number of devices to use.
-        engine: the engine that runs the plan; divisions that it cannot start are left out. None: nothing is left out.
+        engine: the engine that runs the plan. Divisions that it cannot start are left out. None: nothing is left out.
     """
 
     def __init__(
@@ -371,7 +371,7 @@ def _splits(size: int, degree: int) -> Iterator[int]:
 
 
 def _microbatches(num_stages: int) -> list[int]:
-    """Return the numbers of micro-batches to try on a pipeline. With fewer micro-batches than stages, some stages idle;
-    with more, the steps are smaller.
+    """Return the numbers of micro-batches to try on a pipeline. With fewer micro-batches than stages, some stages idle.
+    With more, the steps are smaller.
     """
     return sorted({1, num_stages, 2 * num_stages}) if num_stages > 1 else [1]

@@ -1,4 +1,4 @@
-"""Compute upper bounds on the throughput of thousands of placements in one call; a bound covers all settings.
+"""Compute upper bounds on the throughput of thousands of placements in one call. A bound covers all settings.
 
 Let m be the mean number of requests that an iteration of a micro-batch decodes, and D the number of decode iterations
 of a request. By Jensen's inequality, an iteration occupies stage j on average for at least decode_j(m), the largest
@@ -47,7 +47,7 @@ BELOW_ONE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85)
 
 
 class _Stages(NamedTuple):
-    """Lower bounds on the step times of one lane, with a row for each kind of stage; unused rows are zero.
+    """Lower bounds on the step times of one lane, with a row for each kind of stage. Unused rows are zero.
 
     `PlacementBounds` stacks the times of all placements into a `LeastSteps`. # [kinds, m] unless stated
     """
@@ -57,7 +57,7 @@ class _Stages(NamedTuple):
     mixed_s: Array
     """A step that also encodes m / E[D] prompts, as many as are needed to keep the decode batch at m."""
     met_s: Array
-    """A mixed step as a decoding request meets it; its prompts replace only the other m - 1 requests."""
+    """A mixed step as a decoding request meets it. Its prompts replace only the other m - 1 requests."""
     encode_s: Array
     """The time of one prompt in the largest step, where a prompt costs the least. # [kinds]"""
     passing_s: Array
@@ -362,7 +362,7 @@ class PolicyBounds:
         return np.where(at_end_s > 0, np.maximum(inside, at_end), np.inf)
 
     def _crossing(self, seconds: Array, limit_s: Array) -> Array:
-        """Return the largest m whose time is within the limit; -1 if no m's is. # [placements, terms]"""
+        """Return the largest m whose time is within the limit, or -1 if no m's is. # [placements, terms]"""
         m = self.steps.iterations.batches
         count = (seconds <= limit_s[:, None, None]).sum(axis=2)  # times rise with m
         index = np.clip(count - 1, 0, len(m) - 2)
@@ -376,7 +376,7 @@ class PolicyBounds:
 class _Degree(NamedTuple):
     """Times of one layer, or of all layers of a stage, on one kind of group. The names are those of `_Stages`.
 
-    Arrays have an entry for each m; single numbers are for one prompt.
+    Arrays have an entry for each m. Single numbers are for one prompt.
     """
 
     decode_s: Array
@@ -389,7 +389,7 @@ class _Degree(NamedTuple):
     encode_s: float
     encoder_s: float
     alone_s: float
-    """One prompt in a step by itself; `encode_s` is one prompt's part of the largest step."""
+    """One prompt in a step by itself. `encode_s` is one prompt's part of the largest step."""
     encoder_alone_s: float
 
 

@@ -26,18 +26,19 @@ class Problem:
     """A planning problem.
 
     Attributes:
-        kv: how K/V memory is promised to requests; None: by the engine's default (`promise`).
-        engine: the engine that will run the plan; None: an engine of which nothing but step times is known.
-        deployed: the running engine whose memory, reserved for `max_batch` requests, limits the plan; None: `engine`.
-        max_devices: largest number of the cluster's devices to use; None: all.
+        kv: how K/V memory is promised to requests. None means by the engine's default (`promise`).
+        engine: the engine that will run the plan. None means an engine of which nothing but step times is known.
+        deployed: the running engine whose memory, reserved for `max_batch` requests, limits the plan. None means
+            `engine`.
+        max_devices: largest number of the cluster's devices to use. None means all.
         uniform: whether only placements with one lane of equal stages are considered.
         even: whether only placements that vLLM can run are considered: those whose lanes each have one tensor-parallel
             degree.
-        replicas: the only number of replicas to consider; None: any.
+        replicas: the only number of replicas to consider. None means any.
         fixed: fixed values of control variables and of the placement's variables.
-        placement: the only placement to consider, even if the search would not list it; None: any.
-        reused: the part of prompts that is found in the K/V cache; None: no part.
-        speculation: settings of speculative decoding; None: no speculative decoding.
+        placement: the only placement to consider, even if the search would not list it. None means any.
+        reused: the part of prompts that is found in the K/V cache. None means no part.
+        speculation: settings of speculative decoding. None means no speculative decoding.
     """
 
     model: ModelSpec
@@ -103,7 +104,7 @@ class Problem:
 
 
 def reused_by(plan: Plan, workload: Workload) -> Reused | None:
-    """Return the part of prompts that a plan expects to be found in the K/V cache; None: no part."""
+    """Return the part of prompts that a plan expects to be found in the K/V cache. None means no part."""
     found = plan.estimate.reuse
     if found is None:
         return None

@@ -50,7 +50,7 @@ class Scheduler:
         """Return each policy's plan with the highest throughput at saturation, for the policies that have a plan.
 
         Raises:
-            InfeasibleError: no policy has a plan; the error names the nearest bound that a plan could keep.
+            InfeasibleError: no policy has a plan. The error names the nearest bound that a plan could keep.
         """
         plans = {}
         for kind in kinds:
@@ -101,7 +101,7 @@ class Scheduler:
         return self._plan(space, settings, evaluation.at(0), given)
 
     def plan_at(self, space: Space, settings: PolicySettings, certificate: SearchCertificate) -> Plan | None:
-        """Return the plan of one point of a space; None if the point does not fit in memory."""
+        """Return the plan of one point of a space, or None if the point does not fit in memory."""
         evaluation = space.evaluate(columns_of(settings))
         return self._plan(space, settings, evaluation.at(0), certificate) if evaluation.fits[0] else None
 
@@ -135,7 +135,7 @@ def headroom_of(constraint: Constraint, profile: Profile) -> float:
 
 
 def scheduler(problem: Problem, search: SearchMethod = "branch-and-bound") -> Scheduler:
-    """Return a scheduler for the problem; if the constraint states no headroom, the profile's headroom is used."""
+    """Return a scheduler for the problem. If the constraint states no headroom, the profile's headroom is used."""
     headroom = headroom_of(problem.constraint, problem.profile)
     constraint = problem.constraint.model_copy(update={"headroom": headroom})
     return Scheduler(replace(problem, constraint=constraint), search)

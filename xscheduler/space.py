@@ -41,7 +41,7 @@ UNCUT = "an encoder reads a prompt whole, so its prompts cannot be cut in chunks
 
 
 def runnable(kinds: Iterable[str], model: ModelSpec, speculation: Speculation | None = None) -> tuple[str, ...]:
-    """Return the policies under which a model can run, with the draft if `speculation` has one; see `UNCUT`."""
+    """Return the policies under which a model can run, with its draft if there is one (see `UNCUT`)."""
     able = (kind for kind in kinds if not (CHOICES[kind].cuts_prompts and model.is_encoder_decoder))
     return tuple(kind for kind in able if speculation is None or kind in SPECULATIVE_POLICIES)
 
@@ -56,11 +56,11 @@ class SpaceLimits:
 
     Attributes:
         memory: memory of the decode lane.
-        encode_memory: memory of WAA's encode lane; None: there is only one lane.
+        encode_memory: memory of WAA's encode lane. None means that there is only one lane.
         block_size: tokens of a K/V block.
-        kv: how K/V memory is promised to requests; static batches always reserve it for the longest output.
+        kv: how K/V memory is promised to requests. Static batches always reserve it for the longest output.
         max_batch: largest micro-batch, in requests, that the profile, the runner and the engine allow.
-        engine: engine that runs the plan; None: any.
+        engine: engine that runs the plan. None means any.
         fixed: fixed values of control variables.
         price_per_device_hour: price of a device for an hour, or None if not known.
     """
@@ -140,8 +140,8 @@ class Space:
             between: whether a point represents all batch sizes, fractional ones included, from its own minus 1 to its
                 own. The point's throughput is then that of its own batch size, and the times of the smallest size must
                 keep the constraint (`Evaluation.lesser`).
-            left: for each token budget, the share of the latency bound that settings may use; 0: such settings are not
-                allowed; None: all settings may use the whole bound.
+            left: for each token budget, the share of the latency bound that settings may use. 0 means that such
+                settings are not allowed. None means that all settings may use the whole bound.
         """
         other = copy(self)
         other.constraint, other.bound, other._looked_at = constraint, bound, []
@@ -149,7 +149,7 @@ class Space:
         return other
 
     def tightened(self, factor: float) -> Space:
-        """Return this space with all bounds multiplied by a factor below 1; both spaces share `evaluations`."""
+        """Return this space with all bounds multiplied by a factor below 1. Both spaces share `evaluations`."""
         other, headroom = copy(self), (1 + self.constraint.headroom) / factor - 1
         other.constraint = self.constraint.model_copy(update={"headroom": headroom})
         return other
@@ -294,7 +294,7 @@ class Space:
         return {inner.variable.name: inner.values[along], outer.variable.name: outer.values[line]}
 
     def _numbers(self, columns: dict[str, Ints]) -> Ints:
-        """Return the numbers of those settings that are points of the space; this is the inverse of `points`."""
+        """Return the numbers of those settings that are points of the space. This is the inverse of `points`."""
         outer, inner, counts = self.lines
         along = columns[inner.variable.name] - inner.values[0]
         line: Ints = np.zeros_like(along)
@@ -328,7 +328,7 @@ class Space:
         return self._evaluate(self.models.model, columns)
 
     def evaluate_floor(self, columns: dict[str, Ints], evaluation: Evaluation) -> Evaluation:
-        """Predict points on the lower tables; the periods and latencies are then lower bounds."""
+        """Predict points on the lower tables. The periods and latencies are then lower bounds."""
         if self.models.floor is self.models.model:
             return evaluation
         return self._evaluate(self.models.floor, columns)
@@ -404,9 +404,9 @@ class Evaluation:
     """The predictions of some points, and which of these points are allowed.
 
     Args:
-        left: share of the latency bound that each point may use; None: the whole bound.
-        lesser: predicts, for the points with the given indices, the smallest batches that they represent; None: a point
-            represents only itself.
+        left: share of the latency bound that each point may use. None means the whole bound.
+        lesser: predicts, for the points with the given indices, the smallest batches that they represent. None means
+            that a point represents only itself.
     """
 
     def __init__(
@@ -517,8 +517,8 @@ class Evaluation:
 
     def max_rates(self, at_least: float = 0.0) -> Array:
         """For points on load curves, return the highest arrival rate at which each point keeps the bounds, waiting
-        included. The rates are in closed form (`xsimulator.queueing`), for all replicas together; 0: no rate above
-        `at_least`.
+        included. The rates are in closed form (`xsimulator.queueing`), for all replicas together. 0 means that a point
+        keeps the bounds at no rate above `at_least`.
 
         # [curves, loads]
         """

@@ -67,12 +67,12 @@ def why_slow(candidates: Candidates, kinds: Sequence[str]) -> str:
 
 
 def fastest(candidates: Candidates, kinds: Sequence[str]) -> Fastest | None:
-    """Return the fastest schedule for an output of the quantile's length; None if no schedule fits in memory."""
+    """Return the fastest schedule for an output of the quantile's length, or None if no schedule fits in memory."""
     return _nearest(candidates, kinds)[1]
 
 
 def _reason(candidates: Candidates, found: Fastest | None) -> str:
-    """Return the end of a message about the fastest schedule and the headroom; "" if `found` is None."""
+    """Return the end of a message about the fastest schedule and the headroom, or "" if `found` is None."""
     if found is None:
         return ""
     constraint = candidates.problem.constraint
@@ -122,7 +122,7 @@ def _nearest(candidates: Candidates, kinds: Sequence[str]) -> tuple[dict[str, fl
 
 
 def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[str, float]) -> InfeasibleError:
-    """Return the error for bounds that can be kept one by one but not together; it names bounds that can."""
+    """Return the error for bounds that can be kept one by one but not together. It names bounds that can."""
     free = candidates.problem.constraint.model_copy(update=dict.fromkeys(given))
     slack, least = 1 + free.headroom, np.inf
     figures = {"latency_bound_s": "latency", "ttft_s": "ttft", "tpot_s": "tpot"}
@@ -163,7 +163,7 @@ def _not_held(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
 
 
 def _no_memory(candidates: Candidates) -> InfeasibleError:
-    """Return the error for a model that fits on no placement; it states why, and how many devices would be enough."""
+    """Return the error for a model that fits on no placement. It states why, and how many devices would be enough."""
     problem, number = candidates.problem, candidates.placements.num_devices
     memory, needed = candidates.memory(candidates.placements.widest), candidates.devices_needed()
     device = problem.cluster.device.name

@@ -22,7 +22,7 @@ Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 PARTS = 3
-"""Number of parts of an interval; the busiest part determines the interval's load. If the end of the day is shorter
+"""Number of parts of an interval. The busiest part determines the interval's load. If the end of the day is shorter
 than a part, it belongs to the last interval, since a few requests in a short time would be a high rate.
 """
 ALIKE = 0.2
@@ -66,7 +66,7 @@ class Intervals:
     """A day's load in intervals. # each [intervals]
 
     Attributes:
-        seconds: length of each interval; only the last interval may have a different length.
+        seconds: length of each interval. Only the last interval may have a different length.
         rates: mean arrival rate, requests/s.
         peaks: arrival rate in each interval's busiest third, requests/s.
         groups: each interval's index in `lengths`.

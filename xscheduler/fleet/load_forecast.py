@@ -58,7 +58,7 @@ class _Predictor:
 class LoadForecast:
     """Forecasts the arrival rate, in requests a second.
 
-    The planned day is the season; today's level is the present rate relative to the season. The level is computed from
+    The planned day is the season. Today's level is the present rate relative to the season. The level is computed from
     all recent observations that agree with the newest one, so noise is averaged out, but a sudden change counts
     immediately. Season and trend are weighted by their errors at the lead time, so the trend prevails on a day that
     differs from the planned day.

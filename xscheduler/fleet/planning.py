@@ -50,7 +50,7 @@ class FleetCluster(NamedTuple):
     Attributes:
         problem: the planning problem of one replica, with the lengths of the whole day.
         policy: the policies to consider.
-        most_devices: largest number of devices of all replicas on this cluster; None: as many as needed.
+        most_devices: largest number of devices of all replicas on this cluster. None means as many as needed.
     """
 
     problem: Problem

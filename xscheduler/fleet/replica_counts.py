@@ -69,8 +69,8 @@ class FleetProblem:
         least_stay: smallest number of intervals for which a started replica runs.
         least: smallest number of replicas at any time.
         limits: limits on the devices that kinds share.
-        before: number of replicas of each kind before the first interval; None: the same as in the first interval. #
-            [kinds]
+        before: number of replicas of each kind before the first interval. None means the same as in the first interval.
+            # [kinds]
     """
 
     needs: Array
@@ -103,7 +103,7 @@ def starts_of(replicas: Ints, before: Ints | None = None) -> Ints:
     """Return the number of replicas of each kind that start in each interval. # [intervals, kinds]
 
     Args:
-        before: number of replicas before the first interval; None: the same as in the first interval.
+        before: number of replicas before the first interval. None means the same as in the first interval.
     """
     first = replicas[:1] if before is None else before[None, :]
     return np.maximum(np.diff(replicas, axis=0, prepend=first), 0)
@@ -270,7 +270,7 @@ def _most(problem: FleetProblem) -> Ints:
 
 
 def _states(problem: FleetProblem, at_most: int) -> Ints | None:
-    """Return all useful fleets that the limits on devices allow; None if there are too many. # [states, kinds]"""
+    """Return all useful fleets that the limits on devices allow, or None if there are too many. # [states, kinds]"""
     most = _most(problem)
     if np.prod(most + 1.0) > at_most:
         return None

@@ -22,7 +22,7 @@ from xscheduler.schedule import scheduler
 WORTH = 1.02
 """A larger replica must serve more per device by this factor, since larger replicas follow the load less closely."""
 MOST_SIMULATED = 2
-"""Largest number of plans to simulate for each size; the best in closed form come first."""
+"""Largest number of plans to simulate for each size. The best in closed form come first."""
 NEAR = 0.94
 """A plan of another policy is also simulated if its rate in closed form is at least this share of the best rate."""
 
@@ -50,7 +50,7 @@ def candidates(
 
     Args:
         problem: the problem with the lengths of the whole day.
-        lengths: the day's groups of lengths; a kind has a rate for each group.
+        lengths: the day's groups of lengths. A kind has a rate for each group.
         startup_s: time from ordering a replica until the replica begins to load its weights.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Simulate a day on which a fleet follows the recommender; replicas take time to start and to end."""
+"""Simulate a day on which a fleet follows the recommender. Replicas take time to start and to end."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ COARSE = 0.03
 BEHIND = 0.7
 """A policy cannot win if its rate in closed form is below this share of the best simulated rate."""
 MOST_TRIED = 3
-"""Largest number of plans to simulate for a policy; the best in closed form come first."""
+"""Largest number of plans to simulate for a policy. The best in closed form come first."""
 DOUBT = 0.06
 """A plan is simulated only if its rate in closed form is at most this share below the best rate."""
 DOUBT_NEARBY = 0.15
@@ -98,7 +98,7 @@ class Arrivals(Objective):
         """Return one policy's plans with the highest rates in closed form, and these rates, the highest first.
 
         Args:
-            most: largest number of plans; no two plans are on the same placement.
+            most: largest number of plans. No two plans are on the same placement.
         """
         return self._ranked([self._in_engine(space) for space in self.scheduler.candidates.spaces(kind)], kind, most)
 
@@ -224,7 +224,7 @@ class Arrivals(Objective):
     def _best_of(
         self, candidates: Sequence[tuple[Plan, float]], rival: CapacitySearch | None, doubt: float = DOUBT
     ) -> CapacitySearch | None:
-        """Return the candidate with the highest simulated rate; None if no rate exceeds the rival's."""
+        """Return the candidate with the highest simulated rate, or None if no rate exceeds the rival's."""
         best = rival
         for plan, predicted in candidates:
             if best is not None and predicted < (1 - doubt) * min(best.rate, best.predicted or best.rate):
@@ -347,7 +347,7 @@ class Arrivals(Objective):
         return found
 
     def _never_kept(self, kinds: tuple[str, ...]) -> InfeasibleError:
-        """Return the error for bounds that no plan keeps at any rate; it names the nearest bounds that a plan keeps."""
+        """Return the error for bounds that no plan keeps at any rate. It names the nearest bounds that a plan keeps."""
 
         def keeps(constraint: Constraint) -> bool:
             if not constraint.bounds_latency:

@@ -42,8 +42,8 @@ def plan_each(
 
     Args:
         policy: a policy, or the name of a group of policies.
-        order: order of admission; None: fcfs, or the order that tuning finds. For other orders and for tuned policies,
-            the plan for vLLM uses xgpt's scheduler class.
+        order: order of admission. None means fcfs, or the order that tuning finds. For other orders and for tuned
+            policies, the plan for vLLM uses xgpt's scheduler class.
         progress: called for each part of the work.
 
     Raises:
@@ -121,7 +121,7 @@ def _check_maximised(problem: Problem) -> None:
 
 
 def _distinct(plans: dict[str, Plan]) -> dict[str, Plan]:
-    """Return the plans; if waa-c and waa-m divide the devices in the same way, return only the better one, as `waa`."""
+    """Return the plans. If waa-c and waa-m divide the devices in the same way, return only the better one, as `waa`."""
     both = [kind for kind in plans if kind in POLICY_GROUPS["waa"]]
     if len(both) < 2 or plans[both[0]].stages != plans[both[1]].stages:
         return plans
@@ -129,7 +129,7 @@ def _distinct(plans: dict[str, Plan]) -> dict[str, Plan]:
 
 
 def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
-    """Return the policies to which a choice refers; a tuned policy refers to the policy from which tuning begins.
+    """Return the policies to which a choice refers. A tuned policy refers to the policy from which tuning begins.
 
     Raises:
         InputError: the model cannot run under that policy.
@@ -166,7 +166,7 @@ ENGINE_NAMES = {
 
 
 def check_held(policy: PolicyChoice, fixed: Mapping[str, int]) -> None:
-    """Check the names of fixed variables; call this before measuring anything for a plan.
+    """Check the names of fixed variables. Call this before anything is measured for a plan.
 
     Raises:
         InputError: a variable does not exist, or none of the policies has this variable.
@@ -208,7 +208,7 @@ def is_uniform(plan: Plan) -> bool:
 
 
 def plan_uniform(problem: Problem, search: SearchMethod = "branch-and-bound") -> Plan | None:
-    """Return the best plan for which `is_uniform` is true; None if no such plan keeps the constraint."""
+    """Return the best plan for which `is_uniform` is true, or None if no such plan keeps the constraint."""
     problem = replace(problem, uniform=True)
     able = runnable(UNIFORM_KINDS, problem.model, problem.speculation)
     kinds = [kind for kind in able if problem.fixed.keys() <= variables_of(kind)]

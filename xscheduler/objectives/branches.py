@@ -50,10 +50,10 @@ class Branch:
     Attributes:
         space: the branch's settings, under the constraint on arriving requests.
         relaxed: the same settings, under the constraint on an engine that is never idle.
-        bound: upper bound on the rate of all settings, in requests a second; the search tightens it.
+        bound: upper bound on the rate of all settings, in requests a second. The search tightens it.
         in_steps: whether any step of a micro-batch may encode prompts, and a micro-batch's steps do not overlap.
-        prompt_s: if each stage processes prompts one by one, a lower bound on the slowest stage's seconds for a mean
-            prompt; else None.
+        prompt_s: lower bound on the slowest stage's seconds for a mean prompt, or None unless each stage processes
+            prompts one by one.
     """
 
     kind: str
@@ -78,7 +78,7 @@ class Branch:
         return min(self.space.evaluations + self.relaxed.evaluations, self.space.num_points)
 
     def refine(self, at_least: float, waits: Waits | None) -> None:
-        """Tighten the bound by including the waits at a rate; the bound does not fall below this rate.
+        """Tighten the bound by including the waits at a rate. The bound does not fall below this rate.
 
         At a higher rate, requests wait longer and less time remains for decoding. So the throughput that is possible in
         the time that remains at this rate bounds all higher rates. If this throughput is below the rate, no settings
@@ -114,7 +114,7 @@ class Branch:
 
     @cached_property
     def _budgets(self) -> list[int]:
-        """The token budgets of the branch's settings; empty if the policy has no token budget."""
+        """The token budgets of the branch's settings, or nothing if the policy has no token budget."""
         return next((axis.values.tolist() for axis in self.space.axes if axis.variable.name == "token_budget"), [])
 
     def _served(self, rate: float, at_least: float, waits: Waits | None) -> float:

@@ -24,7 +24,7 @@ def with_capacities(plans: dict[str, Plan], profile: Profile) -> dict[str, Plan]
 
 
 def predicted_rate(plan: Plan, profile: Profile) -> float | None:
-    """Return the highest arrival rate of a plan in closed form; None if the plan has no bounds."""
+    """Return the highest arrival rate of a plan in closed form, or None if the plan has no bounds."""
     if not plan.constraint.bounds_latency:
         return None
     return _closed_rate(plan, Problem.of(plan, profile))
@@ -44,7 +44,7 @@ def _closed_rate(plan: Plan, problem: Problem) -> float:
 
 
 def with_capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, edges: bool = True) -> Plan:
-    """Return the plan with its simulated capacity; a plan without bounds is returned unchanged.
+    """Return the plan with its simulated capacity. A plan without bounds is returned unchanged.
 
     Args:
         predicted: the highest arrival rate in closed form.

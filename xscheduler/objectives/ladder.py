@@ -27,7 +27,7 @@ from xsimulator.request_law import RequestLaw
 from xsimulator.run import is_drawn, request_latencies
 
 NUM_REQUESTS = 500
-"""Number of simulated admissions; each represents requests of every length. With fewer admissions, the longest prompts
+"""Number of simulated admissions. Each represents requests of every length. With fewer admissions, the longest prompts
 might be missing, and the error estimate would not show this.
 """
 MOST_REQUESTS = 2000
@@ -46,7 +46,7 @@ RUNG = 1.01
 BLOCK = 8
 """Number of rungs that the search skips in one step."""
 LOWEST = -2000
-"""A rung below any plan; its latency is two nanoseconds."""
+"""A rung below any plan. Its latency is two nanoseconds."""
 REACH = 1.15
 """Largest factor by which the closed form may overestimate latencies. The search starts this factor above the bound."""
 SEED = 0
@@ -97,7 +97,7 @@ def request_latency(plan: Plan, profile: Profile, workload: Workload | None = No
 
 @dataclass(frozen=True, slots=True)
 class _Simulated:
-    """A plan's simulated latencies; `guarded_s` is their quantile with headroom, in s."""
+    """A plan's simulated latencies. `guarded_s` is their quantile with headroom, in s."""
 
     law: RequestLaw
     guarded_s: float
@@ -107,7 +107,7 @@ class Ladder:
     """A policy's plans by the latency that they keep in closed form. The latency of rung k is `RUNG**k` seconds.
 
     Args:
-        search: the scheduler that finds plans; its latency bound is ignored.
+        search: the scheduler that finds plans. Its latency bound is ignored.
         progress: called for each simulation.
     """
 
@@ -118,13 +118,13 @@ class Ladder:
         self.plan = cache(self._plan)
 
     def top(self, bound_s: float) -> Plan | None:
-        """Return the plan of the highest rung that is searched under a bound, which has the highest throughput; None if
-        no rung has a plan.
+        """Return the plan of the highest rung that is searched under a bound, which has the highest throughput, or None
+        if no rung has a plan.
         """
         return self.plan((_top(bound_s) + 1) * BLOCK)
 
     def highest(self, bound_s: float, rival_rps: float = 0.0) -> Plan | None:
-        """Return the plan of the highest rung that keeps the bound in simulation; None if no rung keeps it.
+        """Return the plan of the highest rung that keeps the bound in simulation, or None if no rung keeps it.
 
         If no rung's throughput exceeds the rival's, the plan that keeps the bound in closed form is returned without a
         simulation.
@@ -148,18 +148,18 @@ class Ladder:
         return None if plan is None else self._settled(plan, low, bound_s, time.perf_counter() - started)
 
     def keeps(self, rung: int, bound_s: float) -> bool:
-        """Return whether the rung's plan keeps a bound in simulation; True for a rung without a plan."""
+        """Return whether the rung's plan keeps a bound in simulation, or True if the rung has no plan."""
         plan = self.plan(rung)
         return plan is None or self.simulated(plan).guarded_s <= bound_s
 
     def nearest_s(self) -> float | None:
-        """Return the lowest bound, in s, that a plan of the ladder keeps; None if no rung has a plan."""
+        """Return the lowest bound, in s, that a plan of the ladder keeps, or None if no rung has a plan."""
         rung = self.lowest()
         plan = None if rung is None else self.plan(rung)
         return None if plan is None or rung is None else max(self.simulated(plan).guarded_s, RUNG**rung / REACH)
 
     def lowest(self) -> int | None:
-        """Return the lowest rung that has a plan; None if no rung has a plan."""
+        """Return the lowest rung that has a plan, or None if no rung has a plan."""
         try:
             self._best_under(RUNG**LOWEST)
         except InfeasibleError as error:
@@ -212,7 +212,8 @@ def with_law(plan: Plan, law: RequestLaw, closed_s: float | None = None) -> Plan
     """Return the plan with its simulated latency. The certificate keeps only the closed form's gap, as a remark.
 
     Args:
-        closed_s: the bound, in s, under which the plan is the best in closed form; None: the remark names no bound.
+        closed_s: the bound, in s, under which the plan is the best in closed form. None means that the remark names no
+            bound.
     """
     quantile, search = plan.constraint.quantile, plan.search
     proven = ""

@@ -27,7 +27,7 @@ Keeps = Callable[[Constraint], bool]
 def never_kept(
     scheduler: Scheduler, kinds: Sequence[str], keeps: Keeps, progress: Progress | None = None
 ) -> InfeasibleError:
-    """Return the error for bounds that no plan keeps at any rate; it names the nearest bounds that a plan keeps.
+    """Return the error for bounds that no plan keeps at any rate. It names the nearest bounds that a plan keeps.
 
     If a single bound is the cause, the error names the nearest value of this bound only.
     """
@@ -63,7 +63,7 @@ def never_kept(
 
 
 def rate_not_kept(scheduler: Scheduler, kinds: tuple[str, ...], highest: float) -> InfeasibleError:
-    """Return the error for an arrival rate that no plan sustains; `highest` is the best plan's rate."""
+    """Return the error for an arrival rate that no plan sustains. `highest` is the best plan's rate."""
     problem, num_devices = scheduler.problem, scheduler.candidates.placements.num_devices
     return InfeasibleError(
         f"arrival_rate_per_s: no schedule of {', '.join(kinds)} on {num_devices} of the {problem.cluster.num_devices} "
@@ -84,7 +84,7 @@ class _Nearest(NamedTuple):
 def _nearest(
     constraint: Constraint, bounds: Mapping[str, float], low: float, keeps: Keeps, progress: Progress | None
 ) -> _Nearest | None:
-    """Loosen all bounds by the same factor, and return the tightest bounds that some plan keeps; None if none were
+    """Loosen all bounds by the same factor, and return the tightest bounds that some plan keeps, or None if none were
     found.
 
     Args:

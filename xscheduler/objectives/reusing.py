@@ -44,11 +44,11 @@ def with_reuse(
 ) -> dict[str, Plan]:
     """Return each policy's best plan, the best of all first: the given plan, or a better plan that relies on reuse.
 
-    A plan with reuse has one replica, or as many as the best plan without reuse; each replica then gets the requests
+    A plan with reuse has one replica, or as many as the best plan without reuse. Each replica then gets the requests
     that are routed to it.
 
     Args:
-        trace: the workload's trace; None: the workload is not a trace, and the plans are returned unchanged.
+        trace: the workload's trace. None means that the workload is not a trace, and the plans are returned unchanged.
         plans: each policy's best plan without reuse.
     """
     if trace is None:
@@ -159,7 +159,7 @@ def _planned(plan_each: PlanEach, problem: Problem) -> dict[str, Plan]:
 
 
 def _bound(plan: Plan) -> float | None:
-    """Return the proven upper bound on the objective for the plan's policy; None if nothing is proven."""
+    """Return the proven upper bound on the objective for the plan's policy, or None if nothing is proven."""
     gap = plan.search.gap
     return None if gap is None else maximised(plan) * (1 + gap)
 

@@ -263,7 +263,7 @@ class Saturated(Objective):
             rung -= 1
 
     def _never_kept(self, nearest_s: float) -> InfeasibleError:
-        """Return the error for bounds that no policy keeps; it names a latency bound that a simulated plan keeps."""
+        """Return the error for bounds that no policy keeps. It names a latency bound that a simulated plan keeps."""
         constraint = self.scheduler.problem.constraint
         bounds = {name: bound for name in BOUNDS if (bound := getattr(constraint, name)) is not None}
         name = next(iter(bounds))
@@ -277,7 +277,7 @@ class Saturated(Objective):
         )
 
     def _never_kept_by_all(self, bound_s: float) -> InfeasibleError:
-        """Return the error for a bound that no policy keeps for the quantile of all requests; it names the nearest
+        """Return the error for a bound that no policy keeps for the quantile of all requests. It names the nearest
         bound that can be kept.
         """
         nearest = [least for ladder in self._ladders.values() if (least := ladder.nearest_s()) is not None]

@@ -16,9 +16,9 @@ class ClusterChoice:
     """A cluster, with the number of devices that sustains the arrival rate and their price.
 
     Attributes:
-        num_devices: the smallest number of devices that sustains the arrival rate; None if all devices do not sustain
-            it.
-        price_per_hour: price of these devices for an hour; None if the rate is not sustained.
+        num_devices: the smallest number of devices that sustains the arrival rate, or None if all devices do not
+            sustain it.
+        price_per_hour: price of these devices for an hour, or None if the rate is not sustained.
         why_not: the error if the rate is not sustained.
         why_not_fewer: see `Fewest`.
     """

@@ -115,7 +115,7 @@ def tune(plan: Plan, profile: Profile, *, others: Sequence[Plan] = (), order: Ad
     Args:
         plan: a plan with fixed settings and a simulated capacity.
         others: further plans with fixed settings from which to start, on other placements or with other budgets.
-        order: order of admission; None: the order is tuned as well.
+        order: order of admission. None means that the order is tuned as well.
     """
     import optuna
 

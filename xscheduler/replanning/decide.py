@@ -53,7 +53,7 @@ class Verdict:
 
     Attributes:
         breaks_bound: whether the running plan breaks its bounds even if chance in the observed lengths is allowed for.
-        plan: the best plan, in a form that can replace the running plan; None if no plan keeps the bounds.
+        plan: the best plan, in a form that can replace the running plan, or None if no plan keeps the bounds.
         is_swap: whether the plan takes effect between two steps, without a pause.
         gain: the share by which the best plan's objective exceeds the running plan's.
         pause_s: seconds for which the change would delay requests.
@@ -78,7 +78,7 @@ def judged(
     """Compare a running plan with the best plan for the observed lengths, by the plan's objective.
 
     Args:
-        slowdown: ratio of step times to the profile's step times; None: the plan's slowdown.
+        slowdown: ratio of step times to the profile's step times. None means the plan's slowdown.
 
     Raises:
         InputError: the profile is not that of the plan's devices.
@@ -185,7 +185,7 @@ def decide(judge: Judge) -> Verdict:
 
 
 def _sustaining(judge: Judge, verdict: Verdict) -> Verdict | None:
-    """Return a verdict with a plan that serves more of the observed arrival rate; None if the given verdict is good
+    """Return a verdict with a plan that serves more of the observed arrival rate, or None if the given verdict is good
     enough.
 
     If more requests arrive than a plan serves at saturation, its queue grows without limit, and no request keeps its

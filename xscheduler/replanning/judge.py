@@ -100,7 +100,7 @@ class Judge(ABC):
             rate_rps: the objective's value of `plan`.
 
         Returns:
-            The plan; None if `plan` keeps the bounds, if no plan keeps them at a small loss, or if the bounds do not
+            The plan, or None if `plan` keeps the bounds, if no plan keeps them at a small loss, or if the bounds do not
             depend on lengths.
         """
         return None
@@ -114,7 +114,7 @@ class Judge(ABC):
 
 
 def _plans_of(problems: Sequence[Problem], planned: Callable[[Problem], Iterable[Plan]]) -> list[Plan]:
-    """Return the plans of all problems together; a problem without a plan is left out.
+    """Return the plans of all problems together. A problem without a plan is left out.
 
     Raises:
         InfeasibleError: no problem has a plan.
@@ -334,7 +334,7 @@ def replaced(plan: Plan, best: Plan, *, in_place: bool) -> Plan:
     """Return another plan in a form that can replace the running plan.
 
     On the same stages, the allocation of K/V memory does not change. It leaves memory for the activations of the old
-    plan's largest step. The engine runs steps in slices of bounded size; the new plan's largest step may need one slice
+    plan's largest step. The engine runs steps in slices of bounded size. The new plan's largest step may need one slice
     more, for which the workspace has enough memory.
     """
     return plan.model_copy(

@@ -66,7 +66,7 @@ class Replanned:
 
 
 def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms | None = None) -> Proposal:
-    """Compare a running plan with the best plan; return the decision and the new plan, if any.
+    """Compare a running plan with the best plan. Return the decision and the new plan, if any.
 
     Raises:
         InputError: the profile does not belong to the plan's devices.
@@ -125,7 +125,7 @@ def in_numbers(plan: Plan, observation: Observation) -> str:
 def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
     """Return the plan to compare, and the lengths that were observed.
 
-    A trace file has only lengths, so `plan` is returned; a running server states its plan and lengths.
+    A trace file has only lengths, so `plan` is returned. A running server states its plan and lengths.
 
     Args:
         source: CSV or JSON lines, or the URL of a server (without /plan).
@@ -225,7 +225,7 @@ class BackgroundPlanner:
         await asyncio.to_thread(self.stop)
 
     def stop(self) -> None:
-        """End the process; a pending question fails."""
+        """End the process. A pending question fails."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()

@@ -50,7 +50,7 @@ class Situation:
         """Return a plan's situation.
 
         Args:
-            slowdown: ratio of step times to the profile's step times; None: the plan's slowdown.
+            slowdown: ratio of step times to the profile's step times. None means the plan's slowdown.
         """
         lengths = within_context(observation.workload, plan.model.max_context)
         rate = observation.arrival_rate_per_s

@@ -14,11 +14,12 @@ class SearchResult:
     """The result of a search of one policy's spaces.
 
     Attributes:
-        space: the space of the best point; None: no point is allowed.
-        settings: the best point that fits in memory and keeps the constraint; None: no point is allowed.
+        space: the space of the best point. None means that no point is allowed.
+        settings: the best point that fits in memory and keeps the constraint. None means that no point is allowed.
         values: the best point's predictions, by name.
         evaluations: number of points that were predicted.
-        gap: no point of the spaces has more than (1 + gap) times the best point's throughput; None: nothing is proven.
+        gap: no point of the spaces has more than (1 + gap) times the best point's throughput. None means that nothing
+            is proven.
         bound: a description of the bound to which the gap refers.
         method: the method that found the point. It differs from the requested method if that method's bounds were not
             valid.

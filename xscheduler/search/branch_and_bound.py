@@ -33,7 +33,7 @@ BLOCKS_AT_ONCE = 24
 """Number of blocks of a space that are divided in one vectorised call."""
 
 SMALL = 32
-"""A box with at most this many points is not divided; all its points are predicted."""
+"""A box with at most this many points is not divided. All its points are predicted."""
 PARTS = {1: 8, 2: 2}
 """Number of parts into which a block is cut along each variable, by the number of searched variables."""
 PARTS_OF_A_BATCH = 16
@@ -47,7 +47,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...], int]
 
 @dataclass(order=True, slots=True)
 class _Block:
-    """A box with its priority in the search; the lowest number comes first."""
+    """A box with its priority in the search. The lowest number comes first."""
 
     priority: float
     box: Box = field(compare=False)
@@ -166,7 +166,7 @@ class _Search:
         return SearchResult(self.best.space, self.best.settings, self.best.values, evaluations, gap, BOUND)
 
     def divide(self, parent: _Open, boxes: list[Box]) -> None:
-        """Predict all points of small boxes and the corners of larger boxes; a larger box stays open if it may beat the
+        """Predict all points of small boxes and the corners of larger boxes. A larger box stays open if it may beat the
         best point.
         """
         if ends_of(parent.space)[1] is not None:
@@ -281,7 +281,7 @@ class UpperBound(NamedTuple):
 
     Attributes:
         throughput: requests a second, all replicas together.
-        best: the best allowed point that was predicted; None: no point exceeds `at_least`.
+        best: the best allowed point that was predicted. None means that no point exceeds `at_least`.
     """
 
     throughput: float

@@ -1,4 +1,4 @@
-"""Search by predicting every point of every space; the other methods are compared with this one."""
+"""Search by predicting every point of every space. The other methods are compared with this one."""
 
 from __future__ import annotations
 
