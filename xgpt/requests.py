@@ -157,8 +157,8 @@ class BoundFields(RequestBase):
         Annotated[float, Field(ge=0, lt=1)] | None,
         Option(
             metavar="SHARE",
-            unset="the known error of the profile's source (0.05 measured, 0.1 imported, 0.12 from a datasheet) plus "
-            "the share of the cores that other processes used meanwhile, or the profile's spread if that is larger",
+            unset="the known error of the profile's source: 0.1 measured (after eight loads on this machine, what they "
+            "showed), 0.1 imported, 0.12 from a datasheet; more if other processes used the cores meanwhile",
         ),
     ] = None
     """Share by which steps may take longer than predicted while the bounds still hold."""
