@@ -1,11 +1,11 @@
 """Fit a profile to steps that a real engine has executed.
 
-A profile's tables are measured part by part. In a serving engine the parts run concurrently and the machine is in a
-different state. One factor for each table corrects this:
+A profile's tables are measured part by part. In a serving engine, the parts run concurrently and other work loads the
+machine. One factor for each table corrects this:
 
     measured step = a tokens(n) + b encode attention + c decode attention + d head(k) + e overhead(r)
 
-Factors that a log hardly determines stay near 1.
+If a log hardly determines a factor, the factor stays near 1.
 """
 
 from __future__ import annotations
@@ -29,17 +29,15 @@ Array = npt.NDArray[np.float64]
 PARTS = StepParts._fields
 MIN_STEPS = 50
 PRIOR = 0.001
-"""Weight of a factor's distance from 1, relative to the weight of the steps' relative errors."""
+"""In the fit, the weight of a factor's distance from 1, relative to the weight of the relative errors of the steps."""
 LEAST, MOST = 0.2, 5.0
 OUTLIER = 4.0
-"""A step counts as an outlier, caused by the machine, if its distance from the median is more than this number of
-scaled median deviations.
-"""
+"""A step is an outlier if its error differs from the median error by more than this number of median deviations."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Executed steps with their predicted parts.
+    """The measured times of executed steps, and the predicted times of the steps' parts.
 
     Attributes:
         parts: predicted seconds of each part. # [steps, PARTS]
@@ -56,10 +54,10 @@ class Steps:
 
 
 def steps_of(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> Steps:
-    """Return the steps of a log with their parts. Each replica must have one device.
+    """Return the steps of a log, with the predicted time of each part. Each replica must have one device.
 
     Raises:
-        InputError: the engine has several devices.
+        InputError: a replica has several devices.
     """
     if plan.devices_per_replica > 1:
         raise InputError(
@@ -75,10 +73,11 @@ def steps_of(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> Steps:
 
 
 def calibrate(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> tuple[Profile, Calibration]:
-    """Fit a profile to the steps of the first half of the requests; compute the error on the steps of the second half.
+    """Fit a profile to the steps of the first half of the requests, and compute the error on the steps of the second
+    half.
 
     Returns:
-        The corrected profile, and the errors before and after.
+        The corrected profile, and its errors before and after the correction.
 
     Raises:
         InputError: the log is too short.
@@ -86,7 +85,7 @@ def calibrate(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> tuple[
     steps = steps_of(plan, profile, log)
     middle = int(np.quantile(steps.first_request, 0.5))
     newest = max(arrival.id for record in log for arrival in record.arrivals)
-    # A step of the second half has no request of the first half: its lowest id shows that.
+    # If a step's lowest id is in the second half, the step has no request of the first half.
     used, unused = steps.where(steps.first_request < middle), steps.where(steps.first_request >= middle)
     if min(len(used.seconds), len(unused.seconds)) < MIN_STEPS:
         raise InputError(
@@ -109,10 +108,10 @@ def calibrate(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> tuple[
 def fit(steps: Steps, around: float = 1.0, prior_weight: float = PRIOR) -> Array:
     """Return one factor for each part, by least squares of the relative errors.
 
-    Errors are weighted by the time of their steps, and outliers are left out.
+    Each error is weighted by the time of its step, and outliers are left out.
 
     Args:
-        around: the value towards which factors are drawn.
+        around: the value near which factors stay if the steps hardly determine them.
         prior_weight: weight of a factor's relative distance from `around`."""
     from scipy.optimize import lsq_linear
 
@@ -130,7 +129,7 @@ def fit(steps: Steps, around: float = 1.0, prior_weight: float = PRIOR) -> Array
 
 
 def _ordinary(residual: Array, encodes: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Return which steps are not outliers among the steps of their kind: steps that encode, or steps that do not."""
+    """Return which steps are not outliers. Steps that encode and other steps are judged separately."""
     keep = np.ones(len(residual), bool)
     for kind in (encodes, ~encodes):
         if kind.any():
@@ -140,21 +139,22 @@ def _ordinary(residual: Array, encodes: npt.NDArray[np.bool_]) -> npt.NDArray[np
 
 
 def error(steps: Steps, factors: Array) -> float:
-    """Return the mean absolute error of step times, relative to the measured ones."""
+    """Return the mean absolute error of the predicted step times, relative to the measured times."""
     return float(np.mean(np.abs(steps.parts @ factors / steps.seconds - 1)))
 
 
 def bias(steps: Steps, factors: Array) -> float:
-    """Return (predicted - measured) / measured of all steps together: the error of throughput."""
+    """Return the relative error of the predicted time of all steps together, which is the error of throughput."""
     return float((steps.parts @ factors).sum() / steps.seconds.sum() - 1)
 
 
 def corrected(profile: Profile, by: Mapping[str, float], name: str, source: str) -> Profile:
-    """Return the profile with each table multiplied by its factor, and an entry about the factors in its provenance.
+    """Return the profile with each table multiplied by its factor and with an entry about the factors in the
+    provenance.
 
     Args:
-        by: factors by the names in `PARTS`.
-        name, source: name of the provenance entry, and the source of the factors, which the entry states.
+        by: for each name in `PARTS`, the factor.
+        name, source: name of the provenance entry, and text about the source of the factors.
     """
     layers = tuple(
         layer.model_copy(

@@ -1,8 +1,9 @@
-"""Find the highest arrival rate at which a plan keeps its bounds, waiting included, by simulation.
+"""Find by simulation the highest arrival rate at which a plan keeps its bounds, waiting included.
 
-Requests arrive in a Poisson or gamma process. Every rate is simulated with the same lengths and the same scaled gaps
-(common random numbers), so that the comparison is between rates and not between draws. One replica is simulated with
-its share of the arrivals. A run ends as soon as more requests have broken their bounds than the quantile allows.
+Requests arrive in a Poisson or gamma process. Every rate is simulated with the same lengths and the same gaps, scaled
+to the rate (common random numbers), so that results differ because of the rate and not because of chance. One replica
+is simulated with its share of the arrivals. A run ends as soon as more requests have broken their bounds than the
+quantile allows.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ LEAST_REQUESTS = 2000
 """Least number of requests that are measured."""
 LEAST_WARM_UP = 128
 LIFETIMES = 4
-"""At least as many requests are measured as arrive in this number of spans at saturation; the warm-up lasts one span. A
-span is the latency bound or, if this is shorter, the time of a request that waits as long as is usual just below
-saturation. (With a longer bound, the rate equals saturated throughput to within `PRECISION` in any case.)
+"""At saturation, the warm-up lasts one span, and at least as many requests are measured as arrive in this number of
+spans. A span is the shorter of the latency bound and the time that a request takes, waiting included, just below
+saturation. If the bound is longer than this time, the rate equals saturated throughput to within `PRECISION`.
 """
 PRECISION = 0.02
-"""Relative precision of the rate."""
+"""Relative precision of the highest rate."""
 EDGE = 0.05
-"""Share by which bounds are tightened and loosened, to show how sensitive the rate is."""
+"""Share by which bounds are tightened and loosened to show how sensitive the rate is to them."""
 KNOWN_BEYOND = 1.02
-"""A run is given up once its quantile exceeds the bounds by this factor; the excess guides the search."""
+"""A simulated run ends early once its quantile exceeds the bounds by this factor. Up to this factor, the size of the
+excess helps to choose the next rate.
+"""
 LEAST_SHARE = 0.1
 """A plan that breaks its bounds at this share of its saturated throughput has no capacity."""
 SEED = 0
@@ -49,8 +52,8 @@ class _Drawn(NamedTuple):
     """Requests that arrive at one replica once a second on average. # [requests] each
 
     Attributes:
-        inputs, outputs: their tokens.
-        decoded: with a draft, the number of decode steps of each request, as an output length; without one, `outputs`.
+        inputs, outputs: numbers of prompt and output tokens.
+        decoded: `outputs`; with a draft, the output length that needs the request's number of decode steps.
     """
 
     inputs: Ints
@@ -63,24 +66,24 @@ class _Drawn(NamedTuple):
 def _drawn(
     workload: Workload, speculation: Speculation | None, burstiness: float, num_requests: int, seed: int
 ) -> _Drawn:
-    """Draw requests. They are kept, since a search simulates many plans with the same ones."""
+    """Draw requests. The result is cached, since a search simulates many plans with the same requests."""
     rng = np.random.default_rng(seed)
     inputs, outputs = sample(workload, num_requests, rng)
     steps = decoded(outputs, speculation, rng)
-    # Gaps are scaled so that the mean rate is exact: a random deviation of the rate would be an error of the result.
+    # Gaps are scaled to the exact mean rate, since a random deviation of the rate would be an error of the result.
     arrivals_s = gamma_arrivals(1.0, num_requests, burstiness, rng)
     return _Drawn(inputs, outputs, steps, arrivals_s * (num_requests / arrivals_s[-1]))
 
 
 class Trial:
-    """Simulates requests that arrive at a plan's replica, at any rate.
+    """Simulates the requests that arrive at one replica of a plan, at any rate.
 
     Args:
-        by_request: simulate single requests even if a compiled run by counts could do it.
+        by_request: whether to use the simulated engine even if simulation by counts is possible.
         least_requests: least number of requests that are measured.
 
     Raises:
-        InputError: the profile is not that of the plan's devices.
+        InputError: the profile was not made for the plan's devices.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class Trial:
         span_s = min(bound_s, longest_s)
         self.is_far = bound_s > longest_s
         """Whether the bound is so loose that the rate equals saturated throughput."""
-        # The number is a power of two, so that plans with about the same throughput get the same requests.
+        # A power of two, so that plans with about the same throughput are simulated with the same requests.
         self.num_warm_up = 2 ** ceil(log2(max(share * span_s, LEAST_WARM_UP)))
         self.num_requests = max(least_requests, LIFETIMES * self.num_warm_up)
         self._seed = seed
@@ -123,11 +126,11 @@ class Trial:
         return np.minimum(share * inputs, inputs - 1).astype(int) if share else np.zeros(0, int)
 
     def at(self, rate: float, slack: float | None = None) -> RequestTimes | None:
-        """Return the times of the measured requests at a rate. The rate is that of all replicas together.
+        """Return the times of the measured requests if `rate` requests a second arrive at all replicas together.
 
         Args:
-            slack: once a goal's quantile exceeds this multiple of its bounds, give up and return None. None means
-                never.
+            slack: return None once a goal's quantile exceeds this multiple of its bounds. None means that the run never
+                ends early.
         """
         plan, last, stream = self.plan, self.num_warm_up + self.num_requests, self.stream(rate)
         path_s = plan.request_path_s
@@ -142,15 +145,14 @@ class Trial:
         return RequestTimes.of_ns(arrived, first, end, self._drawn.outputs[counted]).later(path_s)
 
     def stream(self, rate: float) -> Stream:
-        """Return the requests of one replica, if requests arrive at this rate at all replicas together."""
+        """Return the requests of one replica if `rate` requests a second arrive at all replicas together."""
         drawn = self._drawn
         arrivals_ns = (drawn.arrivals_s * (1e9 * self.plan.replicas / rate)).astype(int)
         return Stream(drawn.inputs, drawn.decoded, self._longest, arrivals_ns, self._cached, drawn.outputs)
 
     def saturated(self) -> float:
-        """Return the requests a second of all replicas while requests are always waiting, admitted in order of
-        arrival."""
-        # The same number of requests waits after the measured ones, since an engine that runs empty serves less.
+        """Return the requests a second of all replicas at saturation, with admission in order of arrival."""
+        # As many requests follow the measured ones, since an engine that runs empty serves fewer requests a second.
         inputs, outputs, longest, cached = (
             np.tile(values, 2) for values in (self._drawn.inputs, self._drawn.decoded, self._longest, self._cached)
         )
@@ -160,23 +162,21 @@ class Trial:
         run.run(KeptBounds((), 0, count))
         ends = np.asarray(run.end_ns)
         ended, span_ns = endings(np.sort(ends[ends >= 0]), self.num_warm_up, count - 1)
-        if not span_ns:  # if all measured requests end in one step, there is no rate
+        if not span_ns:  # no rate can be measured if all requests end in one step
             return self.plan.estimate.throughput_rps
         return float(self.plan.replicas * ended / span_ns * 1e9)
 
 
 def endings(ends: Array, first: int, last: int) -> tuple[int, float]:
-    """Return the number of the sorted times `ends` that are later than `ends[first]` and at most `ends[last]`, and the
-    time between these two. Many requests may end in one step.
+    """Return how many of the sorted times `ends` are later than `ends[first]` and at most `ends[last]`, and the time
+    between these two. Many requests may end at the same time.
     """
     begin, end = ends[first], ends[last]
     return int(np.searchsorted(ends, end, "right") - np.searchsorted(ends, begin, "right")), float(end - begin)
 
 
 def in_order_of_arrival(plan: Plan) -> Plan:
-    """Return the plan with admission in order of arrival. With many waiting requests, other orders would admit short
-    requests first.
-    """
+    """Return the plan with admission in order of arrival. Other orders would admit mostly short requests."""
     return plan.model_copy(
         update={"admission": plan.admission.model_copy(update={"order": "fcfs", "row_tokens": None})}
     )
@@ -185,7 +185,7 @@ def in_order_of_arrival(plan: Plan) -> Plan:
 def run_of(
     plan: Plan, lanes: Mapping[StageLane, LaneCost], stream: Stream, *, by_request: bool = False
 ) -> Run | EngineRun:
-    """Return one replica's run over a stream: by counts if possible, otherwise by request."""
+    """Return a run of one replica over a stream, by counts if possible, otherwise on the simulated engine."""
     run = None if by_request else counted_run(plan, lanes, stream)
     return EngineRun(policies.build(plan), lanes, stream) if run is None else run
 
@@ -194,14 +194,14 @@ class CapacitySearch:
     """Searches for the highest arrival rate at which a plan keeps its bounds, and remembers all simulated rates.
 
     Args:
-        predicted: the closed form's rate, where the search begins.
-        most: a rate at which the bounds are broken. None means the plan's saturated throughput, which is also
-            simulated, since at a higher rate the queue grows for ever and the bounds hold only until the run ends.
+        predicted: the closed form's rate, at which the search begins.
+        most: a rate at which the bounds are broken. None means the plan's saturated throughput, which is simulated too:
+            at a higher rate, the queue grows for ever, and a run may end before the bounds are broken.
         least_requests: see `Trial`.
 
     Attributes:
         predicted: the closed form's rate.
-        precision: relative precision: at a rate that exceeds the result by this share, the bounds are broken.
+        precision: relative precision; at a rate that exceeds the result by this share, the bounds are broken.
     """
 
     def __init__(
@@ -221,8 +221,7 @@ class CapacitySearch:
         self._promised = plan.estimate.throughput_rps if most is None else most
         self._is_given = most is not None
         self._seen: dict[float, tuple[float, float]] = {0.0: (0.0, 0.0)}
-        """The quantile of the whole time and the share of requests within bounds, at each rate at which the bounds are
-        kept."""
+        """For rates that keep the bounds: the quantile of the whole time, and the share of requests within bounds."""
 
     @property
     def rate(self) -> float:
@@ -236,17 +235,16 @@ class CapacitySearch:
         return 0 < rate < self._promised and rate < self._most and self._excess_at(rate, self._slack) <= self._slack
 
     def excess_over(self, rate: float, far: float) -> float:
-        """Return the ratio of the worst goal's quantile to its bounds at a rate, or infinite if the ratio exceeds
-        `far`.
-        """
+        """Return the ratio of the worst goal's quantile to its bound at a rate, or infinite if it exceeds `far`."""
         return self._excess_at(rate, far * self._slack) / self._slack
 
     def found(self, *, edges: bool = True) -> Capacity:
         """Return the result as a `Capacity`.
 
         Args:
-            edges: whether to also return the rates under slightly tighter and looser bounds. Never done for budgets by
-                slack: they use up most of the plan's bounds, so under tighter bounds nearly all requests would be late.
+            edges: whether to also return the rates under slightly tighter and looser bounds. With slack, these rates
+                are never computed: its steps use most of the bounds, so under tighter bounds nearly all requests would
+                be late.
         """
         rate, edges = self.rate, edges and not _follows_bounds(self.plan)
         whole_s, share_kept = self._seen[rate]
@@ -266,18 +264,18 @@ class CapacitySearch:
     @cached_property
     def _most(self) -> float:
         """A rate at which the bounds are broken."""
-        if self._trial.is_far:  # a growing queue would break such a loose bound only after a very long run
+        if self._trial.is_far:  # a growing queue would break so loose a bound only after a very long run
             return min(self._promised, self._trial.saturated())
         return self._promised
 
     @cached_property
     def _excess(self) -> dict[float, float]:
-        """The worst goal's quantile of time over bound at each simulated rate."""
+        """For each simulated rate, the worst goal's quantile of the ratio of time to bound."""
         return {self._most: inf}
 
     @cached_property
     def _saturation(self) -> float:
-        """The rate above which the queue grows and the bounds hold only until the run ends."""
+        """The rate above which the queue grows, so that bounds kept in a run would be broken in a longer one."""
         return inf if self._trial.is_far or self._is_given else self._trial.saturated()
 
     def _excess_at(self, rate: float, slack: float) -> float:
@@ -297,8 +295,8 @@ class CapacitySearch:
         return known
 
     def _highest(self, slack: float, precision: float) -> float:
-        """Return the highest rate that was tried and whose excess is within `slack`; a rate that is higher by at most
-        `precision` exceeds `slack`.
+        """Return the highest simulated rate with an excess of at most `slack`. At a rate that is at most `precision`
+        higher, the excess is more than `slack`.
         """
         num_tried, step, first = 0, 2 * precision, self.predicted or 0.8 * self._most
         while True:
@@ -316,13 +314,13 @@ class CapacitySearch:
             self._excess_at(rate, KNOWN_BEYOND * slack)
 
     def _between(self, low: float, high: float, slack: float, step: float, precision: float, *, bisect: bool) -> float:
-        """Return the next rate to try."""
+        """Return the next rate to simulate, between `low` and `high`."""
         if not low:
             return max(high / (1 + 2 * step), high / 2)
         if high == self._most or not np.isfinite(self._excess[high]) or bisect:
             return min(low * (1 + step), (low * high) ** 0.5 if high < 4 * low else 2 * low)
-        # Interpolate the rate at which the excess equals the slack, or take a rate so close to an end that the search
-        # ends.
+        # Interpolate the rate at which the excess equals the slack. If this rate is close to an end, take a rate
+        # between both, so near the end that the search is over.
         at_low, at_high = self._excess[low], self._excess[high]
         rate = low + (high - low) * (slack - at_low) / (at_high - at_low)
         margin = 0.95 * precision * low
@@ -332,7 +330,7 @@ class CapacitySearch:
 
 
 def capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, edges: bool = True) -> Capacity | None:
-    """Return the arrival rate up to which a plan keeps its bounds, by simulation, or None if it has no bounds.
+    """Return the highest arrival rate at which a plan keeps its bounds, by simulation, or None if it has no bounds.
 
     Args:
         predicted: the closed form's rate.
@@ -344,9 +342,10 @@ def capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, ed
 
 
 def _wait_s(plan: Plan, throughput: float) -> float:
-    """Return the quantile of waiting times at `PRECISION` below saturation, in s: the tail of a queue in heavy traffic.
+    """Return the quantile of waiting times, in s, at a rate `PRECISION` below saturation.
 
-    P(wait > t) = exp(-2 (1 - load) X t / (1 + s^2)), with s the coefficient of variation of output lengths.
+    In heavy traffic, P(wait > t) = exp(-2 (1 - load) X t / (1 + s^2)), where X is the throughput and s the coefficient
+    of variation of output lengths.
     """
     lengths, shares = np.asarray(plan.workload.output.lengths, float), np.asarray(plan.workload.output.probabilities)
     variation = float(shares @ lengths**2 / (shares @ lengths) ** 2) - 1
@@ -354,30 +353,30 @@ def _wait_s(plan: Plan, throughput: float) -> float:
 
 
 def _follows_bounds(plan: Plan) -> bool:
-    """Return whether the plan's steps take all the time that its bounds allow."""
+    """Return whether the plan's steps take all the time that its bounds allow, as with slack."""
     return getattr(plan.policy, "slack", None) is not None
 
 
 def _slack(plan: Plan) -> float:
-    """Return the share of its bounds that a plan may use. The rest is headroom."""
+    """Return the share of its bounds that a plan may use, without headroom."""
     return 1 / (1 + plan.constraint.headroom)
 
 
 def _upper(values: Array, quantile: float) -> float:
-    """Return the value that this share of all values does not exceed."""
+    """Return the smallest value that a share `quantile` of all values does not exceed."""
     index = max(0, ceil(quantile * len(values) - 1e-9) - 1)
     return float(np.partition(values, index)[index])
 
 
 def _in_ns(goal: Goal, slack: float, path_s: float, num_requests: int) -> GoalNs:
-    """Return a goal for the engine's loop, given that requests spend `path_s` outside of it."""
+    """Return a goal in ns for times in the engine, given that a request spends `path_s` outside the engine."""
     bounds = ((goal.latency_bound_s, path_s), (goal.ttft_s, path_s), (goal.tpot_s, 0.0))
     whole, ttft, gap = (inf if bound is None else 1e9 * (slack * bound - outside) for bound, outside in bounds)
     return GoalNs(whole, ttft, gap, floor((1 - goal.quantile) * num_requests + 1e-9))
 
 
 class EngineRun:
-    """A run of the simulated engine, for orders of admission and K/V promises that runs by counts cannot simulate."""
+    """A run of the simulated engine, for plans that cannot be simulated by counts."""
 
     def __init__(self, schedule: policies.Schedule, lanes: Mapping[StageLane, LaneCost], stream: Stream) -> None:
         clock = (
@@ -417,7 +416,7 @@ class EngineRun:
             if self.first_ns[id_] < 0:
                 self.first_ns[id_] = record.end_ns
             elif not self._emits:
-                break  # the requests at the end are those that have joined
+                break  # requests that have just joined are at the end
 
     def _breaks(self, id_: int, goal: GoalNs) -> bool:
         request, first_ns, end_ns = self._requests[id_], self.first_ns[id_], self.end_ns[id_]

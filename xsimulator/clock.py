@@ -1,4 +1,4 @@
-"""Compute when simulated steps end: each step goes through its lane's stages in order, behind the previous steps.
+"""Compute when simulated steps end. Each step goes through the stages of its lane in order, after the previous steps.
 
 finish[j, n] = max(finish[j - 1, n] + hop, finish[j, n - 1]) + cost[j, n]
 """
@@ -17,7 +17,7 @@ from xsimulator.jitter import JitteredTimes
 
 
 class Span(NamedTuple):
-    """The execution of a step on a stage. Times are in ns."""
+    """The execution of a step on one stage."""
 
     lane: LaneName
     stage: int
@@ -30,14 +30,14 @@ OnSpan = Callable[[Span], None]
 
 
 class Clock:
-    """Computes when the steps of one lane end; call this object once for each step, in their order.
+    """Computes when the steps of one lane end. Pass it each step once, in the order of the steps.
 
     Args:
-        jitter: how the times of single steps vary around the lane's tables. None means that they do not vary.
+        jitter: how the times of single steps vary around the profile's means. None means that they do not vary.
 
     Attributes:
-        free_ns: when each stage has finished all scheduled steps.
-        took_ns: time of the last scheduled step on each stage.
+        free_ns: for each stage, when it has finished all scheduled steps.
+        took_ns: for each stage, how long the last scheduled step takes.
     """
 
     def __init__(self, cost: LaneCost, jitter: Jitter | None = None) -> None:
@@ -47,7 +47,7 @@ class Clock:
         self._jittered = None if jitter is None else JitteredTimes(jitter)
 
     def end_ns(self, issue_ns: int, counts: StepCounts) -> int:
-        """Return when a step scheduled now leaves the last stage."""
+        """Return when a step that is scheduled at `issue_ns` leaves the last stage."""
         cost, free, now = self.cost, self.free_ns, issue_ns
         costs = cost.step_ns(counts)
         if self._jittered is not None:
@@ -65,15 +65,15 @@ class Clock:
         return now
 
     def occupy(self, issue_ns: int, seconds: float) -> None:
-        """Occupy every stage for some seconds after its last scheduled step."""
+        """Keep every stage busy for `seconds` after its last scheduled step."""
         self.free_ns = [max(free_ns, issue_ns) + round(seconds * 1e9) for free_ns in self.free_ns]
 
 
 class LaneClock(Clock):
-    """A `Clock` for the steps of a schedule, from which it reads their counts.
+    """A `Clock` that reads the counts of steps from a schedule.
 
     Args:
-        on_span: is called with each execution of a step on a stage.
+        on_span: function that is called with each execution of a step on a stage.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class LaneClock(Clock):
 
 
 class TwoLaneClock:
-    """Computes when the steps of WAA's lanes end."""
+    """Computes when the steps of waa's two lanes end."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class TwoLaneClock:
 
 
 def step_counts(schedule: Schedule, step: Step, *, has_encoder: bool) -> StepCounts:
-    """Return the counts on which a step's cost depends, at the time at which it is scheduled."""
+    """Return the counts on which a step's cost depends. Call this when the step is scheduled."""
     decodes, batch = len(step.decode), schedule.batch_of(step)
     context = batch.context if decodes else 0
     if not step.encode and not has_encoder:

@@ -1,4 +1,4 @@
-"""Draw the numbers of decode steps of requests with a draft, whose steps emit varying numbers of tokens."""
+"""Draw how many decode steps requests take with a draft, since the number of tokens per step varies."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ Ints = npt.NDArray[np.int_]
 
 
 def decoded(outputs: npt.ArrayLike, speculation: Speculation | None, rng: np.random.Generator) -> Ints:
-    """Return the decode steps of requests in the schedule, as output lengths; unchanged without a draft. # [requests]
+    """Return the output lengths with which the schedule simulates requests with a draft. # [requests]
 
-    A step of the schedule stands for the part of a real step in which a request gets one token on average. A request
-    whose drafts are accepted less often than average takes more such steps: its real steps emit 1, 2, ... tokens with
-    the probabilities in `Speculation.shares` until it has its output. The first token comes with its prompt.
+    A step of the schedule stands for that fraction of an engine step in which a request gets one token on average. The
+    first token comes with the prompt. Then engine steps emit 1, 2, ... tokens with the probabilities in
+    `Speculation.shares` until the output is complete. So a request whose drafts are rarely accepted takes more steps.
+    Without a draft, the lengths are unchanged.
 
     Args:
         outputs: output tokens. # [requests]
@@ -28,7 +29,7 @@ def decoded(outputs: npt.ArrayLike, speculation: Speculation | None, rng: np.ran
     while (going := np.flatnonzero(left > 0)).size:
         left[going] -= 1 + np.minimum(np.searchsorted(ends, rng.random(going.size)), speculation.tokens)
         steps[going] += 1
-    # The last step may emit more tokens than the output has; all outputs are scaled to correct for this.
+    # The last step may emit more tokens than the output needs. All outputs are scaled to correct for this.
     whole = speculation.tokens_per_step * steps
     wanted, taken = float((lengths - 1).sum()), float(whole.sum())
     return 1 + np.round(whole * (wanted / taken if taken else 1.0)).astype(int)

@@ -1,4 +1,4 @@
-"""Simulate an engine: the real engine's schedule on a simulated clock.
+"""Simulate an engine, by running the real engine's schedule on a simulated clock.
 
 Times are whole nanoseconds, so a log of the real engine replays without rounding.
 """
@@ -17,7 +17,7 @@ from xgpt.core.schema.step_log import ANYONE, Account, Arrival, Chain, StepRecor
 
 
 class SimulatedRequest(NamedTuple):
-    """A request with its output length, which the schedule must not see, and the blocks that later requests may share.
+    """A request, with its output length, which the schedule must not see, and with the keys of blocks to share.
 
     Attributes:
         chain: keys of the prompt's blocks.
@@ -37,7 +37,7 @@ class SimulatedRequest(NamedTuple):
 
 
 SimulatedClock = Callable[[int, Step], int]
-"""(time of scheduling in ns, step) -> the step's end in ns. Called once for each step, in order."""
+"""A function from (time of scheduling in ns, step) to the step's end in ns, called once for each step, in order."""
 
 Outputs = tuple[tuple[int, Chain], ...]
 """See `StepRecord`."""
@@ -55,10 +55,11 @@ class _UnderWay(NamedTuple):
 
 
 class SimulatedEngine:
-    """Runs requests through a schedule; `clock` computes when each step ends.
+    """Runs requests through a schedule.
 
     Args:
-        requests: requests in the order of arrival.
+        clock: computes when each step ends.
+        requests: the requests, in order of arrival.
     """
 
     def __init__(self, schedule: Schedule, clock: SimulatedClock, requests: Sequence[SimulatedRequest]) -> None:
@@ -76,7 +77,7 @@ class SimulatedEngine:
         self.now_ns = 0
 
     def step(self) -> StepRecord | None:
-        """Advance to the end of the next step; return its record, or None if all requests have finished."""
+        """Advance to the end of the next step, and return its record, or None if all requests have finished."""
         while True:
             self._take_in()
             for lane in self.schedule.lanes:
@@ -93,15 +94,14 @@ class SimulatedEngine:
             self.now_ns = arrival_ns
 
     def submit(self, request: SimulatedRequest) -> None:
-        """Submit a request that arrives no earlier than the others, for example in a closed loop after one has
-        ended."""
+        """Submit a request that arrives no earlier than all others, as in a closed loop after a request has ended."""
         self._requests.append(request)
         self._endings.submit(request)
         if request.output_chain:
             self._output_chain[request.id] = request.output_chain
 
     def run(self) -> list[StepRecord]:
-        """Run until all requests have finished; return all records."""
+        """Run until all requests have finished, and return the records of all steps."""
         return list(iter(self.step, None))
 
     def _next_arrival_ns(self) -> int | None:
@@ -130,9 +130,9 @@ class SimulatedEngine:
 
 
 class _Endings:
-    """Computes which requests have their last token in a step, from their output lengths.
+    """Computes from the output lengths which requests have their last token in a step.
 
-    All requests that decode in a micro-batch get a token in each of its decode steps. So once a request has begun to
+    Every decode step of a micro-batch gives a token to each request that decodes in it. So once a request has begun to
     decode, the number of the decode step in which it ends is known.
     """
 
@@ -141,9 +141,9 @@ class _Endings:
         self._whole: dict[int, int] = {}
         """Output length of each request."""
         self._left: dict[int, int] = {}
-        """Number of output tokens that remain to be made, for requests that do not decode yet."""
+        """Number of output tokens still to compute, for requests that do not decode yet."""
         self._counted: dict[int, tuple[MicroBatch, int]] = {}
-        """The micro-batch in which each request decodes, and the number of its decode step in which it ends."""
+        """For each request, the micro-batch in which it decodes, and the number of the decode step in which it ends."""
         self._num_steps: defaultdict[MicroBatch, int] = defaultdict(int)
         """Number of settled decode steps of each micro-batch."""
         self._ends: defaultdict[MicroBatch, dict[int, list[int]]] = defaultdict(dict)
@@ -152,7 +152,7 @@ class _Endings:
         self._whole[request.id] = self._left[request.id] = request.output_length
 
     def begin(self, step: Step) -> None:
-        """Note a step that has been scheduled."""
+        """Record that a step has been scheduled."""
         for id_ in step.preempted:
             if (counted := self._counted.pop(id_, None)) is not None:
                 batch, end = counted
@@ -161,16 +161,16 @@ class _Endings:
                 self._left[id_] = self._whole[id_]
         if step.lane == "decode":
             batch = self._schedule.batch_of(step)
-            for id_ in reversed(step.decode):  # requests that have joined come last
+            for id_ in reversed(step.decode):  # requests that have just joined come last
                 if id_ in self._counted:
                     break
                 self._count(id_, batch)
 
     def settle(self, step: Step, encoded: Sequence[int]) -> list[int]:
-        """Return the requests that have their last token in a step, and note those that begin to decode.
+        """Return the requests that have their last token in a step, and record the requests that begin to decode.
 
         Args:
-            encoded: requests whose prompt the step ends.
+            encoded: requests whose prompts end in the step.
         """
         if step.lane == "transfer":
             return []
@@ -184,7 +184,7 @@ class _Endings:
             self._num_steps[batch] += 1
             end = batch, self._num_steps[batch]
             ended = self._ends[batch].pop(self._num_steps[batch], ())
-            # A request that was preempted and encoded again may occur twice.
+            # A request that was preempted and encoded again may be listed twice.
             finished += [id_ for id_ in dict.fromkeys(ended) if self._counted.get(id_) == end and id_ in step.decode]
         if step.lane == "both":
             for id_ in encoded:
@@ -242,7 +242,7 @@ class _Journal:
         return self._under_way[number].step
 
     def encoded(self, number: int) -> Sequence[int]:
-        """Return the requests whose prompt this step ends."""
+        """Return the requests whose prompts end in this step."""
         return self._under_way[number].encoded
 
     def settle(
@@ -274,19 +274,20 @@ class _Journal:
 def replay(
     schedule: Schedule, log: Sequence[StepRecord], on_begin: Callable[[StepRecord, Step], None] | None = None
 ) -> list[StepRecord]:
-    """Return the steps of a schedule fed with a log's arrivals, cancellations, endings and times, in the log's order.
+    """Replay a log: give its arrivals, cancellations, endings and times to a schedule, and return the schedule's steps.
 
-    The steps are those of the log unless schedule and log diverge; from the first different step on, steps are left
-    out. A log may be incomplete, for example because its engine was killed.
+    The steps equal the log's steps, up to the first step in which schedule and log differ. Later steps are left out. A
+    log may be incomplete, for example because its engine was killed.
 
     Args:
-        on_begin: is called with each step when it is scheduled, while the schedule is in the state of that moment.
+        on_begin: function that is called with each step when it is scheduled, so that it sees the schedule's state at
+            that time.
     """
     journal = _Journal(schedule)
     steps: list[StepRecord] = []
 
     def settle(record: StepRecord) -> bool:
-        """Settle a record's step; return whether it is the one that was scheduled."""
+        """Settle the step of a record, and return whether the schedule had decided the same step."""
         step = journal.step(record.number)
         if (step.encode, step.decode, step.transfer) != (record.encode, record.decode, record.transfer):
             return False
@@ -297,7 +298,7 @@ def replay(
     for number, record in enumerate(sorted(log, key=lambda record: record.number)):
         if number != record.number:
             break
-        # The order of cancellations matters: cached blocks are evicted in the order in which they were released.
+        # The order of cancellations matters, since cached blocks are evicted in the order in which they were released.
         cancelled = deque(zip(record.cancelled, record.cancelled_after or repeat(record.settled), strict=False))
         while journal.num_settled < record.settled:
             while cancelled and cancelled[0][1] == journal.num_settled:

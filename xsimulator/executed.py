@@ -1,4 +1,4 @@
-"""Compare executed steps with their predictions."""
+"""Compare the measured times of executed steps with predicted times."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Array = npt.NDArray[np.float64]
 
 
 BETWEEN_NS = 5_000_000
-"""Longest time between consecutive steps of a busy engine. In this time it delivers tokens and accepts requests."""
+"""Longest time between consecutive steps of a busy engine, which delivers tokens and accepts requests meanwhile."""
 
 
 class Executed(NamedTuple):
     """A step of a log.
 
     Attributes:
-        seconds: time for which its lane was busy with the step. It counts from the end of the previous step if a
-            request was already there at that time.
+        seconds: time for which the step kept its lane busy. If a request was waiting when the previous step ended, this
+            time counts from then.
     """
 
     record: StepRecord
@@ -39,12 +39,12 @@ class Executed(NamedTuple):
 
 
 class Paces(NamedTuple):
-    """Measured and predicted steps. # each [steps]
+    """The measured and predicted times of steps. # each [steps]
 
     Attributes:
         measured_s, predicted_s: measured and predicted seconds.
-        tokens: tokens of each step.
-        lanes: the lane that executed each step, with its replica if there are several.
+        tokens: number of tokens of each step.
+        lanes: name of the lane that executed each step, with the replica's number if there are several replicas.
     """
 
     measured_s: Array
@@ -54,11 +54,11 @@ class Paces(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The pace: ratio of measured to predicted time of all steps together."""
+        """The pace: the measured time of all steps together, divided by their predicted time."""
         return float(self.measured_s.sum() / self.predicted_s.sum())
 
     def where(self, mask: npt.NDArray[np.bool_]) -> Paces:
-        """Return some of the steps."""
+        """Return only the steps for which `mask` is true."""
         return Paces(self.measured_s[mask], self.predicted_s[mask], self.tokens[mask], self.lanes[mask])
 
     @property
@@ -68,7 +68,8 @@ class Paces(NamedTuple):
 
 
 def executed(plan: Plan, log: Sequence[StepRecord]) -> list[Executed]:
-    """Return the steps of a log with their counts, without transfers, up to the first step that does not replay.
+    """Return the steps of a log, except transfers, with their counts. Steps after the first that does not replay are
+    left out.
 
     In a log of several replicas, each replica's steps are replayed separately.
     """
@@ -106,8 +107,8 @@ def paces(
 ) -> Paces | None:
     """Return the measured and predicted times of the steps of a log.
 
-    None if a lane has several stages, whose steps also wait for each other (see `paces_of_workers`), or if nothing was
-    executed.
+    Return None if a lane has several stages, since steps then wait for each other (see `paces_of_workers`), or if no
+    step was executed.
 
     Args:
         within: the steps of the log to compare. None means all.
@@ -132,13 +133,13 @@ def paces(
 def paces_of_workers(
     plan: Plan, profile: Profile, log: Sequence[StepRecord], busy_s: Mapping[str, float]
 ) -> Paces | None:
-    """Return the measured and predicted times for which each stage's worker was busy in all steps of the log.
+    """Return the measured and predicted times for which the worker of each stage was busy in all steps of a log.
 
-    None if a worker's time is missing, or if workers were restarted and report only the time since the restart. Of
-    several tensor-parallel workers, the first counts: it waits for the others.
+    Return None if the time of a worker is missing, or if workers were restarted and report only the time since then. A
+    stage with several tensor-parallel workers counts by its first worker, which waits for the others.
 
     Args:
-        busy_s: seconds by worker, as the server's metrics name them.
+        busy_s: seconds by worker, as the server's metrics name the workers.
     """
     begun = [record.replica for record in log if record.number == 0]
     if len(begun) > len(set(begun)):

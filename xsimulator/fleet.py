@@ -1,9 +1,9 @@
-"""Simulate a day's requests on a fleet whose replicas change.
+"""Simulate a day's requests on a fleet whose number of replicas changes.
 
-Each request goes to the replica with the fewest outstanding requests relative to its rate, as gateways with
-least-request balancing do. Outstanding requests are computed from the plan: a request leaves after the plan's time to
-the first token and the plan's mean gap for each output token, as in a fleet that keeps its bounds. Each replica then
-runs its own requests by counts.
+Each request goes to the replica with the fewest outstanding requests relative to its rate, as with a gateway that
+balances by outstanding requests. The number of outstanding requests is computed from the plan: a request takes the
+plan's TTFT and the plan's mean gap for each output token, as in a fleet that keeps its bounds. Then the requests of
+each replica are simulated by counts.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Replica:
     """A replica that serves for a part of the day.
 
     Attributes:
-        kind: index of its kind.
-        from_s, to_s: times between which it accepts requests; it finishes all requests that it has accepted.
+        kind: index of the kind of replica.
+        from_s, to_s: times between which the replica accepts requests. Accepted requests are always finished.
     """
 
     kind: int
@@ -57,10 +57,10 @@ class Requests:
 
 
 def replicas_of(counts: Ints, interval_s: float) -> list[Replica]:
-    """Return replicas such that each interval has the given number of each kind. The newest leave first.
+    """Return replicas so that each interval has the given number of each kind. The newest replicas leave first.
 
     Args:
-        counts: # [intervals, kinds]
+        counts: number of replicas. # [intervals, kinds]
     """
     found = []
     for kind, of_kind in enumerate(counts.T):
@@ -75,10 +75,10 @@ def replicas_of(counts: Ints, interval_s: float) -> list[Replica]:
 
 
 def route(requests: Requests, replicas: Sequence[Replica], kinds: Sequence[ReplicaKind]) -> Ints:
-    """Return the replica of each request: of the replicas that accept requests, the one with the fewest outstanding
+    """Return the replica of each request: among those that accept requests, the one with the fewest outstanding
     requests relative to its rate.
 
-    A request that arrives while no replica accepts requests goes to the next replica that starts. # [requests]
+    If no replica accepts requests, a request goes to the next replica that starts. # [requests]
     """
     plans = [kinds[replica.kind].plan.estimate for replica in replicas]
     return _routed(
@@ -92,7 +92,7 @@ def route(requests: Requests, replicas: Sequence[Replica], kinds: Sequence[Repli
 
 @kept
 def _routed(arrivals_s, outputs, times_s, weights, paces_s):
-    """Compiled form of `route`, on arrays. # times_s, paces_s: [replicas, 2]"""
+    """Compute `route` on arrays, compiled. # times_s, paces_s: [replicas, 2]"""
     to_come = np.argsort(times_s[:, 0], kind="mergesort")[::-1].copy()
     num_to_come, num_open, closes_s = len(to_come), 0, inf
     open_, outstanding = np.empty(len(to_come), np.int64), np.zeros(len(to_come), np.int64)
@@ -138,10 +138,10 @@ def simulate_fleet(
     kinds: Sequence[ReplicaKind],
     lanes: Sequence[Mapping[StageLane, LaneCost]],
 ) -> RequestTimes:
-    """Return the times of each request from its arrival, in the order of arrival.
+    """Simulate the requests, and return each request's times from its arrival, in order of arrival.
 
     Args:
-        lanes: step costs of each kind.
+        lanes: for each kind of replica, the step costs of its lanes.
     """
     homes = route(requests, replicas, kinds)
     ttft, tpot, whole = (np.empty(len(requests)) for _ in range(3))
@@ -156,7 +156,7 @@ def simulate_fleet(
         replica = replicas[number]
         plan = kinds[replica.kind].plan
         arrivals_s, outputs = requests.arrivals_s[chosen], requests.outputs[chosen]
-        # A request that arrived before its replica was ready has waited for it.
+        # A request that arrived before its replica was ready has waited for the replica.
         entered_ns = (np.maximum(arrivals_s, replica.from_s) * 1e9).astype(int)
         stream = Stream(requests.inputs[chosen], outputs, _longest(plan, longest), entered_ns)
         done = run_of(plan, lanes[replica.kind], stream)
@@ -174,5 +174,5 @@ def simulate_fleet(
 
 
 def _longest(plan: Plan, longest: int) -> int:
-    """Return the output length for which memory is reserved."""
+    """Return the output length for which memory is reserved: the longest of the plan and the requests."""
     return max(plan.workload.output.lengths[-1], longest)

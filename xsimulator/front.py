@@ -1,4 +1,4 @@
-"""Compute how many API servers an engine needs: each tokenises prompts and streams tokens on one core."""
+"""Compute how many API servers an engine needs. An API server tokenises prompts and streams tokens on one core."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from math import ceil, inf
 from xgpt.core.schema import EngineSpec, Plan, Workload
 
 MOST_BUSY = 0.8
-"""Largest share of its time for which an API server may work. Beyond this share, requests wait long for the server."""
+"""Largest share of the time for which an API server may be busy, since requests wait long for a busier one."""
 
 
 def request_s(engine: EngineSpec, workload: Workload) -> float:
-    """Return the mean time, in seconds, that an API server works on a request."""
+    """Return for how many seconds an API server works on a request, on average."""
     return engine.tokenise_s * workload.input.mean + engine.stream_s * workload.output.mean
 
 
 def served_rate(plan: Plan) -> float:
-    """Return the requests a second of all replicas that one command of the engine runs; they share its API servers."""
+    """Return the requests a second of all replicas that one engine command starts, which share its API servers."""
     capacity = plan.estimate.capacity
     rates = [plan.estimate.throughput_rps if capacity is None else capacity.rate_per_s]
     return max([*rates, plan.constraint.arrival_rate_per_s or 0.0]) / plan.replicas * plan.sharing_replicas
 
 
 def most_rate(plan: Plan, num_servers: int) -> float:
-    """Return the requests a second that a number of API servers can handle, or infinite if their work is not known."""
+    """Return how many requests a second these API servers can handle, or infinite if their speed is not known."""
     each_s = 0.0 if plan.engine is None or not plan.engine.stream_s else request_s(plan.engine, plan.workload)
     return MOST_BUSY * num_servers / each_s if each_s else inf
 
 
 def with_api_servers(plan: Plan, num_servers: int | None) -> Plan:
-    """Return the plan with its number of API servers, and with a warning if these can handle fewer requests than the
-    plan promises.
+    """Return the plan with its number of API servers, and with a warning if these servers can handle fewer requests
+    than the plan promises.
 
     Args:
-        num_servers: number of servers for each command of the engine. None means the number that the plan's rate needs.
+        num_servers: number of servers for each engine command. None means the number that the plan's rate needs.
     """
     rate, of_one = served_rate(plan), most_rate(plan, 1)
     needed = max(1, ceil(rate / of_one - 1e-9)) if of_one < inf else 1

@@ -1,7 +1,7 @@
-"""Draw the times of single simulated steps: steps that do the same work take different times.
+"""Draw the times of single simulated steps, since steps that do the same work take different times.
 
-A profile's tables contain means, which are enough for sums of many steps. The longest gaps between tokens, however, are
-single steps.
+A profile's tables contain means, which suffice to predict the total time of many steps. The longest gaps between
+tokens, however, depend on single steps.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ NUM_DRAWN = 2**16
 
 
 class JitteredTimes:
-    """Returns a random time for a step, given its mean time. Equal sequences of calls give equal results.
+    """Draws a random time for a step with a given mean time. Equal sequences of calls give equal results.
 
-    A step is divided into parts about as long as the measured steps. Each part's time varies by a ratio drawn from
-    those that were measured, so a step of n parts varies by 1/sqrt(n) as much.
+    A step is divided into parts that are about as long as the steps whose variation was measured. The time of each part
+    is multiplied by a ratio that is drawn from the measured ratios, so a step of n parts varies 1/sqrt(n) times as
+    much.
     """
 
     def __init__(self, jitter: Jitter) -> None:
@@ -38,6 +39,6 @@ class JitteredTimes:
 
 @lru_cache(maxsize=8)
 def _sums_of(ratios: tuple[float, ...]) -> list[float]:
-    """Return the sums of the first 0, 1, .. drawn ratios, whose mean is 1. They are the same in every run."""
+    """Return the sums of the first 0, 1, .. drawn ratios. Every run draws the same ratios, whose mean is 1."""
     drawn = np.random.default_rng(0).choice(ratios, NUM_DRAWN)
     return [0.0, *np.cumsum(drawn / drawn.mean()).tolist()]

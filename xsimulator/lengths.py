@@ -1,4 +1,4 @@
-"""Compute the moments and tails of a workload's lengths that the closed forms need."""
+"""Compute the means, mean squares and tails of a workload's lengths, for the closed forms."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ Ints = npt.NDArray[np.int_]
 
 @dataclass(frozen=True, eq=False)
 class Reused:
-    """The part of prompts that requests find in the cache, and the memory of this part.
+    """The tokens of prompts that requests find in the cache, and the memory for these tokens.
 
     Attributes:
-        whole, cached: tokens of prompts, and how many of them are found. # [kinds] each
-        probabilities: probabilities of these kinds of requests. # [kinds]
-        kept_tokens: tokens of K/V memory that hold prompts, of running requests and of earlier ones.
-        most: share of all prompt tokens that would be found in an unlimited cache.
-        holds_prompts: whether each running request takes memory for its whole prompt, as if no other running request
-            shared it. If false, requests take less memory than in reality, which is used for bounds.
+        whole, cached: for each kind of request, the tokens of its prompt, and how many of them are cached. # [kinds]
+            each
+        probabilities: probability of each kind of request. # [kinds]
+        kept_tokens: tokens of K/V memory that contain prompts of running and earlier requests.
+        most: share of all prompt tokens that an unlimited cache would contain.
+        holds_prompts: whether each running request takes memory for its whole prompt, as if it shared no blocks with
+            other running requests. If false, no memory counts for prompts, which is too little, as bounds need it.
     """
 
     whole: Array
@@ -38,28 +39,28 @@ class Reused:
 
     @classmethod
     def proportional(cls, workload: Workload, share: float, kept_tokens: float, most: float) -> Reused:
-        """Return reuse in which every request finds the same share of its prompt, except its last token."""
+        """Return reuse in which the same share of each prompt is cached, but never its last token."""
         whole = np.asarray(workload.input.lengths, float)
         cached = np.floor(np.minimum(share * whole, whole - 1))
         return cls(whole, cached, np.asarray(workload.input.probabilities), kept_tokens, most)
 
     @property
     def share(self) -> float:
-        """Share of all prompt tokens that are found."""
+        """Share of all prompt tokens that are found in the cache."""
         return float((self.probabilities @ self.cached) / (self.probabilities @ self.whole))
 
     def kept_blocks(self, block_size: int) -> int:
-        """Return the number of K/V blocks for the kept tokens."""
+        """Return the number of K/V blocks for `kept_tokens`."""
         return math.ceil(self.kept_tokens / block_size)
 
 
 class Lengths:
     """Input lengths I and decode iterations D of a workload.
 
-    If a part of prompts is found cached, I counts only the rest, and `mean_whole_input` all tokens.
+    With reuse, I counts only the tokens that are not cached, and `mean_whole_input` counts all tokens.
 
-    The encode pass emits the first output token, so a request of output length s decodes D = s - 1 times. ExeGPT counts
-    s; all code here counts D.
+    The encode step computes the first output token, so a request of output length s decodes D = s - 1 times. ExeGPT's
+    formulas have s, but all code here has D.
     """
 
     def __init__(self, workload: Workload, reused: Reused | None = None) -> None:
@@ -76,7 +77,7 @@ class Lengths:
         self.max_output = workload.output.lengths[-1]
         self._workload = workload
         self.occupied_blocks = cache(self._occupied_blocks)
-        """Return the mean and mean square of the K/V blocks that a running request holds at a random moment."""
+        """Return the mean and mean square of the number of K/V blocks that a running request has at a random moment."""
 
     @cached_property
     def mean_input(self) -> float:
@@ -92,12 +93,12 @@ class Lengths:
 
     @property
     def mean_decodes(self) -> float:
-        """E[D]."""
+        """Mean number of decode iterations, E[D]."""
         return self.mean_output - 1
 
     @cached_property
     def survival(self) -> Array:
-        """P(D >= t) for t = 1 .. max D. It has at least one entry, so one-token outputs need no special case."""
+        """P(D >= t) for t = 1 .. max D. There is at least one entry, so outputs of one token need no special case."""
         times = np.arange(1, max(2, self.max_output))
         above = np.searchsorted(self.outputs - 1, times, side="left")
         tail = np.concatenate([np.cumsum(self.output_probabilities[::-1])[::-1], [0.0]])
@@ -105,17 +106,17 @@ class Lengths:
 
     @cached_property
     def mean_decode_context(self) -> float:
-        """Mean tokens that a request attends to in a decode iteration: E[I] + (E[D^2]/E[D] + 1)/2, for any schedule."""
+        """Mean number of tokens to which a decode attends, E[I] + (E[D^2]/E[D] + 1)/2, with any schedule."""
         if not self.mean_decodes:
             return self.mean_whole_input
         times = np.arange(1, len(self.survival) + 1)
         return self.mean_whole_input + float(times @ self.survival) / self.mean_decodes
 
     def in_the_middle(self, num_requests: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
-        """Return random requests in decode: the number of output tokens that each has generated, and the number still
-        to come (at least one).
+        """Draw requests that decode at a random moment. Return the number of output tokens that each has generated, and
+        the number still to come (at least one).
 
-        A request that decodes longer is in decode more often, and equally often at each of its decode iterations. #
+        The probability of an output length is proportional to its decode iterations, which are all equally likely. #
         [requests] each
         """
         shares = self.output_probabilities * (self.outputs - 1)
@@ -127,17 +128,17 @@ class Lengths:
 
     @property
     def _held_inputs(self) -> Array:
-        """Prompt tokens that count towards a running request's memory."""
+        """For each input length, the number of prompt tokens for which a running request needs memory."""
         if self.reused is None:
             return self.inputs
         return self.reused.whole if self.reused.holds_prompts else np.zeros_like(self.inputs)
 
     def decodes_at(self, q: float) -> int:
-        """Return D of a request whose output has the quantile's length."""
+        """Return the decode iterations D of a request whose output length is at quantile `q`."""
         return quantile(self._workload.output, q) - 1
 
     def reserved_blocks(self, block_size: int) -> tuple[float, float]:
-        """Return the mean and mean square of the K/V blocks that are reserved for a request under "reserve"."""
+        """Return the mean and mean square of the number of K/V blocks reserved for a request under "reserve"."""
         blocks = np.ceil((self._held_inputs + self.max_output) / block_size)
         return float(self.input_probabilities @ blocks), float(self.input_probabilities @ blocks**2)
 
@@ -149,10 +150,10 @@ class Lengths:
         return float(blocks @ met), float(blocks**2 @ met)
 
     def _occupied_blocks(self, block_size: int) -> tuple[float, float]:
-        """Return `occupied_blocks`.
+        """Compute `occupied_blocks`.
 
-        A request that decodes D times is equally often at each age 0 .. D, so the probability of age a is proportional
-        to P(D >= a).
+        A running request has had a of its D decode iterations, where each a in 0 .. D is equally likely. So the
+        probability of a is proportional to P(D >= a).
         """
         ages = np.arange(len(self.survival) + 1)
         met = np.concatenate([[1.0], self.survival])
@@ -162,14 +163,14 @@ class Lengths:
 
 
 def phases(decodes: npt.ArrayLike, decode_iterations: int) -> Array:
-    """Return c = ceil(D / N_D), the number of phases for which a request stays in decode. Source: ExeGPT sec. 6."""
+    """Return c = ceil(D / N_D), the number of phases during which a request decodes. Source: ExeGPT sec. 6."""
     return np.ceil(np.asarray(decodes, float) / decode_iterations)
 
 
 def steady_decode_batch(lengths: Lengths, encode_batch: float, decode_iterations: int) -> float:
-    """Return the requests in decode at the start of an RRA phase: B_D = B_E E[c(D)], exact by Little's law.
+    """Return the number of decoding requests in an rra phase: B_D = B_E E[c(D)], exact by Little's law.
 
-    The paper's B_E / E[1/c] is biased: requests that stay longer are over-represented in decode.
+    The paper's B_E / E[1/c] is biased, since requests that decode for longer are more often among the decoding ones.
     Source: ExeGPT sec. 6, corrected.
     """
     decodes = lengths.outputs - 1

@@ -1,7 +1,7 @@
-"""Measure throughput and latencies from a log of steps, simulated or real: one definition for both.
+"""Measure throughput and latencies from a log of steps. The same definitions hold for simulated and real engines.
 
-If requests are always waiting, latency counts from admission, the start of the step that begins to encode a request
-(`measure`). If they arrive at their own times, it counts from arrival (`request_times`).
+At saturation, latency counts from admission, which is the start of the step that begins to encode the request
+(`measure`). If requests arrive at times of their own, latency counts from arrival (`request_times`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from xgpt.core.schema.step_log import StepRecord
 Array = npt.NDArray[np.float64]
 
 Batch = tuple[str, int, int]
-"""Requests that decode together: lane, micro-batch and replica."""
+"""The lane, micro-batch and replica of requests that decode together."""
 
 VIRTUAL_SHARE = 0.8
-"""Least share of the admissions that must show the latency of a request of the quantile's length."""
+"""Least share of admissions from which the log must show the latency of a request with `quantile_output` tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +31,21 @@ class Measured:
     """The figures of a window of a log.
 
     Attributes:
-        num_requests: requests that finished in the window.
+        num_requests: number of requests that finished in the window.
         throughput_rps: requests a second in the window.
         output_tokens_per_s: output tokens a second in the window.
-        latency_s: mean time from admission to the last token of a request with `quantile_output` tokens. Every running
-            request decodes in every step that decodes, so each admission in the window shows this time, whatever its
-            own length. The exception is an admission after which decode became empty before that time: a request with
-            `quantile_output` tokens would still have been running, and would have kept later requests out. If such
-            admissions are common (static batches, phases longer than most outputs), or if steps mix encode and decode
-            (a longer request would have kept its slot), this is the mean time to the first token plus the mean gap
-            before each further token.
-        request_latency_s: quantile over requests of the time from admission to the last token.
+        latency_s: mean time from admission to the last token of a request with `quantile_output` tokens. Each admission
+            in the window shows this time, whatever the request's own length, since every decode step gives a token to
+            every running request. There is an exception: if all requests ended before this time, a request with
+            `quantile_output` tokens would still have been running and might have kept later requests out. If this is
+            common (in static batches, or in phases longer than most outputs), or if steps mix encode and decode (a
+            longer request would have kept its slot), the result is the mean TTFT plus the mean gap before each further
+            token.
+        request_latency_s: quantile of all requests' times from admission to the last token.
         ttft_s: mean time from admission to the first token.
         itl_p99_s: 99th percentile of the gaps between tokens of a request.
-        preemptions: requests that lost their K/V in the window.
-        encode_batch, decode_batch: mean numbers of requests in steps that encode and in steps that decode.
+        preemptions: number of preemptions in the window.
+        encode_batch, decode_batch: mean number of prompts in steps that encode, and of requests in steps that decode.
         latencies_s: time from admission to the last token of each finished request.
     """
 
@@ -63,12 +63,12 @@ class Measured:
     latencies_s: Array
 
     def of_replicas(self, number: int) -> Measured:
-        """Return the figures of this number of replicas that each run as this one."""
+        """Return the figures of `number` replicas that all perform like this one."""
         rps, tokens_per_s = number * self.throughput_rps, number * self.output_tokens_per_s
         return replace(self, throughput_rps=rps, output_tokens_per_s=tokens_per_s)
 
     def share_within(self, bound_s: float) -> float:
-        """Return the share of the finished requests whose time from admission to the last token keeps the bound."""
+        """Return the share of finished requests whose time from admission to the last token is within a bound."""
         return float(np.mean(self.latencies_s <= bound_s))
 
 
@@ -83,15 +83,15 @@ def measure(
     has_encoder: bool = False,
     may_end: bool = False,
 ) -> Measured:
-    """Return the figures of a log's window: about `num_requests` endings after the first `skip_requests`.
+    """Return the figures of a log's window in which about `num_requests` requests end, after the first `skip_requests`.
 
-    The window opens and closes at the start of a step that encodes, so that it holds whole cycles.
+    The window opens and closes at the start of a step that encodes, so that it contains whole cycles.
 
     Args:
-        may_end: whether the window may extend to the end of a shorter log.
-        encode_emits: whether the step that ends a prompt makes the first token (not if WAA's encode lane is an
-            encoder).
-        has_encoder: whether the model is an encoder-decoder, in which a preempted request generates its tokens again.
+        may_end: whether the window may extend to the end of the log if the log is too short.
+        encode_emits: whether the step that ends a prompt computes the first token. False if waa's encode lane has only
+            an encoder.
+        has_encoder: whether the model is an encoder-decoder. A preempted request then generates its tokens again.
 
     Raises:
         InputError: the log is too short.
@@ -137,14 +137,13 @@ def measure(
 
 
 def window_of(log: Sequence[StepRecord], skip_requests: int, num_requests: int) -> Sequence[StepRecord]:
-    """Return the steps that `measure` reads after its first `skip_requests` endings."""
+    """Return the steps in the window of `measure`."""
     first, last = _Steps(log, encode_emits=True).window(skip_requests, num_requests)
     return log[first:last]
 
 
 def without_core_waits(log: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the log of one lane without the times for which steps waited for a core; arrivals are shifted with the
-    steps."""
+    """Return the log of one lane as if no step had waited for a CPU core, so that steps and arrivals come earlier."""
     found, waited_ns = [], 0
     for record in log:
         start_ns = record.start_ns - waited_ns
@@ -155,9 +154,7 @@ def without_core_waits(log: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def steps_of_first(log: Sequence[StepRecord], num_requests: int) -> Sequence[StepRecord]:
-    """Return the steps that `request_times` reads: those until the first `num_requests` requests to arrive have
-    ended.
-    """
+    """Return the steps that `request_times` reads, up to the end of the first `num_requests` requests that arrived."""
     counted = set(_first_to_arrive(log, num_requests))
     ends = [i for i, record in enumerate(log) if not counted.isdisjoint(record.finished)]
     return log[: ends[-1] + 1] if ends else log
@@ -173,13 +170,13 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """Times of each request from its arrival, waiting included, in seconds. # each [requests]
+    """Seconds from each request's arrival, waiting included. # each [requests]
 
     Attributes:
         ttft_s: time to the first token.
-        tpot_s: mean gap between tokens; 0 for an output of one token.
+        tpot_s: mean gap between tokens, or 0 for an output of one token.
         whole_s: time to the last token.
-        num_lost: requests that arrived and never ended.
+        num_lost: number of requests that arrived but never ended.
     """
 
     ttft_s: Array
@@ -189,20 +186,20 @@ class RequestTimes:
 
     @classmethod
     def of_ns(cls, arrived: Array, first: Array, last: Array, tokens: npt.ArrayLike, num_lost: int = 0) -> RequestTimes:
-        """Return the times of requests that arrived, and got their first and their last token, at these nanoseconds.
+        """Return the times of requests, given in ns when each arrived and got its first and last token.
 
         Args:
-            tokens: their output tokens.
+            tokens: number of output tokens of each request.
         """
         gaps = np.maximum(np.asarray(tokens, float) - 1, 1)
         return cls((first - arrived) / 1e9, (last - first) / gaps / 1e9, (last - arrived) / 1e9, num_lost)
 
     def later(self, path_s: float) -> RequestTimes:
-        """Return the times with `path_s` added before each request's first token."""
+        """Return the times as if each request's first token came `path_s` later."""
         return replace(self, ttft_s=self.ttft_s + path_s, whole_s=self.whole_s + path_s) if path_s else self
 
     def excess(self, goal: Goal) -> Array:
-        """Return each request's ratio of time to bound, for the worst of the goal's bounds, without headroom."""
+        """Return each request's largest ratio of time to bound, over the goal's bounds without headroom."""
         worst = np.zeros(len(self.whole_s))
         for times, bound in (
             (self.whole_s, goal.latency_bound_s),
@@ -214,21 +211,20 @@ class RequestTimes:
         return worst
 
     def share_kept(self, goal: Goal) -> float:
-        """Return the share, of all requests that arrived, that kept all bounds of a goal."""
+        """Return the share of all arrived requests that kept all bounds of a goal."""
         return float(np.sum(self.excess(goal) <= 1)) / max(len(self.whole_s) + self.num_lost, 1)
 
     def goodput(self, constraint: Constraint) -> float:
-        """Return the share, of all requests that arrived, that kept every bound."""
+        """Return the share of all arrived requests that kept every bound."""
         return self.share_kept(constraint.all_bounds)
 
     def keeps(self, constraint: Constraint) -> bool:
-        """Return whether enough requests kept their bounds for the constraint."""
+        """Return whether enough requests kept the bounds of each goal."""
         return all(self.share_kept(goal) >= goal.quantile for goal in constraint.goals)
 
     @property
     def figures(self) -> dict[str, float]:
-        """Mean and quantiles of each time by name: ttft_mean_s, ttft_p50_s and so on; tpot only of requests with at
-        least one gap."""
+        """Mean and quantiles of each time, by names such as ttft_p50_s. Outputs of one token have no tpot."""
         found = {}
         of_gaps = self.tpot_s[self.tpot_s > 0]
         for name, times in (("ttft", self.ttft_s), ("tpot", of_gaps), ("whole", self.whole_s)):
@@ -251,7 +247,7 @@ def request_times(
     Args:
         num_requests: number of requests, in order of arrival. None means all.
         encode_emits: see `measure`.
-        of_class: return only those of this class of requests. None means all.
+        of_class: return only the requests of this class. None means all classes.
         tokens: number of output tokens by request id. None means the number in the log.
     """
     steps = _Steps(log, encode_emits=encode_emits)
@@ -270,13 +266,13 @@ def request_times(
 
 
 class _Steps:
-    """An index of a log: for each request the steps of its admission, tokens and end."""
+    """An index of a log: for each request, the steps in which it was admitted, got its tokens and ended."""
 
     def __init__(self, log: Sequence[StepRecord], *, encode_emits: bool, has_encoder: bool = False) -> None:
         self.log = log
         self.start = np.asarray([record.start_ns for record in log], float)
         self.end = np.asarray([record.end_ns for record in log], float)
-        # Steps of two lanes overlap: a request may be encoded in a record before the one that lists its arrival.
+        # Since steps of two lanes overlap, a request may be encoded in an earlier record than the one with its arrival.
         prompts = {arrival.id: arrival.input_length for record in log for arrival in record.arrivals}
         self.admitted: dict[int, int] = {}
         self.first_token: dict[int, int] = {}
@@ -284,7 +280,7 @@ class _Steps:
         self.num_tokens: dict[int, int] = {}
         self._first_decode: dict[int, int] = {}
         self._batch_of: dict[int, Batch] = {}
-        """The batch in which each request decodes."""
+        """For each request, the batch in which it decodes."""
         decode_steps: defaultdict[Batch, list[int]] = defaultdict(list)
         empty_steps: defaultdict[Batch, list[int]] = defaultdict(list)
         decoding: defaultdict[Batch, set[int]] = defaultdict(set)
@@ -325,7 +321,7 @@ class _Steps:
                 empty_steps[batch].append(i)
         self._decode_steps = {batch: np.asarray(steps, int) for batch, steps in decode_steps.items()}
         self._empty_steps = {batch: np.asarray(steps, int) for batch, steps in empty_steps.items()}
-        """Steps that left no request of their micro-batch in decode."""
+        """For each batch, the steps after which no request of the batch decodes."""
         self._encode_emits = encode_emits
 
     def window(self, skip: int, count: int, *, may_end: bool = False) -> tuple[int, int]:
@@ -349,10 +345,9 @@ class _Steps:
         )
 
     def virtual_latencies(self, ids: Sequence[int], output_length: int) -> Array:
-        """Return the seconds from each admission to the last token that a request of this length would have had.
+        """Return the seconds from each admission to the last token of a request with `output_length` tokens.
 
-        Admissions too near the log's end are left out. The value is NaN if a step before that last token left no
-        request in decode.
+        Admissions too near the log's end are left out. The result is NaN if all requests ended before this last token.
         """
         if output_length == 1 and self._encode_emits:
             return (self.end[[self.first_token[i] for i in ids]] - self.start[[self.admitted[i] for i in ids]]) / 1e9
@@ -362,7 +357,7 @@ class _Steps:
             if not members:
                 continue
             start = self.start[[self.admitted[id_] for id_ in members]]
-            if batch[0] == "both":  # the step of the first token may leave no request in decode
+            if batch[0] == "both":  # all requests may end in the step of the first token
                 begin = np.asarray([self.first_token[id_] for id_ in members])
                 after = np.searchsorted(steps, begin, side="right")
             else:
@@ -377,7 +372,7 @@ class _Steps:
         return np.concatenate(found) if found else np.zeros(0)
 
     def gaps(self, first: int, last: int) -> tuple[Array, npt.NDArray[np.int_]]:
-        """Return all gaps between tokens, in seconds, and the number of the token before each gap."""
+        """Return all gaps between tokens, in seconds, and for each gap the number of the token before it."""
         before: dict[int, tuple[float, int]] = {}
         gaps: list[tuple[float, int]] = []
         for i in range(len(self.log)):
@@ -397,10 +392,11 @@ class _Steps:
 
 
 def mean_gaps(gaps: Array, ages: npt.NDArray[np.int_], output_length: int) -> Array:
-    """Return the mean gap after each token, except the last, of a request of this length. # [output_length - 1]
+    """Return the mean gap after each token of a request, except the last token. # [output_length - 1]
 
-    Whether a request continues is not known before its next token, so the gaps after the n-th token of requests that
-    did continue are valid for any request. If no request reached a token, the mean of all gaps is used.
+    An engine does not know before a request's next token whether the request continues. So the gaps of requests that
+    had more than n tokens predict the gap after the n-th token of any request. If no request had so many tokens, the
+    mean of all gaps is used.
     """
     seen = ages < output_length
     total = np.bincount(ages[seen], gaps[seen], output_length)[1:]

@@ -1,4 +1,4 @@
-"""Compute how many K/V blocks fit in memory beside a model's weights, and how many requests these blocks hold."""
+"""Compute how many K/V blocks fit in memory beside a model's weights, and for how many requests they suffice."""
 
 from __future__ import annotations
 
@@ -27,20 +27,17 @@ from xsimulator.stages import Lane, StageShape
 
 MIB = 2**20
 WORKSPACE_BYTES = 256 * MIB
-"""Buffers of libraries and of the engine itself, without activations."""
+"""Bytes for buffers of the engine and its libraries, without activations."""
 
 
 PADDED = "mxfp4"
-"""Weight format of experts whose sizes engines pad. Its kernels need no buffers between the matrix products of
-experts."""
+"""Weight format of experts whose sizes engines pad. Its kernels need no buffers between the matrix products."""
 OWN_KERNELS = re.compile(r"^g?h(100|20|200)|^g?b[23]00")
-"""Names of devices for which engines have special kernels for this format. On other devices they use Marlin's
-kernels."""
+"""Names of devices for which engines have their own kernels for this format. On other devices they use Marlin."""
 
 
 def activation_bytes_per_token(spec: ModelSpec, dtype: DType) -> int:
-    """Return the peak bytes of a step's intermediate tensors per token: the widest layer's inputs and outputs
-    together."""
+    """Return the peak bytes of intermediate tensors per token of a step, for inputs and outputs of the widest layer."""
     ffn = spec.ffn_size
     if spec.experts is not None:
         ffn = max(ffn, spec.experts.active * spec.experts.ffn_size + spec.experts.shared_ffn_size)
@@ -51,14 +48,14 @@ def activation_bytes_per_token(spec: ModelSpec, dtype: DType) -> int:
 class StepBuffers:
     """Bytes that an engine reserves on a device of each stage for its largest step.
 
-    xgpt's own engine runs a step in slices and frees the memory of each slice before the next one. Other engines run a
-    step of the largest size before they allocate K/V memory, and sample for their largest number of requests: they
-    reserve the hidden states of all tokens, plus the larger of a layer's tensors and the memory of logits and sampling.
-    Some versions also reserve the buffers between the matrix products of experts.
+    xgpt's own engine runs a step in slices and frees the memory of each slice before the next slice. Before other
+    engines allocate K/V memory, they run a step of the largest size and sample for their largest number of requests. So
+    they reserve memory for the hidden states of all tokens, plus the larger of two parts: a layer's tensors, or logits
+    and sampling. Some versions also reserve the buffers between the experts' matrix products.
 
     Args:
         keeps: the engine. None means xgpt's own.
-        slots: largest number of requests in its batches.
+        slots: largest number of requests in the engine's batches.
     """
 
     def __init__(
@@ -81,15 +78,14 @@ class StepBuffers:
         self.rows = np.asarray(rows)
 
     def of(self, step_tokens: Array, stages: npt.NDArray[np.intp] | slice = slice(None)) -> Array:
-        """Return the bytes reserved if the largest step has this many tokens. # [n] -> [stages, n]"""
+        """Return the bytes reserved if the largest step has `step_tokens` tokens. # [n] -> [stages, n]"""
         stays, layer, sampled = self.rows[stages].T[:, :, None]
         tokens = np.minimum(step_tokens, self._most)
         return stays * tokens + np.maximum(layer * tokens, sampled)
 
 
 def _widths(spec: ModelSpec, stage: StageShape) -> tuple[float, float]:
-    """Return a token's elements in the widest layer on one device, and those between the matrix products of its
-    experts."""
+    """Return a token's elements on one device: in the widest layer, and between the matrix products of experts."""
     products, layer, between = spec.sizes.products, 0.0, 0.0
     for kind in spec.kinds:
         wide = float(products * kind.ffn_size)
@@ -112,9 +108,9 @@ class _Kept(NamedTuple):
     """The bytes that a device of a stage keeps for requests.
 
     Attributes:
-        grows: bytes of each token.
-        constant: bytes of each request of any length.
-        windows: bytes of each token within a window, with the window, the shortest first.
+        grows: bytes for each token.
+        constant: bytes for each request, whatever its length.
+        windows: pairs (window, bytes for each token in the window), the shortest window first.
     """
 
     grows: float
@@ -123,7 +119,7 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, spec: ModelSpec, dtype: DType, stage: StageShape, end: int) -> _Kept:
-        """Return the bytes that a device keeps for the stage's decoder layers, the last of which is `end - 1`."""
+        """Return the bytes that a device keeps for the decoder layers of a stage whose last layer is `end - 1`."""
         grows, constant, windows = 0.0, 0.0, list[tuple[int, float]]()
         for kind in spec.kinds:
             count = kind.count(end - stage.decoder_layers, end)
@@ -140,8 +136,8 @@ class _Kept(NamedTuple):
         return cls(grows, constant, tuple(sorted(windows)))
 
     def within(self, context: float | None) -> _Kept:
-        """Return the bytes that are kept for requests of this context. Layers whose window is shorter than the context
-        keep only the window. If the context is None, every layer keeps every token.
+        """Return the bytes that are kept for requests with this context. A layer whose window is shorter than the
+        context keeps only the window. If the context is None, every layer keeps every token.
         """
         shorter = [context is not None and window < context for window, _ in self.windows]
         kept = list(zip(self.windows, shorter, strict=True))
@@ -149,12 +145,13 @@ class _Kept(NamedTuple):
         return _Kept(self.grows + sum(size for (_, size), is_full in kept if not is_full), constant, ())
 
     def longest(self, free: float, in_flight: float) -> float:
-        """Return the tokens of the longest request that fits into `free` bytes.
+        """Return the number of tokens of the longest request that fits into `free` bytes.
 
         Args:
-            in_flight: tokens that are kept beyond a window.
+            in_flight: number of tokens that a layer keeps beyond its window.
         """
-        # With the k shortest windows full, the bytes are a line in the tokens; the least of the lines holds.
+        # If the k shortest windows are full, the bytes grow linearly with the tokens. The smallest of these lines is
+        # true.
         left, slope, most = free - self.constant, self.grows + sum(size for _, size in self.windows), 0.0
         for window, size in (*self.windows, (0, 0.0)):
             most = max(most, left / slope) if slope > 0 else np.inf if left >= 0 else most
@@ -163,19 +160,19 @@ class _Kept(NamedTuple):
 
 
 class LaneMemory:
-    """Memory of the devices of one lane's stages.
+    """The memory of the devices of one lane.
 
-    Every stage holds its layers' K/V of every request in the lane, so the stage with the fewest blocks decides. The
-    encode lane of an encoder-decoder has no decoder layer: its last stage holds the encoder's output, one hidden state
-    per token, until the decode lane has received it. Arrays have an entry for each stage. All devices of a stage's
-    group hold the same number of bytes.
+    Every stage has the K/V of its layers for every request in the lane, so the stage with the fewest blocks decides.
+    The encode lane of an encoder-decoder has no decoder layer. Its last stage keeps the encoder's output, one hidden
+    state per token, until the decode lane has received the output. Arrays have an entry for each stage, since all
+    devices of a stage use the same number of bytes.
 
     Args:
         precision: data types of weights, activations and K/V.
         keeps: the engine, which reserves memory for itself. None means xgpt's own.
-        slots: largest number of requests in its batches.
+        slots: largest number of requests in the engine's batches.
         speculation: the draft, whose weights and K/V are also in memory, or None.
-        kept_blocks: blocks that hold the prompts of running and earlier requests for later ones to find.
+        kept_blocks: number of blocks with prompts of running and earlier requests, which later requests may share.
 
     Raises:
         InfeasibleError: not even the weights fit on some stage.
@@ -217,7 +214,7 @@ class LaneMemory:
         kept = [each.within(context) for each in self._kept]
         self._block_bytes: Array = block_size * np.asarray([each.grows for each in kept])
         self.request_bytes: Array = np.asarray([each.constant for each in kept])
-        """Bytes on a device of each stage for a request of any length: recurrent states, and K/V within windows."""
+        """Bytes on a device of each stage for a request of any length: recurrent states, and K/V in windows."""
         if not last[-1]:
             self._block_bytes[-1] = block_size * spec.hidden_size * state
         self._buffers = StepBuffers(spec, precision, lane, keeps, slots)
@@ -227,17 +224,17 @@ class LaneMemory:
             group_bytes = keeps.group_bytes
         self.fixed_bytes: Array = self.weight_bytes + kept_bytes + group_bytes * (tp > 1)
         occupied = self.fixed_bytes
-        if keeps is not None and keeps.shares_rest:  # weights may also use their share of the reserve
+        if keeps is not None and keeps.shares_rest:  # weights may also use memory beyond `usable_memory`
             occupied = occupied - (1 - cluster.device.usable_memory) * self.weight_bytes
         self._occupied: Array = occupied
-        """The part of `_usable` that is not for K/V, on a device of each stage, without activations."""
-        # One block takes at least a byte: a model without growing K/V is limited by its requests.
+        """Bytes of `_usable` that K/V cannot use, on a device of each stage, without activations."""
+        # Stages with equal memory need to be computed only once.
         distinct = {
             (a, b, *row): i
             for i, (a, b, row) in enumerate(zip(occupied, self._block_bytes, self._buffers.rows.tolist(), strict=True))
         }
         self._distinct = np.asarray(sorted(distinct.values()))
-        """Indices of the stages that differ in memory."""
+        """Indices of stages whose memory differs, one for each kind."""
         worst = int(np.argmax(occupied))
         if must_fit and occupied[worst] >= self._usable:
             needed, offered = self.fixed_bytes[worst] / 2**30, self._usable / 2**30
@@ -250,10 +247,9 @@ class LaneMemory:
             )
 
     def blocks_beside(self, step_tokens: npt.ArrayLike) -> Array:
-        """Return the blocks for which every stage has room beside the activations of a step of `step_tokens`. # [n] ->
-        [n]
+        """Return how many blocks fit on every stage beside the activations of a step of `step_tokens`. # [n] -> [n]
 
-        They include the memory that each request needs regardless of its length: see `request_blocks`.
+        These blocks include the memory that each request needs whatever its length (see `request_blocks`).
         """
         free, block = self.free_bytes(step_tokens), self._block_bytes[self._distinct, None]
         if self.request_bytes.any():
@@ -264,19 +260,17 @@ class LaneMemory:
 
     @property
     def request_blocks(self) -> float:
-        """Number of blocks that take as much memory as each request needs regardless of its length, on the stage where
-        it needs most.
-        """
+        """Memory that each request needs whatever its length, in blocks, on the stage where this number is largest."""
         if not self.request_bytes.any():
             return 0.0
         return float((self.request_bytes / np.maximum(self._block_bytes, 1.0)).max())
 
     def longest_request(self, step_tokens: float, in_flight: float) -> float:
-        """Return the tokens of the longest request for which K/V has room while no other request is there.
+        """Return the number of tokens of the longest request that fits in memory by itself.
 
         Args:
-            step_tokens: tokens of the largest step, whose activations lie beside K/V.
-            in_flight: tokens, those of the steps in flight, that a layer with a window keeps beyond the window.
+            step_tokens: number of tokens of the largest step, whose activations need memory beside K/V.
+            in_flight: number of tokens of running steps, which a layer keeps beyond its window.
         """
         buffers = self._buffers.of(np.asarray([step_tokens]))[:, 0]
         return min(
@@ -285,13 +279,12 @@ class LaneMemory:
         )
 
     def free_bytes(self, step_tokens: npt.ArrayLike) -> Array:
-        """Return the bytes for K/V on a device of each stage that differs. # [n] -> [distinct stages, n]"""
+        """Return the bytes for K/V on a device of each distinct stage. # [n] -> [distinct stages, n]"""
         tokens, stages = np.atleast_1d(np.asarray(step_tokens, float)), self._distinct
         return self._usable - self._occupied[stages, None] - self._buffers.of(tokens, stages)
 
     def device_bytes(self, blocks: float, step_tokens: float, requests: float = 0.0) -> tuple[int, ...]:
-        """Return the bytes in use on each device, stage by stage, with these K/V blocks, requests and this largest
-        step."""
+        """Return the bytes in use on each device, stage by stage, with `blocks` K/V blocks and `requests` requests."""
         activations = self._buffers.of(np.asarray([float(step_tokens)]))[:, 0]
         by_stage = self.fixed_bytes + activations + blocks * self._block_bytes + requests * self.request_bytes
         return tuple(int(used) for stage, used in zip(self.lane, by_stage, strict=True) for _ in range(stage.tp))
@@ -306,11 +299,11 @@ def _weight_bytes(
         np.asarray([getattr(stage, name) for stage in lane], float)
         for name in ("tp", "decoder_layers", "encoder_layers", "embeds", "heads")
     )
-    # A tied matrix is on both ends of a pipeline; if these are one stage it is there once, unless heads are packed.
+    # A tied matrix is on the first and on the last stage. A stage that is both has it once, unless heads are packed.
     ties = spec.tie_embeddings and not precision.packs
-    # In eight bits, embedding and head stay in half precision.
+    # If weights have eight bits, embedding and head are in half precision.
     tables = embeds * state + heads * (1 - ties * embeds) * (state if precision.weights == "float8" else size)
-    if precision.screens:  # an eight-bit copy with two norms for each token, and the head as loaded unless it is tied
+    if precision.screens:  # an eight-bit copy with two norms per token, and the loaded head unless it is tied
         of_screen = 1 + 2 * BYTES_PER_ELEMENT["float32"] / spec.hidden_size
         tables += heads * (of_screen + (1 - spec.tie_embeddings * embeds) * state)
     ends = np.cumsum(decoder)
@@ -321,14 +314,14 @@ def _weight_bytes(
     )
     shared = layers - unshared + encoder * spec.encoder_layer_params * size
     tables = tables * spec.vocab_size * spec.hidden_size + embeds * state * spec.layer_embedding_params
-    # If replicas share the experts, a device holds fewer experts than its group's share.
+    # If replicas share the experts, a device has fewer experts than with its own group alone.
     fewer = 1 / tp - 1 / np.maximum(tp, [stage.ep for stage in lane])
     weights: Array = (shared + tables) / tp + unshared - fewer * experts
     if keeps is not None:
         marlin = None if OWN_KERNELS.match(cluster.device.name) else keeps.marlin_multiples
         multiples = marlin or (1, keeps.expert_multiple)
         weights += _padding(spec, precision.weights, lane, ends, multiples, is_repacked=marlin is not None)
-        if keeps.framework != "xgpt":  # such engines also load encoders of images and sound
+        if keeps.framework != "xgpt":  # such engines also load encoders for images and sound
             weights += embeds * spec.tower_params * state / tp
     return weights
 
@@ -336,12 +329,12 @@ def _weight_bytes(
 def _padding(
     spec: ModelSpec, dtype: DType, lane: Lane, ends: Array, multiples: tuple[int, int], *, is_repacked: bool
 ) -> Array:
-    """Return the bytes by which experts in MXFP4 grow on a device whose kernels take sizes in multiples. # [stages]
+    """Return by how many bytes experts in MXFP4 grow on a device, since kernels need padded sizes. # [stages]
 
     Args:
-        multiples: multiples to which the hidden size and the width of an expert are padded.
-        is_repacked: whether kernels repack weights and scales into new tensors (Marlin's). Then biases are added, which
-            other figures include.
+        multiples: numbers to whose multiples the hidden size and the width of an expert are padded.
+        is_repacked: whether kernels repack weights and scales into new tensors, as Marlin does. Then the result also
+            includes biases.
     """
     stored = spec.quantization
     if stored is None or stored.kind != PADDED:
@@ -373,8 +366,8 @@ def _rounded_up(size: float, multiple: int) -> float:
 
 
 def _allocated(size: float) -> float:
-    """Return the bytes that PyTorch's allocator uses for a tensor. The allocator does not split off a rest of up to 1
-    MiB from the last 2 MiB.
+    """Return the bytes that PyTorch's allocator uses for a tensor. Large tensors get multiples of 2 MiB, unless more
+    than 1 MiB would remain, which the allocator splits off.
     """
     rest = -size % (2 * MIB)
     return size + rest if size >= 10 * MIB and rest <= MIB else size
@@ -388,18 +381,18 @@ def capacity(
     kept_blocks: int = 0,
     request_blocks: float = 0.0,
 ) -> npt.NDArray[np.float64]:
-    """Return the number of requests that may run at the same time.
+    """Return the number B of requests that may run at the same time.
 
-    Each holds r blocks, with variance v. Under "reserve", requests enter as long as they fit, so the sum of their
-    blocks is a compound Poisson sum: the result is the largest B with B E[r] + z sqrt(B E[r^2]) <= blocks. A request
+    Each request takes r blocks, with variance v. Under "reserve", requests enter while they fit, so the sum of their
+    blocks is a compound Poisson sum, and B is the largest number with B E[r] + z sqrt(B E[r^2]) <= blocks. A request
     that does not fit only waits, so it is enough that B requests fit at 99 of 100 moments. Under "quantile", B is the
     plan's `max_running`, so the sum has variance B v. If the sum exceeds memory, a request is preempted, so B requests
     must fit at 999 of 1000 moments. In both cases, a quadratic equation in sqrt(B) is solved.
 
     Args:
-        kept_blocks: blocks for cached prompts. The outputs so far must fit into the others. Blocks that are reserved
-            but not used yet also hold cached prompts.
-        request_blocks: further blocks that each request takes regardless of its length.
+        kept_blocks: number of blocks for cached prompts. All outputs must fit into the other blocks. Blocks that are
+            reserved but not used yet may also contain cached prompts.
+        request_blocks: memory that each request needs whatever its length, in blocks.
     """
     if kept_blocks:
         mean, mean_square = lengths.output_blocks(block_size)

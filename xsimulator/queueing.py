@@ -1,23 +1,24 @@
-"""Compute in closed form the share of arriving requests that keep their bounds, waiting included, at any rate.
+"""Compute in closed form the share of requests that keep their bounds at a given arrival rate, waiting included.
 
-The number of requests inside is modelled as a birth-death process: arrivals at rate r, departures at the throughput
-X(k) of the schedule with k requests inside, and at X(n) while more requests are inside than there are slots, n:
+The number k of requests in the system is modelled as a birth-death process. Requests arrive at rate r, and leave at the
+throughput X(k) of the schedule with k requests, or at X(n) if k exceeds the number n of slots:
 
     log P(k) = sum_{j<=k} log(r / X(j)) / z + constant,   z = (1 + 1)/2 up to n + 1,  (1 + s^2)/2 beyond,
 
-with s the coefficient of variation of the time for which a slot is held; s = 0 if slots become free together, after a
-phase or a batch. A request that meets k others spends in turn
+where s is the coefficient of variation of the time for which a request occupies a slot. If slots become free together,
+after a phase or a batch, s = 0. A request that arrives when k others are in the system spends, one after the other,
 
-- the time to the next step that may admit it: uniform over the time between two such steps;
-- if all n slots are taken, the wait for one: exponential, since the tail of P is geometric;
-- its time inside, at the pace of the schedule with k + 1 requests.
 
-This is exact for Poisson arrivals and processor sharing up to n (the distribution of stays does not matter). Beyond n
-it uses the variance of the diffusion approximation. Sources: Kelly 1979, ch. 3; Whitt 1993 for z. Requests wait in
-order of arrival.
+- the time until the next step that may admit it, which is uniform over the time between two such steps;
+- if all n slots are taken, the wait for a slot, which is exponential since the tail of P is geometric; - its running
+  time, with the step times of the schedule with k + 1 requests.
 
-The throughput with k requests is that of a smaller saturated batch, so one curve of batch sizes can be used for every
-cap along it.
+Up to n, the model is exact for Poisson arrivals and processor sharing, whatever the distribution of running times.
+Beyond n, the model uses the variance of the diffusion approximation. Requests wait in order of arrival. Sources: Kelly
+1979, ch. 3; Whitt 1993 for z.
+
+The throughput with k requests is the throughput of a saturated batch of size k, so one curve of batch sizes serves for
+every largest batch size on the curve.
 """
 
 from __future__ import annotations
@@ -36,31 +37,33 @@ from xsimulator.lengths import Lengths
 Array = npt.NDArray[np.float64]
 
 NUM_LOADS = 16
-"""Number of batch sizes at which a curve is evaluated, from one request to its largest."""
+"""Number of batch sizes at which a curve is evaluated, from one request to the largest batch."""
 FEW_STATES = 24
-"""Up to this number of requests, each number is a state. Beyond it, states are further and further apart."""
+"""Up to this number of requests, each number is a state. Larger states are further and further apart."""
 NUM_STATES = 72
 RATE_STEPS = 14
-"""Bisections of a rate, to a ten-thousandth of saturation."""
+"""Number of bisections for a rate, which give a ten-thousandth of saturation."""
 LENGTH_EDGES = np.unique(np.concatenate([np.linspace(0, 0.9, 13), np.linspace(0.9, 0.98, 9), np.linspace(0.98, 1, 11)]))
-"""Quantiles that divide output lengths into groups, each represented by its mean."""
+"""Quantiles that divide output lengths into groups. The mean represents each group."""
 
 P99_DEVIATE = 2.33
 INPUT_EDGES = np.asarray([0.0, 0.35, 0.65, 0.85, 0.95, 0.99, 1.0])
 
 
 class LoadPoints(NamedTuple):
-    """Points of the curves, with all that does not depend on the arrival rate. # [n] or [n, groups], unless stated
+    """Points of the curves, with everything that does not depend on the arrival rate. # [n] or [n, groups], unless
+    stated
 
     Attributes:
-        work, late_at: see `LoadCurves`. # [n, states]
-        log_width: log of the number of states that each state stands for. # [n, states]
-        last, share: the state before the last slot, and the fraction of the distance from this state to the next one at
-            which the last slot lies.
-        spread: (1 + s^2) / 2, with s the coefficient of variation of stays.
-        is_late: whether a bound is broken without waiting.
+        work, late_at: for each state k, sum_{j<=k} log X(j), and the share of late requests among those that run with k
+            others. # [n, states]
+        log_width: log of how many numbers of requests each state represents. # [n, states]
+        last, share: the state before n - 1, and the fraction of the distance from this state to the next one at which n
+            - 1 is.
+        spread: (1 + s^2) / 2, with the coefficient of variation s of running times.
+        is_late: whether a bound is broken even without waiting.
         gate: longest wait for the next admission. # [n, 1]
-        inside, beyond: parts of the time that remains for waiting, within the gate and beyond it.
+        inside, beyond: time that remains for waiting, up to the gate, and the rest of this time.
     """
 
     saturation: Array
@@ -77,19 +80,18 @@ class LoadPoints(NamedTuple):
     beyond: Array
 
     def longer(self, drain: Array) -> Array:
-        """Return the probability that a uniform wait up to the gate plus an exponential one at rate `drain` is too
-        long. # [n, 1] -> [n, groups]"""
+        """Return the probability that a uniform wait up to the gate plus an exponential wait is too long."""
         beyond, inside, gate = self.beyond, self.inside, self.gate
         late = 1 - inside / gate + (np.exp(-drain * beyond) - np.exp(-drain * (beyond + inside))) / (gate * drain)
         return np.where(self.is_late, 1.0, late)
 
 
 class LoadCurves:
-    """Curves of one policy's candidates: the batch grows along each, and every point is a candidate.
+    """Curves of one policy's candidates. Along each curve the batch grows, and every point is a candidate.
 
     Args:
-        found: predictions at saturation, curve by curve with rising loads. # [curves * loads]
-        goal: the bounds, and the share of requests that must keep them.
+        found: predictions at saturation, curve by curve, from the smallest to the largest batch. # [curves * loads]
+        goal: the bounds, and the share of requests that must keep these bounds.
         headroom: share by which steps may take longer than predicted.
     """
 
@@ -107,17 +109,17 @@ class LoadCurves:
         inputs, of_inputs = _groups(lengths.inputs, lengths.input_probabilities, INPUT_EDGES)
         self._decodes, self._shares = np.repeat(decodes, len(inputs)), np.outer(of_decodes, of_inputs).ravel()
         self._prompts = np.tile(inputs / lengths.mean_input, len(decodes))
-        """Representative requests: decode iterations, shares, and prompts relative to the mean prompt."""
+        """Representative requests: their decodes, shares of all requests, and prompts relative to the mean prompt."""
         shape = (-1, num_loads)
         ttft, tpot, gate, throughput = (
             curve.reshape(shape) for curve in (found.ttft, found.tpot, found.cycle, found.throughput)
         )
-        # Mixed steps may admit requests at any time; other policies admit once in a phase or batch.
+        # Mixed steps may admit requests at any time. Other policies admit once in a phase or batch.
         self._ttft, self._tpot, self._gate = ttft, tpot, tpot if stations.admits_each_step else gate
-        # The throughput of a schedule never falls with a larger batch; if it falls in the closed form, that is due to
-        # rounding.
+        # The throughput of a schedule never falls with a larger batch. If it falls in the closed form, rounding is the
+        # reason.
         self.saturation: Array = np.maximum.accumulate(throughput, axis=1)
-        """Highest requests a second. # [curves, loads]"""
+        """Throughput at saturation, in requests a second. # [curves, loads]"""
         stay = ttft + tpot * lengths.mean_decodes
         self._inside = np.maximum.accumulate(np.maximum(self.saturation * stay, 1.0), axis=1)
         self._set_bounds(goal, 1 + headroom, (found.itl_p99 - found.tpot).reshape(shape))
@@ -132,7 +134,7 @@ class LoadCurves:
         waiting.
 
         Args:
-            beyond: the amount by which the 99th percentile of gaps exceeds their mean. # [curves, loads]
+            beyond: by how much the 99th percentile of gaps exceeds the mean gap. # [curves, loads]
         """
         # A long prompt takes longer, and its step takes at least as long as other steps.
         beside = np.minimum(self._tpot, self._ttft)[..., None]
@@ -144,7 +146,7 @@ class LoadCurves:
             left = np.minimum(left, goal.ttft_s / slack - self._first)
         self._left: Array = left
         self._slow: Array = np.zeros_like(left)
-        """Share of requests whose mean gap breaks its bound; the mean of a few gaps varies more than that of many."""
+        """Share of requests whose mean gap breaks its bound. The mean of few gaps varies more."""
         if goal.tpot_s is not None:
             deviation = np.maximum(beyond / P99_DEVIATE, 1e-9)[..., None]
             room = (goal.tpot_s / slack - self._tpot)[..., None] * np.sqrt(self._decodes) / deviation
@@ -156,8 +158,8 @@ class LoadCurves:
         """# [curves, loads]"""
 
     def _set_states(self) -> None:
-        """Choose the numbers k of requests inside to evaluate. For each, compute sum_{j<=k} log X(j) and the share of
-        requests that are late with k + 1 inside.
+        """Choose the numbers k of requests to evaluate. For each, compute sum_{j<=k} log X(j), and the share of late
+        requests while k + 1 are in the system.
         """
         most = max(int(np.ceil(self._inside.max())), 2)
         few = np.arange(min(FEW_STATES, most))
@@ -173,9 +175,9 @@ class LoadCurves:
             self._late_at[i] = np.interp(self._states + 1, inside, self._late[i])
 
     def points(self, curves: npt.NDArray[np.intp], loads: npt.NDArray[np.intp]) -> LoadPoints:
-        """Return everything that `late` needs of points of the curves except their rates. # [n], [n]"""
+        """Return everything that `late` needs to know about points of the curves, except rates. # [n], [n]"""
         places = np.maximum(np.round(self._inside[curves, loads]), 1.0)
-        # Each state stands for all numbers up to the next one, as far as there are slots.
+        # Each state represents all numbers up to the next state, but no number from n on.
         width = np.clip(np.minimum(np.append(self._states[1:], np.inf), places[:, None]) - self._states, 0.0, None)
         with np.errstate(divide="ignore"):
             log_width = np.where(width > 0, np.log(width), -np.inf)
@@ -199,7 +201,7 @@ class LoadCurves:
         )
 
     def late(self, points: LoadPoints, rate: Array) -> Array:
-        """Return the share of requests that break a bound at each point's arrival rate; 1 beyond saturation. # [n]"""
+        """Return the share of requests that break a bound at each point's arrival rate (1 beyond saturation). # [n]"""
         saturation, rows = points.saturation, np.arange(len(rate))
         stable = rate < saturation
         rate = np.minimum(rate, (1 - 1e-6) * saturation)
@@ -217,11 +219,10 @@ class LoadCurves:
         return np.where(stable, ((p * points.late_at).sum(axis=1) + tail * late) / total, 1.0)
 
     def max_rate(self, at_least: float = 0.0) -> Array:
-        """Return the highest rate at which the quantile of requests keeps the bounds, for every point of every curve,
-        or 0 if there is none. # [curves, loads]
+        """Return for each point the highest rate at which the quantile keeps the bounds, or 0. # [curves, loads]
 
         Args:
-            at_least: points that saturate below this rate are skipped, and get 0.
+            at_least: points with a lower throughput at saturation are skipped, and get 0.
         """
         found = np.zeros_like(self.saturation)
         curves, loads = np.nonzero((self.saturation > at_least) & (self._late[:, :1] <= 1 - self._quantile))
@@ -238,14 +239,13 @@ class LoadCurves:
 def max_rate(
     stations: Stations, found: Performance, lengths: Lengths, constraint: Constraint, at_least: float = 0.0
 ) -> Array:
-    """Return the highest rate at which every goal of a constraint is kept, for every point of every curve. # [curves,
-    loads]"""
+    """Return for each point the highest rate at which every goal of a constraint is kept. # [curves, loads]"""
     curves = [LoadCurves(stations, found, lengths, goal, constraint.headroom) for goal in constraint.goals]
     return np.min([one.max_rate(at_least) for one in curves], axis=0)
 
 
 def _groups(values: Array, probabilities: Array, edges: Array) -> tuple[Array, Array]:
-    """Return the means of consecutive shares of a distribution, from the lowest on, and these shares."""
+    """Return the mean and the probability of each part of a distribution, divided at the quantiles `edges`."""
     reached = np.concatenate([[0.0], np.cumsum(probabilities)])
     inside = np.minimum(reached[1:, None], edges[1:]) - np.maximum(reached[:-1, None], edges[:-1])
     inside = np.maximum(inside, 0.0)  # [values, shares]

@@ -1,17 +1,17 @@
-"""Compute the distribution of all requests' latencies, from admission to the last token, from a simulated log.
+"""Compute from a simulated log the distribution of all requests' latencies, from admission to the last token.
 
-The engine's steps do not depend on a request's output length until that output ends, and the distribution of lengths is
-known exactly. So each admission in a log stands for requests of every length: every running request decodes in every
-decode step of its micro-batch, so the log shows when a request of any length, admitted there, would have had its last
-token. A thousand admissions, weighted by the distribution of lengths, estimate a quantile in the tail of a skewed
-distribution as well as tens of thousands of requests with drawn lengths.
+The engine's steps do not depend on a request's output length until the output ends, and the distribution of lengths is
+known exactly. Every running request decodes in every decode step of its micro-batch. So the log shows for each
+admission when a request of any length would have had its last token. A thousand admissions, weighted by the
+distribution of lengths, estimate a quantile in the tail of a skewed distribution as well as tens of thousands of
+requests with drawn lengths.
 
-One gap of the log is filled. If the log ends, or no request remains in decode, the log does not show when a longer
-request would have had its next tokens; the mean times after the same number of tokens are used instead.
+If the log ends or no request decodes any more, the log does not show when a longer request would have had its next
+tokens. Then the mean gaps after the same number of tokens are used.
 
 If steps mix encode and decode, a longer request would have occupied the slot of a prompt that these steps encode, so
-the log does not show its times. In this case the latencies of requests with drawn lengths are used (`drawn_law`), and
-far more requests are simulated.
+the log does not show its times. Then far more requests are simulated, and the latencies of requests with drawn lengths
+are used (`drawn_law`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int_]
 
 NUM_GROUPS = 10
-"""Number of groups of consecutive admissions, which resemble each other."""
+"""Number of groups for the bootstrap. A group has consecutive admissions, since their latencies are correlated."""
 NUM_DRAWS = 40
 LEAST_ERROR = 0.003
-"""Least error that is stated, because with nearly equal lengths a schedule repeats itself for ever, in a way that
-depends on its start.
+"""Least error that is stated. With nearly equal lengths, a schedule repeats for ever what happened at its start, so its
+variation understates the error.
 """
 
 
@@ -46,9 +46,9 @@ class RequestLaw:
     """The distribution of latencies: for each admission, the latency of a request of each length.
 
     Attributes:
-        seconds: latencies; one column if lengths were drawn. # [admissions, lengths or 1]
+        seconds: latencies. If lengths were drawn, there is one column. # [admissions, lengths or 1]
         probabilities: probabilities of the lengths. # [lengths or 1]
-        batch: the batch of each admission; requests of one batch were admitted in the same step. # [admissions]
+        batch: the step of each admission. Requests with the same step form a batch. # [admissions]
     """
 
     seconds: Array
@@ -56,29 +56,27 @@ class RequestLaw:
     batch: Ints
 
     def quantile(self, q: float) -> float:
-        """Return the latency that a share q of all requests does not exceed, in s."""
+        """Return the latency, in s, that a share `q` of all requests does not exceed."""
         seconds, reached = self._sorted
         return float(seconds[_reaches(reached, q)])
 
     def share_within(self, bound_s: float) -> float:
-        """Return the share of all requests whose latency keeps the bound."""
+        """Return the share of all requests whose latency is within a bound."""
         seconds, reached = self._sorted
         index = int(np.searchsorted(seconds, bound_s, side="right"))
         return float(reached[index - 1]) if index else 0.0
 
     @property
     def is_constant(self) -> bool:
-        """Whether requests of the same length all take the same time."""
+        """Whether all requests of the same length take the same time."""
         return bool(np.ptp(self.seconds, axis=0).max() <= 1e-9 * self.seconds.max())
 
     def batches_beyond(self, q: float) -> int:
-        """Return the number of batches with requests that take longer than the quantile. With few such batches, the
-        tail is uncertain.
-        """
+        """Return how many batches have requests beyond the quantile. With few such batches, the tail is uncertain."""
         return len(np.unique(self.batch[(self.seconds > self.quantile(q)).any(axis=1)]))
 
     def error(self, q: float) -> float:
-        """Return the relative standard error of a quantile, by bootstrapping groups of admissions."""
+        """Return the relative standard error of a quantile, by a bootstrap over groups of admissions."""
         num_groups = min(NUM_GROUPS, len(self.seconds))
         group = np.repeat(np.arange(len(self.seconds)) * num_groups // len(self.seconds), len(self.probabilities))
         seconds, groups, weights = self._sorted[0], group[self._order], self._weights
@@ -110,7 +108,7 @@ class RequestLaw:
 
     @cached_property
     def _sorted(self) -> tuple[Array, Array]:
-        """All latencies in order, and the share of requests up to each."""
+        """All latencies, shortest first, and for each the share of requests up to it."""
         reached = np.cumsum(self._weights)
         return self.seconds.ravel()[self._order], reached / reached[-1]
 
@@ -118,7 +116,8 @@ class RequestLaw:
 def request_law(
     seen: SeenSteps, lengths: Lengths, skip_requests: int, num_requests: int, *, encode_emits: bool = True
 ) -> RequestLaw:
-    """Return the distribution of latencies, at saturation, of the requests admitted after the first `skip_requests`.
+    """Return the distribution of latencies at saturation, from `num_requests` admissions after the first
+    `skip_requests`.
 
     Raises:
         InputError: the log is too short.
@@ -129,8 +128,9 @@ def request_law(
 
 
 def drawn_law(run: Run, skip_requests: int, num_requests: int) -> RequestLaw:
-    """Run until `num_requests` after the first `skip_requests` have ended; return the distribution of their own
-    latencies."""
+    """Run until `num_requests` requests after the first `skip_requests` have ended. Return the distribution of the
+    latencies that these requests had with their drawn lengths.
+    """
     counted = slice(skip_requests, skip_requests + num_requests)
     run.run(KeptBounds((), counted.start, counted.stop))
     requests = run.state.requests[counted]
@@ -138,7 +138,7 @@ def drawn_law(run: Run, skip_requests: int, num_requests: int) -> RequestLaw:
 
 
 def logged_law(seen: SeenSteps, skip_requests: int, num_requests: int) -> RequestLaw:
-    """Return the distribution of the own latencies of `num_requests` requests after the first `skip_requests`.
+    """Return the distribution of the latencies that `num_requests` requests had, after the first `skip_requests`.
 
     Raises:
         InputError: the log is too short.
@@ -153,12 +153,12 @@ def _own_law(seconds: Array, admitted: Ints) -> RequestLaw:
 
 
 def _reaches(reached: Array, q: float, total: float | None = None) -> int:
-    """Return the index at which sums first reach a share q of `total`; if `total` is None, a share of the last sum."""
+    """Return the first index at which the rising sums `reached` are at least `q` times `total` (default: the last)."""
     return min(int(np.searchsorted(reached, q * (total or reached[-1]) * (1 - 1e-12))), len(reached) - 1)
 
 
 def _chosen(step: Ints, skip_requests: int, num_requests: int) -> Ints:
-    """Return `num_requests` requests that have the given step, after the first `skip_requests` such requests."""
+    """Return the ids of requests that have a step: `num_requests` of them after the first `skip_requests`."""
     ids = np.flatnonzero(step >= 0)
     chosen = ids[skip_requests : skip_requests + num_requests]
     if not len(chosen):
@@ -173,12 +173,14 @@ class SeenSteps:
     Attributes:
         start_s, end_s: times of each step. # [steps] each
         steps: for each micro-batch, the steps that decode.
-        empty: for each micro-batch, the numbers of its decode steps before which no request was in decode.
-        ended: for each micro-batch, the steps without decodes that leave none in decode: all outputs have one token.
-        admitted, first_token, last_token: the step that begins a request's prompt, the step that makes its first token
-            (in an encoder's lane, that ends its prompt), and the step of its last token, or -1. # [requests] each
+        empty: for each micro-batch, the numbers of its decode steps before which no request decoded.
+        ended: for each micro-batch, the steps without decodes after which no request decodes, as all outputs have one
+            token.
+        admitted, first_token, last_token: the step that begins to encode a request's prompt, the step that computes its
+            first token (or that ends its prompt, in the lane of an encoder), and the step of its last token, or -1. #
+            [requests] each
         batch: the micro-batch in which a request decodes, or -1. # [requests]
-        joined: the number of a request's first decode step there. # [requests]
+        joined: the number of a request's first decode step in that micro-batch. # [requests]
     """
 
     start_s: Array
@@ -261,11 +263,11 @@ class SeenSteps:
 
     @cached_property
     def _last(self) -> int:
-        """The step of the last admission, after which batches shrink."""
+        """The step of the last admission. After this step, batches shrink."""
         return len(self.start_s) if (self.admitted < 0).any() else int(self.admitted.max())
 
     def first_output_s(self, ids: Ints, *, encode_emits: bool) -> Array:
-        """Return the times of requests' first tokens. If no encode step makes them, the first decode step does."""
+        """Return the times of the first tokens, which the first decode steps compute unless encode steps do."""
         if encode_emits:
             return self.end_s[self.first_token[ids]]
         found = np.full(len(ids), np.nan)
@@ -275,9 +277,9 @@ class SeenSteps:
         return found
 
     def latencies(self, ids: Ints, decodes: Ints) -> Array:
-        """Return the seconds from admission to the last token, by the number of decode steps. # [ids, decodes]"""
+        """Return the seconds from admission to the last token, for each number of decodes. # [ids, decodes]"""
         opens = int(self.admitted[ids[0]])
-        """The first step with batches as in the steady state, which lasts until the last admission."""
+        """The step at which the steady state begins. The steady state lasts until the last admission."""
         first = self.end_s[self.first_token[ids]]
         found = np.repeat((first - self.start_s[self.admitted[ids]])[:, None], len(decodes), axis=1)
         further = np.full_like(found, np.nan)
@@ -286,7 +288,8 @@ class SeenSteps:
             if not len(rows):
                 continue
             joined, end = self.joined[ids[rows]], self.end_s[steps]
-            # The last decode step that these requests are known to meet.
+            # From the end of the log on, or once no request decodes, the log does not show a longer request's decode
+            # steps.
             ends = [int(np.searchsorted(steps, self._last)), len(steps) + 1]
             empty = np.sort(np.concatenate([self.empty[batch], ends]))
             until = np.minimum(empty[np.searchsorted(empty, joined + 1)], len(steps))
@@ -301,16 +304,15 @@ class SeenSteps:
             total = np.concatenate([[0.0], np.cumsum(behind[reach])])
             decode_s += total[decodes] - total[known]
             further[rows] = np.where(decodes > 0, decode_s, 0.0)
-        # Under WAA, a request with one output token never reaches the decode lane. If it had continued, its times there
-        # would have been those of the next request that reaches that lane.
+        # Under waa, a request with one output token never reaches the decode lane. If it had continued, its times there
+        # would have been about those of the next request that reaches this lane.
         known = np.flatnonzero(~np.isnan(further[:, 0]))
         if len(known):
             further = further[known[np.minimum(np.searchsorted(known, np.arange(len(ids))), len(known) - 1)]]
         return found + np.nan_to_num(further)
 
     def _gaps_by_age(self, batch: int, opens: int) -> Array:
-        """Return the mean seconds from the previous token to the end of a request's n-th decode step. # [most
-        decodes]"""
+        """Return the mean seconds from the previous token to the end of the n-th decode step. # [most decodes]"""
         steps = self.steps[batch]
         gaps = np.diff(self.end_s[steps], prepend=self.start_s[steps[0]])
         total, count = np.zeros(len(steps) + 1), np.zeros(len(steps) + 1)

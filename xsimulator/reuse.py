@@ -1,4 +1,4 @@
-"""Apply a reuse curve to the lengths that closed forms use."""
+"""Compute from a reuse curve which part of prompts is cached, for the closed forms."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from xgpt.core.reuse_distances import ReuseCurve
 from xsimulator.lengths import Reused
 
 KINDS = 200
-"""Most kinds of requests that closed forms distinguish."""
+"""Largest number of kinds of requests that closed forms distinguish."""
 
 
 def reused_at(
     curve: ReuseCurve, tokens: float, kept_tokens: float | None = None, *, holds_prompts: bool = True
 ) -> Reused:
-    """Return the part of prompts that requests find in a cache of `tokens` tokens, for closed forms.
+    """Return the part of prompts that requests find in a cache of `tokens` tokens.
 
     Requests are grouped by the number of tokens that remain to be encoded.
 

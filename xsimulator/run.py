@@ -1,4 +1,4 @@
-"""Run a plan on the simulated engine, and summarise its throughput and latencies."""
+"""Run a plan on the simulated engine, and measure its throughput and latencies."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from xsimulator.request_law import RequestLaw, SeenSteps, drawn_law, logged_law,
 from xsimulator.timeline import Timeline, chrome_trace, idle_shares
 
 FULL = 0.95
-"""A batch counts as steady once its requests in decode reach this share of their mean number."""
+"""A batch is in the steady state once this share of the mean number of requests decode."""
 GOLDEN = (5**0.5 - 1) / 2
 """The golden ratio. The fractional parts of its multiples are evenly spread."""
 FROM_ADMISSION = ("latency_s", "request_latency_s", "ttft_s")
-"""Figures that count from admission."""
+"""Names of the figures that count from admission."""
 MANY_REQUESTS = 20_000
-"""Replays of more requests are simulated by counts if possible, in seconds, but without their steps."""
+"""Replays of more requests than this are simulated by counts if possible. They take seconds, but return no steps."""
 
 
 def warm_up_requests(plan: Plan) -> int:
     """Return the number of requests that must end before a replica's batch is in its steady state.
 
-    An empty engine admits short and long requests as they come. Short requests end long before the number of long
-    requests in decode reaches that of the steady state.
+    An engine that starts empty has too few long requests at first: short ones end long before as many long ones decode
+    as in the steady state.
     """
     estimate, decodes = plan.estimate, plan.workload.output.mean - 1
-    # If a policy refills an empty batch, most of its requests may have ended with their prompts.
+    # If a policy refills only an empty batch, most requests may have ended with their first token.
     each_iteration = min(estimate.decode_batch / decodes, estimate.encode_batch) if decodes else 0.0
     ended = each_iteration * (_iterations_until_full(plan.workload) - FULL * decodes)
     return ceil(1.5 * max(estimate.decode_batch, ended) + estimate.encode_batch)
@@ -58,22 +58,20 @@ def warm_up_requests(plan: Plan) -> int:
 def _iterations_until_full(workload: Workload) -> float:
     """Return the number of decode iterations after which a batch has `FULL` of its steady size."""
     decodes, probabilities = np.asarray(workload.output.lengths) - 1.0, np.asarray(workload.output.probabilities)
-    # After n iterations the batch has E[min(D, n)] / E[D] of its steady size; between two lengths that is linear.
+    # After n iterations the batch has E[min(D, n)] / E[D] of its steady size, which is linear between two lengths.
     after = np.concatenate([[0.0], decodes])
     there = np.minimum(decodes, after[:, None]) @ probabilities
     return float(np.interp(FULL * there[-1], there, after))
 
 
 def outstanding_requests(plan: Plan) -> int:
-    """Return the number of requests that keep a replica saturated: the number that may run, plus some that wait."""
+    """Return how many requests keep a replica saturated: as many as may run, and some that wait."""
     running, encoding = max(1.5 * plan.estimate.decode_batch, _most_running(plan)), 3 * plan.estimate.encode_batch
     return ceil(min(running, _num_blocks(plan)) + min(encoding, _num_blocks(plan))) + 8
 
 
 def _most_running(plan: Plan) -> int:
-    """Return how many requests may run on a replica: the number that its policy admits, but at most one for each K/V
-    block.
-    """
+    """Return how many requests may run on a replica by its policy, at most one for each K/V block."""
     most: int = getattr(plan.policy, FORECASTS[plan.policy.kind].load)
     return min(most, _num_blocks(plan))
 
@@ -83,15 +81,15 @@ def _num_blocks(plan: Plan) -> int:
 
 
 def requests_to_send(plan: Plan, num_requests: int, *, saturated: bool) -> int:
-    """Return the number of requests to replay on one replica so that `num_requests` can be measured.
+    """Return how many requests to replay on one replica so that `num_requests` can be measured.
 
-    A saturated run starts with a warm-up, and the window closes at a step that encodes, which needs further requests.
+    A saturated run starts with a warm-up. The window closes at a step that encodes, so further requests must follow.
     """
     return num_requests + outstanding_requests(plan) + (warm_up_requests(plan) if saturated else 0)
 
 
 def requests_to_end(plan: Plan, num_requests: int) -> int:
-    """Return the number of requests after whose end `num_requests` of a saturated run can be measured.
+    """Return how many requests must end before `num_requests` of a saturated run can be measured.
 
     If requests are admitted together and are equally long, all running requests end together. This happens once at the
     end of the warm-up, and once at the end of the window.
@@ -105,10 +103,10 @@ class Simulated:
     """A run of one replica of a plan on the simulated engine.
 
     Attributes:
-        measured: throughput of all replicas, requests/s and tokens/s, and latencies, s.
-        steps: the executed steps, with their times; empty if the run was simulated by counts.
-        spans: the times in which each stage was busy; empty if the run was simulated by counts.
-        times: times of each request from its arrival. None means that requests were always waiting.
+        measured: throughput of all replicas together, and latencies.
+        steps: the executed steps, with their times. None are known if the run was simulated by counts.
+        spans: the times in which each stage was busy. None are known if the run was simulated by counts.
+        times: times of each request from its arrival. None means that the run was at saturation.
         kept: for each class of requests, the share that kept its bounds.
     """
 
@@ -123,7 +121,7 @@ class Simulated:
     def figures(self) -> dict[str, float]:
         """Every known figure by its name.
 
-        If requests arrive at their own times, figures of times count from arrival, and goodput is the share of requests
+        If requests arrive at times of their own, latencies count from arrival, and goodput is the share of requests
         that keep every bound.
         """
         found = {name: value for name, value in asdict(self.measured).items() if name != "latencies_s"}
@@ -162,19 +160,19 @@ def run_simulation(
     """Run requests of a workload on the simulated engine.
 
     Args:
-        workload: a name, a path, or histograms. None means the plan's own.
-        num_requests: requests that are measured.
+        workload: a name, a path, or histograms. None means the plan's workload.
+        num_requests: number of requests that are measured.
         arrivals: the arrival process. None means that requests are always waiting.
-        own_times: replay the workload, which must be a trace, as recorded: with its pairs of lengths and its arrival
-            times.
+        own_times: whether to replay the workload as recorded, with its pairs of lengths and its arrival times. The
+            workload must be a trace.
         since_s: seconds after the trace's first request at which the replay begins.
-        clients: number of clients of a closed loop, all replicas together. None means no closed loop.
-        keep_steps: whether to also return the steps of replays of more than `MANY_REQUESTS` requests. The simulation
-            then takes 0.6 ms for each request.
+        clients: number of clients that send to all replicas in a closed loop. None means no closed loop.
+        keep_steps: whether to return the steps even of replays of more than `MANY_REQUESTS` requests, which then take
+            0.6 ms for each request.
 
     Raises:
-        InputError: there is no such workload, a request of it can never fit into the plan's K/V memory, or `own_times`
-            is given without a trace.
+        InputError: the workload does not exist, one of its requests can never fit into the plan's K/V memory, or
+            `own_times` is given without a trace.
     """
     lengths = plan.workload if workload is None else workload_of(workload, plan.model)
     spans: list[Span] = []
@@ -208,9 +206,9 @@ def run_simulation(
 def _closed_loop(
     plan: Plan, profile: Profile, workload: Workload, num_requests: int, clients: int, rng: np.random.Generator
 ) -> Simulated:
-    """Run a closed loop on one replica: each client sends its next request when its previous one has ended.
+    """Run a closed loop on one replica. Each client sends its next request once its previous request has ended.
 
-    The first request of each client is warm-up, and the same number of requests follows the measured ones.
+    The first request of each client is warm-up, and as many requests follow the measured ones.
     """
     check_fits(plan, workload)
     own_clients, spans = round(clients / plan.replicas), list[Span]()
@@ -234,10 +232,9 @@ def simulate(
     arrivals: ArrivalProcess | None = None,
     on_span: OnSpan | None = None,
 ) -> tuple[Measured, list[StepRecord]]:
-    """Return the figures and steps of a simulated run of sampled requests, which are all there at the start or arrive
-    over time.
+    """Return the figures and steps of a simulated run of sampled requests, which arrive over time or all at the start.
 
-    One replica is simulated with its share of the arrivals; throughput is that of all replicas.
+    One replica is simulated with its share of the arrivals, and its throughput is multiplied by the number of replicas.
 
     Raises:
         InputError: a request of the workload can never fit into the plan's K/V memory.
@@ -249,7 +246,7 @@ def simulate(
 def _drawn(
     plan: Plan, workload: Workload, num_requests: int, rng: np.random.Generator, arrivals: ArrivalProcess | None
 ) -> TraceLengths:
-    """Return the requests of one replica, drawn from a workload."""
+    """Draw the requests of one replica from a workload."""
     total = requests_to_send(plan, num_requests, saturated=arrivals is None)
     inputs, outputs = sample(workload, total, rng)
     times = None if arrivals is None else arrivals.times(total, rng, 1 / plan.replicas)
@@ -262,7 +259,7 @@ def _first_of(
     """Return the first requests of a trace that one replica gets, in order, with their shared prefixes.
 
     Raises:
-        InputError: the trace has too few.
+        InputError: the trace has too few requests.
     """
     total = requests_to_send(plan, num_requests, saturated=arrivals is None)
     replica_trace = share_of_replica(trace, plan)
@@ -282,8 +279,8 @@ def run_replica(
     num_requests: int,
     on_span: OnSpan | None = None,
 ) -> tuple[Measured, list[StepRecord]]:
-    """Return the figures and steps of a simulated run of one replica's requests, which are all there at the start if
-    they have no times; throughput is that of all replicas.
+    """Return the figures and steps of a simulated run of one replica's requests. Requests without times all arrive at
+    the start. The throughput is multiplied by the number of replicas.
     """
     check_fits(plan, workload)
     log = run_requests(plan, profile, requests, workload.output.lengths[-1], on_span)
@@ -302,11 +299,11 @@ def request_latencies(
 ) -> RequestLaw:
     """Return the distribution of all requests' latencies at saturation, from admission to the last token.
 
-    If requests enter one by one, the first ones begin in the middle of their outputs, as in a running engine: a batch
-    whose requests began together would keep ending nearly together for many lifetimes.
+    If requests enter one by one, the first requests begin in the middle of their outputs, as in a running engine. If
+    they all began their outputs together, requests would keep ending nearly together for a long time.
 
     Args:
-        at_once: whether to begin nevertheless with a batch whose requests begin together.
+        at_once: whether the first requests begin their outputs together nevertheless.
 
     Raises:
         InputError: a request of the workload can never fit into the plan's K/V memory.
@@ -315,7 +312,7 @@ def request_latencies(
     lengths = Lengths(workload)
     # Requests are counted when they are admitted, not when they end.
     skipped = warm_up_requests(plan) + ceil(plan.estimate.decode_batch)
-    # While the last measured request decodes, others must keep entering, since a shrinking batch is faster.
+    # Requests must keep entering while the last measured request decodes, since a shrinking batch is faster.
     behind = ceil(plan.estimate.decode_batch * lengths.max_output / lengths.mean_output) + outstanding_requests(plan)
     total = skipped + num_requests + behind
     inputs, outputs = sample(workload, total, rng)
@@ -336,12 +333,11 @@ def request_latencies(
 def seen_at_once(
     plan: Plan, profile: Profile, inputs: Ints, outputs: Ints, longest: Ints, needed: int | None = None
 ) -> SeenSteps:
-    """Return the steps of one replica's requests that are all present from the beginning, with mean step times; by
-    counts if possible.
+    """Return the steps of one replica with mean step times if all requests arrive at the start, by counts if possible.
 
     Args:
         longest: the longest output that each request may have.
-        needed: the run may end as soon as the first `needed` requests have ended. None means all.
+        needed: the run may end once the first `needed` requests have ended. None means all requests.
     """
     if (run := _counted_at_once(plan, profile, inputs, outputs, longest, is_logged=True)) is None:
         return SeenSteps.of_log(run_requests(plan, profile.of_means, TraceLengths(inputs, outputs, None), longest))
@@ -364,7 +360,7 @@ def _counted(plan: Plan, profile: Profile, stream: Stream, *, is_logged: bool) -
 
 
 def is_drawn(plan: Plan) -> bool:
-    """Return whether all requests' latencies must be measured with drawn lengths: see `xsimulator.request_law`."""
+    """Return whether the latencies of all requests need drawn lengths, as `xsimulator.request_law` explains."""
     return FORECASTS[plan.policy.kind].stations.admits_each_step
 
 
@@ -376,22 +372,21 @@ def replay_trace(
     num_requests: int,
     on_span: OnSpan | None = None,
 ) -> tuple[Measured, list[StepRecord]]:
-    """Return the figures and steps of a trace's first requests, replayed as recorded: arrival times and pairs of
-    lengths.
+    """Replay a trace's first requests with the recorded arrival times and pairs of lengths. Return figures and steps.
 
     Args:
         workload: the trace's histograms.
-        num_requests: requests that are measured; all of them if the trace has fewer.
+        num_requests: number of requests that are measured, or all if the trace has fewer.
 
     Raises:
-        InputError: the trace has no times, or a request that can never fit.
+        InputError: the trace has no times, or a request can never fit into the plan's K/V memory.
     """
     trace = _replayed(plan, workload, trace, num_requests)
     return run_replica(plan, profile, workload, trace, num_requests, on_span)
 
 
 def _replayed(plan: Plan, workload: Workload, trace: TraceLengths, num_requests: int) -> TraceLengths:
-    """Return the requests of a trace that one replica gets, as far as they are needed to measure the first ones."""
+    """Return the requests of a trace that one replica gets, as many as are needed to measure `num_requests`."""
     check_fits(plan, workload)
     if trace.timestamp_s is None:
         raise InputError("workload", workload.name, "it has no timestamps; give `arrival_rate_per_s`")
@@ -403,13 +398,13 @@ def _replayed(plan: Plan, workload: Workload, trace: TraceLengths, num_requests:
 def replay_by_counts(
     plan: Plan, profile: Profile, workload: Workload, trace: TraceLengths, num_requests: int
 ) -> Simulated | None:
-    """Return a replay of a trace by counts, with mean step times and without steps, or None if the plan cannot be
-    simulated by counts.
+    """Replay a trace by counts, with mean step times and without steps. Return None if the plan cannot be simulated by
+    counts.
 
-    Times of requests are those of `replay_trace`; gaps between single tokens and idle shares are not known.
+    The times of requests equal those of `replay_trace`, but gaps between single tokens and idle shares are not known.
 
     Raises:
-        InputError: the trace has no times, or a request that can never fit.
+        InputError: the trace has no times, or a request can never fit into the plan's K/V memory.
     """
     trace = _replayed(plan, workload, trace, num_requests)
     has_more = plan.constraint.classes or plan.speculation is not None or plan.estimate.reuse is not None
@@ -446,9 +441,9 @@ def replay_by_counts(
 
 
 def with_joint_lengths(plan: Plan, profile: Profile, trace: TraceLengths, num_requests: int = 500) -> Plan:
-    """Return the plan with an estimate of the error of treating inputs and outputs as independent.
+    """Return the plan with an estimate of the error from treating input and output lengths as independent.
 
-    The trace's pairs are simulated, and then the same inputs and outputs in random pairs.
+    The trace's pairs of lengths are simulated, and then the same lengths in random pairs.
     """
     if min(np.ptp(trace.input), np.ptp(trace.output)) == 0:
         return plan
@@ -480,13 +475,13 @@ def run_requests(
     *,
     clients: int | None = None,
 ) -> list[StepRecord]:
-    """Return the steps of these requests on one replica.
+    """Simulate requests on one replica, and return the steps.
 
     Args:
         clients: number of clients that send the requests in a closed loop. None means that requests arrive at their own
             times.
-        trace: the requests; without times, all of them arrive at the start. If it has no prefixes although the plan
-            counts on reuse, all prompts begin with the same prefix, which has the planned share of their tokens.
+        trace: the requests. Without times, all requests arrive at the start. If the plan expects reuse but the trace
+            has no prefixes, all prompts begin with the same tokens, whose share of a prompt is as planned.
     """
     schedule = policies.build(plan)
     size = plan.block_size
@@ -525,8 +520,7 @@ def run_requests(
 
 
 def accounts_of(plan: Plan, num_requests: int) -> list[Account]:
-    """Return an account for each request, such that every stretch of requests has about the shares of the plan's
-    classes."""
+    """Return an account for each request, so that consecutive requests have about the shares of the plan's classes."""
     classes = plan.constraint.classes
     accounts = [plan.account_of(each) for each in classes]
     ends = list(accumulate(each.share for each in classes))
@@ -545,7 +539,7 @@ def reused_share(log: Sequence[StepRecord]) -> float:
 
 
 def clock_of(plan: Plan, profile: Profile, schedule: Schedule, on_span: OnSpan | None = None) -> SimulatedClock:
-    """Return the simulated clock of one replica's steps."""
+    """Return the simulated clock for the steps of one replica."""
     lanes = lanes_of(plan, profile)
     if "both" in lanes:
         return LaneClock(lanes["both"], schedule, on_span, lanes["both"].profile.jitter)
@@ -579,13 +573,13 @@ def read_log(
     saturated: bool,
     skipped: int | None = None,
 ) -> Measured:
-    """Return the figures of a log of this plan's replicas, without the warm-up of a saturated run.
+    """Return the figures of a log of the plan's replicas, without the warm-up of a saturated run.
 
-    A log of requests that arrived at their own times may end with the last of them. A saturated log must continue after
-    the measured requests, because a batch that empties is not in the steady state.
+    If requests arrived at times of their own, the log may end with the last measured request. A saturated log must go
+    on after the measured requests, because a batch that empties is not in the steady state.
 
     Args:
-        skipped: number of requests of the warm-up. None means as many as a saturated run needs.
+        skipped: number of warm-up requests. None means as many as a saturated run needs.
     """
     if skipped is None:
         skipped = warm_up_of(plan, log) if saturated else 0
@@ -602,7 +596,7 @@ def read_log(
 
 
 def warm_up_of(plan: Plan, log: Sequence[StepRecord]) -> int:
-    """Return the number of a saturated run's warm-up requests, for all replicas in the log."""
+    """Return the number of warm-up requests of a saturated run, for all replicas in the log."""
     return len({record.replica for record in log}) * warm_up_requests(plan)
 
 
@@ -610,15 +604,14 @@ def times_of(plan: Plan, log: Sequence[StepRecord], num_requests: int, tokens: I
     """Return the times, from arrival, of the first requests in a log of this plan.
 
     Args:
-        tokens: number of output tokens by request id, if it differs from that of decode steps because of a draft. None
-            means that it does not differ.
+        tokens: number of output tokens by request id, used if the plan has a draft. None means the number in the log.
     """
     tokens = None if plan.speculation is None else tokens
     return request_times(log, num_requests, encode_emits=encode_emits(plan), tokens=tokens)
 
 
 def kept_by_class(plan: Plan, log: Sequence[StepRecord], num_requests: int) -> dict[str, float]:
-    """Return, for each class, the share of the first requests of a log that kept its bounds."""
+    """Return for each class which share of its requests kept the bounds, among the first requests of a log."""
     found = {}
     for each in plan.constraint.classes:
         times = request_times(log, num_requests, encode_emits=encode_emits(plan), of_class=each.name)

@@ -1,4 +1,4 @@
-"""Describe the stages of a lane, and distribute layers over them."""
+"""Describe the stages of a lane, and distribute a model's layers over the stages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class StageShape(NamedTuple):
     """One pipeline stage, with the properties that determine its times and memory.
 
     Attributes:
-        tp: devices of its tensor-parallel group.
+        tp: number of devices in the stage's tensor-parallel group.
         ep: number of parts into which the experts of a layer are divided.
-        decoder_layers, encoder_layers: layers that it holds. Those of a decoder-only model are decoder layers.
-        embeds: whether it holds the token embedding, as the first stage of a lane does.
-        heads: whether it holds the output head, as the last stage of a lane that makes tokens does.
+        decoder_layers, encoder_layers: numbers of layers. All layers of a decoder-only model are decoder layers.
+        embeds: whether the stage has the token embedding, as the first stage of a lane does.
+        heads: whether the stage has the output head, as the last stage of a lane that computes tokens does.
         far: whether the stage's input comes from another node.
     """
 
@@ -32,7 +32,7 @@ class StageShape(NamedTuple):
 
     @property
     def group(self) -> tuple[int, int]:
-        """The key of its layers' tables in a profile: tensor-parallel and expert-parallel degree."""
+        """Tensor-parallel and expert-parallel degree, which are the key of the layers' tables in a profile."""
         return self.tp, self.ep
 
 
@@ -40,19 +40,19 @@ Lane = tuple[StageShape, ...]
 
 
 def whole(spec: ModelSpec, tp: int = 1, ep: int = 1) -> Lane:
-    """Return the lane of a single stage with the whole model."""
+    """Return a lane whose single stage has the whole model."""
     return (StageShape(tp, spec.num_layers, spec.num_encoder_layers, embeds=True, heads=True, ep=ep),)
 
 
 def spread(num_layers: int, layer_s: Sequence[float], fixed_s: Sequence[float] | None = None) -> tuple[int, ...]:
-    """Return the layers of each stage that make the slowest stage as fast as possible. Every stage has at least one.
+    """Return the number of layers of each stage (at least one) that makes the slowest stage as fast as possible.
 
     Each layer in turn goes to the stage whose time is shortest with this layer. This is optimal, since every layer adds
     the same time to a stage.
 
     Args:
-        layer_s: seconds of a layer on each stage.
-        fixed_s: seconds of the stage's other work (embedding, head).
+        layer_s: for each stage, the seconds of a layer.
+        fixed_s: for each stage, the seconds of its other work (embedding and head).
 
     Raises:
         InputError: there are more stages than layers.
@@ -73,7 +73,8 @@ def spread(num_layers: int, layer_s: Sequence[float], fixed_s: Sequence[float] |
 
 
 def degrees(num_devices: int, tp_degree: int, tp_devices: int) -> tuple[int, ...]:
-    """Return the tensor-parallel degree of each stage: `tp_devices` devices in groups of `tp_degree`, then single ones.
+    """Return the tensor-parallel degree of each stage: `tp_devices` devices form groups of `tp_degree`, the rest are
+    single.
 
     Source: ExeGPT sec. 4.2, Figure 4 (d).
     """
@@ -94,10 +95,10 @@ def lane(
     """Return a lane of stages on consecutive devices.
 
     Args:
-        ep: number of parts into which each group of several devices divides the experts; a lane of one group may have
-            more parts than devices; it then shares the experts with other replicas.
-        heads: whether the lane makes tokens (the encode lane of an encoder-decoder does not).
-        first_device: index of its first device in the cluster, which determines the hops between nodes.
+        ep: number of parts into which each group of several devices divides the experts. A lane with a single group may
+            have more parts than devices, and then shares the experts with other replicas.
+        heads: whether the lane computes tokens. The encode lane of an encoder-decoder does not.
+        first_device: index in the cluster of the lane's first device. It determines the hops between nodes.
     """
     encoder = encoder_layers or [0] * len(degrees)
     stages, device, node = [], first_device, -1
@@ -121,7 +122,7 @@ def lane(
 
 
 def lane_of(stages: Sequence[Stage], cluster: ClusterSpec, *, heads: bool = True) -> Lane:
-    """Return the lane of some stages of a plan."""
+    """Return the lane with the given stages of a plan."""
     layers = [stage.decode_layers[1] - stage.decode_layers[0] for stage in stages]
     encoder = [
         0 if stage.encode_layers is None else stage.encode_layers[1] - stage.encode_layers[0] for stage in stages

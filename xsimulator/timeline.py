@@ -1,4 +1,4 @@
-"""Render the work of stages over time as a Chrome trace, for Perfetto (ui.perfetto.dev) and chrome://tracing."""
+"""Draw the work of stages over time as a Chrome trace, for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ StageKey = tuple[str, int]
 
 
 class Timeline(NamedTuple):
-    """Steps to draw.
+    """The steps to draw.
 
     Attributes:
-        spans: busy times of each stage. Without them, steps are drawn on one line per micro-batch and lane, from
-            scheduling to end.
+        spans: busy times of each stage. Without spans, each step is drawn from scheduling to end, on one line for each
+            micro-batch and lane.
     """
 
     title: str
@@ -27,7 +27,8 @@ class Timeline(NamedTuple):
 
 
 def chrome_trace(*timelines: Timeline) -> str:
-    """Return a Chrome trace: steps as spans of the stages that execute them, and running requests as a counter.
+    """Return a Chrome trace that shows steps as spans of the stages that execute them, and running requests as a
+    counter.
 
     Times are in microseconds. Each timeline is a separate process in the trace and starts at 0. Source: ExeGPT Figure
     4.
@@ -74,7 +75,7 @@ def _in_order(rows: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 def idle_shares(spans: Sequence[Span]) -> dict[StageKey, float]:
-    """Return the share of time for which each stage is idle, in the middle half of the spans."""
+    """Return the share of time for which each stage is idle, in the middle half of the time that the spans cover."""
     if not spans:
         return {}
     first, last = min(span.start_ns for span in spans), max(span.end_ns for span in spans)
