@@ -28,8 +28,7 @@ from xgpt.resolve import load_cluster, load_model
 from xprofiler.bench import NUM_BLOCKS, Bench
 from xprofiler.store import dtype_of
 from xrunner.build import WorkerSettings, build_worker
-from xrunner.core_waits import waited_ns
-from xrunner.cores import own_cores
+from xrunner.cores import own_cores, waited_ns
 
 RESULTS = Path("results/beside.json")
 SHARES = (0.06, 0.12, 0.25)

@@ -79,7 +79,7 @@ def compiled(shape: Shape, use: dict[str, bool], capability: int) -> dict[str, A
     from triton.backends.nvidia.compiler import get_ptxas
     from triton.compiler import ASTSource
 
-    from xrunner.gpu.attention_kernels import attend_kernel
+    from xrunner.gpu.kernels import attend_kernel
 
     group = shape.num_heads // shape.num_kv_heads
     tile = (decode_tile if use["IS_DECODE"] else prompt_tile)(shape.head_dim, shape.dtype, group)
@@ -106,7 +106,7 @@ def compiled(shape: Shape, use: dict[str, bool], capability: int) -> dict[str, A
 
 def arguments(shape: Shape, tile: Tile, use: dict[str, bool]) -> tuple[dict[str, str], dict[str, Any]]:
     """Types of the kernel's values, and its constants."""
-    from xrunner.gpu.attention_kernels import TYPES as DOT_TYPES
+    from xrunner.gpu.kernels import TYPES as DOT_TYPES
 
     kind = f"*{TYPES[shape.dtype]}"
     of_parts = "*fp32" if use["IS_SPLIT"] else kind

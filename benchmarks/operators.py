@@ -25,7 +25,7 @@ from xgpt.core.schema import ClusterSpec, DType, Efficiency, ModelSpec
 from xgpt.resolve import load_cluster, load_model
 from xprofiler import imported
 from xprofiler.analytic import A40_EFFICIENCY, Kernels, tp_degrees
-from xprofiler.imported_layers import product_shapes
+from xprofiler.imported import product_shapes
 
 CLUSTERS = ("a100x16", "h100x8", "h200x8", "b200x8", "b300x8", "gb200x4", "l40sx8", "rtx-pro-6000x8")
 DTYPES: tuple[DType, ...] = ("bfloat16", "float8")

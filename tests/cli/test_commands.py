@@ -17,7 +17,7 @@ from xgpt.core.schema import Histogram, Plan
 from xgpt.resolve import load_cluster, load_model
 from xprofiler import analytic
 from xrunner.server import Watch
-from xrunner.server.observe.recent import Ended
+from xrunner.server.observe.watch import Ended
 
 
 @pytest.mark.parametrize("kind", ["model", "cluster", "workload"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import xgpt
-import xrunner.tcb.attention as row_attention
+import xrunner.tcb.rows as row_attention
 from tests.fakes import fake_app, running
 from tests.numerics.served import MAX_OUTPUT, PROMPTS, greedy, run
 from tests.numerics.test_worker import refuse_to_draw

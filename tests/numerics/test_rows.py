@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-import xrunner.tcb.attention as row_attention
+import xrunner.tcb.rows as row_attention
 import xrunner.tcb.rows as rows_module
 from benchmarks.tcb import layouts
 from benchmarks.tcb.layouts import run_rows, slotted_rows

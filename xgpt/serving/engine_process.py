@@ -21,8 +21,7 @@ from xrunner.channel.ends import EngineEnd
 from xrunner.channel.host import EngineHost, HostedEngine
 from xrunner.channel.messages import DecodeDown
 from xrunner.channel.remote import OnStep
-from xrunner.core_waits import CoreWaitMeter
-from xrunner.cores import take_cores
+from xrunner.cores import CoreWaitMeter, take_cores
 from xrunner.logs import log_json
 from xrunner.memory import keep_freed_memory
 

@@ -25,7 +25,7 @@ from xgpt.core.schema import Plan
 from xgpt.serving.admin import admin_server
 from xgpt.serving.running import running
 from xrunner.server import EngineClient, Limits, ServedModel
-from xrunner.server.handover import PERIOD_S, RESTARTS
+from xrunner.server.lasting_engine import PERIOD_S, RESTARTS
 
 if TYPE_CHECKING:
     from xgpt.serving.serve import ServeRequest

@@ -26,7 +26,7 @@ from xprofiler.others import differences
 from xprofiler.store import profile_of
 from xrunner import server
 from xrunner.server import ApiKeys, Classes, Limits, check_exposure
-from xrunner.server.http.tls import KEY, server_context
+from xrunner.server.http.process import KEY, server_context
 
 if TYPE_CHECKING:
     from xrunner.server.observe.spans import Tracer

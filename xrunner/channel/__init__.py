@@ -18,7 +18,7 @@ alive. It counts as hung if it has sent no message for `SILENCE_S`, or if it has
 `STEP_S`. If the operating system's kernel shows that the process is working (importing, compiling, computing, or
 waiting for processors), the limits are `BUSY_S` and `LONG_STEP_S` instead. After `EngineLost`, the front restarts the
 engine on the last plan that ran, and submits each request again with the tokens that its client already has
-(`xrunner.server.handover`). No request is lost, and no token is sent twice.
+(`xrunner.server.lasting_engine`). No request is lost, and no token is sent twice.
 
 The channel carries frames of msgpack over Unix sockets (`ends`, `messages`): one frame for each step, however many
 tokens the step has. With 128 streams, it takes 7 us to encode a step's message and 20 us to decode it. An engine's

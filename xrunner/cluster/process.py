@@ -22,10 +22,9 @@ from xrunner.build import WorkerSettings, build_worker, warm_up
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.launching import LauncherSettings, StartWorkers
-from xrunner.cluster.movers import Move, Mover
 from xrunner.cluster.sockets import Secret, Sockets
 from xrunner.cluster.store import EngineStore
-from xrunner.cluster.tensors import RankPipe, Traffic, stage_groups
+from xrunner.cluster.tensors import Move, Mover, RankPipe, Traffic, stage_groups
 from xrunner.cores import take_cores
 from xrunner.transfer import Cargo, Moving
 from xrunner.weights import state_dtype

@@ -5,8 +5,8 @@ Other packages import only these two tables. Without numba, both are empty, and 
 `layouts` names the ways to pack a weight: `panels` multiply in vector registers (AVX-512), `matrix_panels` in Intel's
 matrix registers (AMX), and `highest` finds the highest logit. `attention` computes a step's attention: `decodes`
 handles queries that share their keys with no other query. `prompts` handles queries that share keys, in tiles that stay
-in vector registers (`tiles`) or in matrix registers (`amx`). Inner loops are LLVM vector instructions (`simd`) or
-`assembly`, because compilers move sums from registers to memory.
+in vector registers (`tiles`) or in matrix registers (`amx`). Inner loops are LLVM vector instructions or assembly
+(`simd`), because compilers move sums from registers to memory.
 """
 
 from __future__ import annotations

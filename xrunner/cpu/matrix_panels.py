@@ -27,10 +27,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xrunner import memory
-from xrunner.cpu import amx, assembly
-from xrunner.cpu.assembly import argument
+from xrunner.cpu import amx
 from xrunner.cpu.scalars import INNER, OPTIONS, round_row
-from xrunner.cpu.simd import address, inlined, pointers
+from xrunner.cpu.simd import address, append_assembly, argument, enable_assembly, inlined, pointers
 from xrunner.cpu.threads import compiled, num_threads, run
 
 WIDTH = 32
@@ -82,7 +81,7 @@ def pack(weight: Tensor, scales: Tensor, *, relu: bool = False) -> Product:
     """
     num_outputs, depth = weight.shape
     assert is_available(), "without the system's permission the process would be killed"
-    assembly.enable()
+    enable_assembly()
     missing = -num_outputs % WIDTH
     inputs = -(-depth // STEP) * STEP
     padded = F.pad(weight, (0, inputs - depth, 0, missing))
@@ -215,7 +214,7 @@ def _assembled(code: Callable[[bool], list[str]]) -> Any:
             with builder.if_else(values[1]) as (then, otherwise):
                 for block, is_second in ((then, True), (otherwise, False)):
                     with block:
-                        assembly.append(builder, place, "\n".join(code(is_second)), _OVERWRITTEN)
+                        append_assembly(builder, place, "\n".join(code(is_second)), _OVERWRITTEN)
             return context.get_dummy_value()
 
         return types.void(arguments, types.boolean), generate
@@ -295,7 +294,7 @@ def _end(typing_context: Any, arguments: Any) -> Any:
 def _single(code: list[str]) -> Callable[..., ir.Value]:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         (place,) = pointers(context, builder, signature, values, 1)
-        assembly.append(builder, place, "\n".join(code), _OVERWRITTEN)
+        append_assembly(builder, place, "\n".join(code), _OVERWRITTEN)
         return context.get_dummy_value()
 
     return generate

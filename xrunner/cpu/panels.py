@@ -34,10 +34,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xrunner import memory
-from xrunner.cpu import assembly
-from xrunner.cpu.assembly import argument
 from xrunner.cpu.scalars import INNER, OPTIONS, gated, round_row
-from xrunner.cpu.simd import address, at, inlined, pointers
+from xrunner.cpu.simd import address, append_assembly, argument, at, enable_assembly, inlined, pointers
 from xrunner.cpu.threads import num_threads
 
 WIDTH = 32
@@ -206,7 +204,7 @@ def _packed(weight: Panels, scales: Tensor | None, begin: Tensor | None, kind: i
 
 def _laid_out(weight: Tensor) -> tuple[np.ndarray, int]:
     """Return the panels of a weight of any kind, and the number of inputs in a block."""
-    assembly.enable()
+    enable_assembly()
     together = 4 // weight.dtype.itemsize
     weight = F.pad(weight, (0, -weight.shape[1] % together)).contiguous().view(torch.float32)
     padded, depth = weight.shape
@@ -411,7 +409,7 @@ def _multiplying(instruction: str) -> Any:
                 block = builder.append_basic_block(f"rows{rows}")
                 choice.add_case(ir.Constant(values[1].type, rows), block)
                 builder.position_at_end(block)
-                assembly.append(builder, place, _assembly(rows, instruction), _OVERWRITTEN)
+                append_assembly(builder, place, _assembly(rows, instruction), _OVERWRITTEN)
                 builder.branch(done)
             builder.position_at_end(done)
             return context.get_dummy_value()

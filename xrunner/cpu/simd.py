@@ -13,10 +13,12 @@ are unrolled must be constants where the function is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
+import llvmlite.binding
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -396,3 +398,27 @@ def pointers(context: Any, builder: ir.IRBuilder, signature: Any, values: Any, c
 
 def int64(value: int) -> ir.Constant:
     return ir.Constant(ir.IntType(64), value)
+
+
+def append_assembly(builder: ir.IRBuilder, place: ir.Value, code: str, overwritten: Iterable[str]) -> None:
+    """Append assembly to a function that is being compiled, for registers that a compiler does not manage. The code reads
+    its arguments from an array of int64, whose address is in %rdi.
+
+    Args:
+        place: address of the array.
+        overwritten: registers other than %rdi that the code overwrites, and other state that it changes.
+    """
+    kind = ir.FunctionType(ir.VoidType(), [place.type])
+    constraints = ",".join(["{rdi}", *[f"~{{{name}}}" for name in overwritten]])
+    builder.asm(kind, code, constraints, [place], True)
+
+
+def argument(number: int) -> str:
+    """Return the assembly operand for an element of the array of arguments."""
+    return f"{8 * number}(%rdi)"
+
+
+@cache
+def enable_assembly() -> None:
+    """Let LLVM read assembly. Call this before the first function that contains assembly is compiled."""
+    llvmlite.binding.initialize_native_asmparser()

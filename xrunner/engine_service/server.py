@@ -12,7 +12,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc
 
 from xgpt.core.errors import MachineError
 from xrunner.engine_service.servicer import Servicer
-from xrunner.server.access.classes import Classes
+from xrunner.server.access.keys import Classes
 from xrunner.server.api.model import ServedModel
 from xrunner.server.engine_client import EngineClient
 from xrunner.server.http.limits import Limits

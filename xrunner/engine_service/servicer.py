@@ -20,8 +20,7 @@ from xgpt.core.version import __version__
 from xrunner.engine_service import METADATA
 from xrunner.engine_service.answers import Output
 from xrunner.engine_service.requests import read
-from xrunner.server.access.classes import Classes
-from xrunner.server.access.keys import Key
+from xrunner.server.access.keys import Classes, Key
 from xrunner.server.api.errors import ApiError, refuse
 from xrunner.server.api.model import ServedModel
 from xrunner.server.engine_client import EngineClient

@@ -51,9 +51,9 @@ class TritonAttention(AttentionBackend):
     capturable = True
 
     def __init__(self) -> None:
-        from xrunner.gpu import attention_kernels as triton_kernels
+        from xrunner.gpu import kernels
 
-        self._kernels = triton_kernels
+        self._kernels = kernels
         self._reference = ReferenceAttention()
 
     @classmethod

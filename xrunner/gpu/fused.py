@@ -24,12 +24,12 @@ def runs_on(device_type: str) -> bool:
 def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     """Rotate queries or keys as `layers.Rotary` does.
     # [tokens, heads, dim], int64 [tokens], float32 [dim / 2] -> like x"""
-    from xrunner.gpu import fused_kernels
+    from xrunner.gpu import kernels
 
     num_tokens, num_heads, dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x = x if x.stride(2) == 1 else x.contiguous()
-    fused_kernels.rotate_kernel[(num_tokens,)](
+    kernels.rotate_kernel[(num_tokens,)](
         x,
         out,
         positions,
@@ -46,12 +46,12 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
 
 def gate(x: Tensor) -> Tensor:
     """Return silu of the first half of the columns times the second half. # [tokens, 2 width] -> [tokens, width]"""
-    from xrunner.gpu import fused_kernels
+    from xrunner.gpu import kernels
 
     num_tokens, width = x.shape[0], x.shape[1] // 2
     out = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
     blocks = -(-width // GATE_BLOCK)
-    fused_kernels.gate_kernel[(num_tokens, blocks)](x.contiguous(), out, width, BLOCK=GATE_BLOCK)
+    kernels.gate_kernel[(num_tokens, blocks)](x.contiguous(), out, width, BLOCK=GATE_BLOCK)
     return out
 
 

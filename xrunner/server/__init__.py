@@ -4,9 +4,8 @@ Its input is HTTP requests. Its output is token streams, metrics and the plan. M
 """
 
 from xrunner.logs import log_json
-from xrunner.server.access.classes import Classes
 from xrunner.server.access.hosts import AllowedHosts, check_exposure
-from xrunner.server.access.keys import ApiKeys
+from xrunner.server.access.keys import ApiKeys, Classes
 from xrunner.server.api.chat import ChatTemplate
 from xrunner.server.api.model import ServedModel
 from xrunner.server.api.text import TextCodec, load_tokenizer

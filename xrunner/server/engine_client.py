@@ -24,8 +24,7 @@ from xrunner.server.lasting_engine import LastingEngine
 from xrunner.server.observe.backlog import Backlog
 from xrunner.server.observe.live import Live
 from xrunner.server.observe.metrics import Metrics, RequestBounds
-from xrunner.server.observe.recent import Ended
-from xrunner.server.observe.watch import Watch
+from xrunner.server.observe.watch import Ended, Watch
 
 MAX_RETRY_AFTER_S = 60
 LEAST_MEMORY_S, MEMORY_LATENCIES = 10.0, 8

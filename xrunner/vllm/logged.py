@@ -16,15 +16,17 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from xgpt.core.io import StepLogWriter
-from xgpt.core.schema.step_log import ANYONE, Account, Arrival, StepRecord
+from xgpt.core.schema.step_log import ANYONE, Account, Arrival, Chain, StepRecord
 from xrunner.channel import ALIVE_S
 from xrunner.channel.messages import Alive, Room, Stepped
 from xrunner.generation import FinishReason, Logprobs, Token
 from xrunner.vllm import TESTED_VERSION, installed_version
 from xrunner.vllm.channel import VllmEnd
-from xrunner.vllm.mirror import chain_of
 
 logger = logging.getLogger("vllm.xgpt")
+
+KEY_BYTES = 16
+"""Bytes of vLLM's hashes that are kept: enough to tell blocks apart."""
 
 
 class LoggedScheduler(Scheduler):
@@ -227,6 +229,11 @@ def arrival_of(number: int, request: Request) -> Arrival:
     account = Account(*extra["account"]) if "account" in extra else ANYONE
     deadline_ns, promised = extra.get("deadline_ns"), extra.get("promised_output")
     return Arrival(number, *size, time.perf_counter_ns(), deadline_ns, promised, account, chain_of(request))
+
+
+def chain_of(request: Request) -> Chain:
+    """Return vLLM's keys of a request's full blocks; none if its prefix cache is off."""
+    return tuple(bytes(key[:KEY_BYTES]) for key in request.block_hashes)
 
 
 def tokens_of(number: int, output: Any) -> list[Token]:

@@ -3,20 +3,21 @@
 xgpt.core.policies decides which requests each step encodes and which it decodes. vLLM's own scheduler is shown only
 these requests, and does everything else (batches, outputs). A `Pool` has the same requests as vLLM, and reserves K/V
 memory at least as carefully, so that vLLM never preempts a request by itself. With vLLM's prefix caching, the pool also
-finds, shares and evicts blocks, and vLLM follows (`mirror`).
+finds, shares and evicts blocks, and vLLM follows (`Mirror`).
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
@@ -30,8 +31,7 @@ from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import Chain, StepRecord
 from xrunner.channel.messages import Began, Followed, Refused, Rested, Room
 from xrunner.vllm.lane import PlannedLane, VllmRoom
-from xrunner.vllm.logged import LoggedScheduler, arrival_of, logger
-from xrunner.vllm.mirror import Mirror, chain_of
+from xrunner.vllm.logged import LoggedScheduler, arrival_of, chain_of, logger
 
 
 @dataclass(slots=True, eq=False)
@@ -319,3 +319,64 @@ def _joined(first: StepRecord, second: StepRecord) -> StepRecord:
         arrivals=first.arrivals + second.arrivals,
         cancelled=first.cancelled + second.cancelled,
     )
+
+
+class Mirror:
+    """Makes vLLM's K/V manager allocate the blocks that the rule's pool has chosen: block b of the pool is vLLM's block
+    b + 1.
+
+    vLLM keeps its own tables, hashes and reference counts. The rule decides with which cached blocks a request enters,
+    and which block it gets next. So the blocks that the rule's pool keeps stay cached, whichever blocks vLLM would evict
+    first.
+
+    Args:
+        table_of: returns the blocks of a request that the rule has admitted.
+
+    Raises:
+        InputError: vLLM keeps several kinds of blocks, for example because some layers attend in windows.
+    """
+
+    def __init__(self, manager: KVCacheManager, table_of: Callable[[Request], BlockTable]) -> None:
+        groups = manager.coordinator.single_type_managers
+        if len(groups) > 1:
+            accepted = "vLLM has several kinds of K/V blocks for this model; leave it off"
+            raise InputError("--enable-prefix-caching", "on", accepted)
+        self._group = groups[0]
+        self._manager = manager
+        self._blocks = manager.block_pool
+        self._table_of = table_of
+        self._asking: Request | None = None
+        """The request for which blocks are being allocated."""
+        self._allocate_slots = manager.allocate_slots
+        self._take_next = self._blocks.get_new_blocks
+        manager.allocate_slots = self._allocate
+        self._blocks.get_new_blocks = self._take_given
+
+    def found(self, request: Request) -> tuple[KVCacheBlocks, int]:
+        """Return the cached blocks with which a request enters, and the number of their tokens."""
+        table = self._table_of(request)
+        blocks = tuple(self._block(number) for number in table.blocks[: table.found])
+        return self._manager.create_kv_cache_blocks((blocks,)), table.found * self._group.block_size
+
+    def _allocate(self, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
+        self._asking = request
+        try:
+            return self._allocate_slots(request, *args, **kwargs)
+        finally:
+            self._asking = None
+
+    def _take_given(self, count: int) -> list[KVCacheBlock]:
+        """Move the blocks that the rule has chosen to the front of vLLM's queue, and allocate them."""
+        request, queue = self._asking, self._blocks.free_block_queue
+        assert request is not None
+        has = len(self._group.req_to_blocks[request.request_id])
+        given = [self._block(number) for number in self._table_of(request).blocks[has : has + count]]
+        assert len(given) == count, "vLLM takes more blocks than the rule has given"
+        for block in given:
+            queue.remove(block)
+        queue.prepend_n(given)
+        return self._take_next(count)
+
+    def _block(self, number: int) -> KVCacheBlock:
+        """Return vLLM's block for a number in the rule's pool; vLLM reserves its first block."""
+        return self._blocks.blocks[number + 1]

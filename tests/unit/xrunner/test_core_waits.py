@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from xgpt.core.schema import StepRecord
-from xrunner import core_waits
-from xrunner.core_waits import CoreWaitMeter
+from xrunner import cores
+from xrunner.cores import CoreWaitMeter
 
 STEP = StepRecord(0, 10**12, (), (1,), (), (), ())
 
@@ -25,7 +25,7 @@ def in_a_thread(run: Callable[[], None]) -> None:
     thread.join()
 
 
-@pytest.mark.skipif(not core_waits.waited_ns(), reason="this kernel does not count what threads wait for a core")
+@pytest.mark.skipif(not cores.waited_ns(), reason="this kernel does not count what threads wait for a core")
 def test_another_process_on_the_core_is_waited_for() -> None:
     seen: list[StepRecord] = []
 
@@ -52,7 +52,7 @@ def test_another_process_on_the_core_is_waited_for() -> None:
 
 
 def test_the_thread_that_answers_requests_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_waits, "TASKS", tmp_path)
+    monkeypatch.setattr(cores, "TASKS", tmp_path)
     main, first, second = os.getpid(), 1, 2
 
     def waited(**ns: int) -> None:
@@ -79,17 +79,17 @@ def test_a_thread_that_has_ended_is_forgotten() -> None:
     ended: list[Path] = []
 
     def look() -> None:
-        ended.append(core_waits.TASKS / str(threading.get_native_id()) / "schedstat")
-        assert core_waits.waited_ns() and ended[-1] in core_waits._files
+        ended.append(cores.TASKS / str(threading.get_native_id()) / "schedstat")
+        assert cores.waited_ns() and ended[-1] in cores._files
 
     for _ in range(20):
         in_a_thread(look)
     # The kernel may still know the last one.
-    assert core_waits.waited_ns() and core_waits._files.keys() & set(ended) <= {ended[-1]}
+    assert cores.waited_ns() and cores._files.keys() & set(ended) <= {ended[-1]}
 
 
 def test_where_the_system_does_not_tell_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_waits, "TASKS", tmp_path / "none")
+    monkeypatch.setattr(cores, "TASKS", tmp_path / "none")
     seen: list[StepRecord] = []
     CoreWaitMeter(seen.append)(STEP)
     assert seen == [STEP]

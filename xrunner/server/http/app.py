@@ -24,9 +24,8 @@ from starlette.routing import Route
 
 from xgpt.core.errors import MachineError, nearest
 from xgpt.pages import render_live
-from xrunner.server.access.classes import Classes
 from xrunner.server.access.hosts import AllowedHosts
-from xrunner.server.access.keys import ApiKeys
+from xrunner.server.access.keys import ApiKeys, Classes
 from xrunner.server.api.errors import ApiError, ErrorResponse
 from xrunner.server.api.model import ServedModel
 from xrunner.server.api.openapi import describe

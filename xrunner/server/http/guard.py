@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from xrunner.server.access.classes import HEADER, Classes
 from xrunner.server.access.hosts import ADMIN_PATHS, GENERATION_PATHS, OPEN_PATHS, AllowedHosts
-from xrunner.server.access.keys import ApiKeys
+from xrunner.server.access.keys import CLASS_HEADER, ApiKeys, Classes
 from xrunner.server.api.errors import ApiError, ErrorResponse
 from xrunner.server.request_info import RequestInfo
 
@@ -149,7 +148,7 @@ class Guard:
         if scope["path"] not in GENERATION_PATHS:
             return None
         try:
-            info.key = self._classes.key_of(info.key, headers.get(HEADER))
+            info.key = self._classes.key_of(info.key, headers.get(CLASS_HEADER))
         except ApiError as error:
             return error
         if info.key.of_class:

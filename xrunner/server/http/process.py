@@ -1,4 +1,4 @@
-"""The server process: its sockets, its signals, its shutdown."""
+"""The server process: its sockets, its TLS certificate, its signals, its shutdown."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sys
 import time
 from asyncio.sslproto import SSLProtocol
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,6 +20,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.config import STARTUP_FAILURE
 
+from xgpt.core.errors import InputError
 from xrunner.server.engine_client import EngineClient
 from xrunner.server.http.answer import LAST_WORDS_S
 from xrunner.server.http.connections import (
@@ -174,3 +176,44 @@ class Server(uvicorn.Server):
                 assert isinstance(connection, Protocol)
                 connection.end_if_overdue()
             await asyncio.sleep(LOOK_S)
+
+
+CERTIFICATE, KEY = "ssl_certfile", "ssl_keyfile"
+
+
+def server_context(certificate: Path, key: Path | None = None) -> ssl.SSLContext:
+    """Return a context for TLS 1.2 or newer with this certificate.
+
+    Args:
+        certificate: a PEM file, followed by the intermediate certificates.
+        key: its private key. None means that it is in the same file.
+
+    Raises:
+        InputError: a file cannot be read, is not PEM, is encrypted, or the key belongs to another certificate.
+    """
+    for field, path in ((CERTIFICATE, certificate), (KEY, key)):
+        try:
+            if path is not None:
+                path.open("rb").close()
+        except OSError as error:
+            raise InputError(field, str(path), f"it cannot be read: {error.strerror}") from None
+
+    def password() -> str:
+        raise InputError(
+            KEY, str(key or certificate), "it is encrypted, and a server cannot ask for a passphrase; decrypt it"
+        )
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(certificate, key, password)
+    except ssl.SSLError as error:
+        shown = f"{certificate} with {key}" if key else str(certificate)
+        what = (
+            "the key belongs to another certificate"
+            if error.reason == "KEY_VALUES_MISMATCH"
+            else "it must contain a certificate and its key in PEM"
+        )
+        raise InputError(CERTIFICATE, shown, f"{what} ({error.reason or error})") from None
+    return context

@@ -24,7 +24,7 @@ from xgpt.client import ClientRequest, replay
 from xgpt.core.errors import InputError, MachineError
 from xrunner.server.http import answer
 from xrunner.server.http.connections import most_connections
-from xrunner.server.http.tls import server_context
+from xrunner.server.http.process import server_context
 
 PROGRAM = """
 import signal
@@ -32,7 +32,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 from tests.fakes import *
 from pathlib import Path
 from xrunner.server import serve
-from xrunner.server.http.tls import server_context
+from xrunner.server.http.process import server_context
 try:
     serve(fake_app(fake_engine(FakeExecutor(step_s=0.05))), "127.0.0.1", 0, OPTIONS)
 except KeyboardInterrupt:

@@ -26,8 +26,7 @@ from xgpt.core.schema.step_log import StepRecord
 from xrunner.channel import remote
 from xrunner.generation import Generation, Token
 from xrunner.server import Watch
-from xrunner.vllm import instance
-from xrunner.vllm.engine import VllmEngine
+from xrunner.vllm.engine import LOCK, Instances, VllmEngine, in_use, remove_left_over
 from xrunner.vllm.process import PYTHON_VARIABLE
 
 pytestmark = pytest.mark.timeout(60)
@@ -114,7 +113,7 @@ def test_cancelled_requests_make_room_for_others(plan: Plan, start: Start) -> No
 def children(engine: VllmEngine, number: int = 0) -> list[int]:
     """Of the process that supervises a vLLM."""
     far_end = engine._far_end
-    assert isinstance(far_end, instance.Instances)
+    assert isinstance(far_end, Instances)
     parent = far_end._readers[number].process.pid
     return [int(child) for child in subprocess.check_output(["pgrep", "-P", str(parent)], text=True).split()]
 
@@ -338,7 +337,7 @@ def test_directories_of_runs_that_were_killed_are_removed(tmp_path: Path, monkey
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("xgpt-run-dead", "xgpt-run-alive", "other"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / instance.LOCK).touch()
-    with instance.in_use(tmp_path / "xgpt-run-alive"):
-        instance.remove_left_over()
+        (tmp_path / name / LOCK).touch()
+    with in_use(tmp_path / "xgpt-run-alive"):
+        remove_left_over()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "xgpt-run-alive"]
