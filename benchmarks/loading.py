@@ -32,6 +32,7 @@ from xgpt.core.io import write_atomic
 from xgpt.core.schema import DType, ModelSpec, Precision, Stage
 from xgpt.resolve import load_cluster
 from xprofiler.measure import fastest_layouts, loading_rate
+from xrunner.build import WorkerSettings
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.executor import RemoteExecutor
 from xrunner.cluster.workers import Workers
@@ -155,13 +156,8 @@ def measure(name: str, directory: Path, places: Sequence[str]) -> Iterator[Row]:
         rate = loading_rate(spec, dtype, directory, "cpu", layouts)
         from_memory_s = max(num_bytes) / rate
         from_disk_s = from_memory_s + size / disk  # lanes read the same file
-        deployment = Deployment(
-            model=spec,
-            dtype=dtype,
-            checkpoint=str(directory),
-            stages=stages,
-            layouts=layouts,
-        )
+        settings = WorkerSettings(spec=spec, dtype=dtype, checkpoint=directory, num_blocks=0, layouts=layouts)
+        deployment = Deployment(settings=settings, stages=stages)
         with Workers(len(num_bytes)) as workers:
             for source, predicted_s in (("disk", from_disk_s), ("memory", from_memory_s)):
                 seconds = min(_deploy_s(workers, deployment, source, directory) for _ in range(REPEATS[name]))

@@ -10,7 +10,7 @@ import torch
 
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.policies import BlockTable, Chunk, Step
-from xgpt.core.schema import Batching, DType, ModelSpec
+from xgpt.core.schema import Batching, DType, ModelSpec, Plan
 from xrunner import memory
 from xrunner.ahead import AheadWorker
 from xrunner.attention import AttentionBackend
@@ -53,6 +53,22 @@ class WorkerSettings:
     device: str = "cpu"
     threads: int | None = None
     layouts: Mapping[str, str] | None = None
+
+    @classmethod
+    def of(cls, plan: Plan, num_blocks: int) -> WorkerSettings:
+        """Return the settings of a plan's workers."""
+        return cls(
+            spec=plan.model,
+            dtype=plan.dtype,
+            kv_dtype=plan.kv_dtype,
+            checkpoint=None if plan.checkpoint is None else Path(plan.checkpoint),
+            seed=plan.seed,
+            num_blocks=num_blocks,
+            block_size=plan.block_size,
+            device="cuda" if plan.cluster.device.type == "gpu" else "cpu",
+            threads=plan.profile.num_threads,
+            layouts=plan.profile.layouts,
+        )
 
 
 def build_worker(

@@ -6,11 +6,9 @@ A request goes to the replica that has the beginning of its prompt cached, or to
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
-from xgpt.core import policies
-from xgpt.core.policies import Pool, Request, Schedule
 from xgpt.core.policies.routing import BLOCKS_A_KEY, ReplicaRouter
 from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import Chain, StepRecord
@@ -25,54 +23,22 @@ IDLE_S = 0.1
 ReplicaEvent = list[Token] | StepRecord | Exception
 
 
-def _of_all(combine: Callable[[Iterable[int]], int], name: str) -> property:
-    return property(lambda pools: combine(getattr(engine.pool, name) for engine in pools._engines))
+def _sum(name: str) -> property:
+    return property(lambda pools: sum(getattr(engine.pool, name) for engine in pools._engines))
 
 
 class Pools:
-    """The pools of all replicas together. `kv_blocks` is the largest number of blocks that one request can have.
+    """The pools of all replicas together.
 
-    The replicas' threads change the pools at the same time, so only sizes and membership are read. Such reads are
-    atomic.
+    The replicas' threads change the pools at the same time, so only sizes are read; such reads are atomic.
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
 
-    kv_blocks, prompt_blocks = (_of_all(min, name) for name in ("kv_blocks", "prompt_blocks"))
-    num_running, num_waiting, num_preemptions, reserved_blocks, kept_blocks = (
-        _of_all(sum, name)
-        for name in ("num_running", "num_waiting", "num_preemptions", "reserved_blocks", "kept_blocks")
+    num_running, num_waiting, num_preemptions, reserved_blocks, kept_blocks = map(
+        _sum, ("num_running", "num_waiting", "num_preemptions", "reserved_blocks", "kept_blocks")
     )
-
-    @property
-    def _pools(self) -> list[Pool]:
-        return [engine.pool for engine in self._engines]
-
-    @property
-    def block_size(self) -> int:
-        return self._pools[0].block_size
-
-    @property
-    def running(self) -> Container[int]:
-        return _AnyOf([pool.running for pool in self._pools])
-
-    @property
-    def is_idle(self) -> bool:
-        return all(pool.is_idle for pool in self._pools)
-
-    def can_ever_fit(self, request: Request) -> bool:
-        return all(pool.can_ever_fit(request) for pool in self._pools)
-
-
-class _AnyOf:
-    """Membership in any of several containers. Unlike a ChainMap it never lists their contents."""
-
-    def __init__(self, containers: Sequence[Container[int]]) -> None:
-        self._containers = containers
-
-    def __contains__(self, what: object) -> bool:
-        return any(what in container for container in self._containers)
 
 
 class Replicas:
@@ -94,7 +60,7 @@ class Replicas:
     ) -> None:
         self._prefixes = None if router is None else Prefixes()
         self._router = router or ReplicaRouter(count, 0.0)
-        self._listeners = [] if on_step is None else [on_step]
+        self._on_step = on_step or (lambda record: None)
         self._outcomes: SimpleQueue[ReplicaEvent] = SimpleQueue()
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -118,9 +84,6 @@ class Replicas:
             self._engines.append(result)
         self.pool = Pools(self._engines)
 
-    def listen(self, on_step: Callable[[StepRecord], None]) -> None:
-        self._listeners.append(on_step)
-
     @property
     def on_refused(self) -> Callable[[str], None]:
         """See `Engine.on_refused`. Called in the thread of the replica that keeps its plan."""
@@ -141,14 +104,10 @@ class Replicas:
         for engine in self._engines:
             engine.on_begin = then
 
-    def apply(self, schedule: Schedule) -> None:
-        """See `Engine.apply`. Each replica changes by itself. The number of replicas does not change."""
-        for engine in self._engines:
-            engine.apply(schedule.fresh())
-
     def go_over_to(self, plan: Plan) -> None:
-        """Adopt the plan's schedule. See `apply`."""
-        self.apply(policies.build(plan))
+        """See `Engine.go_over_to`. Each replica changes by itself. The number of replicas does not change."""
+        for engine in self._engines:
+            engine.go_over_to(plan)
 
     takes_seeds = True
 
@@ -171,7 +130,7 @@ class Replicas:
     def submit(self, generation: Generation) -> None:
         chain: Chain = ()
         if self._prefixes is not None:
-            size = BLOCKS_A_KEY * self.pool.block_size
+            size = BLOCKS_A_KEY * self._engines[0].pool.block_size
             chain = self._prefixes.extend((), generation.prompt, size, generation.account)
         with self._lock:
             number = self._home[generation.id] = self._router.route(chain)
@@ -197,8 +156,7 @@ class Replicas:
                 case Exception():
                     raise outcome
                 case StepRecord():
-                    for listener in self._listeners:
-                        listener(outcome)
+                    self._on_step(outcome)
                 case tokens:
                     for token in tokens:
                         if token.finish is not None:

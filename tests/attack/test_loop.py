@@ -277,7 +277,7 @@ def test_reading_calls_takes_time_in_proportion(begin: str, piece: str) -> None:
         calls, begin_s = Calls("auto", None, HERMES), time.thread_time()
         for part in [begin, *[piece] * count]:
             calls.push(part)
-            calls.pieces()
+            calls.found.pieces()
         calls.end()
         return time.thread_time() - begin_s
 

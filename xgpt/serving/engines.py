@@ -80,31 +80,16 @@ def build_replica(
 
 def _one_worker(plan: Plan, schedule: Schedule) -> Worker:
     """Return a worker of the whole model, in this process."""
-    worker = build_worker(_worker_settings(plan, schedule.pool.kv_blocks))
+    worker = build_worker(WorkerSettings.of(plan, schedule.pool.kv_blocks))
     warm_up(worker)
     return worker
 
 
 def _row_worker(plan: Plan, batching: Batching) -> RowWorker:
     """Return a worker of the whole model, in this process, that runs rows."""
-    worker = build_row_worker(_worker_settings(plan, num_blocks=0), batching, row_tokens(plan))
+    worker = build_row_worker(WorkerSettings.of(plan, num_blocks=0), batching, row_tokens(plan))
     warm_up(worker)
     return worker
-
-
-def _worker_settings(plan: Plan, num_blocks: int) -> WorkerSettings:
-    return WorkerSettings(
-        spec=plan.model,
-        dtype=plan.dtype,
-        kv_dtype=plan.kv_dtype,
-        checkpoint=None if plan.checkpoint is None else Path(plan.checkpoint),
-        seed=plan.seed,
-        num_blocks=num_blocks,
-        block_size=plan.block_size,
-        device="cuda" if plan.cluster.device.type == "gpu" else "cpu",
-        threads=plan.profile.num_threads,
-        layouts=plan.profile.layouts,
-    )
 
 
 def _redeployer(worker: Worker, plan: Plan) -> Deployer:

@@ -6,50 +6,28 @@ Every worker computes this from the plan alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import PositiveInt, model_validator
 
-from xgpt.core.schema import DType, Frozen, ModelSpec, Plan, Stage
+from xgpt.core.schema import Frozen, Plan, Stage
+from xrunner.build import WorkerSettings
 from xrunner.parallel import Part
 
 
 class Deployment(Frozen):
     """One replica: a model in stages. Worker i uses device i of the stages."""
 
-    model: ModelSpec
-    dtype: DType
-    kv_dtype: DType | None = None
-    """Type of keys and values. None means the dtype."""
-    checkpoint: str | None = None
-    seed: int = 0
-    block_size: PositiveInt = 16
+    settings: WorkerSettings
+    """Settings of all workers, apart from their K/V blocks and the number of their device."""
     stages: tuple[Stage, ...]
-    device: Literal["cpu", "cuda"] = "cpu"
-    backend: str | None = None
-    """Attention backend. None means the fastest."""
     devices_per_node: PositiveInt = 1
-    """Devices of a machine, even if these stages use only some of them."""
-    threads: PositiveInt | None = None
-    """CPU threads of each worker. None means one."""
-    layouts: dict[str, str] = Field(default_factory=dict)
-    """Layout in which a CPU stores weights, by their shape OUTxIN."""
+    """Devices of a machine, whether these stages have them all or not."""
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
-        return cls(
-            model=plan.model,
-            dtype=plan.dtype,
-            kv_dtype=plan.kv_dtype,
-            checkpoint=plan.checkpoint,
-            seed=plan.seed,
-            block_size=plan.block_size,
-            stages=plan.stages,
-            device="cuda" if plan.cluster.device.type == "gpu" else "cpu",
-            devices_per_node=plan.cluster.devices_per_node,
-            threads=plan.profile.num_threads,
-            layouts=plan.profile.layouts,
-        )
+        per_node = plan.cluster.devices_per_node
+        return cls(settings=WorkerSettings.of(plan, num_blocks=0), stages=plan.stages, devices_per_node=per_node)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -80,7 +58,7 @@ class Deployment(Frozen):
         behind = lane[at + 1].devices if at + 1 < len(lane) else ()
         is_leader = rank == 0
         part = Part(
-            self.model,
+            self.settings.spec,
             stage.decode_layers,
             stage.encode_layers or (0, 0),
             is_first=not at,
@@ -88,7 +66,7 @@ class Deployment(Frozen):
             rank=rank,
             degree=stage.tp,
             ep=stage.ep,
-            runs_decoder=not (self.model.is_encoder_decoder and stage.lane == "encode"),
+            runs_decoder=not (self.settings.spec.is_encoder_decoder and stage.lane == "encode"),
         )
         return Role(
             number=number,

@@ -47,7 +47,7 @@ class RemoteExecutor:
         self._deployment = deployment
         self._lanes: tuple[str, ...] = tuple(dict.fromkeys(stage.lane for stage in deployment.stages))
         self._num_decode_workers = sum(len(stage.devices) for stage in deployment.lane("decode"))
-        spec = deployment.model
+        spec = deployment.settings.spec
         self._decoder_start = (spec.bos_token_id or 0) if spec.is_encoder_decoder else None
         self.resumes = self.scores_prompts = not spec.is_encoder_decoder
         self._reading_lanes = {
@@ -108,7 +108,7 @@ class RemoteExecutor:
                 deployed again.
         """
         self.disconnect()
-        deployment = Deployment.model_validate(self._deployment.model_dump() | {"stages": stages})
+        deployment = Deployment.model_validate(dict(self._deployment) | {"stages": stages})
         if deployment.num_workers > self._workers.num_workers:
             here = self._workers.num_workers
             raise MachineError(f"the other plan needs {deployment.num_workers} devices, but this server has {here}")
@@ -156,7 +156,7 @@ class RemoteExecutor:
 
     def accept(self, generation: Generation) -> None:
         """Check that a request can be encoded as a message."""
-        m.encode(m.Beginning.of(generation))
+        m.encode(m.Beginning(generation))
 
     def prepare(self, grammar: str) -> object:
         parts = (self._deployment.role(worker).part for worker in range(self._deployment.num_workers))
@@ -166,7 +166,7 @@ class RemoteExecutor:
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         self._generations[generation.id] = generation
         self._tables[generation.id] = (table, table if moves_to is None else moves_to)
-        self._pending[self._lanes[0]].begin.append(m.Beginning.of(generation, table.blocks))
+        self._pending[self._lanes[0]].begin.append(m.Beginning(generation, list(table.blocks)))
 
     def release(self, ids: Collection[int]) -> None:
         for pending in self._pending.values():
@@ -232,9 +232,9 @@ class RemoteExecutor:
                 prompt = (*generation.prompt, self._last[id_])
                 generation = replace(generation, prompt=prompt, num_resumed=generation.num_resumed + 1)
             source, target = self._tables[id_]
-            moved = slice(target.found, -(-cached // self._deployment.block_size))
-            begin["encode"].append(m.Beginning.of(generation, (), cached, source.blocks[moved]))
-            begin["decode"].append(m.Beginning.of(generation, target.blocks, cached, target.blocks[moved]))
+            moved = slice(target.found, -(-cached // self._deployment.settings.block_size))
+            begin["encode"].append(m.Beginning(generation, (), cached, source.blocks[moved]))
+            begin["decode"].append(m.Beginning(generation, target.blocks, cached, target.blocks[moved]))
         for lane in self._lanes:
             released, _ = self._take(lane, begin=False)
             self._send(lane, m.Transfer(self._number, released, begin[lane]))

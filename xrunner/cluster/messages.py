@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
-from xrunner.generation import Generation, Logprobs, SamplingParams
-
-T = TypeVar("T")
+from xrunner.generation import Generation, Logprobs
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):
@@ -41,45 +39,14 @@ class Forget(_Message):
 
 
 class Beginning(_Message):
-    """A request that will be encoded or received next (a `Generation`), and its blocks on this lane."""
+    """A request that is about to be encoded or received, and its blocks on this lane."""
 
-    id: int
-    prompt: list[int]
-    max_output: int
-    sampling: list[Any]
-    num_resumed: int
-    blocks: list[int]
+    generation: Generation
+    blocks: Sequence[int] = ()
     cached: int = 0
-    """Number of tokens whose K/V are present or will be received. If another token follows them, it is decoded next."""
-    moving: list[int] = []
+    """Tokens whose K/V is present, or will be received; the token after them, if any, is decoded next."""
+    moving: Sequence[int] = ()
     """Blocks to send to, or receive from, the other lane."""
-
-    @classmethod
-    def of(
-        cls, generation: Generation, blocks: Sequence[int] = (), cached: int = 0, moving: Sequence[int] = ()
-    ) -> Beginning:
-        sampling = generation.sampling
-        return cls(
-            generation.id,
-            list(generation.prompt),
-            generation.max_output,
-            [getattr(sampling, name) for name in SamplingParams.__slots__],
-            generation.num_resumed,
-            list(blocks),
-            cached,
-            list(moving),
-        )
-
-    def generation(self) -> Generation:
-        given = dict(zip(SamplingParams.__slots__, self.sampling, strict=True))
-        given["logit_bias"] = tuple(map(tuple, given["logit_bias"]))
-        return Generation(
-            self.id,
-            tuple(self.prompt),
-            self.max_output,
-            sampling=SamplingParams(**given),
-            num_resumed=self.num_resumed,
-        )
 
 
 class Work(_Message):

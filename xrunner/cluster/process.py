@@ -7,8 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
 import torch
@@ -18,7 +17,7 @@ import zmq
 from xgpt.core.errors import MachineError, XgptError
 from xgpt.core.policies import BlockTable, Chunk, Step
 from xgpt.core.processes import end_with_parent
-from xrunner.build import WorkerSettings, build_worker, warm_up
+from xrunner.build import build_worker, warm_up
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.launching import LauncherSettings, StartWorkers
@@ -244,27 +243,14 @@ class Executing:
         if self._number >= deployment.num_workers:
             return  # nothing to do this time
         role = deployment.role(self._number)
-        device: str = deployment.device
+        settings = deployment.settings
+        device = settings.device
         if device == "cuda" and torch.cuda.is_available():
             device = f"cuda:{self._device_index % torch.cuda.device_count()}"
             torch.cuda.set_device(device)
-        pipe = RankPipe(
-            role, deployment.model.hidden_size, state_dtype(deployment.dtype, device), device, self._traffic
-        )
+        pipe = RankPipe(role, settings.spec.hidden_size, state_dtype(settings.dtype, device), device, self._traffic)
         self._worker = build_worker(
-            WorkerSettings(
-                spec=deployment.model,
-                dtype=deployment.dtype,
-                kv_dtype=deployment.kv_dtype,
-                checkpoint=None if deployment.checkpoint is None else Path(deployment.checkpoint),
-                seed=deployment.seed,
-                num_blocks=role.kv_blocks,
-                block_size=deployment.block_size,
-                backend=deployment.backend,
-                device=device,
-                threads=deployment.threads or 1,
-                layouts=deployment.layouts,
-            ),
+            replace(settings, num_blocks=role.kv_blocks, device=device, threads=settings.threads or 1),
             part=role.part,
             group=group,
             pipe=pipe,
@@ -326,7 +312,7 @@ class Executing:
         assert worker is not None
         worker.release(release)
         for beginning in begin:
-            worker.start(beginning.generation(), BlockTable(beginning.blocks))
+            worker.start(beginning.generation, BlockTable(list(beginning.blocks)))
         return worker
 
     def prepare(self, grammar: str) -> object:
@@ -341,7 +327,9 @@ class Executing:
         has the last step of the requests that had the blocks before.
         """
         assert self._mover is not None
-        requests = [Moving(beginning.id, beginning.moving, beginning.cached) for beginning in transfer.begin]
+        requests = [
+            Moving(beginning.generation.id, list(beginning.moving), beginning.cached) for beginning in transfer.begin
+        ]
         self._mover.move(Move(transfer.number, requests))
 
     def _transfer(self, transfer: m.Transfer) -> None:
@@ -351,7 +339,7 @@ class Executing:
         worker.release(transfer.release)
         if self._lane == "decode":
             for beginning in transfer.begin:
-                worker.adopt(beginning.generation(), BlockTable(beginning.blocks), beginning.cached)
+                worker.adopt(beginning.generation, BlockTable(list(beginning.blocks)), beginning.cached)
         self._num_transfers += 1
 
     def _answer(self, answer: bytes) -> None:

@@ -159,7 +159,7 @@ class Mover(threading.Thread):
             {device: deployment.role(device).part for stage in deployment.lane(lane) for device in stage.devices}
             for lane in ("encode", "decode")
         )
-        all_pieces = (encoder_output_pieces if deployment.model.is_encoder_decoder else pieces)(*lanes)
+        all_pieces = (encoder_output_pieces if deployment.settings.spec.is_encoder_decoder else pieces)(*lanes)
         self._pieces = [piece for piece in all_pieces if worker in (piece.sender, piece.receiver)]
 
     def move(self, order: Move) -> None:

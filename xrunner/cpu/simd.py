@@ -401,8 +401,8 @@ def int64(value: int) -> ir.Constant:
 
 
 def append_assembly(builder: ir.IRBuilder, place: ir.Value, code: str, overwritten: Iterable[str]) -> None:
-    """Append assembly to a function that is being compiled, for registers that a compiler does not manage. The code reads
-    its arguments from an array of int64, whose address is in %rdi.
+    """Append assembly to a function that is being compiled, for registers that a compiler does not manage. The code
+    reads its arguments from an array of int64, whose address is in %rdi.
 
     Args:
         place: address of the array.

@@ -326,8 +326,8 @@ class Mirror:
     b + 1.
 
     vLLM keeps its own tables, hashes and reference counts. The rule decides with which cached blocks a request enters,
-    and which block it gets next. So the blocks that the rule's pool keeps stay cached, whichever blocks vLLM would evict
-    first.
+    and which block it gets next. So the blocks that the rule's pool keeps stay cached, whichever blocks vLLM would
+    evict first.
 
     Args:
         table_of: returns the blocks of a request that the rule has admitted.

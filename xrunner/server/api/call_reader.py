@@ -79,12 +79,15 @@ class CallList:
 class Calls:
     """Extracts calls from an output's text. Text that may be the beginning of a call is held back.
 
+    Attributes:
+        found: the calls so far.
+
     Args:
         most: largest number of calls of an output. Further calls are left out. None means no limit.
     """
 
     def __init__(self, choice: ToolChoice, most: int | None = None, format_: CallFormat = HERMES) -> None:
-        self._list = CallList(most)
+        self.found = CallList(most)
         self._format = format_
         self._held = ""
         self._unread: list[str] = []
@@ -113,17 +116,6 @@ class Calls:
     def end(self) -> str:
         """Return the text that is still held back. A call that is cut off ends with the output."""
         return "".join(self._read(is_end=True))
-
-    @property
-    def calls(self) -> list[ToolCall]:
-        """The calls so far."""
-        return self._list.calls()
-
-    def pieces(self) -> list[CallPiece]:
-        """Return what the output has added to its function calls since this method was last called: at most one piece
-        for each function call.
-        """
-        return self._list.pieces()
 
     def _read(self, *, is_end: bool) -> Iterator[str]:
         """Advance through the states until more text is needed. Yield the text to show."""
@@ -226,7 +218,7 @@ class Calls:
     def _arguments(self, *, is_end: bool) -> str:
         """Read arguments as they are written."""
         end = self._value.feed(self._held)
-        self._list.append(self._take(len(self._held) if end is None else end))
+        self.found.append(self._take(len(self._held) if end is None else end))
         if end is not None:
             self._state = "closing"
             closing = self._format.closing if isinstance(self._format, ObjectCalls) and not self._must_call else ""
@@ -250,11 +242,11 @@ class Calls:
     def _begin(self, name: str, id_: str) -> None:
         self._is_after_call = True
         self._space.clear()
-        self._list.begin(name, id_)
+        self.found.begin(name, id_)
 
     def _add(self, call: Call) -> None:
         self._begin(call.name, call.id)
-        self._list.append(call.arguments)
+        self.found.append(call.arguments)
 
 
 class JsonObject:

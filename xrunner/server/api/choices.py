@@ -128,11 +128,11 @@ class Choice:
         said = self._reader.push(text, is_end=self.finish is not None)
         self.num_reasoning += is_thinking
         if self.finish is not None:
-            self.calls = self._reader.calls()
+            self.calls = self._reader.found.calls()
         # If the client has named the function, the model did not choose it: the output ends with "stop", as at OpenAI.
         if self.calls and self.finish == "stop" and not self._is_named:
             self.finish = "tool_calls"
-        pieces = self._reader.pieces()
+        pieces = self._reader.found.pieces()
         return Delta(
             self._index, said.text, token.token, self.finish, None, False, pieces, True, said.reasoning, is_thinking
         )

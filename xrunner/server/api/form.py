@@ -8,18 +8,23 @@ from typing import Any
 
 from xrunner.grammar import whole_grammar
 from xrunner.server.api.call_formats import HERMES, CallFormat, Schemas
-from xrunner.server.api.call_reader import CallPiece, Calls
+from xrunner.server.api.call_reader import CallList, Calls
 from xrunner.server.api.harmony import Harmony, HarmonyReader, harmony_of
 from xrunner.server.api.reasoning import Marks, Said, Thought, ThoughtReader, marks_of, thought_after
-from xrunner.server.api.tools import ANY_ARGUMENTS, NO_ARGUMENTS, NamedTool, Tool, ToolCall, ToolChoice, must_call
+from xrunner.server.api.tools import ANY_ARGUMENTS, NO_ARGUMENTS, NamedTool, Tool, ToolChoice, must_call
 
 
 class ChatReader:
-    """Reads reasoning at the beginning of an output, then text with calls in it."""
+    """Reads reasoning at the beginning of an output, then text with calls in it.
+
+    Attributes:
+        found: the calls so far.
+    """
 
     def __init__(self, thought: Thought | None, calls: Calls | None) -> None:
         self._thought = None if thought is None else ThoughtReader(thought)
         self._calls = calls
+        self.found = CallList(None) if calls is None else calls.found
 
     @property
     def is_thinking(self) -> bool:
@@ -33,16 +38,6 @@ class ChatReader:
             return said
         text = self._calls.push(said.text)
         return said._replace(text=text + self._calls.end() if is_end else text)
-
-    def calls(self) -> list[ToolCall]:
-        """Return the calls of an output that has ended."""
-        return [] if self._calls is None else self._calls.calls
-
-    def pieces(self) -> list[CallPiece]:
-        """Return what the output has added to its function calls since this method was last called: at most one piece
-        for each function call.
-        """
-        return [] if self._calls is None else self._calls.pieces()
 
 
 OutputReader = ChatReader | HarmonyReader

@@ -17,9 +17,9 @@ from typing import Any
 
 from xrunner.grammar import json_rule, ranges
 from xrunner.server.api.call_formats import Call, CallFormat, Schemas
-from xrunner.server.api.call_reader import CallList, CallPiece, overlap
+from xrunner.server.api.call_reader import CallList, overlap
 from xrunner.server.api.reasoning import Said
-from xrunner.server.api.tools import MAX_NAME, ToolCall
+from xrunner.server.api.tools import MAX_NAME
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END = "<|end|>"
@@ -88,6 +88,9 @@ def harmony_of(special: Mapping[str, int]) -> Harmony | None:
 class HarmonyReader:
     """Reads the messages of an output. A text without a message's head is an answer.
 
+    Attributes:
+        found: the calls so far.
+
     Args:
         calls: whether function calls are extracted.
         most: largest number of calls of an output. Further calls are left out. None means no limit.
@@ -99,7 +102,7 @@ class HarmonyReader:
         self._held = ""
         self._in_head = True
         self._shows: str = "text"
-        self._list = CallList(most)
+        self.found = CallList(most)
 
     @property
     def is_thinking(self) -> bool:
@@ -120,16 +123,6 @@ class HarmonyReader:
                 break
         return Said("".join(said["reasoning"]), "".join(said["text"]))
 
-    def calls(self) -> list[ToolCall]:
-        """Return the calls of an output that has ended."""
-        return self._list.calls()
-
-    def pieces(self) -> list[CallPiece]:
-        """Return what the output has added to its function calls since this method was last called: at most one piece
-        for each function call.
-        """
-        return self._list.pieces()
-
     def _read_head(self, *, is_end: bool) -> None:
         head, found, rest = self._held.partition(MESSAGE)
         if found:
@@ -148,7 +141,7 @@ class HarmonyReader:
         channel = head.rpartition(CHANNEL)[2]
         if function is not None and self._takes_calls:
             self._shows = "call"
-            self._list.begin(function[1], self._new_id())
+            self.found.begin(function[1], self._new_id())
         else:
             self._shows = "reasoning" if channel.startswith("analysis") else "text"
 
@@ -164,5 +157,5 @@ class HarmonyReader:
             at = len(self._held) - keep
             text, self._held = self._held[:at], self._held[at:]
         if self._shows == "call":
-            self._list.append(text)
+            self.found.append(text)
         return text

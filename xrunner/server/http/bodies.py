@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter
 
 from starlette.requests import Request
 
@@ -87,25 +87,12 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._turn = asyncio.Lock()
 
     async def next(self) -> None:
         """Return in a later turn of the event loop, after earlier callers."""
-        loop = asyncio.get_running_loop()
-        mine = loop.create_future()
-        if not self._waiting:
-            loop.call_soon(self._let_one_go_on, loop)
-        self._waiting.append(mine)
-        await mine
-
-    def _let_one_go_on(self, loop: asyncio.AbstractEventLoop) -> None:
-        while self._waiting:
-            first = self._waiting.popleft()
-            if not first.cancelled():
-                first.set_result(None)
-                break
-        if self._waiting:
-            loop.call_soon(self._let_one_go_on, loop)
+        async with self._turn:
+            await asyncio.sleep(0)
 
 
 class Bodies:

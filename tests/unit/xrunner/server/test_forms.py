@@ -159,7 +159,7 @@ def test_the_cut_of_an_output_into_pieces_does_not_matter(cuts: list[int], writt
         reader = form.reader("auto")
         assert reader is not None
         said = [reader.push(piece) for piece in pieces] + [reader.push("", is_end=True)]
-        calls = [call.function.arguments for call in reader.calls()]
+        calls = [call.function.arguments for call in reader.found.calls()]
         return "".join(each.reasoning for each in said), "".join(each.text for each in said), calls
 
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})

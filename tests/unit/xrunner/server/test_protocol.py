@@ -230,10 +230,10 @@ def test_how_tokens_are_chosen() -> None:
 def test_whatever_is_asked_for_fits_a_control_message(seed: int) -> None:
     sampling = parse(top_k=2**31 - 1, logit_bias={"3": -1.5, "4": 2}).sampling(seed)
     assert 0 <= sampling.seed < 2**64
-    beginning = m.Beginning.of(Generation(0, (1,), 4, sampling=sampling))
+    beginning = m.Beginning(Generation(0, (1,), 4, sampling=sampling))
     sent = m.decode_to_worker(m.encode(m.Transfer(1, [], [beginning])))
     assert isinstance(sent, m.Transfer)
-    assert sent.begin[0].generation().sampling == sampling
+    assert sent.begin[0].generation.sampling == sampling
 
 
 def test_context_and_memory_may_be_filled_to_the_last_token() -> None:

@@ -48,7 +48,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"place":"Rome"}}\n</tool_
 def read(pieces: list[str], choice: str = "auto") -> tuple[str, list[ToolCall]]:
     calls = Calls(choice)  # type: ignore[arg-type]
     text = "".join(calls.push(piece) for piece in pieces)
-    return text + calls.end(), calls.calls
+    return text + calls.end(), calls.found.calls()
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_an_output_full_of_marks_takes_no_longer_than_other_text(format_: CallFo
     shown = [calls.push(text[at : at + 4096]) for at in range(0, len(text), 4096)]
     shown.append(calls.end())
     assert time.process_time() - begin_s < 0.5
-    assert "".join(shown) == text[len(repeated) * len(calls.calls) :] and len(calls.calls) < 1000
+    assert "".join(shown) == text[len(repeated) * len(calls.found.calls()) :] and len(calls.found.calls()) < 1000
 
 
 @given(
@@ -95,7 +95,7 @@ def test_llamas_calls_are_read(cuts: list[int], text: str) -> None:
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     calls = Calls("auto", format_=LLAMA)
     out = "".join(calls.push(text[start:end]) for start, end in itertools.pairwise(edges))
-    rest, found = calls.end(), calls.calls
+    rest, found = calls.end(), calls.found.calls()
     assert [(call.function.name, json.loads(call.function.arguments)) for call in found] == [
         ("weather", {"place": "Rome"})
     ] * text.count("Rome")
@@ -136,7 +136,7 @@ def test_mistrals_calls_are_read(cuts: list[int], written: str) -> None:
     edges = sorted({0, len(written), *(cut for cut in cuts if cut < len(written))})
     calls = Calls("auto", format_=format_)
     out = "".join(calls.push(written[start:end]) for start, end in itertools.pairwise(edges))
-    rest, found = calls.end(), calls.calls
+    rest, found = calls.end(), calls.found.calls()
     assert [(call.function.name, json.loads(call.function.arguments)) for call in found] == [
         ("weather", {"place": "Rome"})
     ] * num
@@ -187,7 +187,7 @@ def test_a_free_output_writes_text_or_right_calls_of_mistrals(
     detokenizer = Detokenizer(codec, frozenset(codec.form.calls.special.values()))
     calls = Calls("auto", format_=codec.form.calls)
     text = "".join(calls.push(detokenizer.push(token)) for token in ids)
-    rest, found = calls.end(), calls.calls
+    rest, found = calls.end(), calls.found.calls()
     assert text + rest == ("a" if written.startswith("a") else "") and len(found) == written.count("weather")
 
 
@@ -251,10 +251,10 @@ def test_pieces_of_a_call_make_the_call(cuts: list[int], written: tuple[str, str
     calls, pieces = Calls(choice, format_=LLAMA if text == LLAMA_CALL else HERMES), []  # type: ignore[arg-type]
     for start, end in itertools.pairwise(edges):
         calls.push(text[start:end])
-        pieces += calls.pieces()
+        pieces += calls.found.pieces()
     calls.end()
-    (call,) = calls.calls
-    pieces += calls.pieces()
+    (call,) = calls.found.calls()
+    pieces += calls.found.pieces()
     first, *others = pieces
     assert (first.number, first.id, first.name) == (0, call.id, "weather")
     assert all(piece.id is None and piece.name is None for piece in others)
@@ -300,8 +300,8 @@ def test_half_a_character_in_a_call_makes_no_answer_that_cannot_be_sent(
 ) -> None:
     calls = Calls("auto", format_=format_)
     shown = calls.push(text) + calls.end()
-    assert len(calls.calls) == num and msgspec.json.encode((shown, calls.calls))
-    for call in calls.calls:
+    assert len(calls.found.calls()) == num and msgspec.json.encode((shown, calls.found.calls()))
+    for call in calls.found.calls():
         assert json.loads(call.function.arguments)["a"] in ("\ud800", "\udc00")
         assert call.for_template()["function"]["arguments"] == call.function.arguments
 
@@ -337,7 +337,7 @@ def test_a_models_own_tokens_are_never_masked(tmp_path: Path, is_special: bool) 
     text = "".join(calls.push(detokenizer.push(token)) for token in ids)
     assert text == ("a" if is_special else "<think>a</think>")
     calls.end()
-    assert len(calls.calls) == 1
+    assert len(calls.found.calls()) == 1
 
 
 @pytest.mark.parametrize(
