@@ -1,1 +1,1 @@
-"""Step costs: a profile's points as curves, and the time of a step on the stages of a lane."""
+"""Compute from a profile how long a step takes on the stages of a lane."""

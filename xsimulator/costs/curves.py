@@ -1,7 +1,7 @@
-"""Evaluate piecewise linear functions over a profile's points: of one variable, of two, and many at once.
+"""Evaluate piecewise linear functions through a profile's points, with one or two variables, or many functions at once.
 
-These functions are linear between their points, and linear towards zero below the first point. Beyond the last point
-they continue the last segment, or stay constant if that segment falls.
+A function is linear between its points, and linear from zero to the first point. Beyond the last point, it continues
+the last segment, or stays constant if the last segment falls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Floats = npt.ArrayLike
 
 
 MOST_KNOWN = 20_000
-"""Most values of a function that are cached."""
+"""Largest number of values that are cached for a function."""
 
 
 class Line:
@@ -47,7 +47,7 @@ class Line:
         return inside + self._slope * np.maximum(x - self.points[-1], 0.0)
 
     def at(self, x: float) -> float:
-        """Return the value at one point without numpy's overhead, cached since steps have few different sizes."""
+        """Return the value at one point without numpy's overhead. It is cached, since steps have few sizes."""
         value = self._known.get(x)
         if value is None:
             points, values = self._lists
@@ -62,7 +62,7 @@ class Line:
         return self.points.tolist(), self.values.tolist()
 
     def __add__(self, other: Line) -> Line:
-        """Return the exact sum: both functions are linear between all points of either."""
+        """Return the exact sum, through the points of both functions."""
         points = np.union1d(self.points, other.points)
         return Line(points, self(points) + other(points))
 
@@ -70,7 +70,7 @@ class Line:
         return Line(self.points, factor * self.values)
 
     def least_per_unit(self, up_to: Floats) -> Array:
-        """Return the least f(x) / x over 0 < x <= up_to: the least cost per unit.
+        """Return the least cost per unit, f(x) / x, over 0 < x <= up_to.
 
         f(x)/x is monotone on each linear segment, so the minimum lies at a point or at the end.
         """
@@ -102,7 +102,7 @@ class Grid:
 
     def __call__(self, batch: Floats, length: Floats) -> Array:
         b, length = np.asarray(batch, float), np.asarray(length, float)
-        # Search the inner points only: values outside belong to the first or the last segment.
+        # Search only the inner points, since values outside belong to the first or the last segment.
         i = self.batches[1:-1].searchsorted(b, side="right")
         j = self.lengths[1:-1].searchsorted(length, side="right")
         u = (b - self.batches[i]) / (self.batches[i + 1] - self.batches[i])
@@ -113,8 +113,7 @@ class Grid:
         return np.maximum(low + u * (high - low), 0.0)
 
     def at(self, batch: float, length: float) -> float:
-        """Return the value at one point without numpy's overhead, from cached rows, since steps have few different
-        batch sizes."""
+        """Return the value at one point without numpy's overhead. Rows are cached, since steps have few sizes."""
         row = self._rows.get(batch)
         if row is None:
             row = self._row(batch)
@@ -127,7 +126,7 @@ class Grid:
         return value if value > 0.0 else 0.0
 
     def _row(self, batch: float) -> list[float]:
-        """Return the values over all lengths for one batch size."""
+        """Return the values at all lengths for one batch size."""
         i = int(self.batches[1:-1].searchsorted(batch, side="right"))
         u = (batch - self.batches[i]) / (self.batches[i + 1] - self.batches[i])
         row: list[float] = (self.seconds[i] + u * (self.seconds[i + 1] - self.seconds[i])).tolist()
@@ -135,7 +134,7 @@ class Grid:
 
 
 def _level(points: Array, seconds: Array) -> Array:
-    """Return times at twice the last point: along the last segment, or constant if that segment falls."""
+    """Return the seconds at twice the last point: along the last segment, or constant if this segment falls."""
     slope = (seconds[-1] - seconds[-2]) / (points[-1] - points[-2])
     return seconds[-1] + points[-1] * np.maximum(slope, 0.0)
 
@@ -151,7 +150,7 @@ class Table:
         stretches_first = (-1, *range(slopes.ndim - 1))
         self._slopes, self._starts = slopes.transpose(stretches_first).copy(), starts.transpose(stretches_first).copy()
         """# [segments, ...]: contiguous for each segment"""
-        # The inner points only: values outside belong to the first or the last segment.
+        # Only inner points are searched, since values outside belong to the first or the last segment.
         self._inner = self.points[1:-1]
 
     @classmethod
@@ -169,14 +168,12 @@ class Table:
         return (self._starts[index] + self._slopes[index] * x[:, None, None]).transpose(1, 2, 0)
 
     def __add__(self, other: Table) -> Table:
-        """Return the exact sum: both functions are linear between all points of either."""
+        """Return the exact sum, through the points of both functions."""
         points = np.union1d(self.points, other.points)
         return Table(points, self(points) + other(points))
 
     def beside(self, other: Table) -> Table:
-        """Return one table with the functions of both tables, this table's first. The other's are broadcast to the same
-        axes.
-        """
+        """Return a table with this table's functions, and then the functions of `other`, broadcast to the same axes."""
         points = np.union1d(self.points, other.points)
         mine, theirs = self(points), other(points)
         if theirs.ndim < mine.ndim:
@@ -188,8 +185,8 @@ class ContextTable:
     """Bilinear functions of the number of requests and of the context to which each request attends.
 
     Args:
-        points, contexts: rising numbers of requests and contexts. Functions are extrapolated beyond the numbers of
-            requests, but not beyond the contexts.
+        points, contexts: numbers of requests, and contexts, both rising. Functions are extrapolated beyond the numbers
+            of requests, but not beyond the contexts.
         values: # [functions, contexts, points]
     """
 
@@ -202,8 +199,8 @@ class ContextTable:
         """# [segments, contexts - 1, 2, 2, functions]: contiguous for each place"""
 
     def locate(self, contexts: Array) -> tuple[npt.NDArray[np.intp], Array]:
-        """Return where contexts lie in the table: the index of the point before each context, and the fraction of the
-        distance from there to the next point.
+        """Return the positions of contexts in the table: the index of the point before each context, and the fraction
+        of the distance from this point to the next one.
         """
         index = self._contexts[1:-1].searchsorted(contexts, side="right")
         before = self._contexts[index]

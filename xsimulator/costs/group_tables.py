@@ -1,4 +1,4 @@
-"""Convert a profile's tables of a layer to curves, for each kind of tensor-parallel group."""
+"""Convert a profile's tables to curves, for each kind of tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from xsimulator.costs.curves import Grid, Line, Table
 from xsimulator.lengths import Lengths
 
 Group = tuple[int, int]
-"""(tensor-parallel degree, expert-parallel degree within it)"""
+"""(tensor-parallel degree, expert-parallel degree within the tensor-parallel group)"""
 
 
 class GroupTables:
-    """The tables of one kind of group."""
+    """The curves for one kind of tensor-parallel group."""
 
     def __init__(self, profile: Profile, group: Group) -> None:
         degree, ep = group
@@ -39,18 +39,18 @@ class GroupTables:
         self._of_prompts: dict[Lengths, Table] = {}
 
     def layers(self, number: int, *, with_last: bool) -> Line:
-        """Return the seconds of a stage's layers without attention, by tokens."""
+        """Return the seconds of a stage's `number` layers without attention, by number of tokens."""
         is_cut = with_last and self.last is not self.rest
         return self.rest.scaled(number - 1) + self.last if is_cut else self.rest.scaled(number)
 
     def of_prompts(self, lengths: Lengths) -> Table:
-        """Return the seconds of a layer's attention for encoding prompts, by the number of prompts."""
+        """Return the seconds of attention in one layer while prompts are encoded, by number of prompts."""
         if lengths not in self._of_prompts:
             grid = self.encoder if self.cross is not None else self.encode
             batches, reused = grid.batches[:, None], lengths.reused
             if reused is None:
                 seconds = grid(batches, lengths.inputs) @ lengths.input_probabilities
-            else:  # the tokens that remain to be encoded also attend to cached ones
+            else:  # the other tokens also attend to the cached ones
                 found = np.where(reused.cached > 0, grid(batches, np.maximum(reused.cached, 1.0)), 0.0)
                 seconds = (grid(batches, reused.whole) - found) @ reused.probabilities
             self._of_prompts[lengths] = Table(grid.batches, seconds)

@@ -1,13 +1,13 @@
-"""Convert a profile to step times of speculative decoding, per token that a request gets.
+"""Convert a profile so that it predicts speculative decoding, per token that a request gets.
 
-A decode step of b requests with k drafted tokens passes (1 + k) b tokens through the model and k times b tokens through
+A decode step of b requests with k drafted tokens sends (1 + k) b tokens through the model, and b tokens k times through
 the draft. Each request gets T = `Speculation.tokens_per_step` tokens on average. All other code counts one token for
-each request and step. So the profile is changed: each of its steps stands for 1 / T of a real step, and encodes 1 / T
-of the prompts of a real step. With f(n) the seconds of n tokens, such a step takes f((1 + k) b + T p) / T for b
-requests and p prompt tokens. Tables of tokens become F(n) = f(T n) / T, which is exact for prompts. Decodes take F((1 +
-k) b / T) - F(b) more. This time and the time of the draft's passes are added to the table of decode attention.
+each request and step. So a step of the converted profile stands for 1 / T of an engine step, and encodes 1 / T of the
+prompts of an engine step. If n tokens take f(n) seconds, this step takes f((1 + k) b + T p) / T for b requests and p
+prompt tokens. A table f by tokens becomes F(n) = f(T n) / T, which is exact for prompts. Decodes take F((1 + k) b / T)
+- F(b) more. This difference and the time of the draft's passes are added to the table of decode attention.
 
-Attention reads keys and values once for all tokens of a request that are verified together.
+Attention reads a request's K/V once for all tokens that are verified together.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from xgpt.core.schema import (
 from xsimulator.costs.curves import Array, Line
 
 EAGLE3_VOCAB = 32000
-"""Vocabulary of an EAGLE-3 draft's output head (arXiv 2503.01840, published checkpoints)."""
+"""Size of the vocabulary of an EAGLE-3 draft (arXiv 2503.01840, published checkpoints)."""
 PASS_S = 0.15e-3
-"""Seconds of the engine's loop for each pass of a draft."""
+"""Seconds that the engine's loop takes for each pass of a draft."""
 
 
 class Draft:
-    """The draft of a model: its weights, and the cost of its passes relative to the model's.
+    """The size of a model's draft, and the cost of the draft's passes relative to the model.
 
     Attributes:
-        layers: number of the draft's layers that store their own keys and values.
-        params: number of weights of its layer and of the projection that takes the model's hidden states.
-        head_share: size of its output head relative to the model's.
+        layers: number of the draft's layers that store K/V of their own.
+        params: number of weights in the draft's layer and in the projection of the model's hidden states.
+        head_share: size of the draft's output head, relative to the model's.
     """
 
     def __init__(self, spec: ModelSpec, speculation: Speculation) -> None:
@@ -58,23 +58,19 @@ class Draft:
         self._spec, self._is_own = spec, method == "mtp"
 
     def bytes(self, dtype: DType) -> float:
-        """Return the bytes of the draft's weights. An EAGLE-3 draft has its own output head. Other drafts use the
-        model's head.
-        """
+        """Return the bytes of the draft's weights. Only an EAGLE-3 draft has an output head of its own."""
         spec = self._spec
         size = spec.bytes_per_weight(dtype, "experts") if self._is_own else max(2, BYTES_PER_ELEMENT[dtype])
         own_head = EAGLE3_VOCAB * spec.hidden_size * 2 if 0 < self.head_share < 1 else 0
         return self.params * size + own_head
 
     def kept_bytes(self, dtype: DType, group: int) -> float:
-        """Return the K/V bytes of the draft for each token on a device of a group. A layer of the draft is like a layer
-        of the model.
-        """
+        """Return the draft's K/V bytes per token on a device of a group. Its layers are like the model's."""
         kinds = [kind for kind in self._spec.kinds if kind.attention is not None and kind.attention.keeps]
         return self.layers * self._spec.kv_bytes_of(kinds[-1], dtype, group) if kinds else 0.0
 
     def share(self, dtype: DType, tokens: Array) -> Array:
-        """Return the bytes that a pass of the draft reads, relative to those of a layer of the model, by tokens."""
+        """Return how many bytes a pass of the draft reads, relative to a layer of the model, by number of tokens."""
         spec = self._spec
         kind, sizes = max(spec.kinds, key=lambda kind: len(kind.layers)), spec.sizes
         read = sizes.mixer(kind) * spec.bytes_per_weight(dtype, "attention") + np.zeros_like(tokens)
@@ -89,8 +85,7 @@ class Draft:
 
 
 def _eagle_params(spec: ModelSpec, attention: Attention, states: int) -> float:
-    """Return the number of weights of a dense layer whose attention reads the embedding and the model's hidden
-    states."""
+    """Return the number of weights of a dense layer whose attention reads the embedding and `states` hidden states."""
     hidden, dim = spec.hidden_size, attention.head_dim
     heads = attention.num_heads * dim + 2 * attention.num_kv_heads * dim
     width = max((kind.ffn_size for kind in spec.kinds), default=0) or 4 * hidden
@@ -100,7 +95,7 @@ def _eagle_params(spec: ModelSpec, attention: Attention, states: int) -> float:
 
 
 def speculating(profile: Profile, spec: ModelSpec, speculation: Speculation | None) -> Profile:
-    """Return the profile of steps in which each request gets one token on average; unchanged without speculation."""
+    """Return the profile of steps that give each request one token on average. Without speculation, nothing changes."""
     return profile if speculation is None else _speculating(_Same(profile), _Same(spec), speculation)
 
 
@@ -137,18 +132,18 @@ def _speculating(profile_: _Same, spec_: _Same, speculation: Speculation) -> Pro
 
 
 def _layer(layer: LayerTimes, profile: Profile, spec: ModelSpec, speculation: Speculation, draft: Draft) -> LayerTimes:
-    """Return the tables of a layer on one kind of group."""
+    """Return the converted tables of a layer."""
     each, ahead, number = speculation.tokens_per_step, speculation.tokens, spec.num_layers
     rest, last = Line.of(layer.rest), Line.of(layer.last or layer.rest)
     head = Line.of(layer.head or profile.head)
     verified = speculation.verified
 
     def model(tokens: Array) -> Array:
-        """Return the seconds of tokens in all layers and in the head."""
+        """Return how many seconds all layers and the head take for `tokens` tokens."""
         return (number - 1) * rest(tokens) + last(tokens) + head(tokens)
 
     def drafted(requests: Array) -> Array:
-        """Return the seconds of all passes of the draft. The first one reads the tokens that the last step accepted."""
+        """Return how many seconds all passes of the draft take. The first pass reads all tokens of the last step."""
         if not draft.layers:
             return np.zeros_like(requests)
         share = draft.share(profile.dtype, requests)
@@ -179,9 +174,7 @@ def _layer(layer: LayerTimes, profile: Profile, spec: ModelSpec, speculation: Sp
 
 
 def _shortened(curve: Curve, each: float) -> Curve:
-    """Return F(n) = f(each n) / each as a curve. Its points are the whole numbers next to the points of f divided by
-    `each`.
-    """
+    """Return F(n) = f(each n) / each as a curve through the whole numbers next to the points of f / each."""
     points = np.asarray(curve.points) / each
     whole = np.unique(np.concatenate([np.floor(points), np.ceil(points)])).astype(int)
     whole = whole[whole >= (0 if curve.points[0] == 0 else 1)]

@@ -1,16 +1,16 @@
-"""Compute the cost of steps on the stages of a lane: tables for closed forms, and single steps for simulation.
+"""Compute how long steps take on the stages of a lane: in tables for the closed forms, and for single steps.
 
 The simulated engine, calibration and the observation of a machine's pace use single steps. The closed forms' tables are
 computed from the same curves.
 
-A stage with d decoder and e encoder layers takes, for a step with n tokens of which k are sampled and r requests,
+A step has n tokens, samples k of them, and has r requests. A stage with d decoder layers and e encoder layers takes
 
     d (rest(n) + attention) + e (encoder's rest + attention) + embedding(n) + head(k) + overhead(r)
 
-with the tables of its tensor-parallel degree. The embedding is on the first stage, the head on the last. On the last
-stage, the last layer computes only keys and values for all n tokens (`last`); its work for the k sampled tokens counts
-as head. Every stage pays the overhead, since each worker assembles its own batch. In an encoder-decoder, prompts go
-through the encoder layers. In the same step, their start tokens go through the decoder. Source: ExeGPT sec. 3, 6.
+with the tables of the stage's tensor-parallel degree. The embedding is on the first stage, the head on the last stage.
+The last layer computes only keys and values for all n tokens (`last`), and its work for the k sampled tokens counts as
+head. Every stage has the overhead, since each worker assembles its own batch. In an encoder-decoder, prompts go through
+the encoder layers, and in the same step their start tokens go through the decoder. Source: ExeGPT sec. 3, 6.
 """
 
 from __future__ import annotations
@@ -37,22 +37,21 @@ T = TypeVar("T")
 class LaneCost:
     """Step times of the stages of one lane.
 
-    Stages with equal costs form one kind; arrays have an entry for each kind.
+    Stages with equal costs form one kind. Arrays have an entry for each kind.
 
     Args:
-        degrees: the profile's tables, shared by several lanes. None means that they are computed here.
-        engine: the engine that runs the steps. None means an engine of which only the profile's step times are known.
-        is_floor: whether these are lower tables. On lower tables, closed forms count the cost of mixing for one decode
-            only.
+        degrees: the profile's tables, which several lanes may share. None means that the tables are computed here.
+        engine: the engine that runs the steps. None means an engine of which only the profile is known.
+        is_floor: whether the profile has lower tables. With lower tables, closed forms count the cost of mixing for one
+            decode only.
 
     Attributes:
-        mixing: extra time of a step that both encodes and decodes, as a share of the time of a step with only its
-            decodes.
+        mixing: extra time of a mixed step, as a share of the time of a step with only its decodes.
         ahead: whether the engine schedules a step while the previous one runs.
         apart: whether prompts are encoded in separate steps, before the decode step.
         whole_prompts: whether prompts are never cut into pieces.
-        token_budget: largest number of tokens in a step if the policy sets none. None means no limit.
-        kinds: distinct stages.
+        token_budget: largest number of tokens in a step if the policy has no token budget. None means no limit.
+        kinds: the distinct stages, each with whether it follows another stage.
         counts: number of stages of each kind.
 
     Raises:
@@ -104,7 +103,7 @@ class LaneCost:
 
     @cached_property
     def tokens(self) -> Table:
-        """Seconds of token-wise work by decoder tokens. # [kinds]"""
+        """Seconds of all work other than attention, by number of decoder tokens. # [kinds]"""
         lines = []
         for stage, _ in self.kinds:
             line = self._degrees[stage.group].layers(stage.decoder_layers, with_last=stage.heads)
@@ -113,17 +112,17 @@ class LaneCost:
 
     @cached_property
     def samples(self) -> Table:
-        """Seconds of the output head by sampled tokens. # [kinds]"""
+        """Seconds of the output head, by number of sampled tokens. # [kinds]"""
         return Table.of([self._degrees[stage.group].head.scaled(float(stage.heads)) for stage, _ in self.kinds])
 
     @cached_property
     def overhead(self) -> Table:
-        """Seconds of the engine's loop by requests in the step. # [kinds]"""
+        """Seconds of the engine's loop, by number of requests in the step. # [kinds]"""
         return Table(self._overhead.points, [self._overhead.values] * len(self.kinds))
 
     @cached_property
     def hop(self) -> Table:
-        """Seconds of the hop from the previous stage by tokens. # [kinds]"""
+        """Seconds of the hop from the previous stage, by number of tokens. # [kinds]"""
         zero = Line([1, 2], [0.0, 0.0])
         lines = []
         for stage, follows in self.kinds:
@@ -132,7 +131,7 @@ class LaneCost:
         return Table.of(lines)
 
     def decode(self, contexts: Array, inputs: float) -> Table:
-        """Return the seconds of steps that only decode, by their number of requests. # [kinds, contexts]
+        """Return the seconds of steps that only decode, by number of requests. # [kinds, contexts]
 
         Args:
             contexts: mean number of tokens to which each request attends (for an encoder-decoder, output tokens only).
@@ -145,17 +144,17 @@ class LaneCost:
         return Table(points, [base_s + attention_s for base_s, attention_s in zip(base, attention, strict=True)])
 
     def contexts_between(self, first: float, last: float) -> Array:
-        """Return the two contexts, and the points of the decode attention's tables in between."""
+        """Return the contexts `first` and `last`, and the points of the decode attention's tables between these two."""
         inside = np.concatenate([degree.decode.lengths for degree in self._degrees.values()])
         return np.unique(np.concatenate([[first, last], inside[(inside > first) & (inside < last)]]))
 
     def decode_attention(self, context: float, inputs: float) -> Table:
-        """Return the seconds of a decode batch's attention, by its number of requests. # [kinds]"""
+        """Return the seconds of attention of a decode batch, by number of requests. # [kinds]"""
         points = np.unique(np.concatenate([degree.decode.batches for degree in self._degrees.values()]))
         return Table(points, self._attention(points, context, inputs))
 
     def _attention(self, requests: Array, contexts: float | Array, inputs: float) -> list[Array]:
-        """Return the seconds of a decode batch's attention on each kind."""
+        """Return the seconds of attention of a decode batch on each kind of stage."""
 
         def of_layer(degree: GroupTables) -> Array:
             seconds = degree.decode(requests, contexts)
@@ -164,14 +163,12 @@ class LaneCost:
         return [stage.decoder_layers * seconds for stage, seconds in self._by_kind(of_layer)]
 
     def _by_kind(self, of_degree: Callable[[GroupTables], T]) -> list[tuple[StageShape, T]]:
-        """Return each kind of stage with the value of `of_degree` for the stage's degree, computed once for each
-        degree.
-        """
+        """Return each kind of stage with the value of `of_degree` for its degree, called once for each degree."""
         found = {group: of_degree(degree) for group, degree in self._degrees.items()}
         return [(stage, found[stage.group]) for stage, _ in self.kinds]
 
     def cross_kv(self, tokens: Array) -> Array:
-        """Return the seconds of computing keys and values from an encoder's output. # [...] -> [kinds, ...]"""
+        """Return the seconds that keys and values of an encoder's output take. # [...] -> [kinds, ...]"""
 
         def of_layer(degree: GroupTables) -> Array:
             assert degree.cross_kv is not None
@@ -180,11 +177,10 @@ class LaneCost:
         return np.asarray([stage.decoder_layers * seconds for stage, seconds in self._by_kind(of_layer)])
 
     def prompts(self, lengths: Lengths) -> Table:
-        """Return the seconds of prompts without decoder tokens, sampling and overhead, by the number of prompts.
-        # [kinds]
+        """Return the seconds of encoding beyond `tokens`, `samples` and `overhead`, by number of prompts. # [kinds]
 
-        These are the seconds of attention and, with an encoder, of the encoder's layers and of computing keys and
-        values from its output.
+        These are the seconds of attention and, with an encoder, of the encoder's layers and of the keys and values of
+        its output.
         """
         tokens, degrees = lengths.mean_input, self._degrees.values()
         points = [degree.encode.batches for degree in degrees]
@@ -194,7 +190,7 @@ class LaneCost:
         x = np.unique(np.concatenate([[0.0], *points]))
 
         def of_layers(degree: GroupTables) -> tuple[Array | float, Array]:
-            """Return the seconds in an encoder layer, and in a decoder layer."""
+            """Return the seconds for an encoder layer, and for a decoder layer."""
             attention = degree.of_prompts(lengths)(x)
             if degree.cross is None or degree.cross_kv is None:
                 return 0.0, attention
@@ -209,7 +205,7 @@ class LaneCost:
         return Table(x, values)
 
     def encode(self, lengths: Lengths) -> Table:
-        """Return the seconds of steps that only encode whole prompts, by the number of prompts. # [kinds]"""
+        """Return the seconds of steps that only encode whole prompts, by number of prompts. # [kinds]"""
         prompts = self.prompts(lengths)
         each = 1.0 if self.has_encoder else lengths.mean_input
         others = [self.tokens.points / each, self.samples.points, self.overhead.points]
@@ -226,7 +222,7 @@ class LaneCost:
         return [by_kind[k] for k in self._kinds_in_order]
 
     def step_ns(self, step: StepCounts) -> list[int]:
-        """Return the nanoseconds of one step on each stage, rounded, at least one."""
+        """Return the nanoseconds of one step on each stage, rounded to whole numbers of at least one."""
         by_kind = [max(1, round(seconds * 1e9)) for seconds in self._by_kind_of(step)]
         if len(by_kind) == self.num_stages:
             return by_kind
@@ -245,7 +241,7 @@ class LaneCost:
     def _parts_by_kind(self, step: StepCounts) -> list[StepParts]:
         if self.has_encoder:
             return [self._parts_with_encoder(stage, step) for stage, _ in self.kinds]
-        # A layer takes the same time on all stages of a degree, and pipelines have many stages.
+        # A layer takes the same time on all stages with the same degree, so it is computed once for each degree.
         decodes, num_tokens = step.decodes, step.num_tokens
         context = step.context / decodes if decodes else 0.0
         layers = {
@@ -286,7 +282,7 @@ class LaneCost:
         return order
 
     def hops(self, num_tokens: int) -> list[float]:
-        """Return the seconds of the transfer from the previous stage to each stage, for a step of `num_tokens`."""
+        """Return for each stage the seconds of the hop from the previous stage, in a step of `num_tokens`."""
         if self.num_stages == 1:
             return [0.0]
         lines = (self._near, self._far)
@@ -294,9 +290,7 @@ class LaneCost:
         return [0.0, *(seconds[int(stage.far)] for stage in self.stages[1:])]
 
     def hops_ns(self, num_tokens: int) -> list[int]:
-        """Return the transfer's time in rounded nanoseconds; results are cached, since steps have few different
-        sizes.
-        """
+        """Return `hops` in rounded nanoseconds. Results are cached, since steps have few different sizes."""
         found = self._hops_ns.get(num_tokens)
         if found is None:
             found = [round(seconds * 1e9) for seconds in self.hops(num_tokens)]
@@ -326,7 +320,7 @@ class LaneCost:
 
 
 def lanes_of(plan: Plan, profile: Profile) -> dict[StageLane, LaneCost]:
-    """Return the step costs of a plan's lanes, by name, with the plan's slowdown.
+    """Return the step costs of each lane of a plan, with the plan's slowdown.
 
     Args:
         profile: the profile as measured, without the plan's slowdown.
@@ -344,9 +338,9 @@ def lanes_of(plan: Plan, profile: Profile) -> dict[StageLane, LaneCost]:
 
 
 class _DecodeSteps:
-    """Computes the seconds of a stage's steps that only decode.
+    """Computes the seconds of steps that only decode, on one kind of stage.
 
-    For each number of requests, it caches the time of the work other than attention, and a row of attention's table.
+    For each number of requests, the time of all work other than attention and a row of the attention table are cached.
     """
 
     def __init__(self, lane: LaneCost, kind: int) -> None:
@@ -374,8 +368,8 @@ class _DecodeSteps:
 
 
 def _ragged(grid: Grid, pieces: Sequence[tuple[int, int, int]]) -> float:
-    """Return the attention seconds of prompt pieces [start, end): the mean, over the pieces, of the time of as many
-    pieces that are all equal to this one.
+    """Return the seconds of attention for prompt pieces [start, end). Each of n pieces takes 1 / n of the time of n
+    such pieces.
     """
     count, at = len(pieces), grid.at
     seconds = 0.0

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 
 class StepParts(NamedTuple):
-    """Seconds of a step on a stage, by part.
+    """Seconds of each part of a step on one stage.
 
     Attributes:
-        tokens: token-wise work of layers and embedding.
+        tokens: layers without attention, and embedding.
         encode_attention: attention of prompts.
         decode_attention: attention of decodes, with cross-attention and the cost of mixing.
         head: output head and sampling.
@@ -28,14 +28,14 @@ class StepCounts(NamedTuple):
     """The counts on which a step's cost depends.
 
     Attributes:
-        encode: (start, end, 1 if it ends its prompt else 0) of each prompt piece.
-        decodes: requests that decode a token.
+        encode: (start, end, 1 if the piece ends its prompt else 0) of each prompt piece.
+        decodes: number of requests that decode.
         context: number of tokens to which the decoding requests attend, summed over requests (for an encoder-decoder,
             output tokens only).
-        sampled: rows that go through the output head.
-        num_tokens: prompt tokens, plus one for each decode.
-        mean_input: mean input length of the requests that go through the decoder; for cross-attention.
-        joining_tokens: input tokens of requests in their first decode step, if another lane encoded them.
+        sampled: number of rows that go through the output head.
+        num_tokens: number of prompt tokens, plus one for each decode.
+        mean_input: for cross-attention, the mean input length of the requests that go through the decoder.
+        joining_tokens: number of input tokens of requests in their first decode step that another lane encoded.
     """
 
     encode: Sequence[tuple[int, int, int]]
@@ -48,7 +48,7 @@ class StepCounts(NamedTuple):
 
     @classmethod
     def of(cls, encode: Sequence[tuple[int, int, int]], contexts: Sequence[int]) -> StepCounts:
-        """Return the counts of a decoder-only model's step, which samples for each decode and each ended prompt.
+        """Return the counts of a step of a decoder-only model, which samples for each decode and each prompt that ends.
 
         Args:
             contexts: number of tokens to which each decoding request attends.

@@ -1,4 +1,4 @@
-"""Compute the cost of a lane's steps in compiled code: `LaneCost.step_ns` on arrays."""
+"""Compute how long a lane's steps take in compiled code, as `LaneCost.step_ns` does in Python."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Ints = npt.NDArray[np.int64]
 
 REST, LAST, HEAD, CROSS_KV, ENCODER_REST = range(5)
 NUM_LINES = 5
-"""Number of lines of a group. All groups' lines come first, then embedding, overhead and the two hops."""
+"""Number of lines of a group. The lines of all groups come first, then embedding, overhead and the two hops."""
 ENCODE, DECODE, CROSS, ENCODER = range(4)
 NUM_GRIDS = 4
 
 NUM_PARTS = 7
-"""Number of parts of a layer's seconds, the head's included; see `layer_of`."""
+"""Number of parts into which `layer_of` divides a layer's seconds, including the head."""
 NUM_FIELDS = 6
 """Fields of a kind of stage: group, decoder layers, encoder layers, has embedding, has head, is on another node."""
 
@@ -32,9 +32,9 @@ class StepTables(NamedTuple):
         points, values: points and values of all lines.
         line_at: index at which each line begins. # [lines + 1]
         batches, lengths, seconds: points and values of all grids.
-        grid_at: index at which each grid begins in these three arrays. # [grids + 1, 3]
-        kinds: kinds of stages. # [kinds, NUM_FIELDS]
-        kind_of: kind of each stage. # [stages]
+        grid_at: indices at which each grid begins in these three arrays. # [grids + 1, 3]
+        kinds: the kinds of stages. # [kinds, NUM_FIELDS]
+        kind_of: the kind of each stage. # [stages]
         num_groups: number of different tensor-parallel groups.
         mixing: see `LaneCost`.
         has_encoder: whether the model is an encoder-decoder.
@@ -95,7 +95,7 @@ def step_tables(cost: LaneCost) -> StepTables:
 
 @helper
 def stretch_of(points, first, end, x):
-    """Return the index of the point among [first, end) at which the segment that holds x begins."""
+    """Return the index, from `first` to `end`, of the point at which the segment around x begins."""
     last = end - 1
     while last - first > 1:
         middle = (first + last) // 2
@@ -108,20 +108,20 @@ def stretch_of(points, first, end, x):
 
 @helper
 def line_value(points, values, first, end, x):
-    """Return the value of the line whose points are [first, end)."""
+    """Return the value at x of the line through points [first, end)."""
     i = stretch_of(points, first, end, x)
     return values[i] + (x - points[i]) * (values[i + 1] - values[i]) / (points[i + 1] - points[i])
 
 
 @helper
 def line_at(t, line, x):
-    """Return the value of a line, by its number."""
+    """Return the value at x of line number `line`."""
     return line_value(t.points, t.values, t.line_at[line], t.line_at[line + 1], x)
 
 
 @helper
 def grid_at(t, grid, batch, length):
-    """Return the value of a grid, by its number."""
+    """Return the value of grid number `grid`."""
     first_batch, first_length, first = t.grid_at[grid]
     end_batch, end_length, _ = t.grid_at[grid + 1]
     i = stretch_of(t.batches, first_batch, end_batch, batch)
@@ -142,7 +142,7 @@ def step_ns(t, step, pieces, scratch, found):
     """Write the rounded nanoseconds of a step on each kind of stage into `found`.
 
     Args:
-        step: its counts, see `arrivals.STEP`.
+        step: the step's counts, as an `arrivals.STEP`.
         scratch: # [groups, NUM_PARTS]
         found: # [kinds]
     """
@@ -186,8 +186,8 @@ def step_ns(t, step, pieces, scratch, found):
 
 @helper
 def layer_of(t, group, step, pieces, found):
-    """Write a layer's seconds into `found`: for tokens, decodes, prompts, the head, cross-attention, the keys and
-    values of cross-attention, and tokens in the last layer.
+    """Write the seconds of a layer's parts into `found`: tokens, decodes, prompts, head, cross-attention, keys and
+    values for cross-attention, and tokens in the last layer.
     """
     lines, grids = NUM_LINES * group, NUM_GRIDS * group
     count, decodes = step.last_piece - step.first_piece, step.decodes
@@ -208,9 +208,7 @@ def layer_of(t, group, step, pieces, found):
 
 @helper
 def prompts_s(t, grid, pieces, step):
-    """Return the attention seconds of prompt pieces: the mean, over the pieces, of the time of as many pieces that are
-    all equal to this one.
-    """
+    """Return the seconds of attention for prompt pieces. Each of n pieces takes 1 / n of the time of n such pieces."""
     count, seconds = step.last_piece - step.first_piece, 0.0
     for i in range(step.first_piece, step.last_piece):
         piece = pieces[i % len(pieces)]
@@ -222,9 +220,7 @@ def prompts_s(t, grid, pieces, step):
 
 @helper
 def pass_stages(t, free_ns, issue_ns, costs_ns, num_tokens):
-    """Return when a step leaves the last stage, and update `free_ns`, the times at which each stage has finished all
-    steps so far.
-    """
+    """Return when a step leaves the last stage. Set `free_ns` to the times when each stage has finished all steps."""
     now_ns = free_ns[0] = max(issue_ns, free_ns[0]) + costs_ns[t.kind_of[0]]
     if len(free_ns) == 1:
         return now_ns

@@ -1,4 +1,4 @@
-"""Fit the few numbers with which a policy predicts its own steps to the profile's step costs."""
+"""Fit the few numbers with which the scheduling rule predicts step times while it serves."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from xsimulator.costs.step_cost import LaneCost, lanes_of
 from xsimulator.costs.step_counts import StepCounts
 
 NUM_POINTS = 32
-"""Points of a fitted table."""
+"""Number of points of a fitted table."""
 NUM_STEPS = 200
-"""Number of steps that are fitted. The error is computed on as many others."""
+"""Number of steps for the fit. The error is computed on as many other steps."""
 
 
 def with_step_times(plan: Plan, profile: Profile) -> Plan:
-    """Return a plan with one lane with the step times that its policy needs at run time."""
+    """Return a plan, which has one lane, with the step times that its scheduling rule needs."""
     times = step_times(plan, lanes_of(plan, profile)["both"])
     return plan.with_estimate(step_times=times)
 
 
 def step_times(plan: Plan, cost: LaneCost) -> StepTimes:
-    """Return step times fitted to a decoder-only model's lane, over the plan's batches and lengths."""
+    """Return step times, fitted to the costs of a decoder-only model's lane over the plan's batches and lengths."""
     longest = plan.workload.input.lengths[-1] + plan.workload.output.lengths[-1]
     most_tokens = max(2 * plan.workload.input.lengths[-1], 8192)
     tokens, prompts = _points(most_tokens), _points(longest)
@@ -41,7 +41,7 @@ def step_times(plan: Plan, cost: LaneCost) -> StepTimes:
     fitted, judged = _steps(plan, cost, 0), _steps(plan, cost, 1)
     decodes = np.asarray([[counts.decodes, counts.context] for counts, _ in fitted], float)
     left = np.asarray([seconds - _predicted(times, counts) for counts, seconds in fitted])
-    scale = 1 / np.asarray([seconds for _, seconds in fitted])  # relative errors
+    scale = 1 / np.asarray([seconds for _, seconds in fitted])  # for relative errors
     found, *_ = np.linalg.lstsq(decodes * scale[:, None], left * scale, rcond=None)
     times = times.model_copy(update={"decode_s": float(found[0]), "context_s": float(found[1])})
     errors = [abs(_predicted(times, counts) / seconds - 1) for counts, seconds in judged]
@@ -54,7 +54,7 @@ def _points(most: int) -> list[int]:
 
 
 def _seconds(cost: LaneCost, counts: StepCounts) -> float:
-    """Return the seconds of a step through all stages."""
+    """Return how many seconds a step takes through all stages."""
     return sum(sum(parts) for parts in cost.parts(counts)) + sum(cost.hops(counts.num_tokens))
 
 
@@ -63,7 +63,7 @@ def _attention(cost: LaneCost, length: int) -> float:
 
 
 def _steps(plan: Plan, cost: LaneCost, seed: int) -> list[tuple[StepCounts, float]]:
-    """Return random steps like those of the plan: a decode batch and a piece of a prompt, with their seconds."""
+    """Return random steps like the plan's, with their seconds. Each has a decode batch and a piece of a prompt."""
     rng = np.random.default_rng(seed)
     inputs, outputs = plan.workload.input, plan.workload.output
     most = max(1, getattr(plan.policy, "max_batch", round(plan.estimate.decode_batch)))

@@ -1,4 +1,4 @@
-"""Compute the cost of transferring K/V from the encode lane to the decode lane."""
+"""Compute how long K/V takes to move from the encode lane to the decode lane."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from xsimulator.costs.step_cost import LaneCost
 
 
 class TransferCost:
-    """Seconds of the transfer of a batch's K/V to the decode lane, by the tokens of its prompts.
+    """Seconds that a batch's K/V takes to move to the decode lane, by number of prompt tokens.
 
-    Devices transfer their shares at the same time, so the one with the most layers takes longest. An encoder sends only
-    its last hidden states.
+    Devices send at the same time, so the device with the most layers takes longest. An encoder sends only its last
+    hidden states.
     """
 
     def __init__(self, encode: LaneCost, decode: LaneCost) -> None:
@@ -23,9 +23,9 @@ class TransferCost:
             stages = (*encode.stages, *decode.stages)
             share = max(stage.decoder_layers / stage.tp for stage in stages) / spec.num_layers
         self.line = Line(line.points / share, line.values)
-        """Seconds by the tokens of all prompts of the batch."""
+        """Seconds, by number of tokens of all prompts in the batch."""
         self.occupies = encode.profile.num_threads is not None
-        """Whether a transfer takes compute time of the devices: a CPU has no copy engine."""
+        """Whether a transfer takes compute time of the devices. It does on CPUs, which have no copy engine."""
 
     def at(self, tokens: float) -> float:
         return self.line.at(tokens)

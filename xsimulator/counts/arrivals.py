@@ -1,13 +1,13 @@
 """Define the state of a simulation by counts, in which requests arrive one by one.
 
-All requests that decode in a micro-batch advance together. So the cost of a step needs only the number of these
-requests and the total number of tokens to which they attend, and a request needs only the iteration in which it ends.
-Requests enter in order of arrival. Memory for their longest output is reserved ("reserve"). In a single micro-batch of
-orca or chunked, they may instead take only the blocks of their prompt ("quantile"). Other schedules are simulated
-request by request (`xsimulator.events`). For schedules that both can simulate, the times are the same
-(tests/contract/test_counts.py).
+A decode step gives a token to every request that decodes in the micro-batch. So the cost of a step depends only on the
+number of these requests and the total number of tokens to which they attend, and only the iteration in which it ends is
+stored for a request. Requests enter in order of arrival. Memory for a request's longest output is reserved ("reserve").
+With a single micro-batch of orca or chunked, requests may instead enter with only the blocks of their prompts
+("quantile"). Other schedules are simulated on the simulated engine (`xsimulator.events`). For schedules that both can
+simulate, all times are equal (tests/contract/test_counts.py).
 
-numba compiles the loops when they first run, and keeps the compiled code on disk: see `xsimulator.counts.compiled`.
+When the loops first run, numba compiles them and stores the compiled code on disk (see `xsimulator.counts.compiled`).
 """
 
 from __future__ import annotations
@@ -40,14 +40,18 @@ REQUEST = np.dtype(
 )
 """A request.
 
-input, output, most, cached: tokens; memory for `most` output tokens is reserved. tokens: see `Stream`. arrival_ns,
-first_ns, end_ns: times of its arrival, first token and last token; NONE: not yet. encoded: number of its prompt tokens
-that have been encoded. after: the next request in its micro-batch whose prompt is not encoded. ends_with: the next
-request that ends in the same iteration. admitted_ns: start of the step that begins its prompt. admitted_step,
-first_step, last_step: numbers of the settled steps that began its prompt and made its first and last token. joins_at:
-under WAA, number of decode steps that must have begun before it joins. made: number of its output tokens when it was
-preempted; they are encoded again with its prompt. ends_at: the iteration in which it ends; NONE: it does not decode.
-joined_batch, joined_step: the micro-batch in which it decodes, and the number of its first decode step there.
+- input, output, most, cached: numbers of tokens. Memory is reserved for `most` output tokens. tokens: see `Stream`.
+- arrival_ns, first_ns, end_ns: times of its arrival, first token and last token, or NONE before that.
+- encoded: number of prompt tokens encoded so far.
+- after: the next request of the micro-batch that is not completely encoded.
+- ends_with: the next request that ends in the same iteration.
+- admitted_ns: start of the step that begins to encode its prompt.
+- admitted_step, first_step, last_step: numbers of the settled steps that began to encode its prompt and that computed
+  its first and last token.
+- joins_at: under waa, the number of decode steps that must have begun before it joins.
+- made: number of its output tokens when it was preempted. They are encoded again with its prompt.
+- ends_at: the iteration in which it ends, or NONE if it does not decode.
+- joined_batch, joined_step: the micro-batch in which it decodes, and the number of its first decode step there.
 """
 
 NEW = np.zeros(1, REQUEST)
@@ -60,18 +64,17 @@ BATCH = np.dtype(
     + _fields("waited num_encoding num_issued first last unissued num_decode_steps encode_every token_budget max_batch")
     + _fields("credit encode_tokens carried_batch decode_batch", np.float64)
 )
-"""A micro-batch: its counts and its settings.
+"""The counts and settings of a micro-batch.
 
-decoding: number of requests in decode; held: number of requests that have ended but keep their place (static); ending:
-in schedules that run ahead, number of requests whose last token is known to be in the step that runs now.
-context: tokens of the prompts and outputs of requests in decode and held; inputs: tokens of their prompts only.
-iteration: number of decode steps begun so far; num_decode_steps: number of decode steps that have ended; steps: number
-of steps of any kind that run now.
-phase, since_encode, credit: as in the policy's rule.
-num_encoding, first, last: requests whose prompt is not encoded yet, in order of admission.
-waited: number of steps for which prompts have waited for others.
-num_issued: how many of these requests are in a step that runs now (static's parts); unissued: the first of them that no
-step contains yet.
+- decoding: number of decoding requests. held: number of ended requests that keep their slots (static).
+- ending: in schedules that run ahead, number of requests whose last token the running step computes.
+- context: prompt and output tokens of decoding and held requests. inputs: their prompt tokens only.
+- iteration: number of decode steps begun so far. num_decode_steps: number of decode steps that have ended.
+- steps: number of running steps of any kind.
+- phase, since_encode, credit: as in the scheduling rule.
+- num_encoding, first, last: number of requests whose prompts are not encoded yet, and the first and last of them.
+- waited: number of steps for which prompts have waited for more prompts.
+- num_issued: how many of these prompts are in running steps. unissued: the first prompt that is in no step yet.
 """
 
 STEP = np.dtype(
@@ -79,13 +82,12 @@ STEP = np.dtype(
     + _fields("first_piece last_piece first_moved last_moved")
     + _fields("mean_input", np.float64)
 )
-"""A step that runs now, with the counts on which its cost depends (`StepCounts`). Its prompt pieces and moved requests
-are ranges."""
+"""A running step, with the counts for its cost (`StepCounts`) and its ranges of prompt pieces and moved requests."""
 
 PIECE = np.dtype(_fields("request start length"))
 
 LOGGED = np.dtype(_fields("start_ns end_ns lane batch decodes encodes left"))
-"""A settled step. left: number of requests of its micro-batch in decode after it."""
+"""A settled step. left: number of requests of its micro-batch that decode after the step."""
 
 LANE = np.dtype(
     _fields("head tail num_inside reserved now_ns num_left is_given_up first_counted last_counted num_sent path_ns")
@@ -98,14 +100,18 @@ LANE = np.dtype(
     + _fields("num_decode_steps buffer_steps")
     + _fields("adjustment decode_batch credit encode_tokens", np.float64)
 )
-"""A schedule's counts and settings.
+"""The counts and settings of a schedule.
 
-Requests [head, tail) wait behind the preempted requests, a list that begins with `preempted`. by_use: whether requests
-take blocks as they grow. Steps [first_step, end_step) run now. Requests [first_counted, last_counted) are measured.
-num_sent, path_ns: number of requests sent. In a closed loop the next one is sent `path_ns` after one has ended. emits:
-whether an encode step makes first tokens. Of WAA's requests, in the order in which their prompts end, `num_encoded` are
-encoded, `num_moving` have left, `num_arrived` are in the decode lane, and `num_joined` decode there. `num_decode` of
-the micro-batches belong to that lane. occupies: whether a transfer takes the devices' compute time.
+- head, tail, preempted: requests [head, tail) wait behind the list of preempted requests that begins with `preempted`.
+- by_use: whether requests take blocks as they grow.
+- first_step, end_step: steps [first_step, end_step) are running.
+- first_counted, last_counted: requests [first_counted, last_counted) are measured.
+- num_sent: number of requests sent. In a closed loop, the next one is sent `path_ns` after a request has ended.
+- emits: whether an encode step computes first tokens.
+- num_encoded, num_moving, num_arrived, num_joined: under waa, how many requests have been encoded, have begun to move,
+  have arrived in the decode lane, and have joined a micro-batch there, in the order in which their prompts ended.
+- num_decode: under waa, the number of micro-batches of the decode lane.
+- occupies: whether a transfer takes compute time of the devices.
 """
 
 
@@ -113,11 +119,11 @@ class Stream(NamedTuple):
     """Requests in order of arrival.
 
     Attributes:
-        inputs, outputs: numbers of tokens of their prompts and outputs.
-        max_output: output tokens for which memory is reserved, for each request or for all.
-        arrivals_ns: their times of arrival.
-        cached: tokens of each prompt whose K/V is already cached, or empty.
-        tokens: numbers of their output tokens, if `outputs` counts decode steps with a draft. Empty means the same as
+        inputs, outputs: numbers of prompt and output tokens.
+        max_output: number of output tokens for which memory is reserved, for each request or for all.
+        arrivals_ns: times of arrival.
+        cached: numbers of prompt tokens whose K/V is already cached, or empty.
+        tokens: numbers of output tokens, if `outputs` counts decode steps with a draft. Empty means the same as
             `outputs`.
     """
 
@@ -130,12 +136,12 @@ class Stream(NamedTuple):
 
 
 class GoalNs(NamedTuple):
-    """Bounds that a request must keep together, in nanoseconds.
+    """Bounds, in nanoseconds, all of which a request must keep.
 
     Attributes:
-        whole_ns, first_ns: time from arrival to the last and to the first token.
-        gap_ns: mean gap between tokens.
-        most_broken: the run ends once more requests than this number have broken one of the bounds.
+        whole_ns, first_ns: bounds on the time from arrival to the last and to the first token.
+        gap_ns: bound on the mean gap between tokens.
+        most_broken: the run ends once more requests than this have broken a bound.
     """
 
     whole_ns: float
@@ -145,7 +151,7 @@ class GoalNs(NamedTuple):
 
 
 class KeptBounds(NamedTuple):
-    """The bounds that the counted requests, [first, last), must keep."""
+    """The bounds that requests [first, last) must keep, which are the measured ones."""
 
     goals: tuple[GoalNs, ...]
     first: int
@@ -157,7 +163,7 @@ class Kv(NamedTuple):
 
     Attributes:
         by_use: whether requests take blocks as they grow, and the last request to enter is preempted when no block is
-            free; otherwise each request reserves its maximum.
+            free. Otherwise each request reserves blocks for its longest output.
     """
 
     blocks: int
@@ -172,12 +178,12 @@ class RunState(NamedTuple):
     """The state of a run, as arrays for compiled code.
 
     Attributes:
-        lane: one record.
-        batches: the micro-batches. Under WAA, the decode lane's first, then the encode lane's.
-        ends: the first request that ends in each iteration, modulo the number of iterations. # [batches, iterations]
-        grows: number of requests that take a block in each iteration, modulo the tokens of a block. # [tokens]
-        steps, pieces: ring buffers.
-        moved: requests in the order in which their prompts ended (WAA).
+        lane: one record of the schedule.
+        batches: the micro-batches. Under waa, those of the decode lane come before those of the encode lane.
+        ends: for each iteration, modulo their number, the first request that ends in it. # [batches, iterations]
+        grows: for each iteration, modulo a block's tokens, the number of requests that take a block in it. # [tokens]
+        steps, pieces: ring buffers of running steps and of prompt pieces.
+        moved: under waa, requests in the order in which their prompts ended.
         goals: the fields of each `GoalNs`. # [goals, 4]
         broken: number of requests that broke each goal.
         log: the settled steps.
@@ -197,7 +203,7 @@ class RunState(NamedTuple):
 
 
 AT_ONCE = 4096
-"""Number of requests whose fields are set together, so that they stay in the processor's cache."""
+"""Number of requests whose fields are set together, so that their memory stays in the processor's cache."""
 
 
 class Run(ABC):
@@ -206,8 +212,8 @@ class Run(ABC):
     Args:
         num_batches: number of micro-batches of all lanes together.
         most_steps: largest number of steps that run at the same time.
-        clients: number of clients of a closed loop, each of which sends its next request `path_ns` after its previous
-            one has ended. None means that requests arrive at their own times.
+        clients: number of clients of a closed loop. Each client sends its next request `path_ns` after its previous
+            request has ended. None means that requests arrive at their own times.
         is_logged: whether to log each step.
     """
 
@@ -230,7 +236,7 @@ class Run(ABC):
         columns = {name: np.broadcast_to(np.asarray(values), count) for name, values in given.items()}
         for start in range(0, count, AT_ONCE):
             part = slice(start, start + AT_ONCE)
-            requests[part].view(np.int32).reshape(-1, len(new))[:] = new  # a copy of records is slower
+            requests[part].view(np.int32).reshape(-1, len(new))[:] = new  # copying whole records is slower
             for name, values in columns.items():
                 requests[name][part] = values[part]
         batches, lane = np.zeros(num_batches, BATCH), np.zeros(1, LANE)
@@ -255,7 +261,7 @@ class Run(ABC):
         )
 
     def run(self, limits: KeptBounds | None = None) -> bool:
-        """Run until all measured requests have ended; return False if too many of them broke a goal."""
+        """Run until all measured requests have ended. Return False if too many of these requests broke a goal."""
         goals, first, last = limits or ((), 0, len(self.state.requests))
         lane = self.state.lane[0]
         lane["first_counted"], lane["last_counted"], lane["num_left"] = first, last, last - first
@@ -268,7 +274,7 @@ class Run(ABC):
 
     @abstractmethod
     def _go_on(self) -> bool:
-        """Continue the run; return False if the log is full."""
+        """Continue the run, or return False if the log is full."""
 
     @property
     def first_ns(self) -> npt.NDArray[np.int64]:

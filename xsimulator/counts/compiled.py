@@ -1,7 +1,7 @@
-"""Compile loops with numba and keep them on disk.
+"""Compile loops with numba, and store the compiled code on disk.
 
 A helper is compiled into its callers. A function that Python calls is compiled when it first runs, which takes some
-seconds. The result is kept on disk (`xgpt.core.compiled_code`).
+seconds. The compiled code is stored on disk (`xgpt.core.compiled_code`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from numba.extending import intrinsic
 
 _WITHOUT_ENTRY: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 helper = njit(forceinline=True, **_WITHOUT_ENTRY)
-"""Compile a function into its callers. It has no entry point for Python, which would take a third of the compile
-time.
-"""
+"""Compile a function into its callers, without an entry point for Python, which would take a third of the time."""
 
 
 def kept(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiled function that Python can call, kept on disk if a directory can be written.
+    """Return a compiled function that Python can call. The code is stored on disk if a directory can be written.
 
-    Several threads can run it at the same time.
+    Several threads can run the function at the same time.
     """
     try:
         return njit(cache=True, nogil=True)(function)
@@ -39,9 +37,9 @@ def is_kept(function: Callable[..., Any]) -> bool:
 
 
 def _borrowed(typing_context: Any, arrays: Any) -> Any:
-    """Return the same named tuple with arrays that have no reference counts. The caller must keep them alive.
+    """Return the same named tuple, but with arrays without reference counts. The caller must keep the arrays alive.
 
-    Numba changes a reference count atomically whenever an array is read from a tuple, and this took most of the loops'
+    Whenever an array is read from a tuple, numba changes a reference count atomically, which took most of the loops'
     time.
     """
 

@@ -1,4 +1,4 @@
-"""Create the run by counts of a plan's requests."""
+"""Create the run by counts that simulates a plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xsimulator.forecast import FORECASTS
 
 
 def is_compiled() -> bool:
-    """Return whether runs of one lane are already compiled. The first run on a machine compiles them."""
+    """Return whether runs of one lane are compiled, as they are after the first run on a machine."""
     return is_kept(one_lane_arrivals.run)
 
 
@@ -45,18 +45,18 @@ def counted_run(
 
 
 def is_counted(plan: Plan) -> bool:
-    """Return whether a plan can be simulated by counts; otherwise the simulated engine runs its own rule.
+    """Return whether a plan can be simulated by counts and does not need the simulated engine.
 
-    Runs by counts repeat the rules of `policies.OneLane` and `policies.TwoLane` for the settings that
-    `OneLaneRun.known` and `TwoLaneRun.known` name; a plan whose rule uses any other setting is not simulated by counts.
-    The plan also needs order fcfs, and either reserved K/V memory or a decoder-only model under orca or chunked in a
-    single micro-batch.
+    Runs by counts implement the rules of `policies.OneLane` and `policies.TwoLane` for the settings that
+    `OneLaneRun.known` and `TwoLaneRun.known` name. A plan whose rule uses another setting is not simulated by counts.
+    The plan must also have order fcfs, and either reserved K/V memory, or a decoder-only model under orca or chunked
+    with a single micro-batch.
     """
     return _counted_schedule(plan) is not None
 
 
 def _counted_schedule(plan: Plan) -> policies.OneLane | policies.TwoLane | None:
-    """Return the plan's schedule if runs by counts know the plan's rule, order of admission and use of memory."""
+    """Return the plan's schedule, or None if the plan cannot be simulated by counts."""
     if plan.admission.order != "fcfs" or not _counts_kv(plan):
         return None
     schedule = policies.build(plan)
@@ -68,7 +68,7 @@ def _counted_schedule(plan: Plan) -> policies.OneLane | policies.TwoLane | None:
 
 
 def _knows(known: frozenset[str], type_: type[Any], settings: Any) -> bool:
-    """Return whether settings are of exactly this type, and differ from the type's defaults only in `known` fields."""
+    """Return whether settings are exactly of type `type_` and differ from its defaults only in `known` fields."""
     if type(settings) is not type_:
         return False
     return all(field.name in known or getattr(settings, field.name) == field.default for field in fields(settings))

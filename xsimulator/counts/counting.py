@@ -1,4 +1,4 @@
-"""Helpers of the compiled runs of one lane and of two: admission, memory, endings, and the counts of a step."""
+"""Admission, memory, endings and the counts of a step, for the compiled runs of one lane and of two lanes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def blocks_of(lane, tokens):
 
 @helper
 def next_waiting(lane):
-    """Return the first waiting request; NONE: no request waits."""
+    """Return the first waiting request, or NONE if no request waits."""
     if lane.preempted != NONE:
         return lane.preempted
     return lane.head if lane.head < lane.tail else NONE
@@ -21,7 +21,7 @@ def next_waiting(lane):
 
 @helper
 def prompt_of(request):
-    """Return the tokens to encode when a request enters: its prompt, and its output so far if it was preempted."""
+    """Return how many tokens an entering request must encode: its prompt and, after a preemption, its output so far."""
     return request.input + request.made
 
 
@@ -38,7 +38,7 @@ def can_admit(s, lane):
 
 @helper
 def admit(s, lane):
-    """Admit the first waiting request and return it; NONE: no request can enter."""
+    """Admit and return the first waiting request, or return NONE if it cannot enter."""
     if not can_admit(s, lane):
         return NONE
     id_ = next_waiting(lane)
@@ -53,9 +53,7 @@ def admit(s, lane):
 
 @helper
 def leave(s, lane, id_, more=0):
-    """Free a request's blocks. Under by_use, these are the blocks of all its tokens except the last, and of `more`
-    further tokens.
-    """
+    """Free a request's blocks. With `by_use`, they contain all its tokens except the last, and `more` others."""
     request = s.requests[id_]
     lane.reserved -= blocks_of(lane, request.input + (request.output - 1 + more if lane.by_use else request.most))
     lane.num_inside -= 1
@@ -63,15 +61,13 @@ def leave(s, lane, id_, more=0):
 
 @helper
 def grows_in(s, batch, context):
-    """Return the iteration, modulo the tokens of a block, in which a request with this context takes its next block."""
+    """Return the iteration, modulo a block's tokens, in which a request with `context` tokens takes its next block."""
     return (batch.iteration - context + 1) % len(s.grows)
 
 
 @helper
 def preempt(s, lane, number):
-    """Preempt the request that entered last and put it at the head of the queue. Call this before scheduling the next
-    step.
-    """
+    """Preempt the last request that entered, and put it at the head of the queue. Call this between steps."""
     batch, id_ = s.batches[number], lane.head - 1
     lane.num_inside -= 1
     if batch.num_encoding:
@@ -109,7 +105,7 @@ def preempt(s, lane, number):
 
 @helper
 def make_room(s, lane, number):
-    """Give every request the block of its next token; preempt the requests that entered last until there is room."""
+    """Give every request the block of its next token. If blocks are lacking, preempt the last requests that entered."""
     batch = s.batches[number]
     while lane.reserved + s.grows[batch.iteration % len(s.grows)] > lane.blocks and lane.num_inside > 1:
         preempt(s, lane, number)
@@ -118,14 +114,14 @@ def make_room(s, lane, number):
 
 @helper
 def take_in(s, lane):
-    """Add the requests that have arrived to the waiting ones."""
+    """Add the requests that have arrived to the waiting requests."""
     while lane.tail < len(s.requests) and s.requests[lane.tail].arrival_ns <= lane.now_ns:
         lane.tail += 1
 
 
 @helper
 def end(s, lane, id_):
-    """End a request, which has its last token now, and count whether it broke a goal."""
+    """End a request that has its last token now, and count the goals that it broke."""
     request, now_ns = s.requests[id_], lane.now_ns
     request.ends_at = NONE
     request.end_ns, request.last_step = now_ns, lane.num_settled
@@ -146,7 +142,7 @@ def end(s, lane, id_):
 
 @helper
 def join(s, number, id_, generated):
-    """Let a request begin to decode in a micro-batch; `generated` of its output tokens exist already."""
+    """Let a request with `generated` output tokens begin to decode in a micro-batch."""
     request, batch = s.requests[id_], s.batches[number]
     batch.decoding += 1
     batch.context += request.input + generated
@@ -160,7 +156,7 @@ def join(s, number, id_, generated):
 
 @helper
 def take_ends(s, number):
-    """Return the first of the requests that end in this iteration, and forget them."""
+    """Return the first request of the list that ends in this iteration, and clear the list."""
     iteration = s.batches[number].iteration % s.ends.shape[1]
     first = s.ends[number, iteration]
     s.ends[number, iteration] = NONE
@@ -169,7 +165,7 @@ def take_ends(s, number):
 
 @helper
 def drop(s, batch, id_):
-    """Remove a request from its micro-batch's decodes."""
+    """Remove an ended request from the decodes of its micro-batch."""
     request = s.requests[id_]
     batch.decoding -= 1
     batch.context -= request.input + request.output
@@ -199,7 +195,7 @@ def count(s, step, has_encoder):
     step.decodes = step.context = 0
     if step.does_decode:
         step.decodes, step.context = batch.decoding + batch.held, batch.context
-        if has_encoder:  # a decoder's self-attention sees only outputs
+        if has_encoder:  # a decoder's self-attention reads only outputs
             step.context += step.decodes - batch.inputs
             inputs += batch.inputs
     step.mean_input = inputs / max(step.decodes + step.num_ended, 1)
@@ -209,7 +205,7 @@ def count(s, step, has_encoder):
 
 @helper
 def log(s, lane, step):
-    """Record in a step's requests that the step ends now."""
+    """Record for each request of a step that the step ends now."""
     batch = s.batches[step.batch]
     if step.does_decode:
         batch.num_decode_steps += 1
@@ -226,7 +222,7 @@ def log(s, lane, step):
 
 @helper
 def settled(s, lane, step):
-    """Count a settled step, and write it into the log if there is one."""
+    """Count a settled step, and write it into the log if the run is logged."""
     if lane.is_logged:
         logged = s.log[lane.num_settled]
         logged.start_ns, logged.end_ns, logged.lane = step.start_ns, step.end_ns, step.lane

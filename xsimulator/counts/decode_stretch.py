@@ -1,7 +1,7 @@
 """Simulate consecutive steps that only decode, in the compiled run of one lane.
 
-Until a request joins or ends, a micro-batch decodes the same requests in every step, and only the term of the context
-changes in a step's cost. The other terms are looked up once.
+Until a request joins or ends, every step decodes the same requests. Only the part of a step's cost that depends on the
+context changes, so the other parts are looked up once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xsimulator.counts.counting import can_admit
 def decode_on(s, lane, tables, free_ns):
     """Run steps that only decode, up to the next step that ends a request or that another request may join.
 
-    All earlier steps must be settled. It does nothing with several stages or micro-batches, or if steps are logged.
+    All earlier steps must be settled. With several stages or micro-batches, or if steps are logged, this does nothing.
     """
     batch = s.batches[0]
     decodes, encodes = batch.decoding + batch.held, batch.num_encoding > 0
@@ -44,7 +44,7 @@ def decode_on(s, lane, tables, free_ns):
     overhead_s, rest_s = line_at(tables, others + 1, decodes), line_at(tables, REST, decodes)
     head_s = line_at(tables, LAST, decodes) - rest_s + line_at(tables, HEAD, decodes) if heads else 0.0
     embedding_s = line_at(tables, others, decodes) if embeds else 0.0
-    # The row of decode attention's grid between the two batch sizes around `decodes`.
+    # Row of the decode attention's grid at `decodes`, interpolated between the two nearest batch sizes.
     first_batch, first_length, first = tables.grid_at[DECODE]
     end_batch, end_length, _ = tables.grid_at[DECODE + 1]
     i = stretch_of(tables.batches, first_batch, end_batch, decodes)

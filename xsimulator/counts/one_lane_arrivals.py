@@ -1,4 +1,4 @@
-"""Simulate requests that arrive one by one under rra, orca, chunked and static, by counts."""
+"""Simulate arriving requests by counts under rra, orca, chunked and static."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MANY = np.iinfo(np.int64).max // 2
 
 
 class OneLaneRun(Run):
-    """A run of rra, orca, chunked or static; the same rule as `xgpt.core.policies.OneLane`."""
+    """A run of rra, orca, chunked or static, with the same rule as `xgpt.core.policies.OneLane`."""
 
     known: ClassVar = frozenset(
         {
@@ -58,7 +58,7 @@ class OneLaneRun(Run):
             "receive_steps",
         }
     )
-    """The settings of a lane that a run follows; see `is_counted`."""
+    """The settings of a lane that a run by counts implements (see `is_counted`)."""
 
     def __init__(self, settings: LaneSettings, cost: LaneCost, kv: Kv, stream: Stream, **how: Any) -> None:
         num_batches = settings.microbatches
@@ -94,7 +94,7 @@ def run(s, tables, free_ns):
 
 @helper
 def go_on(s, tables, free_ns):
-    """Continue the run; return False if the log is full."""
+    """Continue the run, or return False if the log is full."""
     lane, scratch, costs_ns = s.lane[0], np.zeros((tables.num_groups, NUM_PARTS)), np.zeros(len(tables.kinds), np.int64)
     while lane.num_left and not lane.is_given_up:
         if lane.is_logged and lane.num_settled == len(s.log):
@@ -119,7 +119,7 @@ def go_on(s, tables, free_ns):
 
 @helper
 def issue(s, lane, tables, free_ns, scratch, costs_ns):
-    """Begin the next step; return False if there is none."""
+    """Begin the next step, or return False if no step can begin."""
     if lane.refills and not lane.num_inside:
         refill(s, lane)
     num_batches = len(s.batches)
@@ -148,7 +148,7 @@ def issue(s, lane, tables, free_ns, scratch, costs_ns):
 
 @helper
 def next_step(s, lane, number, step):
-    """Write a micro-batch's next step into `step`; return False if it has none."""
+    """Write a micro-batch's next step into `step`, or return False if it has no next step now."""
     batch = s.batches[number]
     may = may_encode(s, lane, number)
     if not is_running(batch) and not (may and can_admit(s, lane)):
@@ -202,8 +202,9 @@ def may_encode(s, lane, number):
 
 @helper
 def waits_for_others(s, lane, batch):
-    """Return whether prompts wait in this step: until the next check for new requests, or for more prompts to encode
-    with them. Consecutive steps in which they wait for more prompts are counted.
+    """Return whether waiting prompts stay out of this step, either because the engine does not check for new requests
+    now, or because more prompts should be encoded together. This counts the consecutive steps in which prompts wait for
+    more prompts.
     """
     if batch.since_encode % lane.receive_steps and batch.decoding > 0:
         return True
@@ -220,7 +221,7 @@ def waits_for_others(s, lane, batch):
 
 @helper
 def fill(s, lane, batch):
-    """Add pieces of prompts up to the token budget (orca, chunked)."""
+    """Add pieces of prompts to the step, up to the token budget (orca, chunked)."""
     left = batch.token_budget - (0 if lane.prompts_first else batch.decoding)
     id_ = batch.first
     while id_ != NONE:
@@ -246,7 +247,7 @@ def fill(s, lane, batch):
 
 @helper
 def begin_phase(s, lane, batch):
-    """Add whole prompts up to the target of a phase (rra)."""
+    """Add whole prompts to the step, up to the token budget of a phase (rra)."""
     target, excess = batch.encode_tokens, batch.decoding - batch.carried_batch
     if abs(excess) > lane.adjustment * batch.decode_batch:
         target *= 1 - lane.adjustment if excess > 0 else 1 + lane.adjustment
@@ -281,7 +282,7 @@ def refill(s, lane):
 
 @helper
 def next_part(s, lane, batch):
-    """Add the next part of a batch's prompts to the step. Policy static encodes a batch in such parts."""
+    """Add the next part of a static batch's prompts to the step."""
     size = -(-num_running(batch) // lane.encode_parts)
     while size and batch.unissued != NONE:
         request = s.requests[batch.unissued]
@@ -293,7 +294,7 @@ def next_part(s, lane, batch):
 
 @helper
 def line_up(s, batch, id_):
-    """Append a request's prompt to those that a micro-batch will encode."""
+    """Append a request's prompt to the prompts that a micro-batch will encode."""
     request = s.requests[id_]
     request.encoded, request.after = request.cached, NONE
     if batch.first == NONE:
@@ -323,7 +324,7 @@ def settle(s, lane):
             finish(s, lane, step.batch)
         join_encoded(s, lane, step, lane.now_ns)
         if step.last_piece > step.first_piece:
-            finish(s, lane, step.batch)  # requests with one output token end with their prompt
+            finish(s, lane, step.batch)  # requests with one output token end with their prompts
         if lane.refills and not is_any_left(s):
             end_batch(s, lane)
     settled(s, lane, step)
@@ -331,7 +332,7 @@ def settle(s, lane):
 
 @helper
 def join_encoded(s, lane, step, now_ns):
-    """Account for the pieces of prompts that a step has encoded."""
+    """Record that a step has encoded its pieces of prompts. Requests whose prompts end begin to decode."""
     batch = s.batches[step.batch]
     for i in range(step.first_piece, step.last_piece):
         piece = s.pieces[i % len(s.pieces)]
@@ -352,7 +353,7 @@ def join_encoded(s, lane, step, now_ns):
 
 @helper
 def finish(s, lane, number):
-    """End the requests that have their last token now. Requests of a static batch keep their places."""
+    """End the requests that have their last token now. Requests of a static batch keep their slots."""
     batch, id_ = s.batches[number], take_ends(s, number)
     while id_ != NONE:
         drop(s, batch, id_)
@@ -377,7 +378,7 @@ def is_any_left(s):
 
 @helper
 def end_batch(s, lane):
-    """Remove the requests that were held."""
+    """Free the slots of a static batch whose requests have all ended."""
     for i in range(len(s.batches)):
         batch = s.batches[i]
         batch.held = batch.context = batch.inputs = 0
@@ -386,9 +387,7 @@ def end_batch(s, lane):
 
 @helper
 def assume(s, lane, step):
-    """Assume that a running step has made its tokens: requests continue, except those that reach their maximum in this
-    step.
-    """
+    """Count the tokens of a running step already now. Requests go on unless they reach their longest output."""
     batch = s.batches[step.batch]
     if step.does_decode:
         batch.iteration += 1
@@ -406,7 +405,7 @@ def assume(s, lane, step):
 
 @helper
 def has_room(s, lane, batch):
-    """Return whether all requests in decode could take a block, including those that end in the assumed step."""
+    """Return whether all decoding requests could get their next blocks, even those that end in the running step."""
     missing, id_ = s.grows[batch.iteration % len(s.grows)], lane.assumed_ends
     while id_ != NONE:
         request = s.requests[id_]
@@ -418,7 +417,7 @@ def has_room(s, lane, batch):
 
 @helper
 def settle_ahead(s, lane, step):
-    """Settle a step whose tokens were assumed to be made."""
+    """Settle a step whose tokens were counted before it ended."""
     if not lane.has_assumed:
         assume(s, lane, step)
     lane.has_assumed, batch = 0, s.batches[step.batch]
@@ -435,6 +434,6 @@ def settle_ahead(s, lane, step):
         else:
             drop(s, batch, id_)
         end(s, lane, id_)
-        # The request is in the step under way.
+        # The next step, which runs already, includes the request.
         leave(s, lane, id_, 1 if request.output < request.most and batch.steps else 0)
         id_ = request.ends_with

@@ -1,4 +1,4 @@
-"""Compile the run by counts and keep it on disk: `python -m xsimulator.counts.precompile`."""
+"""Compile the run by counts, and store it on disk: `python -m xsimulator.counts.precompile`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xsimulator.stages import whole
 
 
 def main() -> None:
-    """Compile the run of one lane, by running one request of one token on an invented profile."""
+    """Compile the run of one lane, by running one request of one token with an invented profile."""
     if is_compiled():
         return
     spec = load_model("opt-125m")[0]

@@ -1,4 +1,4 @@
-"""Simulate requests that arrive one by one under waa, by counts."""
+"""Simulate arriving requests by counts under waa."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from xsimulator.counts.counting import (
 
 
 class TwoLaneRun(Run):
-    """A run of waa; the same rule as `xgpt.core.policies.waa.TwoLane`."""
+    """A run of waa, with the same rule as `xgpt.core.policies.waa.TwoLane`."""
 
     known: ClassVar = frozenset(
         {
@@ -46,7 +46,7 @@ class TwoLaneRun(Run):
             "reuse_is_planned",
         }
     )
-    """The settings of the two lanes that a run follows; see `is_counted`."""
+    """The settings of the two lanes that a run by counts implements (see `is_counted`)."""
 
     def __init__(
         self, settings: TwoLaneSettings, encode: LaneCost, decode: LaneCost, kv: Kv, stream: Stream, **how: bool
@@ -79,7 +79,7 @@ def run(s, encode, decode, encode_free_ns, decode_free_ns, tokens_moved, moved_s
 
 @helper
 def go_on(s, encode, decode, encode_free_ns, decode_free_ns, tokens_moved, moved_s):
-    """Continue the run; return False if the log is full."""
+    """Continue the run, or return False if the log is full."""
     lane = s.lane[0]
     scratch = np.zeros((max(encode.num_groups, decode.num_groups), NUM_PARTS))
     costs_ns = np.zeros(max(len(encode.kinds), len(decode.kinds)), np.int64)
@@ -120,9 +120,7 @@ def go_on(s, encode, decode, encode_free_ns, decode_free_ns, tokens_moved, moved
 
 @helper
 def free_slot(s):
-    """Return the place for the next step. There is one more place than the number of steps that can run at the same
-    time.
-    """
+    """Return a free index in `s.steps`, which has one more entry than steps can run at the same time."""
     i = 0
     while s.steps[i].end_ns != NONE:
         i += 1
@@ -131,7 +129,7 @@ def free_slot(s):
 
 @helper
 def next_end(s):
-    """Return the step that ends first (of several such steps, the one that began first); NONE: no step runs."""
+    """Return the step that ends first, or NONE if no step runs. If several end together, the first to begin counts."""
     found = NONE
     for i in range(len(s.steps)):
         step = s.steps[i]
@@ -148,14 +146,14 @@ def next_end(s):
 
 @helper
 def occupy(free_ns, now_ns, seconds):
-    """Occupy every stage with other work for a given time."""
+    """Keep every stage busy with other work for `seconds`."""
     for i in range(len(free_ns)):
         free_ns[i] = max(free_ns[i], now_ns) + np.int64(np.rint(seconds * 1e9))
 
 
 @helper
 def begin(s, lane, step, tables, free_ns, scratch, costs_ns):
-    """Begin a step of a lane: compute its cost and its end."""
+    """Begin a step of a lane, and compute when the step ends."""
     count(s, step, tables.has_encoder)
     if tables.has_encoder and step.lane == ENCODE:
         step.sampled = step.decodes
@@ -168,7 +166,7 @@ def begin(s, lane, step, tables, free_ns, scratch, costs_ns):
 
 @helper
 def next_decode(s, lane, step):
-    """Write the decode lane's next step into `step`; return False if there is none."""
+    """Write the decode lane's next step into `step`, or return False if no step can begin."""
     num_batches = lane.num_decode
     for i in range(num_batches):
         number = (lane.turn + i) % num_batches
@@ -178,7 +176,7 @@ def next_decode(s, lane, step):
         if not batch.decoding and not num_arrived:
             continue
         num_decoding = num_arrived + in_decode(s, lane)
-        all_join = num_decoding == num_arrived  # without a decode step, their buffer time would never end
+        all_join = num_decoding == num_arrived  # without decode steps, the buffer time would never pass
         share = -(-num_decoding // num_batches)
         step.first_moved, step.joining = lane.num_joined, 0
         while lane.num_joined < lane.num_arrived and batch.decoding < share:
@@ -202,8 +200,8 @@ def next_decode(s, lane, step):
 
 @helper
 def next_transfer(s, lane, step):
-    """Write the next transfer into `step`: that of all requests encoded since the last one began. Return False if there
-    are no such requests, or if a transfer is running.
+    """Write the next transfer into `step`, for all requests encoded since the last transfer began. Return False if
+    there are no such requests or a transfer is running.
     """
     if lane.num_moving > lane.num_arrived or lane.num_encoded == lane.num_moving:
         return False
@@ -217,7 +215,7 @@ def next_transfer(s, lane, step):
 
 @helper
 def next_encode(s, lane, step):
-    """Write the encode lane's next step into `step`; return False if there is none."""
+    """Write the encode lane's next step into `step`, or return False if no step can begin."""
     number = lane.num_decode + lane.encode_turn
     if s.batches[number].steps or not can_admit(s, lane):
         return False
@@ -258,9 +256,7 @@ def in_decode(s, lane):
 
 @helper
 def encode_target(s, lane):
-    """Return the number of prompt tokens of the next encode batch: fewer if many requests decode, more if few requests
-    decode.
-    """
+    """Return the token budget of the next encode batch, smaller if many requests decode, and larger if few do."""
     excess = lane.num_arrived - lane.num_joined + in_decode(s, lane) - lane.decode_batch
     if not lane.adjustment or abs(excess) <= lane.adjustment * lane.decode_batch:
         return lane.encode_tokens
@@ -269,7 +265,7 @@ def encode_target(s, lane):
 
 @helper
 def planned_length(lane, request):
-    """Return the tokens of a prompt that count towards an encode batch."""
+    """Return how many tokens of a prompt count towards the token budget of an encode batch."""
     return request.input - (request.cached if lane.reuse_is_planned else 0)
 
 
@@ -290,7 +286,7 @@ def num_due(s, lane):
 
 @helper
 def settle(s, lane, step):
-    """Settle a step."""
+    """Record the tokens of a step that ends now."""
     log(s, lane, step)
     batch = s.batches[step.batch]
     if step.lane == TRANSFER:
@@ -319,9 +315,7 @@ def settle(s, lane, step):
 
 @helper
 def end_prompt(s, lane, id_):
-    """Note that a prompt is encoded. If its request has one output token and the encode step makes it, the request
-    ends.
-    """
+    """Record that a prompt is encoded. If the encode step also computes the request's only token, end the request."""
     request = s.requests[id_]
     if lane.emits:
         request.first_ns = lane.now_ns
