@@ -1,4 +1,4 @@
-"""Numbers in eight bits with their scales: rounding of rows, and weights that a checkpoint stores in eight bits."""
+"""Round rows to eight bits with scales, and read weights that a checkpoint stores in eight bits."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 EIGHT_BITS = ("F8_E4M3", "I8")
 """Number types of eight bits, as safetensors names them."""
 SCALES = ("_scale", "_scale_inv")
-"""Suffixes of a weight's name that make the name of its scales."""
+"""Suffixes that turn a weight's name into the name of its scales."""
 OFFSETS = "_zero_point"
-"""Suffix of a weight's name that makes the name of its offsets, if its numbers do not count from zero."""
+"""Suffix that turns a weight's name into the name of its zero points."""
 BLOCK = 128
 """Rows and columns of a block of weights that shares one scale."""
 

@@ -1,4 +1,4 @@
-"""The real engine: it schedules, executes and settles steps on real workers and the real clock."""
+"""Run the real engine, which schedules, executes and settles steps on real workers and the real clock."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Runs a schedule: any thread may submit requests, and `step` returns their tokens.
 
-    Other threads may call `submit`, `cancel` and `apply`; everything else belongs to the thread that calls `step`.
+    Any thread may also call `cancel` and `apply`. Only the thread that calls `step` may call the other methods.
 
     If a worker is lost or a step fails, all workers are restarted. The requests are encoded again with the tokens that
-    they had generated, and continue where they were. In the step log, these requests arrive again, and the numbers of
-    steps restart. A request that makes steps fail, or does not fit another plan's memory, ends with finish "error".
+    they had generated, and continue where they were. In the step log, these requests arrive again, and steps are
+    counted from 0 again. A request that makes steps fail, or does not fit another plan's memory, ends with finish
+    "error".
 
     Args:
         deploy: builds the workers of another plan. None means that only plans with the same placement can be applied.
@@ -41,7 +42,7 @@ class Engine:
         executor: the current executor of steps.
         scores_prompts: whether log probabilities of prompts are available.
         on_refused: called in `step`'s thread with the reason if another plan cannot be deployed.
-        on_begin: called in `step`'s thread with the requests that a step starts, when it begins.
+        on_begin: called in `step`'s thread when a step begins, with the requests that start in the step.
     """
 
     def __init__(
@@ -69,12 +70,12 @@ class Engine:
         self._recorder = Recorder([] if on_step is None else [on_step])
         self._inbox = Inbox()
         self._num_plans = self._num_taken = self._num_followed = 0
-        """Number of plans handed in; how many of them the engine has taken; how many it has adopted or refused."""
+        """Number of plans handed in, number of plans taken from the inbox, and number of plans adopted or refused."""
         self._grammars = GrammarQueue(lambda grammar: self.executor.prepare(grammar), self._hand_in)
         self._now_ns = 0
 
     def listen(self, on_step: Callable[[StepRecord], None]) -> None:
-        """Call a function with later steps' records, in the thread that calls `step`."""
+        """Call `on_step` with the records of later steps, in the thread that calls `step`."""
         self._recorder.listen(on_step)
 
     @property
@@ -98,7 +99,7 @@ class Engine:
         self._hand_in(schedule)
 
     def go_over_to(self, plan: Plan) -> None:
-        """Adopt the plan's schedule; see `apply`."""
+        """Adopt the plan's schedule. See `apply`."""
         self.apply(policies.build(plan))
 
     def _hand_in(self, what: HandedIn) -> None:
@@ -123,7 +124,8 @@ class Engine:
         return self._num_followed < self._num_plans
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until something is submitted, or the time is over; call this when `step` has returned None."""
+        """Wait until another thread hands something in, for at most `timeout_s`. Call this when `step` has returned
+        None."""
         self._inbox.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
@@ -195,7 +197,7 @@ class Engine:
             self._redeploy()
 
     def _enter(self, generation: Generation) -> None:
-        """Queue a request; a request that can never be executed ends."""
+        """Queue a request, or end it if it can never be executed."""
         chain = () if self._shared is None else self._shared.of_prompt(generation, self.pool.block_size)
         request = _request_of(generation, self._now_ns, chain)
         if not self.pool.can_ever_fit(request):
@@ -280,7 +282,7 @@ class Engine:
         outputs: dict[int, Chain] = {}
         if (shared := self._shared) is not None:
             for id_ in (id_ for id_ in finished if id_ not in ended_in_error):
-                sequence = self._progress.sequence(id_)  # without the last token
+                sequence = self._progress.sequence(id_)  # does not contain the last token
                 outputs[id_] = shared.of_output(pool.running[id_], sequence, pool.block_size)
         freed = self._schedule.settle(step, finished, outputs, ended_in_error)
         for token in tokens:
@@ -291,7 +293,7 @@ class Engine:
         return tokens
 
     def _go_on_after(self, error: Exception) -> None:
-        """Restart after a failed step, without the request that makes steps fail once it is known.
+        """Restart after a failed step. If it is known which request makes steps fail, end this request.
 
         Raises:
             EngineFailed: too many steps have failed recently.
@@ -337,7 +339,7 @@ class Engine:
         self.executor.release(freed)
 
     def uses(self) -> list[Use]:
-        """Return what each process has done, if the engine runs in several."""
+        """Return what each process has done, if the engine has several processes."""
         return self.executor.uses()
 
     def close(self) -> None:
@@ -350,7 +352,7 @@ def _request_of(generation: Generation, now_ns: int, chain: Chain) -> Request:
     """Return a request as the schedule sees it.
 
     Args:
-        chain: keys of the blocks of its prompt that it may share.
+        chain: keys of the prompt's blocks that the request may share.
     """
     return Request(
         generation.id,

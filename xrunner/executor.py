@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class WorkerLost(XgptError):
-    """A worker has died or is silent, so the work of all workers is lost."""
+    """A worker has died or is silent, so all workers have lost their work."""
 
 
 class Use(NamedTuple):
-    """The work of one process of a replica since its start: bytes sent, and seconds computed."""
+    """The bytes that one process of a replica has sent, and the seconds that it has computed, since its start."""
 
     process: str
     control_bytes: int
@@ -29,11 +29,11 @@ class Use(NamedTuple):
 
 
 class Executor(Protocol):
-    """The workers of an engine: they hold weights and K/V, and execute steps.
+    """Executes an engine's steps on workers, which have the weights and the K/V.
 
     Attributes:
         logprobs: log probabilities of the last step's tokens, for requests that ask for them.
-        failed: by request, the reason why the last step chose no token (NO_TOKEN), if the logits are not the cause.
+        failed: why the last step chose no token (NO_TOKEN), by request, unless its logits were not finite.
         resumes: whether a request can continue by encoding its prompt and output so far.
         scores_prompts: whether log probabilities of prompts are available.
     """
@@ -44,7 +44,7 @@ class Executor(Protocol):
     scores_prompts: bool
 
     def accept(self, generation: Generation) -> None:
-        """Check a request before a step is planned for it; raise an error if the workers cannot execute it."""
+        """Raise an error if the workers cannot execute a request; called before a step is planned for the request."""
 
     def prepare(self, grammar: str) -> object:
         """Compile a grammar in every process that chooses tokens, and wait until this is done. Any thread may call
@@ -57,11 +57,11 @@ class Executor(Protocol):
         """
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
-        """Add a request that is about to be encoded.
+        """Add a request that will be encoded next.
 
         Args:
-            table: the request's blocks in the lane that encodes it. The first `found` blocks already contain its K/V.
-                Later blocks are passed with steps (`Step.grown`).
+            table: the request's blocks in the lane that encodes it. The first `found` blocks already contain K/V. Later
+                blocks are passed with steps (`Step.grown`).
             moves_to: the request's blocks in the lane that decodes it. None means the same blocks.
         """
 
@@ -69,9 +69,9 @@ class Executor(Protocol):
         """Start a step after the earlier steps of its lane, and return without waiting for it."""
 
     def collect(self) -> tuple[Step, dict[int, int]] | None:
-        """Wait for the next step to end; return the next token of each request that decoded or whose prompt ended.
+        """Wait until a step ends. Return the next token of each request that decoded, or whose prompt has been encoded.
 
-        Steps of one lane end in the order in which they began. Returns None if `interrupt` was called before a step
+        Steps of one lane end in the order in which they began. Return None if `interrupt` was called before a step
         ended.
 
         Raises:
@@ -79,28 +79,28 @@ class Executor(Protocol):
         """
 
     def interrupt(self) -> None:
-        """Make `collect` return immediately. If it is not waiting now, its next call returns immediately. Any thread
+        """Make `collect` return immediately. If `collect` is not waiting, its next call returns immediately. Any thread
         may call this.
 
-        It does nothing if steps are executed inside `collect`, since no step could then begin earlier.
+        If `collect` itself executes steps, do nothing, since no step could begin earlier.
         """
 
     def check(self) -> None:
-        """Check that all workers are well; called while no step is being executed.
+        """Check that no worker is lost; called while no step is being executed.
 
         Raises:
             WorkerLost: a worker is lost.
         """
 
     def restart(self) -> None:
-        """Bring the workers back without requests, after `WorkerLost` or a failed step.
+        """Restart the workers without requests, after `WorkerLost` or a failed step.
 
         Raises:
-            MachineError: they cannot be restarted.
+            MachineError: the workers cannot be restarted.
         """
 
     def uses(self) -> list[Use]:
-        """Return the work of each process, the engine's own process first; empty if there is only one process. Any
+        """Return the work of each process, the engine's own process first, or [] if there is only one process. Any
         thread may call this.
         """
 
@@ -108,14 +108,14 @@ class Executor(Protocol):
         """Free all resources. The executor cannot be used afterwards."""
 
     def release(self, ids: Collection[int]) -> None:
-        """Forget these requests, which no current step uses. The schedule reassigns their blocks."""
+        """Forget these requests. No current step uses them, and the schedule reassigns their blocks."""
 
 
 class OneAtATime(ABC):
-    """An executor in the engine's own process: a step is executed while `collect` waits for it.
+    """An executor in the engine's own process, in which `collect` executes a step.
 
     Attributes:
-        grammars: those that outputs can follow. None means that no request may have one.
+        grammars: grammars for outputs. None means that no request may have a grammar.
     """
 
     resumes = True
@@ -135,7 +135,7 @@ class OneAtATime(ABC):
 
     @abstractmethod
     def execute(self, step: Step) -> dict[int, int]:
-        """Run one step; return the next token of each request that decoded or whose prompt ended."""
+        """Run one step; return the next token of each request that decoded, or whose prompt has been encoded."""
 
     def begin(self, step: Step) -> None:
         self._begun.append(step)
@@ -151,7 +151,7 @@ class OneAtATime(ABC):
         """Do nothing, since there is no other process to check."""
 
     def restart(self) -> None:
-        """Forget all steps and requests, in whatever state a failed step has left them."""
+        """Forget all steps and requests, whatever a failed step has done to them."""
         self._begun.clear()
 
     def uses(self) -> list[Use]:

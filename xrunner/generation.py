@@ -1,4 +1,4 @@
-"""A request in the form that the engine takes, and the tokens that the engine returns."""
+"""A request in the form in which the engine gets it, and the tokens that the engine returns."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Literal, NamedTuple
 from xgpt.core.schema import ANYONE, Account
 
 FinishReason = Literal["stop", "length", "error"]
-"""error: the engine could not continue the request. Its last token does not count."""
+"""`error` means that the engine could not continue the request; the request's last token then does not count."""
 
 NO_TOKEN = -1
-"""Stands in a token's place if the logits hold NaN, or the highest is infinite."""
+"""In place of a token if the logits contain NaN, or the highest logit is infinite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +22,18 @@ class SamplingParams:
     Attributes:
         temperature: divides the logits. 0 chooses the highest logit.
         top_k: keep only this number of most probable tokens. 0 keeps all.
-        top_p: of the kept tokens, keep only the most probable ones that together have this probability.
-        min_p: of the kept tokens, keep only those whose probability is at least this share of the highest probability.
+        top_p: of these tokens, keep only the most probable ones that together have this probability.
+        min_p: of these tokens, keep only those whose probability is at least this share of the highest probability.
         seed: equal seeds give equal tokens if logits are equal. Other requests in the batch may change the last bits of
-            logits. That changes a sampled token about as rarely as it changes which logit is highest (`sampling`).
+            logits. Such changes affect sampled tokens about as rarely as greedy tokens (`sampling`).
         presence_penalty: subtracted from the logit of every token in the output.
-        frequency_penalty: subtracted from a token's logit once for each time that the output has it.
+        frequency_penalty: subtracted from a token's logit once for each occurrence of the token in the output.
         repetition_penalty: divides positive logits, and multiplies negative ones, of every token in the prompt or the
             output. An encoder's prompt does not count.
         logprobs: number of most probable tokens to report in addition to the chosen one. None reports nothing.
-        prompt_logprobs: number of most probable tokens to report for each prompt token except the first; needs
+        prompt_logprobs: number of most probable tokens to report for each prompt token except the first. Requires
             `logprobs`. None reports nothing.
-        logit_bias: tokens, and the number added to each one's logit.
+        logit_bias: pairs of a token and the number that is added to its logit.
         grammar: the grammar of the output (`xrunner.grammar`). None means free text.
     """
 
@@ -56,7 +56,7 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the token with the highest logit is the result, and nothing else is needed."""
+        """Return whether each token is simply the one with the highest logit."""
         chooses = self.temperature or self.has_penalty or self.logit_bias or self.grammar is not None
         return self.logprobs is None and not chooses
 
@@ -64,8 +64,8 @@ class SamplingParams:
 GREEDY = SamplingParams()
 
 SEED_STRIDE = 0x9E3779B97F4A7C15
-"""Difference between the seeds of two outputs of one request. It is so large that they differ from other requests'
-seeds."""
+"""Difference between the seeds of two outputs of one request. It is so large that these seeds differ from other
+requests' seeds."""
 
 
 def of_choices(sampling: SamplingParams, seed: int, num_choices: int) -> Iterator[SamplingParams]:
@@ -77,10 +77,10 @@ def of_choices(sampling: SamplingParams, seed: int, num_choices: int) -> Iterato
 
 
 class Logprobs(NamedTuple):
-    """Natural logarithms of probabilities: of the chosen token, and of the most probable ones (token, value).
+    """Natural logarithms of probabilities: of the chosen token, and of the most probable tokens (token, value).
 
     Attributes:
-        prompt: scores of each prompt token except the first; set only with the first token of a request that asks for
+        prompt: scores of each prompt token except the first. Set only with the first token of a request that asks for
             them.
     """
 
@@ -91,18 +91,18 @@ class Logprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A request in the form that the server submits it.
+    """A request in the form in which the server submits it.
 
     Attributes:
         prompt: token ids.
-        max_output: largest number of output tokens; the schedule knows nothing else about the output's length.
+        max_output: largest number of output tokens, which is all that the schedule knows about the output's length.
         stop_token_ids: tokens that end the output.
-        output_length: benchmarks only: end after exactly this many tokens, as if a stop token had come. Hidden from the
-            schedule.
-        sampling: how its tokens are chosen.
+        output_length: for benchmarks: exact number of tokens after which the output ends, as if by a stop token. The
+            schedule does not know this number.
+        sampling: how the request's tokens are chosen.
         num_resumed: number of tokens at the end of `prompt` that the request had generated before a preemption.
-        deadline_ns: time after which the request's tokens are useless, on the engine's clock. A request that still
-            waits at that time ends without a token.
+        deadline_ns: time after which the request's tokens are useless, on the engine's clock. A request that is still
+            waiting at that time ends without a token.
         promised_output, account: as in `Arrival`.
         arrival_ns: time at which the server received the request, on the engine's clock. None means the time at which
             the engine receives it.
@@ -122,13 +122,13 @@ class Generation:
 
     @property
     def is_scored(self) -> bool:
-        """Return whether the request's prompt is scored. If it has generated tokens before, the scores have already
-        been reported.
+        """Return whether the request's prompt is scored. If it was preempted after generating tokens, its scores have
+        been reported already.
         """
         return self.sampling.prompt_logprobs is not None and not self.num_resumed
 
     def resumed(self, generated: Sequence[int]) -> Generation:
-        """Return the request that continues after these output tokens. They are encoded together with its prompt."""
+        """Return the request that continues after these output tokens, which are encoded together with the prompt."""
         if not generated:
             return self
         count = len(generated)
@@ -150,7 +150,7 @@ class Generation:
 
 
 class Token(NamedTuple):
-    """One output token of one request. The last one has a finish reason."""
+    """One output token of one request. A request's last token has a finish reason."""
 
     id: int
     token: int

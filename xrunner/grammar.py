@@ -1,9 +1,9 @@
 """Restrict outputs to a grammar: compute, with llguidance, which tokens may come next.
 
-A grammar is text, built by `json_grammar` or `xrunner.server.api.tools`. The grammar is part of its request, so that
-any worker that chooses tokens has it. The worker compiles it before the request enters the schedule
-(`xrunner.grammar_queue`). A token advances the grammar when it is chosen. Tokens that were generated before the request
-came to this worker advance the grammar at its start.
+A grammar is text, built by `json_grammar` or `xrunner.server.api.tools`. A grammar is part of its request, so every
+worker that chooses tokens has it. Each such worker compiles the grammar before the request enters the schedule
+(`xrunner.grammar_queue`). Each chosen token advances the grammar. Tokens that the request had generated elsewhere
+advance the grammar when the request starts.
 """
 
 from __future__ import annotations
@@ -32,26 +32,27 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_BYTES = 1 << 16
-"""Largest grammar in bytes. Grammars of the tools in use are a tenth of that."""
+"""Largest grammar in bytes. The grammars of usual tools are a tenth as large."""
 KEPT_S = 0.3
-"""The most recently used grammars are kept, as long as compiling them took no more than this many processor seconds in
-total. Their memory grows with that time: one of the longest takes 0.2 s and 15 MiB, one of eight usual tools 8 ms.
+"""Largest total of processor seconds that it took to compile the recently used grammars that are kept. Their memory is
+in proportion: one of the longest grammars takes 0.2 s and 15 MiB, and one for eight usual tools takes 8 ms.
 """
 LONG_BYTES = 1 << 13
-"""After compiling a longer grammar, and after an output that followed it, the process returns freed memory to the
-system.
+"""Length above which the process returns freed memory to the system, after a grammar was compiled and after an output
+that followed the grammar.
 """
 STEP_FUEL, STEP_ITEMS, STATES = 20_000, 20_000, 30_000
 """Largest work on the tokens that may come next, in llguidance's units for its lexer and its parser, and the largest
-number of the lexer's states. Usual schemas need a tenth. A pattern that needs more work takes 2 ms of a step for each
-output until it is refused, and 25 MiB; with llguidance's own limits it was 8 ms of every step, and 200 MiB."""
+number of the lexer's states. Usual schemas need a tenth of this. A pattern that needs more work takes 25 MiB, and adds
+2 ms to a step for each output until it is refused. With llguidance's own limits it took 200 MiB, and added 8 ms to
+every step."""
 KEPT_ANSWERS = 64
-"""Number of grammars for which the process remembers whether they are accepted."""
+"""Number of grammars of which the process remembers whether they are accepted."""
 
 UNFORCED = '\n%llguidance {"no_forcing": true}\n'
-"""The last line of each grammar, which no earlier line can undo. Without it, llguidance looks at each token how long
-the text has only one continuation, to allow only the usual tokens of that text. A model prefers those tokens anyway,
-and for a constant of 60,000 characters this takes 6 to 15 ms of every step for each output.
+"""The last line of each grammar, which no earlier line can undo. Without it, llguidance computes after each token how
+much of the following text is certain, and allows only the usual tokens of that text. A model prefers these tokens
+anyway, and the computation adds 6 to 15 ms to every step for a constant of 60,000 characters.
 """
 DENSE = {"x-guidance": {"whitespace_flexible": False}}
 
@@ -68,7 +69,7 @@ def json_rule(schema: dict[str, Any]) -> str:
 
 
 def regex_grammar(pattern: str) -> str:
-    """Return the grammar of texts that a regular expression matches as a whole."""
+    """Return the grammar of texts that match a whole regular expression."""
     escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], pattern, flags=re.DOTALL)
     return f"start: /{escaped}/"
 
@@ -98,7 +99,8 @@ def whole_grammar(answer: str, begin: str = "", end: str = "", *, is_open: bool 
     """
     if not end:
         return f"start: answer\n{answer}"
-    # If the mark is text, its first occurrence ends the reasoning; if the mark is a token, the token does.
+    # If the mark is text, its first occurrence ends the reasoning. If the mark is a token, only this token ends the
+    # reasoning.
     ended = "ended: THOUGHT " if end.startswith("<[") else "ended[lazy]: THOUGHT "
     thought = f"thought: {'' if is_open else f'SPACE? {begin} '}ended SPACE?"
     return (
@@ -143,7 +145,7 @@ def _free_text(free: Collection[int]) -> str:
 
 
 def ranges(tokens: Collection[int]) -> str:
-    """Return token ids as llguidance writes sets of them: 1-3,7."""
+    """Return token ids in llguidance's notation for sets of tokens, such as 1-3,7."""
     ranges: list[tuple[int, int]] = []
     for token in sorted(set(tokens)):
         if ranges and ranges[-1][1] == token - 1:
@@ -168,7 +170,7 @@ class Grammars:
         self._eos = sorted(eos_token_ids)
         self._recent: OrderedDict[str, Compiled] = OrderedDict()
         self._in_use: WeakValueDictionary[str, Compiled] = WeakValueDictionary()
-        """Compiled grammars that are referenced anywhere."""
+        """Compiled grammars that are still referenced."""
         self._lock = Lock()
         self._known = lru_cache(KEPT_ANSWERS)(self._try)
         self._read: Future[LLTokenizer] = Future()
@@ -188,12 +190,12 @@ class Grammars:
         Raises:
             MachineError: the tokenizer cannot be used.
         """
-        # Answers are remembered with their grammars, so long ones must not come this far.
+        # The results are cached by grammar, so long grammars are refused before.
         return f"it is longer than {MAX_BYTES} bytes" if len(grammar.encode()) > MAX_BYTES else self._known(grammar)
 
     def _try(self, grammar: str) -> str | None:
-        """Compile a grammar and return why it is refused. The result is not kept, since another process follows the
-        grammar.
+        """Compile a grammar and return why it is refused. The compiled grammar is not kept, since outputs follow it in
+        another process.
         """
         compiled = self._compile(grammar)
         if compiled.matcher.is_error():
@@ -216,7 +218,8 @@ class Grammars:
         return state
 
     def compiled(self, grammar: str) -> Compiled:
-        """Return a grammar, compiled unless it is in use or was used recently. Any thread may call this.
+        """Return a compiled grammar. A grammar that is in use or was used recently is not compiled again. Any thread
+        may call this.
 
         Raises:
             MachineError: the tokenizer cannot be used.
@@ -246,7 +249,7 @@ class Grammars:
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """A compiled grammar: a matcher at its start, and the processor seconds that compiling took."""
+    """A compiled grammar: a matcher at the grammar's start, and the processor seconds that compiling took."""
 
     matcher: LLMatcher
     seconds: float
@@ -262,13 +265,13 @@ class GrammarState:
 
     def __init__(self, compiled: Compiled, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._compiled = compiled
-        self._matcher = compiled.matcher.deep_copy()  # copying costs nothing, and all copies share computed states
+        self._matcher = compiled.matcher.deep_copy()  # copying takes no time, and all copies share computed states
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
 
     def allowed(self) -> np.ndarray | None:
-        """Return which tokens may come next, or None if the grammar can no longer follow the output, for instance
-        because it is too large.
+        """Return which tokens may come next, or None if llguidance can no longer follow the output, for instance
+        because the grammar is too large.
 
         # bool [vocab]
         """
@@ -281,14 +284,14 @@ class GrammarState:
         return found
 
     def take(self, token: int) -> None:
-        """Advance by a token. After a token that is not allowed, no token is allowed."""
+        """Advance by a token. If the token is not allowed, no token is allowed afterwards."""
         self._matcher.consume_token(token)
 
 
 def grammars_of(checkpoint: Path | None, spec: ModelSpec) -> Grammars | None:
     """Return the grammars for a checkpoint's tokens: one object for each process, so that a worker in the server's
-    process need not compile a grammar again that the server has checked. None means that the checkpoint has no
-    tokenizer, or no token that ends an output.
+    process need not compile a grammar that the server has checked. None means that the checkpoint has no tokenizer, or
+    no token that ends an output.
     """
     path = None if checkpoint is None else checkpoint / "tokenizer.json"
     if path is None or not path.is_file() or not spec.eos_token_ids:

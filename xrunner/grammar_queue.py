@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from xrunner.generation import NO_TOKEN, Generation, Token
 
 AHEAD_BYTES = 1 << 18
-"""Largest total length of the grammars that are compiled for requests that have not begun: four of the longest, which
-take 60 MiB in each process that chooses tokens. Each account may have one grammar beyond it."""
+"""Largest total length of the compiled grammars of requests that have not begun. Four grammars of the largest size fill
+it, and take 60 MiB in each process that chooses tokens. Each account may have one grammar beyond this limit."""
 
 
 @dataclass(slots=True)
@@ -19,8 +19,8 @@ class _Compiled:
     """A compiled grammar.
 
     Attributes:
-        kept: an object. The grammar stays compiled as long as this object is referenced.
-        account: name of the account that it was compiled for.
+        kept: an object that keeps the grammar compiled as long as the object is referenced.
+        account: name of the account for whose request the grammar was compiled.
         users: the unfinished requests that follow the grammar.
         has_begun: whether one of these requests has begun.
     """
@@ -32,19 +32,19 @@ class _Compiled:
 
 
 class GrammarQueue:
-    """Compiles the grammars of submitted requests in a thread, one after the other, and passes each request on when it
-    can begin without a wait.
+    """Compiles the grammars of submitted requests in a thread, one after the other, and passes each request on when its
+    grammar is compiled.
 
-    A grammar stays compiled until its last request has ended, even if that request is preempted in between. If requests
-    wait long before they begin, only `AHEAD_BYTES` of grammars are compiled for them. Further requests wait in this
-    queue. No account's requests hold up another's: the next grammar comes from the account with the highest priority
-    and, among equals, from the account that has the least compiled ahead relative to its share, in turns. An account
-    that has nothing compiled ahead does not wait for others.
+    A grammar stays compiled until its last request has ended, even if that request is preempted in between. At most
+    `AHEAD_BYTES` of grammars are compiled for requests that have not begun; further requests wait in this queue. The
+    next grammar comes from the account with the highest priority. Among equal accounts, it comes from the account whose
+    compiled grammars of such requests are the shortest relative to its share. An account without such grammars does not
+    wait for other accounts.
 
     Any thread may call the methods.
 
     Args:
-        compile_: compiles a grammar. It stays compiled as long as the result is referenced.
+        compile_: compiles a grammar, which stays compiled as long as the result is referenced.
         pass_on: receives each request, or the last token of a request whose grammar cannot be compiled.
     """
 
@@ -61,7 +61,7 @@ class GrammarQueue:
         self._is_closed = False
 
     def submit(self, generation: Generation) -> None:
-        """Pass a request on: immediately, or when its grammar is compiled."""
+        """Pass a request on immediately if it has no grammar, and otherwise when its grammar is compiled."""
         if (grammar := generation.sampling.grammar) is None:
             self._pass_on(generation)
             return
@@ -76,12 +76,12 @@ class GrammarQueue:
             self._changed.notify()
 
     def cancel(self, id_: int) -> bool:
-        """Remove a request if it still waits here; return whether it did."""
+        """Remove a request if it is still in this queue. Return whether it was."""
         with self._changed:
             return any(self._drop(account, id_) for account in list(self._waiting))
 
     def compile_again(self, generation: Generation) -> bool:
-        """Submit a request again, for other workers; return False if it has no grammar."""
+        """Submit a request again, for new workers. Return False if the request has no grammar."""
         if generation.sampling.grammar is None:
             return False
         self.forget([generation.id])
@@ -97,7 +97,7 @@ class GrammarQueue:
                 self._changed.notify()
 
     def forget(self, ids: Iterable[int]) -> None:
-        """Note that these requests have ended. Those without a grammar are ignored."""
+        """Note that these requests have ended. Requests without a grammar are ignored."""
         if self._grammars:
             with self._changed:
                 for id_ in ids:
@@ -109,13 +109,13 @@ class GrammarQueue:
                 self._changed.notify()
 
     def close(self) -> None:
-        """End the thread after the grammar that it compiles now."""
+        """End the thread after the grammar that it is compiling."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
 
     def _drop(self, account: str, id_: int) -> bool:
-        """Remove a waiting request; return whether it was one of this account's."""
+        """Remove a waiting request. Return whether it was waiting under this account."""
         requests = self._waiting[account]
         found = requests.pop(id_, None) is not None
         if not requests:
@@ -125,11 +125,11 @@ class GrammarQueue:
     def _release(self, generation: Generation, grammar: str) -> None:
         self._compiled[grammar].users.add(generation.id)
         self._grammars[generation.id] = grammar
-        self._pass_on(generation)  # within the lock: a request must not be passed on after it was cancelled
+        self._pass_on(generation)  # within the lock, so that no request is passed on after it was cancelled
 
     def _next(self) -> Generation | None:
-        """Return a request whose grammar is to be compiled next, or None if none waits, or if too many have not
-        begun.
+        """Return the request whose grammar to compile next, or None if no request waits, or if the compiled grammars of
+        requests that have not begun are too long.
         """
         ahead: Counter[str] = Counter()
         for grammar, compiled in self._compiled.items():
@@ -169,5 +169,5 @@ class GrammarQueue:
                     else:
                         self._release(one, grammar)
                 if (others := self._waiting.pop(first.account.name, None)) is not None:
-                    self._waiting[first.account.name] = others  # the other accounts have their turns first
+                    self._waiting[first.account.name] = others  # the other accounts come first
             del kept

@@ -1,4 +1,4 @@
-"""Return memory that a large request has freed to the system. In engines on CPUs, the C library would keep it."""
+"""Return memory to the system after a large request has freed it. The C library of an engine on a CPU would keep it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The queue of requests and orders that other threads submit to an engine. The engine's next step takes them."""
+"""The queue in which other threads hand requests and orders to an engine; the engine's next step takes them out."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Inbox:
         self._wake.set()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until something is submitted, or the time is over."""
+        """Wait until an item has been added, for at most `timeout_s`."""
         self._wake.wait(timeout_s)
 
     def drain(self) -> Iterator[HandedIn]:
-        """Yield the submitted items, in order."""
+        """Remove and yield the items, in order."""
         self._wake.clear()
         while not self._queue.empty():
             yield self._queue.get()

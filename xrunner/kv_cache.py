@@ -1,4 +1,4 @@
-"""Hold keys and values in paged blocks; the schedule (`xgpt.core.policies.Pool`) assigns blocks to requests.
+"""Store keys and values in paged blocks, which the schedule (`xgpt.core.policies.Pool`) assigns to requests.
 
 Source: vLLM (PagedAttention).
 """
@@ -16,15 +16,15 @@ from xrunner.eight_bits import quantise
 class KvCache:
     """The blocks of all decoder layers.
 
-    A request has the same block numbers in every layer. Within a layer, a block holds its tokens head by head, so that
-    one head reads `block_size * head_dim` contiguous elements.
+    A request has the same block numbers in every layer. A block stores its tokens head by head, so that one head reads
+    `block_size * head_dim` contiguous elements.
 
     Attributes:
-        device: the device of the blocks; set even if a stage has no decoder layer.
+        device: the device of the blocks, even if a stage has no decoder layer.
         layers: one tensor for each layer.
             # [2 (K, V), num_blocks, num_kv_heads, block_size, head_dim]
             Latent attention has one vector for each token, which is both key and value: [1, num_blocks, 1, block_size,
-            kept]. In eight bits head_dim is SCALE_BYTES larger: each token's numbers are followed by their scale
+            kept]. In eight bits, head_dim is SCALE_BYTES larger, since each token's numbers are followed by their scale
             (`numbers_of`).
     """
 

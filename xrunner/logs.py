@@ -20,44 +20,44 @@ import msgspec
 from xgpt.core.errors import cut
 
 MAX_LINES = 4096
-"""Lines that may wait to be written."""
+"""Largest number of lines that wait to be written."""
 MAX_ITEMS = 100
-"""Items of a list that are written."""
+"""Largest number of items that are written of a list."""
 END_S = 1.0
-"""Time in which waiting lines are written when the process ends."""
+"""Seconds in which waiting lines are written when the process ends."""
 MAX_CHARACTERS, MAX_TRACEBACK = 1000, 8000
-"""Number of characters that are written of a message, and of the end of a traceback; of any other text, `MAX_SHOWN` are
-written.
+"""Largest number of characters that are written of a message, and of the end of a traceback. Of other texts,
+`MAX_SHOWN` characters are written.
 """
 KINDS = 1000
-"""Number of kinds of lines that are remembered: the most recent ones."""
+"""Number of kinds of lines that are remembered, the most recent ones."""
 
 
 class Rate(NamedTuple):
-    """The number of lines of a kind that may be written together, and the number of lines a second."""
+    """Number of lines of a kind that may be written at once, and number of lines a second."""
 
     at_once: float
     per_s: float
 
 
 ANSWERED, OTHERS = Rate(2000, 1000), Rate(100, 2)
-"""Rates for requests that succeeded, and for everything else, which a client or a fault may repeat without end."""
+"""Rates for requests that succeeded, and for all other lines, which a client or a fault may repeat without end."""
 
 
 class NoFlood(logging.Filter):
-    """Drops lines if there are too many of a kind; the next line that is written states how many were dropped
+    """Drops lines if there are too many of a kind. The next line of that kind states how many were dropped
     (`left_out`).
 
     A kind is a logger, a level, a message (before its arguments are filled in) and an HTTP status. Each kind writes
-    less than 100 MB a day, successes not counted.
+    less than 100 MB a day, except for requests that succeeded.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
         self._kinds: OrderedDict[tuple[object, ...], tuple[float, float, int]] = OrderedDict()
-        """For each kind: the number of lines that may still be written now, the time at which this number was computed,
-        and the lines left out since then.
+        """For each kind, the number of lines that may be written now, the time at which this number was computed, and
+        the number of lines left out since then.
         """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -82,7 +82,7 @@ class NoFlood(logging.Filter):
 class JsonFormatter(logging.Formatter):
     """Formats records as {"time", "level", "logger", "message", ...}, followed by a record's `fields`.
 
-    JSON is used because text from clients then cannot begin a new line of the log.
+    In JSON, text from clients cannot begin a new line of the log.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -100,9 +100,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def _short(value: object) -> object:
-    """Return a field in the form in which it is logged: numbers unchanged, texts and lists cut after their first
-    characters or items.
-    """
+    """Return a field in the form in which it is logged: only the beginning of texts and lists, numbers unchanged."""
     if isinstance(value, str):
         return cut(value)
     if isinstance(value, list):
@@ -111,10 +109,9 @@ def _short(value: object) -> object:
 
 
 class BackgroundHandler(logging.Handler):
-    """Writes lines to a file descriptor in its own thread, so that a pipe that is not read blocks nothing else.
+    """Writes lines to a file descriptor in its own thread, so that a pipe that is not read blocks no other thread.
 
-    If `MAX_LINES` lines already wait, further lines are lost; once there is room again, a line states how many were
-    lost.
+    If `MAX_LINES` lines are waiting, further lines are lost, and a later line states how many were lost.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -145,14 +142,14 @@ class BackgroundHandler(logging.Handler):
     def _write(self) -> None:
         while True:
             left = memoryview(f"{self._lines.get()}\n".encode())
-            with suppress(OSError):  # there is nowhere to report it
+            with suppress(OSError):  # an error here cannot be reported anywhere
                 while left:
                     left = left[os.write(self._descriptor, left) :]
             self._lines.task_done()
 
 
 def log_json(level: str, stream: IO[str] | None = None) -> None:
-    """Send the process's logs from `level` on to `stream`; by default to standard error, from a thread of its own."""
+    """Send the process's logs from `level` on to `stream`, by default to standard error from a separate thread."""
     handler = BackgroundHandler(sys.stderr.fileno()) if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
     handler.addFilter(NoFlood())

@@ -1,6 +1,7 @@
-"""A CPU's memory for weights, keys and values: freed memory is kept, and weights are stored in huge pages.
+"""Allocate a CPU's memory for weights, keys and values, so that freed memory is reused and weights are in huge pages.
 
-A core of a virtual machine reads weights a fifth faster from huge pages, since page tables are walked less often.
+A core of a virtual machine reads weights a fifth faster from huge pages, since the processor reads page tables less
+often.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from torch import Tensor
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
 """Parameters of glibc's mallopt."""
 GROWTH = 2**28
-"""Least number of bytes by which the heap grows. They take no memory before they are written to."""
+"""Least number of bytes by which the heap grows. The bytes take no memory before they are written to."""
 MADV_HUGEPAGE = 14
 HUGE_PAGE = 2**21
-"""Size of a huge page in bytes. Smaller requests are left to the allocator."""
+"""Size of a huge page in bytes. Smaller tensors are left to torch's allocator."""
 
 
 def keep_freed_memory() -> None:
     """Make the C library keep freed memory and share it between threads, if it is glibc.
 
-    Otherwise the library returns every large tensor's memory to the system. Allocating it again costs a page fault for
-    each 4 KiB: 5 to 13% of the time of a step of 500 tokens or more.
+    Otherwise the library returns every large tensor's memory to the system, and allocating it again takes a page fault
+    for each 4 KiB. These faults are 5 to 13% of the time of a step of 500 tokens or more.
 
-    Call this before the process has other threads: a thread that has already allocated keeps an arena of its own, which
-    is not part of the heap, and which `ask_for_heap` does not cover.
+    Call this before the process has other threads: a thread that has already allocated memory keeps a separate arena,
+    which is not in the heap that `ask_for_heap` affects.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -68,9 +69,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, *, huge: bool = True) -> T
     """Return zeros that take memory only when they are written to, in huge pages if the system has them.
 
     Args:
-        huge: use huge pages. Keys and values do not use them: they are written block by block, and huge pages made a
-            server's steps 13% longer on a virtual machine. Weights are read as a whole, and are read faster from huge
-            pages.
+        huge: whether to use huge pages. Weights are read as a whole, which is faster from huge pages. Keys and values
+            are written block by block, and huge pages made a server's steps 13% longer on a virtual machine.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < HUGE_PAGE:
@@ -78,7 +78,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, *, huge: bool = True) -> T
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         memory = mmap.mmap(-1, size)
     else:
-        # Systems do not use huge pages for memory that processes could share.
+        # Systems do not use huge pages for memory that processes may share.
         memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if huge:
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -4,14 +4,16 @@ The front talks to clients: it has HTTP, tokenizer, templates, metrics and logs,
 has the model: it schedules and executes steps, and knows the front only through this channel. Front and engine run in
 separate processes, so that neither waits for the other's interpreter lock.
 
-Interface of an engine in the front (`RemoteEngine`; used by one thread; only `restart` and `close` block): submit
-    token ids and sampling parameters, with deadline, account and the output's limits cancel          removes a request
-    go_over_to      makes later steps follow another plan; `on_refused` says why it cannot run fileno, step    a
-    descriptor that becomes readable, and the tokens of the next step that has ended listen          passes the records
-    of steps to a function pool, uses      the engine's requests, its K/V memory, and the work of each of its processes
-    takes_seeds, scores_prompts             what the engine can do resumes, repeats                        how a lost
-    engine's request continues in another engine restart         ends the old engine, and starts a new one without
-    requests
+Interface of an engine in the front (`RemoteEngine`; used by one thread; only `restart` and `close` block):
+    submit          token ids and sampling parameters, with deadline, account and the output's limits
+    cancel          removes a request
+    go_over_to      makes later steps follow another plan; `on_refused` is called with the reason if it cannot run
+    fileno, step    a descriptor that becomes readable, and the tokens of the next step that has ended
+    listen          passes the records of steps to a function
+    pool, uses      the engine's requests, its K/V memory, and the work of each of its processes
+    takes_seeds, scores_prompts             what the engine can do
+    resumes, repeats                        how a lost engine's request continues in another engine
+    restart         ends the old engine, and starts a new one without requests
 
 `step` raises `EngineLost` if the engine's process has died or hangs. An engine reports every `ALIVE_S` that it is
 alive. It counts as hung if it has sent no message for `SILENCE_S`, or if it has requests but has ended no step for

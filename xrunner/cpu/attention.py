@@ -1,8 +1,9 @@
-"""Attention on a CPU, compiled by numba; reads K/V blocks (float32, bfloat16 or eight bits) in place.
+"""Compute attention on a CPU with numba, directly from K/V blocks in float32, bfloat16 or eight bits.
 
-Rows of a sequence that read the same K/V head form spans (`prompts`), each taken by the next free thread. A span's cost
-follows from its context, both for a whole prompt and for a later piece of one. If too few heads of a decode share a K/V
-head to fill a tile, its queries are computed one at a time (`decodes`; see benchmarks/attention.py).
+Rows of a sequence that read the same K/V head form spans (`prompts`), and each thread computes the next span when it is
+free. A span takes time in proportion to its context, whether it belongs to a whole prompt or to a later piece. If too
+few heads of a decode share a K/V head to fill a tile, the decode's queries are computed one at a time (`decodes`; see
+benchmarks/attention.py).
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ LEAST_GROUP = 4
 TASKS_A_THREAD = 8
 """Number of tasks for each thread: so many that no thread waits long for the last task."""
 SPAN_FLOATS = 1 << 16
-"""Size of the tiles that read the same keys, in float32 numbers: small enough for the second-level cache."""
+"""Largest size, in float32 numbers, of the tiles that read the same keys, so that they fit in the second-level
+cache."""
 
 
 PIECES: dict[type[Way], tuple[int, int]] = {Vectors: (64, 32), Matrices: (128, 128)}
-"""Keys that a span reads at a time: of a prompt, and of a decode whose heads share K/V heads."""
+"""Number of keys that a span reads at a time, for a prompt and for a decode whose heads share K/V heads."""
 
 _NO_PLACES = np.zeros(0, dtype=np.int32)
 _NO_BIAS = np.zeros((0, 0), dtype=np.float32)
@@ -82,8 +84,8 @@ class _StridedRows(NamedTuple):
 
 
 class NumbaAttention(AttentionBackend):
-    """Online softmax over paged blocks, on a CPU only: queries in float32, keys and values in float32, bfloat16 or
-    int8.
+    """Attention by online softmax over paged blocks, on CPUs: queries in float32, keys and values in float32, bfloat16
+    or int8.
 
     It runs on as many threads as torch.
     """
@@ -174,7 +176,7 @@ def _(cache: Any, x: Any) -> Any:
 
 
 def _keep(x: Any, cache: np.ndarray, scales: np.ndarray, place: int, scale_place: int, head_dim: int) -> None:
-    """Store a token's key or value, and its scale, if it has one, `scale_place` bytes after the start."""
+    """Store a token's key or value. If it has a scale, store the scale `scale_place` bytes after the start."""
 
 
 @overload(_keep, strict=False)
@@ -243,7 +245,7 @@ def _attend(q, cache, scales, places, scored, way, of_decodes, num_threads, head
 
     is_alone = group < LEAST_GROUP and head_dim % LINE == 0 and block_size % LINE == 0
     num_alone = num_decodes if is_alone else 0
-    parts = 1  # of one decode's heads
+    parts = 1  # number of parts into which a decode's heads are divided
     if num_threads > 1:
         parts = min(num_kv_heads, -(-TASKS_A_THREAD * num_threads // max(num_alone, 1)))
     room = max(1, min(way.tiles, SPAN_FLOATS // tile_floats(head_dim)))

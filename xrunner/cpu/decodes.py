@@ -1,6 +1,7 @@
-"""Attention of one decoding query at a time. It is limited by memory, so K/V is read in the order of addresses.
+"""Compute attention for one decoding query at a time. Memory limits its speed, so K/V are read in the order of
+addresses.
 
-The module also holds what every CPU kernel takes: keys, scores and the constants of the softmax.
+The module also has types and constants that every CPU kernel uses, for keys, scoring and the softmax.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ NEVER = np.float32(-1e30)
 LOG2_E = np.float32(1.4426950408889634)
 
 LINE = 16
-"""Numbers of float32 in a cache line."""
+"""Number of float32 numbers in a cache line."""
 LINE_BYTES = 64
 
 
 class Keys(NamedTuple):
-    """Keys of one sequence and K/V head, in blocks: those from `earliest` up to `context`, exclusive, are visible.
+    """The keys of one sequence and K/V head, in blocks. Keys from `earliest` up to, but not including, `context` are
+    visible.
 
     Attributes:
-        scales: the same memory as float32 if the cache has eight bits; otherwise unused.
+        scales: the cache's memory as float32 numbers, used only if the cache has eight bits.
     """
 
     cache: np.ndarray
@@ -63,14 +65,14 @@ def limit(scores, count, cap):
 
 @njit(nogil=True, fastmath=True, error_model="numpy", **INNER)
 def decode(q, keys, num_kv_heads, scored, acc, floats):
-    """Compute the attention of one token's queries that read some K/V heads: acc = softmax(q K^T) V.
+    """Compute one token's attention over some K/V heads: acc = softmax(q K^T) V.
 
     Within a block the heads lie one after the other, so memory is read in order: block by block, and head by head
     within a block.
 
     Args:
-        q, acc: whole vectors, each as long as a cache line. # [num_kv_heads * group, head_dim]
-        keys: keys of the first of the heads; blocks hold whole lines.
+        q, acc: queries and results; head_dim must be a multiple of LINE. # [num_kv_heads * group, head_dim]
+        keys: keys of the first head; the block size must be a multiple of LINE.
         floats: scratch memory: each head's weights for a line of keys, and their sums. # [2 * num_kv_heads * group *
             LINE]
     """
@@ -85,7 +87,7 @@ def decode(q, keys, num_kv_heads, scored, acc, floats):
     size = block_size * cache.shape[4]
     stride = cache.shape[2] * size
     per_line = LINE_BYTES // cache.itemsize
-    # Lines of keys and of values to prefetch at a time; more of them would have to wait for memory.
+    # Number of elements of keys and of values to prefetch at a time. With more, prefetches would wait for memory.
     share = (LINE * head_dim // (2 * group) + per_line - 1) // per_line * per_line
     to_values = (cache.shape[0] - 1) * cache.shape[1] * stride
     to_scales = block_size * head_dim
@@ -132,8 +134,8 @@ def decode(q, keys, num_kv_heads, scored, acc, floats):
 
 
 def _heads_at_once(cache: np.ndarray, num_kv_heads: int) -> Any:
-    """Number of K/V heads whose products are computed before the softmax of the first head, so that a softmax need not
-    wait for its product. It is 1 in float32, where memory is the limit.
+    """Return the number of K/V heads whose products are computed before the softmax of the first head, so that no
+    softmax waits for its product. In float32 it is 1, because memory is the limit.
     """
 
 
@@ -143,8 +145,8 @@ def _(cache: Any, num_kv_heads: Any) -> Any:
 
 
 def _scale_line(cache: np.ndarray, scales: np.ndarray, numbers: np.ndarray, place: int) -> None:
-    """Multiply a line of numbers by the scales of keys or values, if there are any, which begin `place` bytes from the
-    start."""
+    """Multiply a line of numbers by the scales of keys or values that begin at byte `place`, if the cache has
+    scales."""
 
 
 @overload(_scale_line, strict=False)
@@ -168,8 +170,8 @@ def _fetch(cache, start, count):
 
 @njit(nogil=True, fastmath=True, error_model="numpy", **INNER)
 def _adjust(scores, scored, head, distance):
-    """Scale a line of scores for powers of two, and add the layer's bias; `distance` is the distance from the query to
-    the first key.
+    """Scale a line of scores for a softmax in powers of two, and add the layer's bias; `distance` is the distance from
+    the query to the first key.
     """
     for i in range(LINE):
         scores[i] *= scored.scale * LOG2_E

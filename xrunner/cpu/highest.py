@@ -28,8 +28,8 @@ MOST_CANDIDATES = 32
 reading all outputs.
 """
 MOST_REST = 63
-"""Largest number of calls without screening after screening has failed repeatedly, so that failing screens cost next to
-nothing.
+"""Largest number of calls without screening after screening has failed repeatedly, so that failed screening takes
+almost no time.
 """
 _AT_ONCE = 4096
 """Outputs whose errors are measured together."""
@@ -40,7 +40,7 @@ _ROUNDING = 2.0**-20
 
 
 class Screen:
-    """The product with a weight if only each row's highest sum is needed.
+    """Multiplies by a weight when only each row's highest sum is needed.
 
     The weight is read in place. Only its copy in eight bits takes additional memory.
 
@@ -60,8 +60,8 @@ class Screen:
         self._rest = self._left = 0
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """Return sums in which each row's highest value is at the output that is highest in float32. The row's other
-        sums may be wrong, but none is above it.
+        """Return sums whose highest value in each row is at the output that is highest in float32. Other sums of the
+        row may be wrong, but are never higher.
 
         # float32 [rows, in] -> [rows, out]
 
@@ -106,7 +106,7 @@ def _errors(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @njit(**(OPTIONS | {"fastmath": True}), **INNER)
 def _highest(sums: Any, norm: Any, lost: Any, errors: Any, norms: Any) -> Any:
-    """Return an upper bound on each row's highest sum; with both norms of x negated, a lower bound."""
+    """Return an upper bound of a row's highest sum, or a lower bound if `norm` and `lost` are negative."""
     highest = sums[0] + (norm * errors[0] + lost * norms[0])
     for i in range(len(sums)):
         highest = max(highest, sums[i] + (norm * errors[i] + lost * norms[i]))
@@ -125,7 +125,7 @@ def _dot(a: Any, b: Any) -> Any:
 def _rescore(
     sums: Any, x: Any, norm: Any, lost: Any, weight: Any, errors: Any, norms: Any, most: Any, added: Any
 ) -> Any:
-    """Replace a row's candidates by their sums in float32; return whether there were at most `most` of them.
+    """Replace the sums of a row's candidates by sums in float32. Return whether there were at most `most` candidates.
 
     Args:
         added: numbers that were added to the sums, or empty.

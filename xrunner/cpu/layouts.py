@@ -1,4 +1,4 @@
-"""The weight layouts that our own kernels multiply by, by name, the fastest first."""
+"""The weight layouts of xgpt's own kernels by name, the fastest first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xrunner.eight_bits import quantise
 from xrunner.packing.base import PackedLinear, WeightLayout
 
 _FINISHES = {"none": Finish.NOTHING, "relu": Finish.RELU, GATES["silu"]: Finish.GATE}
-"""Activation functions that panels apply themselves."""
+"""Activation functions that the kernels for panels apply themselves."""
 
 
 def _in_panels(pack: Callable[[Finish], PackedLinear], activation: str) -> PackedLinear:
@@ -30,14 +30,14 @@ def _panels(weight: Tensor, activation: str) -> PackedLinear:
 
 
 def _bfloat16_panels(weight: Tensor, activation: str) -> PackedLinear:
-    """Pack a weight rounded to bfloat16; activations are rounded, too; sums, bias and activation function are
-    float32."""
+    """Return the product with a weight in bfloat16. Activations are rounded, too; sums, bias and activation function
+    are float32."""
     return _in_panels(partial(panels.pack_bfloat16, weight.bfloat16()), activation)
 
 
 def _int8_panels(weight: Tensor, activation: str) -> PackedLinear:
-    """Pack a weight rounded to eight bits with a scale for each output; each row of activations has a scale; sums have
-    32 bits."""
+    """Return the product with a weight in eight bits, with scales for outputs and for rows of activations. Sums have 32
+    bits."""
     return _in_panels(partial(panels.pack_int8, *quantise(weight)), activation)
 
 

@@ -1,4 +1,4 @@
-"""Products in eight bits in a processor's matrix registers (AMX).
+"""Multiply eight-bit numbers in a processor's matrix registers (AMX).
 
 oneDNN's products of few rows read a weight at half the memory's bandwidth, and round inputs and scale sums in separate
 passes. Here rows are rounded in one pass, sums are scaled as they leave the registers, and the next panel's weights are
@@ -41,7 +41,7 @@ GROUP = 32
 each.
 """
 STEP = 64
-"""Bytes of a row that one multiplication takes."""
+"""Bytes of a row in one multiplication."""
 SUMS_BYTES = 4 * GROUP * WIDTH
 SCRATCH = SUMS_BYTES + 128
 """Scratch memory of a thread, in bytes: for sums that leave the registers, the configuration of the registers, and the
@@ -50,7 +50,7 @@ smallest allowed result.
 LINE = 4 * WIDTH
 """Bytes of a panel's line."""
 STEP_LINES = HEIGHT * LINE // 64
-"""Cache lines of weights that one turn of the inner loop reads."""
+"""Cache lines of weights that one iteration of the inner loop reads."""
 CHUNK = 8
 """Number of groups for which a weight is read once, if the groups' inputs take at most CHUNK_BYTES of the second-level
 cache.
@@ -59,9 +59,9 @@ CHUNK_BYTES = 5 * 2**18
 
 INPUTS, INPUTS_STRIDE, WEIGHT, STEPS, SUMS, SOON, SOON_LINES, CONFIG = range(8)
 Y, Y_STRIDE, ROWS, OF_ROWS, OF_OUTPUTS, BIAS, LEAST = range(8, 15)
-"""Positions of the inner loop's arguments in an array of int64: addresses, strides in bytes, and numbers. Each turn
-prefetches SOON_LINES cache lines from SOON; ROWS rows of the sums are scaled and written; LEAST holds the address of
-the smallest value that a result may have."""
+"""Positions of the inner loop's arguments in an array of int64: addresses, strides in bytes, and numbers. Each
+iteration prefetches SOON_LINES cache lines from SOON. After the loop, ROWS rows of sums are scaled and written. LEAST
+is the address of the smallest value that a result may have."""
 
 
 def is_available() -> bool:
@@ -73,7 +73,7 @@ Product = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def pack(weight: Tensor, scales: Tensor, *, relu: bool = False) -> Product:
-    """Return the product x W^T + b of x and b, optionally clipped at zero; x is rounded to eight bits row by row.
+    """Return the product x W^T + b of x and b, optionally clipped at zero. Each row of x is rounded to eight bits.
 
     Args:
         weight: the weight. # int8 [out, in]
@@ -196,7 +196,7 @@ def _multiply(arrays: Any, packed: Any, relu: Any, scratch: Any, first: Any, las
 
 @njit(**OPTIONS, **INNER)
 def _configure(config: Any, num_rows: Any) -> None:
-    """Configure the registers: sums and inputs have this number of rows, weights all 16. # uint8 [64 or more]"""
+    """Configure the registers: sums and inputs have `num_rows` rows, weights 16. # uint8 [64 or more]"""
     config[:64] = 0
     config[0] = 1
     for register in range(8):
@@ -259,7 +259,7 @@ def _multiplication(two: bool) -> list[str]:
 
 
 def _finishing() -> list[str]:
-    """Scale the integer sums at %rsi, add the bias, and write the results."""
+    """Return assembly that scales the integer sums at %rsi, adds the bias, and writes the results."""
     total, factor, bias = ("%zmm0", "%zmm1"), ("%zmm2", "%zmm3"), ("%zmm4", "%zmm5")
     code = [f"mov {argument(LEAST)}, %rax", "vbroadcastss (%rax), %zmm6", f"mov {argument(BIAS)}, %rax"]
     code += [f"vmovups {64 * half}(%rax), {bias[half]}" for half in (0, 1)]

@@ -1,11 +1,11 @@
-"""Products that read a weight from memory while they multiply, for processors with AVX-512.
+"""Multiply by a weight while reading it from memory, on processors with AVX-512.
 
-MKL's and oneDNN's products alternate between reading and multiplying. At 8 to 64 rows, both take about the same time,
-so these products reach half of the memory's bandwidth. Here the next slice of weights is prefetched between this
+MKL's and oneDNN's products alternate between reading and multiplying. With 8 to 64 rows, the two take about the same
+time, so MKL and oneDNN reach half of the memory's bandwidth. Here the next slice of weights is prefetched between this
 slice's multiplications.
 
 A weight is stored in blocks of up to DEEPEST inputs, a block in panels of WIDTH outputs, and a panel input by input, in
-the order in which it is read. An input takes four bytes: one number in float32, two in bfloat16, four in eight bits,
+the order in which it is read. An input has four bytes: one number in float32, two in bfloat16, four in eight bits,
 which the processor's dot-product instructions multiply together. With fewer bits than float32, one call rounds,
 multiplies and scales. The sums of up to GROUP rows by WIDTH outputs stay in registers. A compiler would not keep them
 there, so the inner loop is in assembly. A slice of a panel stays in a cache while all groups of rows are multiplied by
@@ -50,18 +50,18 @@ read and written only once.
 DEEPEST = 1024
 """Largest number of inputs in a block: a group's sums are read and written once for each block."""
 CHUNK = 132
-"""Number of rows for which the weight is read once: half a MiB of a block's inputs."""
+"""Number of rows for which the weight is read once; their inputs in a block take half a MiB."""
 STEPS = 4
-"""Number of inputs that one turn of the inner loop multiplies."""
+"""Number of inputs in one iteration of the inner loop."""
 FEW = 6
-"""Number of rows that are multiplied by a slice as one group, without prefetching: in a single pass, the processor's
-own reading ahead is faster, at 26 GB/s instead of 20. More rows form two groups: the second group finds the slice in
-the first-level cache, and multiplies while memory delivers the prefetched lines.
+"""Largest number of rows that are multiplied by a slice as one group, without prefetching: for one group, the
+processor's own prefetching is faster, at 26 GB/s instead of 20. More rows form two groups: the second group finds the
+slice in the first-level cache, and multiplies while memory delivers the prefetched lines.
 """
 SPREAD = (8, 4, 2)
-"""Numbers of cache lines that are prefetched between a turn's multiplications, not before them."""
+"""Numbers of cache lines that may be prefetched between the multiplications of an iteration."""
 LINES = STEPS * WIDTH // 16
-"""Cache lines of weights that a turn reads, and most lines that it prefetches."""
+"""Cache lines of weights that an iteration reads, and the most that it prefetches."""
 
 INSTRUCTIONS = ("vfmadd231ps", "vdpbf16ps", "vpdpbusd")
 """The instruction that multiplies inputs by weights and adds the products to the sums, by kind of number."""
@@ -71,7 +71,7 @@ FEATURES = {"float32": "avx512f", "bfloat16": "avx512bf16", "int8": "avx512vnni"
 
 X, X_STRIDE, WEIGHT, TURNS, REST, BEGIN, BEGIN_STRIDE, Y, Y_STRIDE, SOON, SOON_LINES, NO_NEGATIVES = range(12)
 """Positions of the inner loop's arguments in an array of int64: addresses, and strides in bytes. Sums start from the
-values at BEGIN. Each turn prefetches SOON_LINES lines from SOON."""
+values at BEGIN. Each iteration prefetches SOON_LINES lines from SOON."""
 
 
 def is_available(dtype: str = "float32") -> bool:
@@ -124,7 +124,7 @@ def pack_int8(weight: Tensor, scales: Tensor, finish: Finish = Finish.NOTHING) -
 
 
 class PanelOutputs:
-    """How a product's outputs are laid out: in whole panels; panels of gates alternate with panels of gated outputs.
+    """The layout of a product's outputs in whole panels. Panels of gates alternate with panels of gated outputs.
 
     Attributes:
         number, width: number of outputs after finishing, and the same rounded up to whole panels.
@@ -218,7 +218,7 @@ def _laid_out(weight: Tensor) -> tuple[np.ndarray, int]:
 
 
 def _block_depth(depth: int) -> int:
-    """Return the number of inputs in a block: the same for all blocks, and a whole number of turns."""
+    """Return the number of inputs in a block: the same for all blocks, and a multiple of STEPS."""
     count = -(-depth // DEEPEST)
     return -(-depth // (count * STEPS)) * STEPS
 
@@ -272,7 +272,8 @@ def _round_and_multiply(rows: Any, rounded: Any, packed: Any, y: Any, block: Any
 def _round_and_multiply_shared(
     rows: Any, rounded: Any, packed: Any, y: Any, block: Any, how: Any, num_threads: Any
 ) -> None:
-    # Separate functions: numba would fuse two loops in one function, and no thread would wait for the others' rows.
+    # These are separate functions because numba would fuse two loops of one function, and no thread would wait for rows
+    # that other threads round.
     _round_shared(rows, rounded, how, num_threads)
     _multiply_shared(rounded, packed, y, block, how, num_threads)
 
@@ -425,12 +426,12 @@ _OVERWRITTEN = (
     *("memory", "dirflag", "fpsr", "flags"),
 )
 _STARTS = ("%rsi", "%r8", "%r9", "%r10")
-"""Registers with the addresses of the inputs of rows 0, 3, 6 and 9: with their stride in %rax, each reaches two more
-rows."""
+"""Registers with the addresses of the inputs of rows 0, 3, 6 and 9. With the stride in %rax, each of these registers
+also addresses the next two rows."""
 
 
 def _assembly(num_rows: int, instruction: str) -> str:
-    """The inner loop. # %rdi: the arguments; zmm0, zmm1: weights; zmm2 to zmm7: inputs; zmm8 and on: sums"""
+    """Return the inner loop. # %rdi: the arguments; zmm0, zmm1: weights; zmm2 to zmm7: inputs; zmm8 and on: sums"""
     starts = _STARTS[: -(-num_rows // 3)]
     sums = [(f"%zmm{8 + 2 * row}", f"%zmm{9 + 2 * row}") for row in range(num_rows)]
 
@@ -441,7 +442,7 @@ def _assembly(num_rows: int, instruction: str) -> str:
         return f"{instruction} {', '.join(factors)}, {total}"
 
     def multiply(count: int, lines: int = 0) -> list[str]:
-        """Multiply by some inputs and advance; prefetch some lines in between."""
+        """Return code that multiplies by `count` inputs and advances, with `lines` prefetches in between."""
         code = []
         for step in range(count):
             code += [f"vmovups {128 * step}(%rdx), %zmm0", f"vmovups {128 * step + 64}(%rdx), %zmm1"]
@@ -456,12 +457,12 @@ def _assembly(num_rows: int, instruction: str) -> str:
         return [*code, f"add $$128 * {count}, %rdx", *(f"add $$4 * {count}, {start}" for start in starts)]
 
     def spread(lines: int) -> list[str]:
-        """Run all turns. Each turn prefetches `lines` lines."""
+        """Return code for all iterations; each iteration prefetches `lines` lines."""
         turn = [f"9{lines}:", *multiply(STEPS, lines), f"add $${64 * lines}, %r11", "dec %r13", f"jnz 9{lines}b"]
         return [f"cmp $${lines}, %r12", f"jne 8{lines}f", *turn, "jmp 5f", f"8{lines}:"]
 
     def each_sum(place: int, stride: int) -> list[str]:
-        """Move sums row by row, to or from the memory at %r11."""
+        """Return code that moves sums row by row, to or from the memory at `place`."""
         code = [f"mov {argument(place)}, %r11", f"mov {argument(stride)}, %r12"]
         for pair in sums:
             for offset, total in zip((0, 64), pair, strict=True):

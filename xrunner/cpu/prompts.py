@@ -1,12 +1,12 @@
-"""Attention of tokens that share keys: prompts, and decodes whose heads share K/V heads.
+"""Compute attention of tokens that share keys: prompts, and decodes whose heads share K/V heads.
 
 Up to 32 queries that read the same K/V head form a tile: the queries of one token's heads, then of the next token's.
 Several tiles of one sequence form a span. The tiles of a span read a piece of the sequence's keys one after the other,
 so that the keys are converted (to float32, or transposed for matrix registers) only once.
 
-Products are float32 in vector registers (`tiles`). If keys are bfloat16 and the processor has matrix registers, they
-are bfloat16 with sums in float32 (`amx`): each query is split into two bfloat16 numbers, which together keep 16 bits,
-and weights are rounded to one bfloat16 number.
+Products are float32 in vector registers (`tiles`). If keys are bfloat16 and the processor has matrix registers,
+products are bfloat16 with sums in float32 (`amx`): each query is split into two bfloat16 numbers, which together keep
+16 bits, and weights are rounded to one bfloat16 number.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Vectors(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """Settings of attention in bfloat16 with matrix registers: the number of keys in a piece, a multiple of those in a
-    product, and the largest number of tiles in a span."""
+    """Settings of attention in bfloat16 with matrix registers: the number of keys in a piece, a multiple of
+    `amx.DEPTH`, and the largest number of tiles in a span."""
 
     piece: int
     tiles: int = 8
@@ -67,10 +67,10 @@ class RowSpan(NamedTuple):
 
     Attributes:
         queries, results: queries and results of the group at the sequence's first token of this step; strides, in
-            elements, lead to the others.
+            elements, give the positions of the others.
         num_tokens: tokens of the sequence in this step.
         group: number of heads that share the K/V head.
-        first, num_rows: first row of the span among the sequence's rows, and the number of its rows.
+        first, num_rows: index of the span's first row among the sequence's rows, and the span's number of rows.
     """
 
     queries: Any
@@ -84,11 +84,12 @@ class RowSpan(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Keys and values of one sequence and K/V head: those from `earliest` up to `length`, exclusive, are visible.
+    """The keys and values of one sequence and K/V head. Those from `earliest` up to, but not including, `length` are
+    visible.
 
     Attributes:
         cache: the K/V head in the first block; values lie `to_values` elements after their keys.
-        scales: the same memory as float32, if the cache has eight bits.
+        scales: the cache's memory as float32 numbers, used only if the cache has eight bits.
         stride: elements from block to block.
     """
 
@@ -126,12 +127,12 @@ class ThreadScratch(NamedTuple):
 
     Attributes:
         tiles: queries, sums and softmax state. # float32 [tiles, tile_floats]
-        scores: scores of a piece; then its weights as pairs, and the factors by which earlier weights shrink. # float32
+        scores: a piece's scores, then its weights as pairs, then the factors for earlier weights. # float32
             [score_floats]
         keys: keys and values of a piece in float32, or transposed values. # float32 [2, piece, head_dim]
         limits: number of keys that each row sees. # int32 [tiles * WIDE]
         places: positions of the rows of queries, and of results. # int64 [2, tiles * WIDE]
-        key_places: positions of the piece's keys and of its values, where they are read. # int64 [2, piece]
+        key_places: positions from which the piece's keys and values are read. # int64 [2, piece]
         soon: positions of the next piece's keys in the cache. # int64 [piece]
     """
 
@@ -175,7 +176,7 @@ def tile_floats(head_dim):
 
 @register_jitable
 def score_floats(way):
-    """Return the size of a piece's scores, its weights as pairs, and the factors by which earlier weights shrink."""
+    """Return the size of a piece's scores, its weights as pairs, and the factors for earlier weights."""
     return (way.piece + way.piece // 2 + 1) * WIDE
 
 
@@ -251,7 +252,7 @@ def attend(way, span, context, rules, space):
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def place_keys(context, begin, end, most, places):
-    """Write the cache positions of the keys from `begin` on: of whole blocks up to `end`, but of at most `most` keys.
+    """Write the cache positions of the keys from `begin` on to the end of `end`'s block, but of at most `most` keys.
     Return the number of keys.
     """
     block_size = context.block_size
@@ -354,8 +355,8 @@ def _pass(way, context, rules, space, span, piece, lanes):
         for t in range(begin, end):
             for r in range(lanes):
                 scores[t * lanes + r] += rules.bias[place - t + min(r, last)] * LOG2_E
-    # In a row that has not seen a visible key yet, hidden keys count at first; when its first visible key comes, their
-    # weights shrink to nothing.
+    # In a row that has no visible key so far, hidden keys count at first. The row's first visible key then reduces
+    # their weights to zero.
     if window:
         hide(scores, limits, before, begin, end, window, lanes)
     elif before + end > limits[0]:
@@ -516,7 +517,7 @@ def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, num_k
 
 @njit(nogil=True, **INNER)
 def _is_one_run(places, count, stride):
-    """Return whether rows are contiguous; rows of several blocks may also be."""
+    """Return whether rows are contiguous, as rows of several blocks may be, too."""
     steps = 0
     for i in range(1, count):
         steps += places[i] - places[i - 1] == stride
@@ -588,6 +589,6 @@ def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, asks_
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _ask_values(context, space, count, first, last):
-    """Prefetch the share of the next piece's values that belongs to these dimensions of a head."""
+    """Prefetch a part of the next piece's values, in proportion to these dimensions of a head."""
     begin, end = count * first // context.head_dim, count * last // context.head_dim
     ask(context, space.soon, begin, end, context.to_values)

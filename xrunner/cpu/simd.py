@@ -25,7 +25,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 UNROLL = 4
-"""Dimensions that one step of a dot product takes, so that computing addresses costs little."""
+"""Number of dimensions in one iteration of a dot product, so many that computing addresses takes little time."""
 
 # 2^x for -0.5 <= x <= 0.5, highest power first; 1e-7 relative.
 _EXP2 = (
@@ -48,8 +48,8 @@ def _lanes(*firsts: int, run: int) -> tuple[int, ...]:
     return tuple(first + i for first in firsts for i in range(run))
 
 
-# Shuffles of two vectors into two halves. The sum of the halves contains each vector's partial sums in half the number
-# of lanes; after the last shuffle, in one lane.
+# Each shuffle takes two vectors and returns two. The sum of the results has each vector's partial sums in half as many
+# lanes, and after the last shuffle in one lane.
 _PAIRS = (
     (
         tuple(lane + other for group in range(0, 16, 4) for lane in (group, group + 1) for other in (0, 16)),
@@ -65,8 +65,8 @@ _PAIRS = (
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """Return a function that numba can call, without the first parameter of `generate`, and that is compiled to the
-    instructions which `generate` appends.
+    """Return a function that numba can call and that compiles to the instructions which `generate` appends. It has the
+    parameters of `function` except the first.
     """
     return intrinsic(prefer_literal=True)(function)
 
@@ -82,7 +82,7 @@ def dot_keys(
     head_dim: Any,
     lanes: Any,
 ) -> Any:
-    """Compute dot products of one query with `lanes` (16) contiguous keys; dimensions come in whole vectors.
+    """Compute dot products of one query with `lanes` (16) contiguous keys; `head_dim` is a multiple of `lanes`.
 
     # query [dim], keys [lanes, dim] -> scores [lanes]
     """
@@ -162,7 +162,7 @@ def add_rows(
     num_vectors: Any,
     lanes: Any,
 ) -> Any:
-    """Set sums = shrink * sums + weights values of keys from `begin` to `end`, over some vectors of their dimensions.
+    """Set sums = shrink * sums + weights values of keys from `begin` to `end`, for `num_vectors` vectors of dimensions.
 
     # weights [keys], values [keys, head_dim], sums [num_vectors * lanes]
     """
@@ -189,7 +189,8 @@ def add_rows(
 def widen(
     typing_context: Any, halves: Any, wide: Any, from_halves: Any, offset: Any, num_vectors: Any, lanes: Any
 ) -> Any:
-    """Convert whole vectors of fewer bits to float32, `offset` elements after both starts."""
+    """Convert `num_vectors` vectors of numbers with fewer bits to float32, `offset` elements after the start of each
+    array."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         halves, wide = pointers(context, builder, signature, values, 2)
@@ -204,10 +205,9 @@ def widen(
 
 @inlined
 def at(typing_context: Any, array: Any, first: Any) -> Any:
-    """Return a pointer to an element of an array, or of an earlier pointer. It keeps nothing alive.
+    """Return a pointer to an element of an array, or of an earlier pointer. The pointer keeps no array alive.
 
-    Numba counts references to an array atomically wherever the array is passed on, and this is too slow for inner
-    loops.
+    Numba counts references to an array atomically wherever the array is passed on, which is too slow for inner loops.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
@@ -251,14 +251,14 @@ def fetch(typing_context: Any, array: Any, element: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [pointer, integer, integer, integer])
         prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         line = builder.bitcast(builder.gep(place, [values[1]]), pointer)
-        builder.call(prefetch, [line, integer(0), integer(2), integer(1)])  # to read, into the second-level cache, data
+        builder.call(prefetch, [line, integer(0), integer(2), integer(1)])  # read access, second-level cache, data
         return context.get_dummy_value()
 
     return types.void(array, types.intp), generate
 
 
 class Emit:
-    """Appends instructions on vectors of some lanes to a function; arrays are indexed by whole vectors."""
+    """Appends vector instructions to a function; arrays are indexed by whole vectors."""
 
     def __init__(self, builder: ir.IRBuilder, lanes: int) -> None:
         self.builder = builder
@@ -369,9 +369,9 @@ class Emit:
         return self.builder.and_(bits, ir.Constant(self.integers, [0xFFFF0000] * self.lanes))
 
     def exp2(self, x: ir.Value, *, roughly: bool = False) -> ir.Value:
-        """Return 2^x for x <= 0, never below 2^-126: the integer part is added to the exponent's bits.
+        """Return 2^x for x <= 0, but at least 2^-126. The integer part of x is added to the exponent's bits.
 
-        The relative error is 1e-7, or about 1e-4 if rough.
+        The relative error is 1e-7, or about 1e-4 if `roughly`.
         """
         builder = self.builder
         unary = ir.FunctionType(self.type, [self.type])

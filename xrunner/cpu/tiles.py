@@ -1,4 +1,4 @@
-"""Inner loops of a tile of queries, which are the lanes, over a piece's keys, in vector registers (see `simd`).
+"""Inner loops over a piece's keys in vector registers (see `simd`), in which the lanes are a tile's queries.
 
 Scores and weights are stored key by key, queries and sums dimension by dimension.
 """
@@ -127,7 +127,7 @@ def hide(
     typing_context: Any, scores: Any, limits: Any, before: Any, begin: Any, end: Any, window: Any, lanes: Any
 ) -> Any:
     """Hide the scores, from `begin` to `end`, of keys that are not visible to a lane: keys from the lane's limit on,
-    and keys more than `window` before it.
+    and keys more than `window` positions before the limit.
 
     # scores [keys, lanes] of keys from the sequence's `before`-th on, limits int32 [lanes]
     """

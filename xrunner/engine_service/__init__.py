@@ -4,16 +4,16 @@ Its input is token ids and sampling parameters, its output is token ids and log 
 
 The messages are those of `vllm_engine.proto` (package `smg-grpc-proto`), so a gateway that speaks to vLLM speaks to
 this engine. The gateway has the text: it renders chats, tokenises, detokenises, ends outputs at stop strings and parses
-calls of functions. The engine has the tokens: it never sees a template, and reads a tokenizer only to hold an output to
-a grammar.
+calls of functions. The engine has the tokens: it never sees a template, and reads a tokenizer only if an output must
+follow a grammar.
 
 Contract of `Generate`:
     input           `tokenized.input_ids` only. `text`, media and K/V transfers are refused.
     sampling        temperature, top_p, top_k, min_p, penalties, seed, logit_bias, max_tokens, stop_token_ids,
                     ignore_eos, n, logprobs, prompt_logprobs (up to 20), truncate_prompt_tokens: as in vLLM.
     constraint      json_schema, json_object, regex, choice and grammar (Lark) from the first token on.
-    of the text     stop, include_stop_str_in_output, skip_special_tokens, spaces_between_special_tokens: the gateway's.
-    refused         what would change the output and cannot be done here ends with INVALID_ARGUMENT and names the field.
+    for the gateway stop, include_stop_str_in_output, skip_special_tokens, spaces_between_special_tokens.
+    refused         a field that would change the output, but is not supported, gives INVALID_ARGUMENT with its name.
     answer          a stream: a chunk for each step, and `complete` for each output with all of its tokens; without
                     `stream`, only the latter. The token that ends an output is included in the output, and is also its
                     `matched_token_id`.
@@ -30,10 +30,11 @@ class Metadata(NamedTuple):
     """Keys of a call's metadata.
 
     Attributes:
-        deadline_s: seconds after which the answer is useless: the request then ends.
+        deadline_s: seconds after which the request ends, because its answer has become useless.
         class_name: one of the plan's classes of requests.
-        account: the name of the account for which the request runs; accounts share the engine.
-        output_length: for benchmarks: end after exactly this many tokens; the schedule knows max_tokens only.
+        account: the name of the account to which the request belongs; accounts share the engine.
+        output_length: for benchmarks: exact number of tokens after which the output ends. The schedule knows only
+            max_tokens.
     """
 
     deadline_s: str = "xgpt-deadline-s"

@@ -11,11 +11,11 @@ from xrunner.server.submission import Submitted
 
 
 class Output:
-    """One output of a request, from its tokens to its messages.
+    """Turns the tokens of one output into messages.
 
     Args:
         stop_token_ids: tokens that end the output.
-        keep: whether to keep all tokens for `complete`; a gateway that reads a stream collects them itself.
+        keep: whether to keep all tokens for `complete`, as is not needed if the gateway reads a stream.
     """
 
     def __init__(self, index: int, submitted: Submitted, stop_token_ids: frozenset[int], *, keep: bool) -> None:
@@ -31,7 +31,7 @@ class Output:
         self.finish: str | None = None
 
     def push(self, tokens: Sequence[Token]) -> list[pb.GenerateResponse]:
-        """Return the messages that these tokens make."""
+        """Return the messages for these tokens."""
         is_first = self._num_tokens == 0
         if is_first and tokens[0].logprobs is not None and self._sampling.prompt_logprobs is not None:
             self._scores = tokens[0].logprobs.prompt
@@ -55,7 +55,7 @@ class Output:
         return messages
 
     def _complete(self, tokens: Sequence[Token]) -> pb.GenerateResponse:
-        """Return the last message. In a stream, it has the tokens of the last chunk, as vLLM's servicer sends it."""
+        """Return the last message. In a stream, it has only the tokens of the last chunk, as in vLLM's servicer."""
         last = tokens[-1].token
         whole = pb.GenerateComplete(
             output_ids=[token.token for token in tokens],

@@ -1,4 +1,4 @@
-"""Turn a `GenerateRequest` into the endpoint's form of a request, so that the same checks apply to it."""
+"""Turn a `GenerateRequest` into a request of the HTTP endpoint, so that the same checks apply."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOT_OURS = frozenset(
         *("grammar_from_first_token", "json_schema", "json_object", "regex", "structural_tag", "choice"),
     }
 )
-"""Fields for the gateway, the one that says what this engine always does, and constraints."""
+"""Fields for the gateway, the field that asks for what this engine always does, and constraints."""
 
 
 class TokensRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
@@ -49,7 +49,7 @@ class TokensRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True)
 
 
 def read(request: GenerateRequest, metadata: Mapping[str, str], model: str) -> TokensRequest:
-    """Return a request of a gateway, with all checks that need no model.
+    """Parse a gateway's request, with all checks that need no model.
 
     Args:
         metadata: metadata of the call; see `METADATA`.
@@ -69,7 +69,7 @@ def read(request: GenerateRequest, metadata: Mapping[str, str], model: str) -> T
     sampling = request.sampling_params
     fields: dict[str, Any] = {
         field.name: value for field, value in sampling.ListFields() if field.name not in NOT_OURS
-    }  # without numbers that are unset: the neutral value, as in vLLM's servicer
+    }  # numbers that are unset have the neutral value, as in vLLM's servicer
     if constraint := sampling.WhichOneof("constraint"):
         fields["grammar"] = _grammar(sampling, constraint)
     if fields.get("max_tokens") == 0:

@@ -18,8 +18,8 @@ from xrunner.server.engine_client import EngineClient
 from xrunner.server.http.limits import Limits
 
 BYTES_PER_TOKEN = 64
-"""Largest number of bytes that each prompt token adds to a request's message: a token id takes 5 bytes, and its text
-comes with it."""
+"""Largest number of bytes that each prompt token adds to a request's message: 5 bytes for the token id, and the token's
+text."""
 REST_BYTES = 4 << 20
 """Largest number of bytes of a request's message without its prompt."""
 
@@ -33,10 +33,10 @@ async def service(
     *,
     drain_s: float,
 ) -> AsyncIterator[int]:
-    """Answer calls on this machine, and yield the port. When the context ends, let running requests end.
+    """Answer calls from this machine, and yield the port. When the context ends, let running requests finish.
 
     Args:
-        drain_s: seconds that running requests have to end.
+        drain_s: seconds in which running requests must finish.
 
     Raises:
         MachineError: no port is free.

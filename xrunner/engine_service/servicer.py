@@ -39,10 +39,10 @@ STATUS = {
 
 
 class Servicer(pb_grpc.VllmEngineServicer):
-    """The engine's service; see the package for its contract. All methods belong to the event loop.
+    """Answers gRPC calls as the package's docstring describes. All methods run in the event loop.
 
     Args:
-        model: its `codec` is not used.
+        model: the served model, whose `codec` is not used.
         limits: limits on waiting requests, on their time, and on the length of outputs.
         classes: the plan's classes of requests.
     """
@@ -96,7 +96,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
     async def _read(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, received_s: float
     ) -> EngineOutputs:
-        """Return the outputs of a request, checked but not yet submitted. Raises ApiError."""
+        """Check a request, and return its outputs, which are not submitted yet. Raises ApiError."""
         engine, model, limits = self._engine, self._model, self._limits
         metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
         asked = read(request, metadata, model.name)
@@ -195,13 +195,11 @@ class Servicer(pb_grpc.VllmEngineServicer):
     async def FlushCache(
         self, request: common.FlushCacheRequest, context: grpc.aio.ServicerContext
     ) -> common.FlushCacheResponse:
-        """Decline to flush the cache: K/V that prompts share is kept by account, and is evicted when memory is
-        needed.
-        """
+        """Decline to flush the cache: shared K/V are kept by account, and are evicted when memory is needed."""
         return common.FlushCacheResponse(success=False, message="shared prompts are kept until memory is needed")
 
 
 async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, says: str) -> NoReturn:
-    """End a call with an error. A gateway shows its words to the client."""
+    """End a call with an error, whose text a gateway shows to the client."""
     await context.abort(code, says[:500])
     raise AssertionError("abort raises")

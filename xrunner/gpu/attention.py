@@ -1,10 +1,9 @@
-"""Attention on GPUs in Triton: pieces of prompts over paged keys and values, and decodes split along their context.
+"""Compute attention on GPUs in Triton, for pieces of prompts and for decodes, whose contexts are split.
 
-Nothing is read back from the device, and every launch depends only on shapes, so a step can be captured in a CUDA
-graph. In a captured step, which must suit any batch of its shape, the kernels themselves read which sequences decode
-and which are pieces of prompts (`Batch.counts`). Position biases, attention in both directions, windows, sinks, soft
-caps and latent keys run in plain torch. Triton is imported only when the backend is built, so that no other code needs
-it.
+No data is read back from the device, and every launch depends only on shapes, so a step can be captured in a CUDA
+graph. A captured step must be right for any batch of its shape, so its kernels read from `Batch.counts` which sequences
+decode and which are pieces of prompts. Position biases, attention in both directions, windows, sinks, soft caps and
+latent keys run in plain torch. Triton is imported only when the backend is built, so that no other code needs it.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from xrunner.gpu.fused import power_of_two
 
 MOST_SPLITS = 64
 PROGRAMS_A_PROCESSOR = 4
-"""Number of programs for each of the device's processors in a decode step; contexts are split until there are this
-many.
+"""Number of programs for each of the device's processors in a decode step. Contexts are split until there are so many
+programs.
 """
 CAPTURED_SPLITS = 8
 """Largest number of splits in a captured step with prompts, in which only the device knows the number of decodes. With
@@ -35,9 +34,7 @@ LEAST_DOT = 16
 
 
 class Tile(NamedTuple):
-    """How a kernel's work is divided: how many query rows and keys a program takes at a time, and options for the
-    compiler.
-    """
+    """The numbers of query rows and of keys that a program processes at a time, and options for the compiler."""
 
     rows: int
     keys: int
@@ -144,7 +141,7 @@ class TritonAttention(AttentionBackend):
         *,
         is_decode: bool = False,
     ) -> None:
-        """Attend for all pieces of prompts or all decodes. If decodes are split, return their partial results and
+        """Compute attention for all pieces of prompts or all decodes. If decodes are split, write partial results and
         weights.
         """
         num_kv_heads, block_size, head_dim = cache.shape[2:]
@@ -191,8 +188,8 @@ class TritonAttention(AttentionBackend):
 
 
 def prompt_tile(head_dim: int, dtype: torch.dtype, group: int) -> Tile:
-    """Return the tile for pieces of prompts: the largest one that compiles for a Hopper GPU without spilling registers.
-    Its speed was not measured on any device.
+    """Return the tile for pieces of prompts: the largest tile that compiles for a Hopper GPU without spilling
+    registers. Its speed has not been measured.
     """
     if dtype == torch.float32:
         tile = Tile(64 if head_dim <= 64 else 32, 32, 8, 2)
@@ -202,34 +199,33 @@ def prompt_tile(head_dim: int, dtype: torch.dtype, group: int) -> Tile:
 
 
 def decode_tile(head_dim: int, dtype: torch.dtype, group: int) -> Tile:
-    """Return the tile for decodes: a sequence's queries of one K/V head. Its speed was not measured on any device."""
+    """Return the tile for decodes: a sequence's queries of one K/V head. Its speed has not been measured."""
     wide = dtype == torch.float32 or head_dim > 128
     return Tile(max(LEAST_DOT, power_of_two(group)), 32 if wide else 64, 4, 3)
 
 
 def num_splits(num_tiles: int, most_keys: int, keys: int, num_processors: int) -> int:
-    """Return the number of splits of a decode's context that keeps the device busy: a power of two.
+    """Return the number of parts, a power of two, into which to split a decode's context to keep the device busy.
 
     Args:
         num_tiles: sequences times K/V heads.
-        most_keys: number of keys for which a block table has room. The actual contexts are not read from the device.
-        keys: keys of a tile. A split takes at least two tiles.
+        most_keys: number of keys in the widest block table, since actual contexts are not read from the device.
+        keys: number of keys in a tile. A split has at least two tiles.
     """
     wanted = PROGRAMS_A_PROCESSOR * num_processors // num_tiles
     return 2 ** (max(1, min(wanted, most_keys // (2 * keys), MOST_SPLITS)).bit_length() - 1)
 
 
 def dot_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of products: bfloat16 needs tensor cores that support it, which GPUs before Ampere lack."""
+    """Return the dtype of products: float32 in place of bfloat16 on GPUs before Ampere, whose tensor cores do not
+    support it."""
     if dtype == torch.bfloat16 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
         return torch.float32
     return dtype
 
 
 def _most_decodes(batch: Batch) -> int:
-    """Return the largest number of sequences that may decode; in a captured step with prompts, that of all
-    sequences.
-    """
+    """Return the largest number of sequences that may decode: in a captured step with prompts, all sequences."""
     return batch.num_decodes if batch.counts is None else len(batch.context_len)
 
 
@@ -241,5 +237,5 @@ def _num_processors(device: torch.device) -> int:
 
 
 def padded_dim(head_dim: int) -> int:
-    """Return a head's dimensions as kernels store them."""
+    """Return the number of a head's dimensions, padded to a power of two."""
     return max(LEAST_DOT, power_of_two(head_dim))

@@ -1,6 +1,6 @@
-"""Fused small operations of a layer on GPUs, with one launch each.
+"""Run each small operation of a layer on a GPU as one fused kernel.
 
-Apart from reading weights, a decode step consists mostly of launches. In plain torch, a rotation takes ten or so
+Apart from reading weights, a decode step consists mostly of launches. In plain torch, a rotation takes about ten
 launches for queries and as many for keys, each for microseconds of work.
 """
 
@@ -17,7 +17,7 @@ GATE_BLOCK = 1024
 
 @functools.cache
 def runs_on(device_type: str) -> bool:
-    """Return whether the kernels run on a device: a GPU, with triton installed."""
+    """Return whether the kernels run on a device, as they do on a GPU if triton is installed."""
     return device_type == "cuda" and importlib.util.find_spec("triton") is not None
 
 

@@ -1,8 +1,8 @@
 """Capture steps as CUDA graphs, one for each size: a replay is one launch instead of hundreds.
 
-A captured step reads its batch from memory that never moves. A batch is copied to that memory and padded to the next
-size. A decode batch is padded with rows that belong to no request and use a separate K/V block. A step with prompts is
-padded with tokens that belong to no sequence. Source: vLLM's and nano-vllm's decode graphs.
+A captured step reads its batch from fixed memory. A batch is copied to that memory and padded to the next size. A
+decode batch is padded with rows that belong to no request and use a separate K/V block. A step with prompts is padded
+with tokens that belong to no sequence. Source: vLLM's and nano-vllm's decode graphs.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from xrunner.kv_cache import KvCache
 from xrunner.models import DecoderModel
 
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16), 320, 384, 448, 512)
-"""Batch sizes of decodes that are captured: up to 64, padding adds at most seven rows; beyond, it costs little compared
-with reading the weights."""
+"""Batch sizes of decodes that are captured: up to 64 rows, padding adds at most seven; beyond, padding takes little
+time compared with reading the weights."""
 MIXED_SIZES = (*range(16, 257, 16), *range(320, SLICE_TOKENS + 1, 64))
-"""Numbers of tokens of steps with prompts that are captured. Products take rows in tiles of 64 to 256, so padding costs
-little."""
+"""Numbers of tokens for which steps with prompts are captured. Products process rows in tiles of 64 to 256, so padding
+takes little time."""
 MOST_SEQUENCES = 256
-"""Most sequences of a captured step with prompts, and most tokens whose logits it computes."""
+"""Largest number of sequences in a captured step with prompts, and of tokens whose logits the step computes."""
 
 
 class Capture(Protocol):
-    """An object that captures a step: on a GPU, as a CUDA graph."""
+    """Captures a step, on a GPU as a CUDA graph."""
 
     def __call__(self, run: Callable[[], object]) -> Callable[[], None]:
-        """Run the step once; return a function that runs it again on the current contents of its inputs."""
+        """Run the step once. Return a function that runs it again with the present contents of its inputs."""
 
 
 class GraphedModel:
-    """A model whose steps are captured. It is called like the model.
+    """Runs a model's captured steps; it is called like the model.
 
     Args:
-        cache: the K/V cache. Its last block is for tokens that belong to no request, so the cache has one block more
-            than the pool.
+        cache: the K/V cache. The cache has one block more than the pool: the last block is for tokens that belong to no
+            request.
         most_tokens: longest sequence, which sets the width of block tables.
         sizes: sizes of decode batches, ascending.
         mixed_sizes: numbers of tokens of steps with prompts, ascending.
@@ -81,7 +81,7 @@ class GraphedModel:
                 steps.capture(capture, run)
 
     def __call__(self, batch: Batch, cache: KvCache, backend: AttentionBackend) -> Tensor:
-        """Return the logits; the next replay overwrites them. # [sampled, vocab]"""
+        """Return the logits, which the next replay overwrites. # [sampled, vocab]"""
         steps = self._decodes if batch.num_decodes == len(batch.context_len) else self._mixed
         if not steps.has_room(batch):
             return self.model(batch, cache, backend)
@@ -91,14 +91,15 @@ class GraphedModel:
 
 
 def size_of(count: int, sizes: tuple[int, ...]) -> int:
-    """Return the smallest size that holds `count` tokens. The caller makes sure that the largest one does."""
+    """Return the smallest size that is at least `count`. The largest size must be at least `count`."""
     return sizes[bisect_left(sizes, count)]
 
 
 class _Captured:
-    """Steps captured in several sizes, which read a batch at fixed addresses: decodes, or sequences of any lengths.
+    """Steps captured in several sizes, either of decodes or of any sequences, which read a batch at fixed addresses.
 
-    Padding rows decode a first token in the last block. Tokens that belong to no sequence are also written there.
+    Padding rows decode the first token of the last block. K/V of tokens that belong to no sequence are written there,
+    too.
 
     Args:
         sizes: numbers of tokens, ascending.
@@ -134,13 +135,13 @@ class _Captured:
             self._replays[size] = capture(partial(run, self._first(size)))
 
     def replay(self, batch: Batch) -> None:
-        """Run the step of a batch that fits."""
+        """Run the step of a batch for which `has_room` is true."""
         size = size_of(len(batch.token_ids), self._sizes)
         self._fill(batch, size)
         self._replays[size]()
 
     def has_room(self, batch: Batch) -> bool:
-        """Return whether a batch fits."""
+        """Return whether a batch fits into the captured steps."""
         whole = self._batch
         rows, blocks = whole.block_tables.shape
         return (
@@ -168,7 +169,7 @@ class _Captured:
         )
 
     def _fill(self, batch: Batch, size: int) -> None:
-        """Copy a batch to the first positions. The remaining tokens of the first `size` belong to no sequence."""
+        """Copy a batch to the first positions. The other tokens of the first `size` belong to no sequence."""
         whole, num_tokens = self._batch, len(batch.token_ids)
         count, width = batch.block_tables.shape
         whole.token_ids[:num_tokens] = batch.token_ids
@@ -194,7 +195,7 @@ class _Captured:
 
 
 class CudaCapture:
-    """Captures steps as CUDA graphs that share one memory pool. Only one of them runs at a time."""
+    """Captures steps as CUDA graphs that share one memory pool. Only one graph runs at a time."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -211,7 +212,7 @@ class CudaCapture:
 
 @contextmanager
 def _side_stream() -> Iterator[None]:
-    """Enter a second stream, and let the current one wait for it at the end; torch requires this before a capture."""
+    """Enter a second stream, and make the current stream wait for it at the end, as torch requires before a capture."""
     current, side = torch.cuda.current_stream(), torch.cuda.Stream()
     side.wait_stream(current)
     with torch.cuda.stream(side):

@@ -1,9 +1,9 @@
 """Triton kernels of `attention` and `fused`. This module needs triton.
 
-Of attention, one kernel serves decodes and pieces of prompts: a program takes a tile of queries that read one K/V head,
-with a row for each (token, head of the group), and passes over the sequence's blocks with an online softmax in powers
-of two. Sources: FlashAttention-2 (arXiv 2307.08691); Flash-Decoding for the split along the context; PagedAttention
-(arXiv 2309.06180) for the blocks.
+Of attention, one kernel serves decodes and pieces of prompts. A program computes a tile of queries that read one K/V
+head, with a row for each (token, head of the group). It goes over the sequence's blocks with an online softmax in
+powers of two. Sources: FlashAttention-2 (arXiv 2307.08691); Flash-Decoding for the split along the context;
+PagedAttention (arXiv 2309.06180) for the blocks.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def write_kernel(
     tl.store(cache + value_start + place, value, mask=inside)
 
 
-# These are not specialised: they change from step to step, and each combination of divisibility by 16 would need
-# another compilation.
+# These arguments are not specialised: they change with every step, and each combination of divisibility by 16 would
+# need another compilation.
 @triton.jit(do_not_specialize=["first_sequence", "num_sequences", "splits", "table_stride"])
 def attend_kernel(
     q,
@@ -79,10 +79,10 @@ def attend_kernel(
     PROGRAMS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Attend from a tile of queries to one split of its sequence's keys. Grid: tiles, K/V heads, splits.
+    """Compute a tile of queries' attention to one split of the sequence's keys. Grid: tiles, K/V heads, splits.
 
-    It covers the decodes, or the sequences from `first_sequence` on. The grid of a captured step suits any batch of its
-    size: programs that the batch does not need return at once.
+    The sequences are the decodes, or those from `first_sequence` on. The grid of a captured step is large enough for
+    any batch of this size, and programs that the batch does not need return immediately.
     """
     TOKENS: tl.constexpr = 1 if IS_DECODE else ROWS // GROUP
     kv_head, split = tl.program_id(1), tl.program_id(2)
@@ -117,7 +117,7 @@ def attend_kernel(
         q + (at * q_token_stride + head * q_head_stride)[:, None] + d[None, :], mask=is_stored, other=0.0
     ).to(DOT)
 
-    limit = context - num_tokens + token + 1  # keys that a row sees
+    limit = context - num_tokens + token + 1  # number of keys that a row sees
     most = tl.minimum(context, context - num_tokens + first + TOKENS)
     begin, end = _share(context, in_use, split, most, KEYS, IS_SPLIT)
     seen_by_all = tl.minimum(end, context - num_tokens + first + 1)
@@ -170,7 +170,7 @@ def _go_over(
     DOT: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """Add keys [begin, end) to the sums. If not masked, all rows see all of them."""
+    """Add keys [begin, end) to the sums. Without a mask, all rows see all of these keys."""
     d = tl.arange(0, PADDED_DIM)
     in_head = d < HEAD_DIM
     for start in range(begin, end, KEYS):
@@ -217,8 +217,8 @@ def combine_kernel(
     PROGRAMS: tl.constexpr,
     IS_CAPTURED: tl.constexpr,
 ):
-    """Combine a decode's splits into its result. Grid: (decode, head) pairs; in a captured step, as many as for the
-    largest number of decodes.
+    """Combine a decode's splits into its result. Grid: pairs (decode, head), in a captured step for the largest number
+    of decodes.
     """
     row = tl.program_id(0).to(tl.int64)
     sequence = row // NUM_HEADS
@@ -226,7 +226,7 @@ def combine_kernel(
     if IS_CAPTURED:
         num_decodes = tl.load(counts)
         in_use = _splits_in_use(num_decodes, splits, NUM_KV_HEADS, PROGRAMS)
-        if (sequence >= num_decodes) | (in_use == 1):  # a single split has written its result itself
+        if (sequence >= num_decodes) | (in_use == 1):  # a decode with one split has its result already
             return
     token = tl.load(query_start + sequence).to(tl.int64)
     split, d = tl.arange(0, MOST_SPLITS), tl.arange(0, PADDED_DIM)
@@ -244,13 +244,13 @@ def combine_kernel(
 @triton.jit
 def _tile(num_tiles, first_sequence, query_start, num_sequences, TOKENS: tl.constexpr, IS_DECODE: tl.constexpr):
     """Return a program's sequence and its first token. Each decode has one tile. Pieces of prompts have tiles of TOKENS
-    tokens: the tiles of sequence i begin at tile (tokens before it) // TOKENS + i. Some tiles may be empty, so that no
-    count need be read from the device.
+    tokens. If n tokens precede sequence i, its first tile has number n // TOKENS + i. Some tiles may therefore be
+    empty, but no count is read from the device.
     """
     if IS_DECODE:
         return first_sequence + tl.program_id(0), 0
     else:
-        # Late tiles see the most keys. They run first, so that none of them runs alone at the end.
+        # Tiles at the end of a prompt see the most keys. They run first, so that none of them runs alone at the end.
         tile = num_tiles - 1 - tl.program_id(0)
         query_starts = query_start + first_sequence
         index = _sequence_of(tile, query_starts, num_sequences, TOKENS)
@@ -266,7 +266,7 @@ def _splits_in_use(num_decodes, splits, NUM_KV_HEADS: tl.constexpr, PROGRAMS: tl
 
 @triton.jit
 def _share(context, splits, split, most, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr):
-    """Return the keys [begin, end) of a split; all keys if there are no splits."""
+    """Return the keys [begin, end) of a split; all keys if the context is not split."""
     if IS_SPLIT:
         share = tl.cdiv(tl.cdiv(context, splits), KEYS) * KEYS
         return split * share, tl.minimum(split * share + share, most)

@@ -1,4 +1,4 @@
-"""Model families: one file each over the shared blocks of layers.py, and the table of names."""
+"""Model families, one in each file, built from the shared blocks of layers.py; and the table of family names."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def family_of(spec: ModelSpec) -> type[Model]:
     """Return the class of a model's family.
 
     Raises:
-        InputError: this version does not run that family, or does not run it with weights of so few bits.
+        InputError: this version does not run the family, or not with weights of so few bits.
     """
     if spec.family not in FAMILIES:
         raise InputError("model.family", spec.family, f"supported families: {', '.join(sorted(FAMILIES))}")

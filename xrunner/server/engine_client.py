@@ -1,4 +1,4 @@
-"""The front's side of the engine: it submits requests, delivers their tokens, and counts how they end."""
+"""The front's access to the engine, which submits requests, delivers their tokens, and counts how requests end."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from xrunner.server.observe.watch import Ended, Watch
 
 MAX_RETRY_AFTER_S = 60
 LEAST_MEMORY_S, MEMORY_LATENCIES = 10.0, 8
-"""Time over which to measure the rate at which waiting requests start: at least `LEAST_MEMORY_S` seconds, and at least
-`MEMORY_LATENCIES` times the plan's latency.
+"""Seconds over which to measure the rate at which waiting requests start: at least `LEAST_MEMORY_S` seconds, and at
+least `MEMORY_LATENCIES` times the plan's latency.
 """
 
 NOT_FINITE = (
@@ -41,13 +41,13 @@ logger = logging.getLogger(__name__)
 
 
 Inbox = asyncio.Queue[Sequence[Token] | ApiError]
-"""Receives the tokens of one caller's requests, in the order of the engine's steps, or the reason why none will come.
-Tokens arrive one at a time, or together for a request whose output is held back.
+"""Receives the tokens of one caller's requests, in the order of the engine's steps, or the reason why no more will
+come. Tokens arrive one at a time, or all together if the output is held back.
 """
 
 
 class Promise(NamedTuple):
-    """The estimate of `answer_s` for a request, and the promised time of its answer, both in seconds after
+    """The estimate of `answer_s` for a request, and the promised time of the answer, both in seconds after
     submission.
     """
 
@@ -62,10 +62,10 @@ class Submission:
     Attributes:
         inbox: receives the outputs' tokens.
         bounds: bounds of the API key.
-        end_s: time after which the outputs are useless, on the clock of `time.perf_counter`. Infinite means never.
+        end_s: time by which the outputs must be complete, on the clock of `time.perf_counter`. Infinite means never.
         has_deadline: whether the client has set `end_s`.
-        read_s: time at which the body had arrived, on the clock of `end_s`.
-        hold: whether to deliver an output's tokens together, with the last one: waking a task for each token of each
+        read_s: time at which the whole body had arrived, on the same clock.
+        hold: whether to deliver all of an output's tokens together at the end. Waking a task for each token of each
             request would take up to a tenth of a decode step from the engine's cores.
     """
 
@@ -83,9 +83,9 @@ class Submission:
 
 @dataclass(slots=True)
 class TokenStream:
-    """A request in the engine: the inbox of its tokens, and the times at which they came.
+    """A request in the engine, with the inbox for its tokens and the times of events.
 
-    Times are on the clock of `time.perf_counter`. A time is 0 until its event.
+    Times are on the clock of `time.perf_counter`. A time is 0 until the event happens.
     """
 
     id: int
@@ -93,7 +93,7 @@ class TokenStream:
     submitted_s: float
     prompt_tokens: int
     tokens: list[Token]
-    """Tokens so far of a request whose caller waits for the whole output."""
+    """Tokens so far, if the caller waits for the whole output."""
     cached_tokens: int = 0
     """Number of prompt tokens whose K/V was already cached when the request began."""
     output_tokens: int = 0
@@ -102,23 +102,23 @@ class TokenStream:
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     unwritten_s: float = 0.0
-    """End of the step that sampled its oldest token that has not been written to a client."""
+    """End of the step that sampled the oldest token that has not been written to a client."""
     seen: Seen | None = None
-    """What the watch has observed of it."""
+    """What the watch has observed of the request."""
 
 
 class EngineClient:
     """Submits requests to an engine, and delivers their tokens, from `start` to `stop`, which closes the engine.
 
-    All methods belong to the event loop's thread. A lost engine is restarted (`lasting_engine`).
+    All methods run in the event loop's thread. A lost engine is restarted (`lasting_engine`).
 
     Args:
-        watch: observes the requests, and re-plans. None means that there is no re-planning, and a lost engine is not
-            restarted.
+        watch: observes the requests, and re-plans. None means that the server does not re-plan or restart a lost
+            engine.
 
     Attributes:
         remote: the engine.
-        backlog: requests whose first step has not begun, as far as is known.
+        backlog: requests whose first step has not begun, according to the engine's messages.
     """
 
     def __init__(self, engine: RemoteEngine, watch: Watch | None = None) -> None:
@@ -127,7 +127,7 @@ class EngineClient:
         self.failure: str | None = None
         """Why the engine stopped by itself, in one line."""
         self.fatal: XgptError | None = None
-        """The failure from which this process cannot recover: the server must end with it."""
+        """The failure that ends the server, because this process cannot recover from it."""
         self.on_fatal: Callable[[], None] = lambda: None
         self.is_draining = False
         """Whether the server is draining: running requests finish, and no new one starts."""
@@ -153,7 +153,7 @@ class EngineClient:
         self._lasting.start()
 
     async def stop(self) -> None:
-        """Let the current step end, start no other step, and close the engine."""
+        """Let the current step end, prevent further steps, and close the engine."""
         if self.watch is not None:
             await self.watch.stop()
         await self._lasting.stop()
@@ -164,23 +164,21 @@ class EngineClient:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests in the engine, waiting ones included."""
+        """Number of requests in the engine, including waiting requests."""
         return len(self._streams)
 
     def _return(self, plan: Plan) -> None:
-        """Continue under the plan of a restarted engine."""
+        """Adopt the plan under which an engine was restarted."""
         if self.watch is not None and self.watch.plan is not plan:
             self.watch.go_over_to(plan)
 
     @property
     def capacity(self) -> int:
-        """Number of tokens that the K/V pool holds, and so the largest number that one request's prompt and output can
-        have together.
-        """
+        """Number of tokens that fit in the K/V pool, which limits the sum of a request's prompt and output."""
         return self.remote.pool.limits.kv_blocks * self.remote.pool.limits.block_size
 
     def check_open(self) -> None:
-        """Raise ApiError if no request may begin: 500, the engine has failed; 503, the server shuts down."""
+        """Raise ApiError if no request may begin: 500 if the engine has failed, 503 if the server is shutting down."""
         if self.failure is not None:
             raise ApiError(500, self.failure)
         if self.is_draining:
@@ -190,7 +188,7 @@ class EngineClient:
         """Check that the running plan can execute a request with `num_tokens` prompt tokens.
 
         Raises:
-            ApiError: 400, the request would wait for ever, and block all others.
+            ApiError: 400, the request would wait for ever, and block all other requests.
         """
         limits = self.remote.pool.limits
         request = Request(-1, num_tokens, allowance.max_output, promised_output=allowance.promised_output)
@@ -205,16 +203,16 @@ class EngineClient:
             )
 
     def retry_after_s(self) -> int:
-        """Seconds after which a client should retry a refused request: by then, half of the waiting requests will have
-        started.
+        """Seconds after which a client should retry a refused request. By then, half of the waiting requests should
+        have started.
         """
         rate = None if self.watch is None else self.watch.recent.rate_per_s()
         return 1 if not rate else min(MAX_RETRY_AFTER_S, max(1, round(len(self.backlog) / (2 * rate))))
 
     def answer_s(self, account: Account, num_outputs: int) -> float | None:
-        """Return the seconds until `num_outputs` more outputs of this account should be complete.
+        """Return the seconds until `num_outputs` further outputs of this account should be complete.
 
-        None if the engine is idle, or runs no plan.
+        The result is None if the engine is idle or runs no plan.
         """
         if self.watch is None or not self._streams:
             return None
@@ -295,7 +293,7 @@ class EngineClient:
             self.watch.end(stream.seen, Ended(stream.seen.generated, latency_s, first_s, whole_s, is_kept))
 
     def _note_starts(self, record: StepRecord) -> None:
-        """Note which requests start, because the step encodes their first piece. The engine reads the clock before its
+        """Note which requests start, because a step encodes their first piece. The engine reads the clock before the
         inbox, so a request may have been submitted just after the step's start.
         """
         for id_, first_token, _ in record.encode:

@@ -24,11 +24,11 @@ RESTARTS, PERIOD_S = 3, 600.0
 
 
 class Handover:
-    """The requests that an engine has or is about to get, and their outputs so far.
+    """The requests that an engine has or will get, with their outputs so far.
 
     The first loss of an engine counts as an accident. A request that was running when an engine was lost for the second
     time is a suspect. Suspects are submitted one at a time, each after the previous one has generated a token. If an
-    engine is lost meanwhile, the current suspect is the cause and is not submitted again.
+    engine is lost meanwhile, the current suspect is taken as the cause and is not submitted again.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Handover:
         self._waiting.append(generation.id)
 
     def ready(self) -> Iterator[Generation]:
-        """Yield the requests that the engine may have now."""
+        """Yield the requests that may be submitted to the engine now."""
         while self._waiting:
             if (generation := self._ledger.generations.get(self._waiting.popleft())) is not None:
                 yield generation
@@ -81,10 +81,10 @@ class Handover:
             self._tried = None
 
     def lose(self, error: MachineError, engine: RemoteEngine) -> list[Token]:
-        """Make all requests wait for another engine; return the ends of requests that cannot continue.
+        """Make all requests wait for another engine. Return the ends of requests that cannot continue.
 
-        A request continues after its output so far, if the output can be encoded with the prompt without changing later
-        tokens. Otherwise the same tokens are generated again, but are not delivered twice.
+        If a request's output so far can be encoded with its prompt without changing later tokens, the request continues
+        from there. Otherwise the same tokens are generated again, but are not delivered twice.
 
         Args:
             engine: the lost engine, which will be restarted. It decides which requests can be resumed and which must be
@@ -102,7 +102,7 @@ class Handover:
         return ended + self.take_back(engine, losses=1)
 
     def take_back(self, engine: RemoteEngine, losses: int = 0) -> list[Token]:
-        """Make all requests wait for an engine that is restarted, by default on purpose: not counted as a loss."""
+        """Make all requests wait for an engine that is restarted; `losses` is 0 if it is restarted on purpose."""
         ended, requests = [], {*self._waiting, *self._suspects}
         self._tried = None
         self._waiting.clear()
@@ -116,7 +116,7 @@ class Handover:
         return ended
 
     def _prepare(self, generation: Generation, engine: RemoteEngine) -> bool:
-        """Prepare a request to continue where it was; return False if its tokens cannot be generated again."""
+        """Prepare a request to continue. Return False if its tokens cannot be generated again."""
         begun = Request(
             generation.id, len(generation.prompt), generation.max_output, promised_output=generation.promised_output
         )

@@ -25,19 +25,19 @@ from xrunner.server.api.responses import ResponsesRequest
 from xrunner.server.api.translated import Translated
 
 MAX_ITEMS = 1 << 18
-"""Largest number of items of all lists in a body, approximately. Most are prompt tokens. Half a million block the event
-loop for 25 ms."""
+"""Largest number of items of all lists in a body, approximately. Most items are prompt tokens. Half a million of them
+block the event loop for 25 ms."""
 
 MAX_FREE_BYTES = 256 << 10
-"""Largest size in bytes of a field in which clients may put anything; white space counts."""
+"""Largest size in bytes, including white space, of a field in which clients may put anything."""
 MAX_PROMPTS = 4096
 """Largest number of lists of token ids in a long body."""
 LONG_FIELDS = ("prompt", "messages", "tokens", "input", "instructions", "system")
-"""Fields that are as long as a body may be."""
+"""Fields that may be as long as the whole body."""
 MAX_BESIDE_BYTES = 2 << 20
 """Largest size of all other fields in a body."""
 LOOK_BYTES = 64 << 10
-"""Bodies of at least this size have the sizes of their fields checked before they are decoded."""
+"""Size in bytes from which a body's fields are checked for their sizes before they are decoded."""
 
 
 FREE_FIELDS = (
@@ -49,10 +49,10 @@ FREE_FIELDS = (
 """Fields in which clients may put anything, or whose text the server does not read."""
 _Looked = msgspec.defstruct("_Looked", [(name, msgspec.Raw, msgspec.Raw()) for name in (*FREE_FIELDS, *LONG_FIELDS)])
 _look = msgspec.json.Decoder(_Looked).decode
-"""Decodes a body's fields only as far as their sizes."""
+"""Decodes a body only far enough to find the sizes of its fields."""
 
 _FIELDS = re.compile(r"`\$\.(\w+)"), re.compile(r"field `(\w+)`")
-"""The field in a message of msgspec: "... - at `$.n`", else "... unknown field `foo`"."""
+"""Patterns for the field in a message of msgspec: "... - at `$.n`", or "... unknown field `foo`"."""
 
 Body = bytes | bytearray
 P = TypeVar("P", bound=GenerationRequest | ResponsesRequest | CountRequest | TokenizeRequest | DetokenizeRequest)
@@ -64,8 +64,8 @@ def _parser(kind: type[P]) -> Callable[[Body], P]:
 
 
 def _parse(decoder: msgspec.json.Decoder[P], body: Body) -> P:
-    # Counting commas takes a hundredth of the time of decoding. Text also contains commas, but hardly one in 16
-    # characters.
+    # Counting commas takes a hundredth of the time of decoding. Texts contain commas too, but rarely more than one in
+    # 16 characters.
     if body.count(b",") > MAX_ITEMS + len(body) // 16 or _has_many_strings(body):
         raise ApiError(413, f"the body holds more than {MAX_ITEMS} items; send fewer prompts at once")
     try:
@@ -86,15 +86,15 @@ def _parse(decoder: msgspec.json.Decoder[P], body: Body) -> P:
 
 
 def refusal_of(error: msgspec.ValidationError, kind: Any) -> ApiError:
-    """Return the error about a field's type or range, for the client of a request of this kind."""
+    """Return the error for a client whose field has a wrong type or value; `kind`: the type of the request."""
     found = (pattern.search(str(error)) for pattern in _FIELDS)
     param = next((match[1] for match in found if match), None)
     return ApiError(400, _explained(str(error), kind), param=param)
 
 
 def _in_text(body: Body) -> str | None:
-    """Return what is wrong with the text of a body, with its position there, or None if it is UTF-8. msgspec counts
-    from the beginning of a string.
+    """Return which byte of a body is not UTF-8, or None if all are. Msgspec would count from the beginning of a
+    string.
     """
     try:
         body.decode()
@@ -105,11 +105,11 @@ def _in_text(body: Body) -> str | None:
 
 _type_info = cache(msgspec.inspect.type_info)
 VLLM_FIELDS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-"""Fields of vLLM, of today and before, that restrict an output."""
+"""Fields of present and earlier versions of vLLM that restrict an output."""
 
 
 def _accepted(kind: Any, path: str) -> str:
-    """Return, for the end of a message, the values that a field may have, or "" if they are not a few words.
+    """Return the end of a message, which names the values that a field may have, or "" if these are not a few words.
 
     Args:
         path: the field's path in messages of msgspec, for example $.tools[0].type.
@@ -132,14 +132,14 @@ def _accepted(kind: Any, path: str) -> str:
 
 
 def _alternatives(kind: Any) -> Sequence[Any]:
-    """Return the types of which a field's value may be one."""
+    """Return the types that a field's value may have."""
     if isinstance(kind, msgspec.inspect.Metadata):
         return _alternatives(kind.type)
     return kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
 
 
 def _explained(says: str, kind: Any) -> str:
-    """Return msgspec's message with the nearest known field, or in plain words for what clients often get wrong."""
+    """Return msgspec's message with the nearest known field, or in plain words if clients often make this mistake."""
     if match := re.fullmatch(r"Object contains unknown field `(\w+)`", says):
         if match[1] in VLLM_FIELDS:
             return f"{match[1]}: send a chat with a JSON schema in response_format instead"
@@ -158,7 +158,7 @@ def _explained(says: str, kind: Any) -> str:
 
 
 def _translator(kind: type[ResponsesRequest | CountRequest]) -> Callable[[Body], Translated]:
-    """Return a function that parses a body into a chat, with a chat's checks. It raises ApiError (400, 413)."""
+    """Return a function that parses a body and translates it into a checked chat. It raises ApiError (400, 413)."""
     parse = _parser(kind)
 
     def translate(body: Body) -> Translated:
@@ -194,19 +194,19 @@ def parse_deadline(header: str | None, field_s: float | None) -> float | None:
 def _has_many_strings(body: Body) -> bool:
     """Return whether a body has more than MAX_ITEMS strings, including names of fields."""
     num_quotes = body.count(b'"')
-    # Quotes within a string are escaped. Counting escaped quotes takes three times as long, and few bodies need it.
+    # Quotes within a string are escaped. Counting escaped quotes takes three times as long, and is rarely necessary.
     return num_quotes > 2 * MAX_ITEMS and num_quotes - body.count(b'\\"') > 2 * MAX_ITEMS
 
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-"""Decodes a body's fields only as far as their sizes."""
+"""Decodes a body only far enough to find the sizes of its fields."""
 _NUMBER = re.compile(rb"-?\d{1,20}(\.\d{1,20})?([eE][+-]?\d{1,3})?")
 MAX_NUMBER = 64
-"""Characters of the longest number that is read as a whole one."""
+"""Characters of the longest number that is read as an integer."""
 
 
 def _with_whole_numbers(body: Body) -> bytes:
-    """Return a body whose fields have integers without a decimal point; some clients write 4.0."""
+    """Write integers in a body's fields without a decimal point, since some clients send 4.0."""
     fields = _fields(body)
     for name, written in fields.items():
         if len(written) <= MAX_NUMBER and _NUMBER.fullmatch(text := bytes(written)) and float(text).is_integer():
@@ -215,8 +215,8 @@ def _with_whole_numbers(body: Body) -> bytes:
 
 
 def _check_sizes(looked: Any, size: int) -> None:
-    """Refuse long fields, whatever their form, before they are decoded: millions of small objects take seconds, and
-    much memory.
+    """Refuse long fields of any form before they are decoded, since millions of small objects take seconds and much
+    memory.
 
     If a field occurs several times, only the last occurrence is checked here, but all occurrences are decoded later. So
     earlier occurrences, and all white space, count towards `MAX_BESIDE_BYTES`.

@@ -2,23 +2,24 @@
 
 In addition to OpenAI's fields a request may carry:
     top_k, min_p: further limits on the distribution.
-    repetition_penalty: a factor on the logits of tokens in the prompt or the output, as in vLLM.
+    repetition_penalty: a factor for the logits of tokens in the prompt or the output, as in vLLM.
     ignore_eos: continue to max_tokens, whatever tokens are generated.
-    min_tokens: accepted if it equals max_tokens, so that nothing ends the output earlier; load generators send this.
+    min_tokens: accepted if it equals max_tokens, so that the output cannot end earlier. Load generators send this.
     stop_token_ids: tokens that end an output.
     include_stop_str_in_output: leave the stop string in the text.
-    output_length: for benchmarks, end after exactly this many tokens; the schedule knows max_tokens only.
-    add_special_tokens: let a prompt begin with the special tokens that the tokenizer adds; by default true for
-        completions and false for chats.
-    truncate_prompt_tokens: keep this many tokens at the end of a prompt; -1: all that fit.
-    skip_special_tokens: only true is accepted; special tokens are never shown.
-    deadline_s: seconds after which the answer is useless (also in the header X-Deadline-S; the shorter one counts): an
-        answer that is not complete by then ends with 504, deadline_exceeded.
-    add_generation_prompt, chat_template_kwargs (chat): variables of the template; `reasoning_effort` is also one.
-    continue_final_message (chat): continue the last message, which is the beginning of the answer.
+    output_length: for benchmarks: exact number of tokens after which the output ends. The schedule knows only
+      max_tokens.
+    add_special_tokens: whether a prompt begins with the special tokens that the tokenizer adds. By default true for
+      completions and false for chats.
+    truncate_prompt_tokens: keep this many tokens at the end of a prompt. -1 keeps all that fit.
+    skip_special_tokens: only true is accepted, since special tokens are never shown.
+    deadline_s: seconds after which an incomplete answer ends with 504, deadline_exceeded. The header X-Deadline-S has
+      the same effect, and the shorter time counts.
+    add_generation_prompt, chat_template_kwargs (chat): variables of the template, as is `reasoning_effort`.
+    continue_final_message (chat): whether the answer continues the last message.
 
 If the checkpoint has a tokenizer, an output can be restricted to a JSON schema (`response_format`), to calls of
-functions with their schemas (`tools`), or to one of the two. A model that shows its reasoning writes it first, and the
+functions with their schemas (`tools`), or to one of the two. If the model writes reasoning before the output, the
 reasoning is not restricted.
 """
 
@@ -48,17 +49,18 @@ Count = Annotated[int, Meta(ge=1, le=MAX_INT)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 MAX_BIASES = 1024
 LEAST_TOP_P = 1e-9
-"""The value that a top_p of 0 stands for: the most probable token only."""
+"""The value used for a top_p of 0, with which only the most probable token remains."""
 MAX_PARTS = 1 << 16
 """Largest number of messages, parts of their content, and calls in them, together."""
 MAX_ARGUMENTS = 1 << 20
-"""Largest number of characters of all arguments of calls in messages, which are JSON of their own."""
+"""Largest number of characters of the JSON arguments of all calls in messages."""
 TOKEN_BYTES, BIAS_BYTES = 40, 200
 """Memory of a token id in a list or tuple, and of an entry of `logit_bias`."""
 BRACE_BYTES, BRACKET_BYTES, STRING_BYTES, ITEM_BYTES = 200, 64, 50, 16
 """Memory that an object, a list, a text and an item take beyond their characters."""
 FREE_OBJECT_BYTES = 192 << 10
-"""Memory of a request's objects that is not counted: that of 20 to 30 kB of functions, more than most clients send."""
+"""Memory of a request's objects that is not counted: enough for 20 to 30 kB of functions, more than most clients
+send."""
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
@@ -74,9 +76,9 @@ def memory_of(*values: Any) -> int:
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """`continuous_usage_stats`: send the usage so far with every chunk, for load generators; an addition of vLLM's.
+    """`continuous_usage_stats`: send the usage so far with every chunk, as vLLM does for load generators.
 
-    `include_obfuscation`: OpenAI's padding of chunks; none is sent.
+    `include_obfuscation`: ignored, since chunks are not padded as at OpenAI.
     """
 
     include_obfuscation: bool | None = None
@@ -95,7 +97,7 @@ COMMON_WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
 
 
 class Sampled(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields of requests in any API's format; null stands for a field's default."""
+    """The fields of requests in any API's format; null means a field's default."""
 
     model: str
     stream: bool | None = None
@@ -133,7 +135,7 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
     SCORES_FIELD: ClassVar[str] = "echo"
     """The field that asks for log probabilities of the prompt."""
     DEFAULT_OUTPUT: ClassVar[int | None] = None
-    """Output tokens if no maximum is named; None: all that fit."""
+    """Largest number of output tokens if the request names none. None means all that fit."""
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[Any, str]]] = {}
     """Fields that are accepted only with the value that has no effect, and why."""
 
@@ -159,22 +161,22 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def goes_on(self) -> bool:
-        """Whether the output continues the prompt's text."""
+        """Return whether the output continues the prompt's text."""
         return True
 
     @property
     def is_scored_only(self) -> bool:
-        """Whether the answer is only the prompt: the output's one token is not shown."""
+        """Return whether the answer is only the prompt, so that the output's only token is not shown."""
         return False
 
     @property
     def is_held(self) -> bool:
-        """Whether the output may have to follow a grammar."""
+        """Return whether the output may have to follow a grammar."""
         return self.grammar is not None
 
     @property
     def may_fill_context(self) -> bool:
-        """Whether `max_tokens` may be more than fits, so that the output ends where the context is full."""
+        """Return whether `max_tokens` may exceed the context, so that the output ends when the context is full."""
         return False
 
     @property
@@ -209,12 +211,12 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of most probable tokens to report for each output token; None: no log probabilities."""
+        """Number of most probable tokens to report for each output token. None means no log probabilities."""
         raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Number of most probable tokens to report for each prompt token; None: no log probabilities."""
+        """Number of most probable tokens to report for each prompt token. None means no log probabilities."""
         return None
 
     @property
@@ -223,7 +225,7 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
         return self.max_tokens
 
     def sampling(self, seed: int) -> SamplingParams:
-        """Return the sampling parameters; 64 bits of the seed are used."""
+        """Return the sampling parameters, with 64 bits of the seed."""
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=max(0, self.top_k or 0),
@@ -254,12 +256,12 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def grammar(self) -> str | None:
-        """Return the grammar of the output (`xrunner.grammar`); None: free text."""
+        """Return the grammar of the output (`xrunner.grammar`), or None if the output is free text."""
         return None
 
     @property
     def num_text_bytes(self) -> int:
-        """Return approximately the memory of all from which prompts and grammars are made."""
+        """Return approximately the memory of the texts and schemas from which prompts and grammars are made."""
         raise NotImplementedError
 
     @property
@@ -279,7 +281,7 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
                 setattr(self, field, value)
 
     def check(self) -> None:
-        """Check fields against each other, and forget fields that have no use here. Raises ApiError (400)."""
+        """Check fields against each other, and remove fields that have no effect. Raises ApiError (400)."""
         for field, (neutral, reason) in (COMMON_WITHOUT_EFFECT | self.WITHOUT_EFFECT).items():
             value = getattr(self, field)
             if value is not None and value != neutral:
@@ -315,7 +317,7 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
 
     prompt: str | list[int | str | list[int]]
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
-    """0 with `echo`: the prompt only, with its log probabilities if they are asked for."""
+    """With 0 and `echo`, the answer is only the prompt, with log probabilities if `logprobs` is given."""
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Count | None = None
     echo: bool | None = None
@@ -375,13 +377,13 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text"):
-    """A piece of a message's content. Its other fields (`cache_control`, ...) are hints that change nothing here."""
+    """A piece of a message's content. Other fields (`cache_control`, ...) are hints that have no effect."""
 
     text: str
 
 
 class ChatMessage(msgspec.Struct):
-    """A message. An assistant's may have no content; a function's result names its call.
+    """A message. An assistant's message may have no content. The result of a function names its call.
 
     Clients send earlier answers back unchanged, with fields that models do not use (`annotations`, `audio`, `id`).
     These fields are dropped.
@@ -408,7 +410,7 @@ class ChatMessage(msgspec.Struct):
             yield from (call.id, call.function.name, call.function.arguments)
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as templates expect it: calls have their arguments as objects."""
+        """Return the message as templates expect it, in which the arguments of calls are objects."""
         parts = self.content or self.refusal or ""
         content = parts if isinstance(parts, str) else [{"type": "text", "text": part.text} for part in parts]
         message: dict[str, Any] = {"role": self.role, "content": content}
@@ -440,7 +442,7 @@ def reasoning_switch(*, is_on: bool) -> dict[str, bool]:
 
 
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
-    """A JSON schema of an output; `strict` has no effect, since outputs always follow the schema."""
+    """A JSON schema of an output. `strict` has no effect, since outputs always follow the schema."""
 
     name: str
     schema: dict[str, Any] = {}
@@ -449,7 +451,7 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TextFormat(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
-    """Anything."""
+    """Free text."""
 
 
 class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
@@ -505,7 +507,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def schemas(self, field: str) -> list[tuple[str, dict[str, Any]]]:
-        """Return the JSON schemas in a field, with the paths of all."""
+        """Return the JSON schemas in a field, each with its path."""
         if field == "tools":
             tools = enumerate(self.tools or ())
             return [(f"[{i}].function.parameters", tool.function.parameters or {}) for i, tool in tools]
@@ -554,7 +556,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
 
     @property
     def chosen_tools(self) -> ToolChoice:
-        """Whether functions are called, if any are declared."""
+        """Return which functions may or must be called, if any are declared."""
         if "kept_choice" in self.__dict__:
             choice: ToolChoice = self.__dict__["kept_choice"]
             return choice
@@ -594,7 +596,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         self.__dict__["fills_context"] = True
 
     def leave_free(self, name: str | None) -> None:
-        """Functions that may be called with any arguments; None: calls may be any text."""
+        """Let a function be called with any arguments. None means that calls may be any text."""
         if name is None:
             self.__dict__["free"] = None
         else:
@@ -602,7 +604,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
 
     @property
     def form(self) -> OutputForm:
-        """The form of the output, as set by `take_form`."""
+        """Return the form of the output, as set by `take_form`."""
         form: OutputForm = self.__dict__.get("form_of_model", OutputForm())
         return form
 
@@ -618,7 +620,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         return self.form.reader(self.chosen_tools, 1 if self.parallel_tool_calls is False else None)
 
     def _allow_tools(self) -> None:
-        """Keep the functions that `tool_choice` allows. Raises ApiError (400)."""
+        """Remove the functions that `tool_choice` does not allow. Raises ApiError (400)."""
         choice = self.tool_choice
         if not isinstance(choice, AllowedTools):
             return
@@ -640,7 +642,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /tokenize, in vLLM's format: it asks for the token ids of a text or a chat."""
+    """The body of POST /tokenize, in vLLM's format, which asks for the token ids of a text or a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -653,12 +655,12 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def num_text_bytes(self) -> int:
-        """Return the memory of its texts."""
+        """Return the memory of the request's texts."""
         texts = [self.prompt or "", *(text for message in self.messages or () for text in message.texts)]
         return sum(map(getsizeof, texts)) + memory_of(self.tools, self.chat_template_kwargs)
 
     def check(self) -> None:
-        """Check that the request has a prompt or messages, not both. Raises ApiError (400)."""
+        """Check that the request has either a prompt or messages. Raises ApiError (400)."""
         if self.messages is not None:
             _check_parts(self.messages)
         if (self.prompt is None) == (self.messages is None):
@@ -673,8 +675,8 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     @property
     def num_text_bytes(self) -> int:
-        """Return the memory of its tokens."""
+        """Return the memory of the request's tokens."""
         return TOKEN_BYTES * len(self.tokens)
 
     def check(self) -> None:
-        """Check nothing further."""
+        """Do nothing, since there are no other fields to check."""

@@ -1,8 +1,8 @@
 """Separate a model's reasoning from its answer while the output is generated.
 
-Models of a family write their reasoning between two marks. The chat template shows which marks these are, since it
-removes reasoning from earlier messages. If it does not, the tokenizer's tokens show them. Whether an output begins
-within reasoning follows from the prompt, in which templates open the reasoning, or open and close it.
+Models write their reasoning between two marks. Most chat templates contain the marks, in order to remove reasoning from
+earlier messages. If a template does not, the marks are among the tokenizer's tokens. A template may already begin the
+reasoning in the prompt, or begin and end it, so the prompt shows whether an output begins within reasoning.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALL_MARKS = (
 """Known marks: DeepSeek, Qwen, GLM, Kimi, MiniMax, Nemotron, OLMo and most others; Mistral; Seed-OSS; Command A; Gemma
 4."""
 MAX_SPACE = 64
-"""White space, in characters, that is held back until other text follows."""
+"""Largest number of white-space characters that are held back until other text follows."""
 
 
 def marks_of(template: str, tokens: Container[str]) -> Marks | None:
@@ -41,10 +41,10 @@ def marks_of(template: str, tokens: Container[str]) -> Marks | None:
 
 
 class Thought(NamedTuple):
-    """How an output may begin.
+    """The marks of the reasoning with which an output may begin.
 
     Attributes:
-        is_open: whether the prompt ends within reasoning, so that the output continues it.
+        is_open: whether the prompt ends within reasoning, which the output then continues.
     """
 
     marks: Marks
@@ -52,9 +52,7 @@ class Thought(NamedTuple):
 
 
 def thought_after(prompt: str, marks: Marks | None) -> Thought | None:
-    """Return how the output after a prompt may begin, or None if it begins without reasoning, which the prompt has
-    closed.
-    """
+    """Return how the output after a prompt may begin, or None if it begins without reasoning."""
     if marks is None or (end := prompt.rstrip()).endswith(marks.end):
         return None
     return Thought(marks, end.endswith(marks.begin.rstrip()))
@@ -68,7 +66,7 @@ class Said(NamedTuple):
 
 
 class ThoughtReader:
-    """Extracts reasoning at the beginning of an output, and drops white space beside its marks."""
+    """Extracts reasoning at the beginning of an output, and drops white space next to the marks."""
 
     def __init__(self, thought: Thought) -> None:
         self._begin, self._end = thought.marks
@@ -77,11 +75,11 @@ class ThoughtReader:
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the output is within reasoning now."""
+        """Return whether the output is within reasoning now."""
         return self._state in ("begun", "thinking")
 
     def push(self, piece: str, *, is_end: bool = False) -> Said:
-        """Return what may be sent after a piece of the output; with `is_end`, all of it."""
+        """Return what may be sent after a piece of the output, or all the rest with `is_end`."""
         if self._state == "text":
             return Said("", piece)
         self._held += piece

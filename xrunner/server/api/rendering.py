@@ -1,4 +1,4 @@
-"""Render templates in separate processes (`sandbox`); a process that takes too long is killed."""
+"""Render templates in separate processes (`sandbox`), which are killed if they take too long."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xrunner.server.api import sandbox
 RENDER_S = 10.0
 """Seconds in which a template must render a chat."""
 MAX_ANSWER_BYTES = 64 << 20
-"""Largest text, as JSON, that a template may make."""
+"""Largest rendered text, as JSON, in bytes."""
 START_S = 60.0
 """Seconds in which a process must have started."""
 
@@ -43,11 +43,11 @@ class _Process:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has ended, so that it cannot render any more."""
+        """Return whether the process has ended and can render no more."""
         return self._process.poll() is not None
 
     def ask(self, content: bytes, seconds: float) -> dict[str, Any]:
-        """Return the process's answer; kill a process that takes too long.
+        """Return the process's answer. If it takes too long, kill the process.
 
         Raises:
             TimeoutError: the process took too long.
@@ -81,7 +81,7 @@ class _Process:
         return found
 
     def close(self) -> None:
-        """End it."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         with suppress(BrokenPipeError):
@@ -90,11 +90,11 @@ class _Process:
 
 
 _idle: list[_Process] = []
-"""Processes that wait for a template. They end when this process ends, which holds the other end of their input."""
+"""Processes that wait for a template. They end when this process ends, because their input is then closed."""
 
 
 def _taken() -> _Process:
-    """Return a process that is idle."""
+    """Return an idle process, or a new one."""
     while _idle:
         if not (process := _idle.pop()).has_ended:
             return process
@@ -113,11 +113,11 @@ def _asked(source: str, given: dict[str, Any]) -> bytes:
 
 
 def render(source: str, given: dict[str, Any]) -> str:
-    """Return the rendered template; any thread may call this.
+    """Return the rendered template. Any thread may call this.
 
     Raises:
         InputError: the template is not valid.
-        ValueError: the template refuses the values, in its own words, or takes more time or memory than allowed.
+        ValueError: the template refuses the values, with its own message, or takes too much time or memory.
         RecursionError: the values nest too deeply.
     """
     process: _Process | None = None

@@ -1,12 +1,12 @@
-"""Tools of OpenAI's Responses as functions of a chat.
+"""Translate tools of OpenAI's Responses into functions of a chat.
 
-Functions of a namespace, in which agents put those of an MCP server, become functions with the namespace in their
-names. A custom tool, which takes a text, becomes a function whose only argument is that text. Calls are returned in the
-form in which the tools were declared.
+Agents put the functions of an MCP server into a namespace; the names of such functions then contain the namespace. A
+custom tool, which takes a text, becomes a function whose only argument is the text. Calls are returned in the form in
+which the tools were declared.
 
-Tools that OpenAI would run (`HOSTED`) are left out of a request that also has functions, if the model may choose: it
-might have chosen not to use them, and the answer's `tools` contains only the others. Agents send them with every
-request. A request that has no functions, or that chooses such a tool, is refused.
+Tools that OpenAI would run (`HOSTED`) are sent by agents with every request. If the request also has functions and the
+model may choose, these tools are left out, also from the answer's `tools`: the model might not have chosen them anyway.
+A request that has only such tools, or that requires one, is refused.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ HOSTED = frozenset(
         *("local_shell", "shell", "apply_patch", "tool_search", "programmatic_tool_calling"),
     )
 )
-"""Types of tools that OpenAI runs, or whose calls have forms of their own."""
+"""Types of tools that OpenAI runs, or whose calls have different forms."""
 TEXT_ARGUMENT: dict[str, Any] = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
     "required": ["input"],
     "additionalProperties": False,
 }
-"""The arguments of the function that stands for a custom tool."""
+"""Parameters of the function into which a custom tool is translated."""
 
 
 class CustomFormat(msgspec.Struct, omit_defaults=True):
@@ -57,7 +57,7 @@ class CustomFormat(msgspec.Struct, omit_defaults=True):
 
 
 class ResponseTool(msgspec.Struct, omit_defaults=True):
-    """A function, a custom tool, or a namespace with tools; or a tool of another type."""
+    """A function, a custom tool, a namespace with tools, or a tool of another type."""
 
     type: str
     name: Annotated[str, Meta(pattern=NAME)] | None = None
@@ -69,7 +69,7 @@ class ResponseTool(msgspec.Struct, omit_defaults=True):
 
 
 class Chosen(msgspec.Struct, omit_defaults=True):
-    """Which tools may be called: one by its name, or some of them."""
+    """The tools that may be called: one, by name, or several."""
 
     type: str
     name: str | None = None
@@ -86,17 +86,17 @@ class Declared(NamedTuple):
 
     @property
     def function(self) -> str:
-        """The name of the function that stands for it."""
+        """Return the name of the function into which the tool is translated."""
         return flat_name(self.namespace, self.tool.name or "")
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """Return the name of a tool for the model."""
+    """Return the name by which the model calls a tool."""
     return f"{namespace}__{name}" if namespace else name
 
 
 def arguments_of(text: str) -> str:
-    """Return the arguments of the function that stands for a custom tool."""
+    """Return the arguments for a custom tool's function from the tool's input."""
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
@@ -127,14 +127,15 @@ class Toolbox:
 
 
 class CallItems:
-    """Writes calls of functions as items of an output, in the form of the tools for which the functions stand."""
+    """Writes calls of functions as items of an output, in the form of the tools from which the functions were
+    translated."""
 
     def __init__(self, tools: Sequence[Declared]) -> None:
         self._custom = {each.function for each in tools if each.tool.type == "custom"}
         self._inside = {each.function: (each.namespace, each.tool.name) for each in tools if each.namespace}
 
     def is_custom(self, function: str) -> bool:
-        """Return whether a function stands for a custom tool."""
+        """Return whether a function was translated from a custom tool."""
         return function in self._custom
 
     def item(self, id_: str, call_id: str, function: str, arguments: str, status: str) -> dict[str, Any]:
@@ -148,7 +149,7 @@ class CallItems:
 
 
 def _all_of(tools: Sequence[ResponseTool]) -> Iterator[Declared]:
-    """Yield the tools, and those in namespaces. Raises ApiError (400)."""
+    """Yield the tools, including those in namespaces. Raises ApiError (400)."""
     names: set[str] = set()
     for tool in tools:
         if tool.type not in ("function", "custom", "namespace") or tool.name is None:
@@ -167,7 +168,7 @@ def _all_of(tools: Sequence[ResponseTool]) -> Iterator[Declared]:
 
 
 def _function(declared: Declared) -> Tool:
-    """Return the function that stands for a tool."""
+    """Return the function into which a tool is translated."""
     name, tool = declared.function, declared.tool
     if tool.type == "function":
         return Tool(Function(name, tool.description, tool.parameters, tool.strict))
@@ -194,9 +195,10 @@ def _named(choice: Chosen) -> NamedTool:
 
 
 def _text_of(arguments: str) -> str:
-    """Return the text in the arguments of a custom tool's function; the arguments themselves if they are cut off."""
+    """Return the text in the arguments of a custom tool's function, or the arguments themselves if they are
+    incomplete."""
     try:
-        found = msgspec.json.decode(arguments)["input"]  # Python's own reader accepts half a character (\\ud800)
+        found = msgspec.json.decode(arguments)["input"]  # Python's own reader accepts half a surrogate
     except (ValueError, RecursionError, TypeError, KeyError):
         return arguments
     return found if isinstance(found, str) else arguments

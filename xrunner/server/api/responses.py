@@ -47,7 +47,7 @@ WITH_LOGPROBS = "message.output_text.logprobs"
 
 
 class ContentPart(msgspec.Struct):
-    """A part of an item's content. Models do not use other fields (`annotations`, ...)."""
+    """A part of an item's content. Other fields (`annotations`, ...) are ignored."""
 
     type: str
     text: str | None = None
@@ -70,7 +70,7 @@ class Item(msgspec.Struct):
 
 
 class NamedSchema(JsonSchema, tag_field="type", tag="json_schema", forbid_unknown_fields=False):
-    """A JSON schema, which chats nest one level deeper."""
+    """A JSON schema. In chats, it is nested one level deeper."""
 
 
 class TextConfig(msgspec.Struct):
@@ -146,13 +146,13 @@ class ResponsesRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
 
 
 def _messages(items: str | list[Item]) -> list[ChatMessage]:
-    """Return the chat messages of these items; reasoning and calls become part of an assistant message."""
+    """Return the chat messages of these items. Reasoning and calls become part of an assistant message."""
     if isinstance(items, str):
         return [ChatMessage("user", items)]
     messages: list[ChatMessage] = []
     thought = ""
     is_open = False
-    """Whether the last message may take further calls."""
+    """Whether further calls may be added to the last message."""
     for item in items:
         if item.type == "reasoning":
             thought += "\n".join(_texts(item.content or item.summary or []))
@@ -211,7 +211,7 @@ class ResponsesWriter(BlockWriter):
     """Writes a chat's answer in the format of OpenAI's responses."""
 
     times_scored = 5
-    """At its end, a stream repeats a text with its log probabilities four times: by itself, in its part, in its item
+    """At the end of a stream, a text and its log probabilities are sent four times more: alone, in a part, in an item
     and in the answer.
     """
 
@@ -237,7 +237,7 @@ class ResponsesWriter(BlockWriter):
             "truncation": "disabled",
         }
         self._id = new_id("resp")
-        # These fields are encoded already, so that the request need not be kept.
+        # These fields are encoded now, so that the request need not be kept.
         self._said = msgspec.json.encode(said)
         self.num_kept_bytes = len(self._said)
         self._items: list[dict[str, Any]] = []
@@ -260,7 +260,7 @@ class ResponsesWriter(BlockWriter):
     def added(self, block: AnswerBlock, text: str, logprobs: LogprobsJson | None) -> bytes:
         members = self._place(block) | {"delta": text}
         if block.kind == "call":
-            # The input of a custom tool is a string within the arguments: it is sent when it is complete.
+            # The input of a custom tool is a string within the arguments, which is sent once it is complete.
             is_custom = self._is_custom(block)
             return b"" if is_custom else self._event("response.function_call_arguments.delta", **members)
         if block.kind == "reasoning":
@@ -317,7 +317,7 @@ class ResponsesWriter(BlockWriter):
         return {"content": scored_token(report)}
 
     def _is_custom(self, block: AnswerBlock) -> bool:
-        """Whether a block is a call of a custom tool."""
+        """Return whether a block is a call of a custom tool."""
         return block.call is not None and self._calls.is_custom(block.call.name or "")
 
     def _item(

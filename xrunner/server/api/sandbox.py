@@ -1,8 +1,8 @@
-"""Render chat templates in a process of limited memory: `python sandbox.py`, started by `rendering`.
+"""Render chat templates in a process with limited memory, `python sandbox.py`, which `rendering` starts.
 
-Templates come with checkpoints and are not trusted: Jinja's sandbox keeps them from files and attributes, the limit
-protects the machine's memory, and the waiting process kills this one if it takes too long. This module imports nothing
-of ours. Messages are JSON, each preceded by its length in eight bytes.
+Templates come with checkpoints and are not trusted. Jinja's sandbox allows them no files or private attributes, the
+limit protects the machine's memory, and the process that waits kills this process if it takes too long. This module
+imports no other module of xgpt. Messages are JSON, each preceded by its length in eight bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_BYTES = 1 << 30
-"""Address space of the process."""
+"""Largest address space of the process, in bytes."""
 
 
 def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
@@ -32,7 +32,7 @@ def _raise(message: str) -> NoReturn:
 
 
 class _Generation(Extension):
-    """Renders {% generation %} ... {% endgeneration %} as its contents; the tag only marks the text for training."""
+    """Renders {% generation %} ... {% endgeneration %} as its contents, since the tag only marks text for training."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
 
@@ -43,7 +43,7 @@ class _Generation(Extension):
 
 @lru_cache(maxsize=16)
 def compiled(source: str) -> jinja2.Template:
-    """Return a compiled template. Raises any error of Jinja or Python in its source."""
+    """Return a compiled template. Raises any error of Jinja or Python that its source causes."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], optimized=False
     )
@@ -54,8 +54,8 @@ def compiled(source: str) -> jinja2.Template:
 
 
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the rendered text of a template, or one of two errors: `broken` says why it cannot be compiled, `refused`
-    is the error that the template raises.
+    """Return the rendered text of a template, or one of two errors: `broken` if the template cannot be compiled,
+    `refused` if the template raises an error.
     """
     try:
         template = compiled(asked["source"])
@@ -72,7 +72,7 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer until standard input closes, or memory is used up."""
+    """Answer requests until standard input closes or memory is used up."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     read, write = sys.stdin.buffer, sys.stdout.buffer
     while head := read.read(8):

@@ -1,4 +1,4 @@
-"""Encode text into token ids and decode token ids, if the checkpoint has a tokenizer; end a text at a stop string."""
+"""Convert between text and token ids, if the checkpoint has a tokenizer, and end texts at stop strings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REPLACEMENT = "\ufffd"
 
 
 CONTEXT = 4
-"""Number of tokens before a text that decide how it begins; decoders look one token back."""
+"""Number of tokens before a text that affect how it begins. Decoders look one token back."""
 MAX_UNFINISHED = 3
 """Largest number of bytes, and so of tokens, of an unfinished character."""
 
@@ -31,10 +31,10 @@ class TextCodec:
 
     Attributes:
         form: the form of the model's outputs: reasoning, function calls.
-        eos_token_id: the tokenizer's end token, which may differ from the model's. None means that the tokenizer names
+        eos_token_id: the tokenizer's end token, which may differ from the model's. None means that the tokenizer has
             none.
-        added: ids of the tokens that are not text: a model may write each of them anywhere.
-        longest_token: characters of the longest token: a text of n tokens is at most n times as long.
+        added: ids of the tokens that are not text, which a model may write anywhere.
+        longest_token: number of characters in the longest token. A text of n tokens is at most n times as long.
     """
 
     def __init__(
@@ -54,12 +54,14 @@ class TextCodec:
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of a text. A rendered chat already has its special tokens. Other threads run meanwhile."""
-        # Encoding a single text with the library's other method would hold Python's lock throughout.
+        """Return the tokens of a text. A rendered chat already has its special tokens. Other threads can run
+        meanwhile."""
+        # The library's method for a single text would keep Python's lock throughout.
         return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def has_text(self, token: int) -> bool:
-        """Return whether the decoder shows the token: it is neither special nor outside the tokenizer's vocabulary."""
+        """Return whether the decoder shows the token, because it is not special and is in the tokenizer's
+        vocabulary."""
         return token not in self._special and self.tokenizer.id_to_token(token) is not None
 
 
@@ -74,8 +76,7 @@ def load_tokenizer(checkpoint: Path) -> TextCodec | None:
         return None
     tokenizer, settings = found
     _check_encodes(tokenizer, checkpoint)
-    # If the library used its own threads, it would bypass `tokenising`, which decides which text is next and at which
-    # priority.
+    # The library's own threads would bypass `tokenising`, which decides which text is next, and at which priority.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return TextCodec(tokenizer, load_chat_template(checkpoint), special_tokens(settings).get("eos_token"))
 
@@ -105,7 +106,7 @@ def token_text(codec: TextCodec | None, token: int) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def token_bytes(codec: TextCodec | None, token: int) -> bytes:
-    """Return the bytes that a single token stands for, including those of a piece of a character."""
+    """Return the bytes of a single token, even if they are only part of a character."""
     text = token_text(codec, token)
     if codec is None or REPLACEMENT not in text:
         return text.encode()
@@ -118,11 +119,11 @@ def token_bytes(codec: TextCodec | None, token: int) -> bytes:
 
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""A byte, as vocabularies with a fallback to bytes write it."""
+"""A byte, as it is written in vocabularies that fall back to bytes."""
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """Return the byte that each character stands for in a byte-level vocabulary (GPT-2's)."""
+    """Return the byte of each character in a byte-level vocabulary (GPT-2's)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     shown = {chr(byte): byte for byte in printable}
@@ -133,10 +134,11 @@ _BYTES = _bytes_of_characters()
 
 
 class Detokenizer:
-    """Decodes one request's output token by token, never half a character. Without a tokenizer: no text.
+    """Decodes one request's output token by token, and never returns part of a character. Without a tokenizer, texts
+    are empty.
 
-    A token's text depends on its neighbours (a leading space, the bytes of one character). Each call therefore decodes
-    a window: the last few tokens whose text was returned, and those after them.
+    A token's text depends on its neighbours (a leading space, the bytes of one character). So each call decodes a
+    window: the last few tokens whose text was returned, and all tokens after them.
 
     Args:
         shown: special tokens that are shown as text.
@@ -153,14 +155,14 @@ class Detokenizer:
         if before.endswith(REPLACEMENT):
             self._ids, before = [], ""  # a part of a character, which the next tokens may complete
         self._num_given = len(before)
-        """Number of characters of the window's text that were returned."""
+        """Number of characters of the window's text that have been returned."""
         self._num_pending = 0
         """Number of tokens since text was returned."""
 
     def push(self, token: int) -> str:
         """Return the text that `token` completes."""
-        # Hidden tokens are skipped before decoding: a window that contains only such tokens would be decoded like the
-        # beginning of a text.
+        # Hidden tokens are removed before decoding: a window with only such tokens would be decoded like the beginning
+        # of a text.
         if self._codec is None or not (token in self._shown or self._codec.has_text(token)):
             return ""
         self._ids.append(token)
@@ -170,22 +172,22 @@ class Detokenizer:
             return self._give(self._codec, text, 0)
         if self._num_pending <= MAX_UNFINISHED:
             return ""
-        # No character has this many tokens, so only the last tokens can still become a character.
+        # No character has so many tokens, so only the last tokens can still become a character.
         num_held = len(text) - len(text.rstrip(REPLACEMENT))
         return self._give(self._codec, text, min(num_held, MAX_UNFINISHED))
 
     def flush(self) -> str:
-        """Return what is still held back when the output ends."""
+        """Return the rest of the text when the output ends."""
         return "" if self._codec is None else self._decoded(self._codec)[self._num_given :]
 
     def _decoded(self, codec: TextCodec) -> str:
-        """Return the text of the window, whose tokens are all shown."""
+        """Return the text of the window. All tokens in the window are shown."""
         return codec.tokenizer.decode(self._ids, skip_special_tokens=False)
 
     def _give(self, codec: TextCodec, text: str, num_held: int) -> str:
         """Return the new part of the window's text, except its last `num_held` characters."""
         given = text[self._num_given : len(text) - num_held]
-        # One token before the held or pending tokens is enough context, since decoders look one token back.
+        # Decoders look one token back, so one token before the held or pending tokens is enough context.
         del self._ids[: -max(self._num_pending, 1)]
         self._num_pending = 0
         self._num_given = max(0, len(self._decoded(codec)) - num_held)
@@ -193,12 +195,12 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Ends a text at the first stop string, however the text is cut into pieces.
+    """Ends a text at the first stop string, even if pieces of the text cut the string.
 
-    Text that may be the beginning of a stop string is held back until it turns out not to be one. Of several stop
-    strings, the one that is complete first ends the text; if several are complete at once, the longest. Each character
-    is examined once for each stop string (Knuth, Morris and Pratt, Fast pattern matching in strings, SIAM J. Comput.
-    1977), whatever strings a client sends.
+    Text that may begin a stop string is held back until more text decides. The stop string that is complete first ends
+    the text, or the longest of several that are complete at the same time. Each character is examined once for each
+    stop string (Knuth, Morris and Pratt, Fast pattern matching in strings, SIAM J. Comput. 1977), for any strings that
+    a client sends.
 
     Args:
         include: leave the stop string in the text.
@@ -207,12 +209,12 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = [(stop, _borders(stop)) for stop in stops]
         self._matched = [0] * len(stops)
-        """Number of characters of each stop string that the text so far ends with."""
+        """For each stop string, the number of its characters with which the text so far ends."""
         self._include = include
         self._held = ""
 
     def push(self, piece: str) -> tuple[str, str | None]:
-        """Return the text that may be sent after `piece`, and the stop string that ends it there."""
+        """Return the text that may be sent after `piece`, and the stop string if it ends there."""
         if not self._stops:
             return piece, None
         text = self._held + piece
@@ -239,14 +241,14 @@ class StopStrings:
         return text[: len(text) - num_held], None
 
     def flush(self) -> str:
-        """Return what is still held back when the output ends."""
+        """Return the rest of the text when the output ends."""
         rest, self._held = self._held, ""
         return rest
 
 
 @lru_cache(maxsize=1024)
 def _borders(stop: str) -> tuple[int, ...]:
-    """Return, for each prefix of a string, the length of the longest shorter prefix with which it ends."""
+    """Return, for each prefix of a string, the length of the longest shorter prefix that is also a suffix of it."""
     borders, length = [0], 0
     for character in stop[1:]:
         while length and stop[length] != character:

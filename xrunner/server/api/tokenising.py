@@ -18,23 +18,24 @@ from typing import Any, TypeVar
 from xrunner.server.api.text import TextCodec
 
 NUM_THREADS, PER_ACCOUNT = 3, 2
-"""Threads, and how many of them one account may use: a chat may take `rendering.RENDER_S` to be refused."""
+"""Number of threads, and number of threads for one account, because a chat may take `rendering.RENDER_S` until it is
+refused."""
 NICENESS = 10
-"""Niceness of these threads, so that the engine's threads go first if cores are few."""
+"""Niceness of these threads, so that the engine's threads have priority."""
 SECONDS_A_CHARACTER = 5e-6
-"""Several times the tokenising time of a character. For each of its characters, a text counts as having arrived later
-by this time. So short texts overtake long ones, but not for ever.
+"""Seconds by which each character of a text delays its turn, several times the tokenising time of a character. So short
+texts overtake long ones, but not without end.
 """
 FIRST_LOOK = 8
-"""Number of characters, for each token of the limit, that are encoded first; texts with more characters for each token
-are rare.
+"""Number of characters for each token of the context that are encoded first. Few texts have more characters for each
+token.
 """
 
 T = TypeVar("T")
 
 
 class TooLong(Exception):
-    """A text has more tokens than the model's context; `at_least` is the number of tokens that were counted."""
+    """A text has more tokens than the model's context; at least `at_least`."""
 
     def __init__(self, at_least: int) -> None:
         super().__init__(at_least)
@@ -51,11 +52,11 @@ class _Job:
 
 
 class Tokenising:
-    """Encodes texts, renders chats and compiles grammars in separate threads. All methods belong to the event loop's
+    """Encodes texts, renders chats and compiles grammars in separate threads. All methods run in the event loop's
     thread.
 
-    Accounts take turns: the next text comes from the account for which the fewest characters were processed while texts
-    waited. One account never has all threads. Within an account, short texts go first.
+    The next text comes from the account for which the fewest characters were processed while texts were waiting. No
+    account can use all threads. Within an account, short texts come first.
     """
 
     def __init__(self, codec: TextCodec, max_context: int) -> None:
@@ -65,7 +66,7 @@ class Tokenising:
         self._numbers = itertools.count()
         self._waiting: dict[str, list[_Job]] = {}
         self._served: dict[str, int] = {}
-        """Characters processed for each account; a new account starts at the lowest number of the waiting ones."""
+        """Characters processed for each account. A new account starts at the lowest number among waiting accounts."""
         self._running: Counter[str] = Counter()
         """Number of running jobs, by account."""
 
@@ -75,12 +76,10 @@ class Tokenising:
         return await self.by_turns(account, len(text), encode)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Encode a text in a thread. A text that is much too long is recognised by its beginning, however long the rest
-        is.
-        """
+        """Encode a text in a thread. If a text is much too long, only its beginning is encoded."""
         length = FIRST_LOOK * self._max_context
         while length < len(text):
-            # Cutting may change some tokens at the cut, but far fewer than the context holds.
+            # Cutting may change a few tokens at the cut, but far fewer than fit into the context.
             found = len(self._codec.encode(text[:length], add_special_tokens=add_special_tokens))
             if found > 2 * self._max_context:
                 raise TooLong(found - self._max_context)
@@ -91,7 +90,7 @@ class Tokenising:
         return tokens
 
     async def by_turns(self, account: str, characters: int, work: Callable[[], T]) -> T:
-        """Run `work` for a text of this many characters when it is the account's turn, and return the result."""
+        """Run `work` for a text with this many characters when it is the account's turn, and return the result."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
         due_s = loop.time() + characters * SECONDS_A_CHARACTER
@@ -133,5 +132,5 @@ class Tokenising:
 
 
 def _step_back() -> None:
-    if sys.platform == "linux":  # on other systems the whole process would get this niceness
+    if sys.platform == "linux":  # on other systems, setpriority would affect the whole process
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)

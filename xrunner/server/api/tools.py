@@ -1,6 +1,6 @@
-"""Functions that a chat may call, as requests declare them and messages report their calls.
+"""Functions that a chat may call, in the form in which requests declare them, and calls in the form of messages.
 
-A model that is free to choose writes a call in the format that its template teaches (`call_formats`), and the call's
+A model that may choose writes a call in the format that its template describes (`call_formats`), and the call's
 arguments follow the function's schema. A model that must call a function writes only the call. `form` has the grammar
 of outputs, and reads them.
 """
@@ -18,7 +18,8 @@ NAME = r"^[A-Za-z0-9_.-]{1,128}$(?!\n)"
 Python, `$` also matches before a final line feed."""
 MAX_TOOLS = 128
 MAX_NAME = 258
-"""Characters of the longest name that a model sees: that of a namespace, two characters, that of a function."""
+"""Number of characters in the longest name that a model sees, made of a namespace, two characters and a function's
+name."""
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -30,7 +31,7 @@ class Function(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         parameters: a JSON schema of an object. None means that the function takes no arguments.
-        strict: accepted without effect: arguments always follow the schema.
+        strict: has no effect, since arguments always follow the schema.
     """
 
     name: Annotated[str, Meta(pattern=NAME)]
@@ -68,14 +69,14 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
 class FunctionCall(msgspec.Struct):
-    """A call; its arguments are JSON as text."""
+    """A call; the arguments are a text of JSON."""
 
     name: str
     arguments: str
 
 
 class ToolCall(msgspec.Struct, tag_field="type", tag="function", omit_defaults=True):
-    """A call in a message of the assistant's."""
+    """A call in an assistant's message."""
 
     function: FunctionCall
     id: str = ""
@@ -83,8 +84,8 @@ class ToolCall(msgspec.Struct, tag_field="type", tag="function", omit_defaults=T
 
     def for_template(self) -> dict[str, Any]:
         """Return the call in the form that templates expect: arguments that are JSON become an object, and missing
-        arguments an empty object. Python's own reader would accept half a character (\\ud800), which no tokenizer
-        reads.
+        arguments an empty object. Python's own reader would accept half of a surrogate pair (\\ud800), which no
+        tokenizer accepts.
         """
         try:
             arguments = msgspec.json.decode(self.function.arguments.strip() or "{}")

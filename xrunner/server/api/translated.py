@@ -1,4 +1,4 @@
-"""The common part of adapters for other APIs: a request becomes a chat, and its answer a sequence of blocks."""
+"""The common part of adapters for other APIs, which translate a request into a chat, and the answer into blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Kind = Literal["reasoning", "text", "call"]
 
 
 def new_id(prefix: str) -> str:
-    """Return an id of an answer or of a part of it."""
+    """Return an id for an answer, or for a part of an answer."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
@@ -31,9 +31,9 @@ class Translated:
     """A request of another API.
 
     Attributes:
-        chat: the chat to which it is translated.
-        writer: writes the answer in that API's format.
-        names: that API's names of the chat's fields, for error messages.
+        chat: the chat into which the request is translated.
+        writer: writes the answer in the API's format.
+        names: the API's names for the chat's fields, for error messages.
     """
 
     chat: ChatRequest
@@ -42,11 +42,11 @@ class Translated:
 
     @property
     def num_text_bytes(self) -> int:
-        """Return approximately the memory of all from which prompt, grammar and answer are made."""
+        """Return approximately the memory of the data from which the prompt, the grammar and the answer are made."""
         return self.chat.num_text_bytes + self.writer.num_kept_bytes
 
     def refuse_as_named(self, error: ApiError) -> NoReturn:
-        """Raise an error about the chat as an error about the request's field."""
+        """Raise an error about a field of the chat as an error about the request's own field."""
         name = self.names.get(error.param or "", error.param)
         message = str(error)
         if error.param and message.startswith(f"{error.param}:"):
@@ -56,7 +56,7 @@ class Translated:
 
 
 def parts_of(texts: Sequence[str]) -> str | list[TextPart]:
-    """Return a message's content: a single text as a string, several as parts."""
+    """Return a message's content: a string for one text, parts for several."""
     return texts[0] if len(texts) == 1 else [TextPart(text) for text in texts]
 
 
@@ -155,7 +155,7 @@ class BlockWriter(AnswerWriter):
 
 
 def _pieces(delta: Delta) -> Iterator[tuple[Kind, int, str, CallPiece | None]]:
-    """Yield the additions of a token: the kind and number of the block, the text, and a call's first piece."""
+    """Yield what a token adds to blocks: the kind and number of the block, the text, and for a call its first piece."""
     if delta.reasoning:
         yield "reasoning", 0, delta.reasoning, None
     if delta.text:
@@ -165,5 +165,5 @@ def _pieces(delta: Delta) -> Iterator[tuple[Kind, int, str, CallPiece | None]]:
 
 
 def named_event(kind: str, **members: Any) -> bytes:
-    """Return an event with its name, which is also its member `type`."""
+    """Return an event with its name, which is also the event's member `type`."""
     return f"event: {kind}\n".encode() + event_line(msgspec.json.encode({"type": kind, **members}).decode())

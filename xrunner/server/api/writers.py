@@ -1,11 +1,10 @@
 """Write answers as OpenAI's objects: as a whole, or chunk by chunk.
 
 In addition to OpenAI's fields an answer carries:
-    reasoning_content: of each message, what the model has thought before its answer, if it shows that.
-    token_ids: of each choice, its tokens (in a stream: of each chunk).
-    xgpt: {queued_s, ttft_s, total_s}, the server's own times from taking the request in to the start of its
-        first step, its first token and its last; of several choices, those of the slowest. A stream contains it with
-        the last token.
+    reasoning_content: for each message, the model's reasoning, if the model shows it.
+    token_ids: the tokens of each choice or, in a stream, of each chunk.
+    xgpt: {queued_s, ttft_s, total_s}, the server's times from receiving the request to its first step, to its first
+      token and to its last token, for the slowest choice. In a stream, it comes with the last token.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ class TokenReport:
     """A token with its log probability, as text.
 
     Attributes:
-        logprob: log probability, or None for the first token of a prompt, which has none.
+        logprob: log probability, or None for the first token of a prompt.
         offset: length of the choice's text before the token.
-        top: the most probable tokens: text, log probability, bytes.
-        raw: the token's bytes. A part of a character has no text.
+        top: text, log probability and bytes of each of the most probable tokens.
+        raw: the token's bytes, because a part of a character has no text.
     """
 
     text: str
@@ -49,7 +48,7 @@ class TokenReport:
 
 @dataclass(slots=True)
 class Delta:
-    """The additions of a token to a choice."""
+    """What a token adds to a choice."""
 
     index: int
     text: str
@@ -59,18 +58,18 @@ class Delta:
     logprobs: LogprobsJson | None = None
     is_first: bool = False
     calls: Sequence[CallPiece] = ()
-    """What it adds to calls of functions."""
+    """What the token adds to calls of functions."""
     may_wait: bool = False
-    """Whether its token may be sent with the next chunk if nothing else is to be sent: a call may begin here."""
+    """Whether the token may be sent with the next chunk if there is no text to send, because a call may begin here."""
     reasoning: str = ""
     is_reasoning: bool = False
-    """Whether its token is one of reasoning."""
+    """Whether the token is part of the reasoning."""
     stopped_at: str | None = None
     """The stop string that ends the choice."""
 
 
 class PromptTokens(NamedTuple):
-    """Number of tokens of a request's prompts, and how many of them had their K/V cached by an earlier request."""
+    """Number of tokens in a request's prompts, and how many of them had cached K/V from an earlier request."""
 
     total: int
     cached: int
@@ -82,14 +81,14 @@ class AnswerWriter(ABC):
     logprobs_rest: ClassVar[dict[str, Any]] = {}
     """Further members of the object `logprobs`."""
     num_kept_bytes: int = 0
-    """Memory of the parts of the request that it keeps."""
+    """Memory of the parts of the request that the writer keeps."""
     times_scored: ClassVar[int] = 1
-    """How often an answer repeats a log probability."""
+    """How many times an answer contains each log probability."""
 
     @abstractmethod
     def chunk(self, delta: Delta, timings: dict[str, float] | None, prompt: PromptTokens, num_tokens: int) -> bytes:
-        """Return the bytes that report one token of one choice; `timings` come with the last token of the answer, which
-        has `num_tokens` so far."""
+        """Return the bytes that report one token of one choice. `timings` are given with the answer's last token;
+        `num_tokens` is the answer's number of tokens so far."""
 
     @abstractmethod
     def end(self, prompt: PromptTokens, completion_tokens: int) -> bytes:
@@ -101,15 +100,15 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def logprobs(self, report: TokenReport) -> dict[str, Any]:
-        """Return the entry that a token adds to each of the lists in the member `logprobs` of a choice."""
+        """Return what a token adds to each list in a choice's member `logprobs`, by the list's name."""
 
     def failure(self, error: ApiError) -> bytes:
-        """Return the event with which a stream breaks off."""
+        """Return the event that ends a stream because of an error."""
         return b"data: " + error.body() + b"\n\n"
 
 
 class Writer(AnswerWriter):
-    """Writes completions and chats in OpenAI's format. Most of a stream's chunk is the same bytes each time.
+    """Writes completions and chats in OpenAI's format. Most bytes of a stream's chunks are the same in every chunk.
 
     Args:
         include_usage: whether a stream ends with its usage.
@@ -126,7 +125,7 @@ class Writer(AnswerWriter):
         self._continuous = continuous
         self._num_reasoning = 0
         self._silent: dict[int, list[int]] = {}
-        """Tokens of choices that had nothing to show, and are sent with the next chunk."""
+        """Tokens of choices that had no text to show, and are sent with the next chunk."""
         head = msgspec.json.encode(self._envelope | {"object": self.chunk_object})[:-1].decode()
         self._head = f'{head},"choices":[{{"index":'
         self._tail = ',"usage":null' if include_usage else ""
@@ -139,11 +138,11 @@ class Writer(AnswerWriter):
 
     @abstractmethod
     def piece(self, quoted: str, delta: Delta) -> str:
-        """Return the member of a chunk's choice that holds its text; `quoted`: the text as JSON."""
+        """Return the member of a chunk's choice that contains the text; `quoted` is the text as JSON."""
 
     @abstractmethod
     def text(self, choice: Choice) -> dict[str, Any]:
-        """Return the member of a whole choice that holds its text, and the functions that it calls."""
+        """Return the member of a whole choice that contains the text, and the calls of functions."""
 
     def chunk(self, delta: Delta, timings: dict[str, float] | None, prompt: PromptTokens, num_tokens: int) -> bytes:
         self._num_reasoning += delta.is_reasoning
@@ -152,7 +151,8 @@ class Writer(AnswerWriter):
             self._silent.setdefault(delta.index, []).extend(_tokens(delta))
             return b""
         if delta.calls and delta.finish:
-            # Clients treat a call as complete when the finish reason comes, and do not read the rest of that chunk.
+            # Clients treat a call as complete when the finish reason comes, and do not read the other fields of that
+            # chunk.
             last = replace(delta, text="", reasoning="", calls=(), logprobs=None, is_first=False)
             before = self._chunk(replace(delta, finish=None), None, prompt, num_tokens)
             return before + self._chunk(last, timings, prompt, num_tokens, tokens=())
@@ -166,8 +166,8 @@ class Writer(AnswerWriter):
         num_tokens: int,
         tokens: Sequence[int] | None = None,
     ) -> bytes:
-        """Return a chunk. If `tokens` is None, its tokens are those of earlier deltas that had nothing to show, and the
-        token of this delta.
+        """Return a chunk. If `tokens` is None, the chunk has the token of this delta and the tokens of earlier deltas
+        that had no text to show.
         """
         if tokens is None:
             tokens = [*self._silent.pop(delta.index, ()), *_tokens(delta)]
@@ -213,7 +213,7 @@ class Writer(AnswerWriter):
 
 
 class LogprobsJson:
-    """The object `logprobs` of a choice as JSON text, which takes a tenth of the memory of the numbers."""
+    """The object `logprobs` of a choice as JSON text, which takes a tenth of the memory of the objects."""
 
     def __init__(self, writer: AnswerWriter) -> None:
         self._writer = writer
@@ -249,7 +249,7 @@ class CompletionWriter(Writer):
         return {
             "tokens": report.text,
             "token_logprobs": report.logprob,
-            # Tokens with the same text (parts of characters) share an entry: that of the most probable one.
+            # Tokens with the same text (parts of characters) have one entry, with the highest log probability.
             "top_logprobs": _with_chosen(report) if report.top else None,
             "text_offset": report.offset,
         }
@@ -284,7 +284,7 @@ class ChatWriter(Writer):
 
 
 def scored_token(report: TokenReport) -> dict[str, Any]:
-    """Return a token of a chat with its log probability, and those of the most probable ones."""
+    """Return a token of a chat with its log probability, and the most probable tokens with theirs."""
     top = [_entry(*pair) for pair in report.top]
     assert report.logprob is not None, "of a chat's prompt nothing is reported"
     return _entry(report.text, report.logprob, report.raw) | {"top_logprobs": top}
@@ -299,7 +299,7 @@ def _with_chosen(report: TokenReport) -> dict[str, float]:
 
 
 def _call(piece: CallPiece) -> dict[str, Any]:
-    """Return a chunk's entry for a call: its name and id with the first piece, then only arguments."""
+    """Return a chunk's entry for a call. The first piece has the name and id, and later pieces only arguments."""
     function = {"arguments": piece.arguments}
     if piece.name is None:
         return {"index": piece.number, "function": function}
@@ -310,10 +310,9 @@ _LINE_ENDS = str.maketrans({character: f"\\u{ord(character):04x}" for character 
 
 
 def event_line(event: str) -> bytes:
-    """Return an event with this JSON on one line, also for clients that end lines at Unicode's line separators.
+    """Return an event with this JSON on one line, even for clients that end lines at Unicode's line separators.
 
-    httpx's `aiter_lines` ends lines there, and so do clients that read streams with it. Other line separators are
-    escaped by JSON itself.
+    Clients that read streams with httpx's `aiter_lines` are such clients. JSON itself escapes other line separators.
     """
     return f"data: {event if event.isascii() else event.translate(_LINE_ENDS)}\n\n".encode()
 

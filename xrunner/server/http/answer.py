@@ -20,15 +20,15 @@ from xrunner.server.observe.metrics import Metrics
 from xrunner.server.request_info import ABORT
 
 LAST_WORDS_S = 1.0
-"""Time in which a client can read that its answer was broken off."""
+"""Seconds in which a client can read that its answer has ended early."""
 BYTES_AT_ONCE = 64 << 10
-"""Number of bytes to write before other requests get a turn."""
+"""Number of bytes to write before other requests may continue."""
 HEAD_S, COMMENT_S = 1.0, 15.0
-"""Time after which a stream's head is sent without a token, and interval between comments after that."""
+"""Seconds after which a stream's head is sent without a token, and seconds between the comments that follow."""
 
 
 class Answer(Response):
-    """Submits a request's outputs once it is the request's turn; removes the outputs from the engine if the client
+    """Submits a request's outputs when it is the request's turn, and removes them from the engine if the client
     disconnects.
     """
 
@@ -69,20 +69,20 @@ class Answer(Response):
             if answer.done():
                 answer.result()
         except asyncio.CancelledError:
-            # The time for shutting down is over: end the answer instead of breaking the connection.
+            # The time for shutting down is over, so end the answer instead of breaking the connection.
             left = "shutdown"
             ended = ApiError(503, "the server is shutting down", code="shutting_down")
             await self._break_off(left, ended, answer, gone)
         finally:
             if not (answer.done() or gone.done()) and (abort := scope.get(ABORT)):
-                abort()  # the client does not read the end either
+                abort()  # the client does not read the error, either
             answer.cancel()
             gone.cancel()
             outputs.take_out(left)
             outputs.settle(left)
 
     async def _break_off(self, left: str, error: ApiError, *ends: asyncio.Future[None]) -> None:
-        """Remove the outputs from the engine, and send the client the reason, if the client still reads."""
+        """Remove the outputs from the engine, and send the reason to the client if it is still reading."""
         self._outputs.take_out(left)
         self._outputs.inbox.put_nowait(error)
         await asyncio.wait(ends, timeout=LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
@@ -119,9 +119,10 @@ class Answer(Response):
         self._metrics.delivery_s.observe(time.perf_counter() - sampled_s)
 
     async def _events(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events. The head is sent with the first token, so that an earlier failure can have an error's status.
+        """Send events. The head is sent with the first token, so that a failure before it can have the status of an
+        error.
 
-        After `HEAD_S` without a token, the head is sent anyway: proxies and clients give up silent connections.
+        After `HEAD_S` without a token, the head is sent anyway, because proxies and clients close silent connections.
         """
         outputs = self._outputs
         first: Sequence[Token] | ApiError | None = await self._first(send)
@@ -129,7 +130,7 @@ class Answer(Response):
         num_tokens = 0
         failure: ApiError | None = None
         while outputs.num_running and failure is None:
-            # Tokens that arrived while the last ones were written are written together, even if a failure follows.
+            # Tokens that arrived during the last write are written together, even if a failure follows.
             chunks: list[bytes] = []
             while not chunks or (outputs.num_running and not outputs.inbox.empty() and len(chunks) < TOKENS_AT_ONCE):
                 try:
@@ -163,7 +164,7 @@ class Answer(Response):
                 await ErrorResponse(failure)(scope, receive, send)
 
     async def _first(self, send: Send) -> Sequence[Token] | ApiError:
-        """Return the first tokens, or the reason why there are none. If they take long, send the head, and then
+        """Return the first tokens, or the reason why there are none. Meanwhile, send the head after `HEAD_S`, and then
         comments.
         """
         getting = asyncio.ensure_future(self._outputs.inbox.get())
