@@ -115,7 +115,7 @@ class MachineGroup:
 
 
 class LauncherProcess:
-    """The launcher of this machine's workers. The workers are the launcher's children.
+    """A `MachineLauncher`: the launcher of this machine's workers. The workers are the launcher's children.
 
     Raises:
         MachineError: no interface of this machine has the address to which sockets must bind.
@@ -152,15 +152,9 @@ class LauncherProcess:
         return self._output.fileno()
 
     def start(self, order: StartWorkers) -> None:
-        """Replace the running workers. Do not wait until this is done."""
         self._write(order)
 
     def exited(self) -> list[Exited]:
-        """Return the workers that have ended since the last call.
-
-        Raises:
-            MachineError: the launcher has ended or hangs. Its workers end too.
-        """
         now = time.monotonic()
         try:
             read = os.read(self.fileno(), READ_BYTES)
@@ -183,12 +177,10 @@ class LauncherProcess:
         return processes.is_at_work(self._process.pid)
 
     def excuse_silence(self) -> None:
-        """Measure the launcher's silence from now on, because this process itself was suspended."""
         if self._heard_s is not None:
             self._heard_s = time.monotonic()
 
     def close(self) -> None:
-        """End the workers and the launcher."""
         if self._input.closed:
             return
         with contextlib.suppress(BrokenPipeError):

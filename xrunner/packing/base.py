@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,18 +18,10 @@ Shape = tuple[int, int]
 """The shape of a weight: (out, in)."""
 
 
-class HighestLinear(Protocol):
-    """A product of which only each row's highest sum is needed."""
-
-    def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """Return sums whose highest value in each row is at the output that is highest in float32. Other sums of the
-        row may be wrong, but are never higher.
-
-        # float32 [rows, in] -> [rows, out]
-
-        Args:
-            added: numbers to add to the sums before the highest is chosen. # float32 [rows, out]
-        """
+HighestLinear = Callable[[Tensor, Tensor | None], Tensor]
+"""Returns sums for x and for numbers to add to the sums before the highest is chosen. The highest value in each row is
+at the output that is highest in float32. Other sums of the row may be wrong, but are never higher. # float32 [rows,
+in], [rows, out] -> [rows, out]"""
 
 
 class WeightLayout(NamedTuple):

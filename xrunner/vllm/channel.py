@@ -47,7 +47,7 @@ Up = VllmHello | messages.Up
 _decode_up = msgspec.msgpack.Decoder(Up).decode
 
 
-class VllmEnd:
+class VllmEnd(EngineEnd[Down]):
     """The vLLM end of the channel: in the host of a lane, or in the scheduler of an engine core.
 
     Args:
@@ -58,21 +58,13 @@ class VllmEnd:
     def __init__(self, directory: str, lane: LaneName, *, plans: bool | None = None) -> None:
         connected = socket.socket(socket.AF_UNIX)
         connected.connect(f"{directory}/{_FRONT}")
-        self._end = EngineEnd(connected, messages.DecodeDown())
+        super().__init__(connected, messages.DecodeDown())
         self.send(VllmHello(lane, plans))
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when a message may have come."""
-        return self._end.fileno()
-
-    def send(self, message: Up) -> None:
-        """Send a message to the front."""
-        self._end.send(message)
 
     def received(self) -> Iterator[Down]:
         """Yield the messages that have come since the last call."""
         with suppress(EOFError):  # the front has ended, and `supervised` ends this process
-            while (message := self._end.receive(0)) is not None:
+            while (message := self.receive(0)) is not None:
                 yield message
 
     def plans(self) -> Iterator[Plan]:
@@ -80,10 +72,6 @@ class VllmEnd:
         for message in self.received():
             if isinstance(message, Follow):
                 yield Plan.model_validate_json(message.plan)
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._end.close()
 
 
 class Lanes:
