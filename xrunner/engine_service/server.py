@@ -13,9 +13,9 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc
 from xgpt.core.errors import MachineError
 from xrunner.engine_service.servicer import Servicer
 from xrunner.server.access.keys import Classes
-from xrunner.server.api.model import ServedModel
+from xrunner.server.api.text import ServedModel
 from xrunner.server.engine_client import EngineClient
-from xrunner.server.http.limits import Limits
+from xrunner.server.submission import Limits
 
 BYTES_PER_TOKEN = 64
 """Largest number of bytes that each prompt token adds to a request's message: 5 bytes for the token id, and the token's

@@ -22,11 +22,10 @@ from xrunner.engine_service.answers import Output
 from xrunner.engine_service.requests import read
 from xrunner.server.access.keys import Classes, Key
 from xrunner.server.api.errors import ApiError, refuse
-from xrunner.server.api.model import ServedModel
+from xrunner.server.api.text import ServedModel
 from xrunner.server.engine_client import EngineClient
-from xrunner.server.http.limits import Limits
 from xrunner.server.request_info import RequestInfo
-from xrunner.server.submission import EngineOutputs, check_prompts, check_support
+from xrunner.server.submission import EngineOutputs, Limits, check_prompts, check_support
 
 STATUS = {
     400: grpc.StatusCode.INVALID_ARGUMENT,

@@ -27,12 +27,12 @@ from xgpt.pages import render_live
 from xrunner.server.access.hosts import AllowedHosts
 from xrunner.server.access.keys import ApiKeys, Classes
 from xrunner.server.api.errors import ApiError, ErrorResponse
-from xrunner.server.api.model import ServedModel
 from xrunner.server.api.openapi import describe
+from xrunner.server.api.text import ServedModel
 from xrunner.server.engine_client import EngineClient
 from xrunner.server.http.guard import Guard
-from xrunner.server.http.limits import Limits
 from xrunner.server.http.service import Service
+from xrunner.server.submission import Limits
 
 if TYPE_CHECKING:
     from xrunner.server.observe.spans import Tracer

@@ -10,8 +10,8 @@ from starlette.requests import Request
 
 from xrunner.heap import give_back_soon
 from xrunner.server.api.errors import ApiError
-from xrunner.server.http.limits import Limits
 from xrunner.server.request_info import RequestInfo
+from xrunner.server.submission import Limits
 
 FREE_BYTES = 64 << 10
 """Bytes of each request that are not counted, so that requests of usual size always get through."""

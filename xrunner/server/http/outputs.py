@@ -9,14 +9,12 @@ from collections.abc import Iterator, Sequence
 from xrunner.generation import Logprobs, Token
 from xrunner.server.api.choices import Choice
 from xrunner.server.api.errors import ApiError
-from xrunner.server.api.model import ServedModel
 from xrunner.server.api.protocol import GenerationRequest
-from xrunner.server.api.text import CONTEXT
+from xrunner.server.api.text import CONTEXT, ServedModel
 from xrunner.server.api.writers import AnswerWriter, Delta, PromptTokens
 from xrunner.server.engine_client import EngineClient, TokenStream
-from xrunner.server.http.limits import Limits
 from xrunner.server.request_info import RequestInfo
-from xrunner.server.submission import CheckedPrompt, EngineOutputs, Submitted
+from xrunner.server.submission import CheckedPrompt, EngineOutputs, Limits, Submitted
 
 TOKENS_AT_ONCE = 64
 """Tokens to decode into text before other requests get a turn."""

@@ -10,8 +10,8 @@ import msgspec
 
 from xgpt.core.errors import cut
 from xrunner.server.api.errors import ApiError, refuse
-from xrunner.server.api.model import ServedModel
 from xrunner.server.api.protocol import ChatMessage, Prompt
+from xrunner.server.api.text import ServedModel
 from xrunner.server.api.tokenising import Tokenising, TooLong
 from xrunner.server.api.tools import Tool, told
 from xrunner.server.request_info import RequestInfo

@@ -18,7 +18,6 @@ from xgpt.core.errors import MachineError, cut
 from xrunner.grammar import MAX_BYTES, json_grammar
 from xrunner.server.access.quota import Quotas
 from xrunner.server.api.errors import ApiError, quoted, refuse
-from xrunner.server.api.model import ServedModel
 from xrunner.server.api.parsing import (
     parse_chat,
     parse_completion,
@@ -36,17 +35,17 @@ from xrunner.server.api.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
+from xrunner.server.api.text import ServedModel
 from xrunner.server.api.tools import must_call
 from xrunner.server.api.translated import Translated
 from xrunner.server.api.writers import AnswerWriter, ChatWriter, CompletionWriter
 from xrunner.server.engine_client import EngineClient
 from xrunner.server.http.answer import Answer
 from xrunner.server.http.bodies import Bodies, RequestMemory
-from xrunner.server.http.limits import Limits
 from xrunner.server.http.outputs import Outputs
 from xrunner.server.http.prompting import Prompts
 from xrunner.server.request_info import RequestInfo
-from xrunner.server.submission import CheckedPrompt, check_prompts, check_support
+from xrunner.server.submission import CheckedPrompt, Limits, check_prompts, check_support
 
 R = TypeVar("R", CompletionRequest, ChatRequest, Translated)
 P = TypeVar("P", TokenizeRequest, DetokenizeRequest, Translated)
