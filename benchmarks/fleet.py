@@ -262,7 +262,7 @@ def main(
     state.mkdir(parents=True, exist_ok=True)
     ends_s, missing = time.monotonic() + seconds, list[str]()
     lines = [
-        "| load | fleet | requests within the bounds | within the bounds less the headroom | device-hours | "
+        "| load | fleet | requests within the bounds | within the bounds reduced by the headroom | device-hours | "
         "device-hours / clairvoyant | starts |"
     ]
     lines.append("|---|---|---|---|---|---|---|")

@@ -520,7 +520,7 @@ class Bench:
 
 
 class ModelFree(Worker):
-    """A worker that does all the bookkeeping of a worker but runs no model."""
+    """A worker that keeps requests and blocks like any other but runs no model, to time the loop by itself."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker.model, worker.cache, worker.backend)

@@ -85,7 +85,7 @@ def _is_ours(number: int, parents: dict[int, int]) -> bool:
 
 
 def cores_taken() -> float:
-    """Return the cores that other processes use just now."""
+    """Return how many cores other processes use now."""
     others = Others()
     time.sleep(LOOK_S)
     return sum(others.cores().values())

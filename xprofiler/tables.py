@@ -98,10 +98,10 @@ class Tables:
                 self._quantizing[operator] = self._quantizing_grid(operator)
             grid = self._quantizing[operator]
             if grid is None:
-                self.provenance["scales of activations"] = "found each time: no table tells what that takes"
+                self.provenance["scales of activations"] = "computed in each step, since no table has their time"
                 return whole_s
             saved_s = saved_s - grid(rows, k) / 1e3
-        self.provenance["scales of activations"] = "held by the checkpoint"
+        self.provenance["scales of activations"] = "in the checkpoint, so not computed in a step"
         return np.minimum(whole_s, np.maximum(saved_s, self._least_s("fp8", "fp8", 2 * rows * n * k, n * k)))
 
     def _quantizing_grid(self, operator: str) -> Grid2 | None:
@@ -160,7 +160,7 @@ class Tables:
         times = heads / nearest[0] if phase == "context" else kv_heads / nearest[1]
         if nearest != (heads, kv_heads):
             self.provenance[f"{phase} attention of {heads} heads, {kv_heads} for K/V"] = (
-                f"that of {nearest[0]} heads, {nearest[1]} for K/V, at {times:g} times the batch"
+                f"the time for {nearest[0]} heads, {nearest[1]} for K/V, at {times:g} times the batch"
             )
         chosen = dims & (rows["num_heads"] == nearest[0]) & (rows["kv_heads"] == nearest[1])
         length = (rows["isl"] + rows["step"])[chosen]
@@ -182,8 +182,8 @@ class Tables:
         below = latency < least
         if below.any():
             self.provenance[f"{name}, lifted"] = (
-                f"{100 * np.mean(below):.2g}% of {len(below)} points to the device's rates, at worst by a factor of "
-                f"{np.max(least / latency):.2f}"
+                f"{100 * np.mean(below):.2g}% of {len(below)} points were raised to the device's rates, at most by "
+                f"a factor of {np.max(least / latency):.2f}"
             )
         return np.maximum(latency, least)
 

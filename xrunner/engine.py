@@ -129,8 +129,8 @@ class Engine:
         self._inbox.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
-        """Begin every step that can begin, then wait until a step ends. If a request arrives during the wait, a further
-        step may begin.
+        """Begin every step that can begin, then wait until a step ends. Steps for requests that arrive meanwhile also
+        begin.
 
         Returns:
             That step's tokens, and the ends of lost requests, or None if nothing could run.

@@ -162,7 +162,7 @@ class OneAtATime(ABC):
 
 
 class Vacant(OneAtATime):
-    """The executor between two deployments: it accepts requests but runs nothing."""
+    """The executor while no plan is deployed. It accepts requests but runs nothing."""
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         raise AssertionError("nothing is deployed")

@@ -74,7 +74,7 @@ class Suspects(Generic[T]):
         return self._held.pop(self._tried)
 
     def clear(self, sampled: Collection[int]) -> None:
-        """Clear these requests of suspicion: they have generated a token."""
+        """Clear these requests of suspicion, because they have generated a token."""
         if self._tried in sampled:
             self.forget(self._tried)
 

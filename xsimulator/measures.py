@@ -341,7 +341,7 @@ class _Steps:
         raise InputError(
             "requests",
             num_ended,
-            f"the log needs more than {skip + count} requests that finished before its last prompt",
+            f"more than {skip + count} requests must have finished before the log's last prompt: record a longer log",
         )
 
     def virtual_latencies(self, ids: Sequence[int], output_length: int) -> Array:

@@ -162,7 +162,9 @@ def _chosen(step: Ints, skip_requests: int, num_requests: int) -> Ints:
     ids = np.flatnonzero(step >= 0)
     chosen = ids[skip_requests : skip_requests + num_requests]
     if not len(chosen):
-        raise InputError("requests", len(ids), f"the log needs over {skip_requests} such requests")
+        raise InputError(
+            "requests", len(ids), f"the log must contain more than {skip_requests} requests: record a longer log"
+        )
     return chosen
 
 

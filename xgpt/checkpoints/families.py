@@ -49,7 +49,7 @@ ALIASES: Mapping[str, str] = {
 }
 """Families that are read as another family with the same fields."""
 _TWO_KINDS = "experts for text and experts for images differ in size"
-_STATES_ONLY = "it has only state-space layers, so no K/V memory limits a batch"
+_STATES_ONLY = "it has only state-space layers, but xgpt assumes that K/V memory limits a batch"
 _SLIDING_LATENT = "some of its layers have sliding windows over latent keys and values, which xgpt does not support"
 NOT_READ: Mapping[str, str] = {
     "dbrx": "its config.json nests sizes in objects that xgpt does not read",
@@ -65,7 +65,7 @@ NOT_READ: Mapping[str, str] = {
     "mamba2": _STATES_ONLY,
     "mpt": "it encodes positions as biases on attention scores, which xgpt does not support",
     "plamo2": "its state-space layers are described by fields that xgpt does not read",
-    "nemotron_3": "only vLLM uses this name; the checkpoint's own config.json says nemotron_h",
+    "nemotron_3": "only vLLM uses this name: give the checkpoint's own config.json, which says nemotron_h",
     "timm_wrapper": "it generates no tokens",
     "whisper": "its encoder reads sound",
     "zamba": "several of its layers share one block of weights",

@@ -22,7 +22,7 @@ def run(target: str, calibrate: str | None, force: bool, as_json: bool, **_: Any
     else:
         refuse_idle(
             ["concurrency"],
-            "it applies only to a URL: a plan always gets at least as many outstanding requests as it can run at once",
+            "it applies only to a URL: for a plan file, as many requests as the plan can run are always outstanding",
         )
     file = None if calibrate is None else output_file(calibrate, "calibrate")
     with render.progress_bar() as progress:

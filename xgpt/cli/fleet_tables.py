@@ -26,12 +26,12 @@ def summary(fleet: FleetPlan) -> Iterator[object]:
     yield costs_table(fleet)
     over, gap = fleet.constant.figures.cost / max(fleet.planned.cost, 1e-12) - 1, 100 * fleet.gap
     yield (
-        f"planned for {fleet.load_factor:.2f} times the load, the smallest factor tried under which {share} of the "
-        "requests keep the bounds"
+        f"planned for {fleet.load_factor:.2f} times the load: of the factors that were tried, the smallest with which "
+        f"{share} of the requests keep the bounds"
     )
     yield (
-        f"proof: no fleet that pays for its changes costs over {gap:.2f}% less, even if it knows the whole day in "
-        f"advance; with free and instantaneous changes, no fleet costs less than {fleet.least_cost:.4g}"
+        f"proof: even a fleet that knew the whole day in advance would cost at most {gap:.2f}% less; if starting and "
+        f"stopping replicas took no time and cost nothing, a fleet would still cost {fleet.least_cost:.4g}"
         + ("" if fleet.is_priced else " device-hours")
     )
     yield f"the cheapest constant fleet costs {100 * over:.0f}% more"

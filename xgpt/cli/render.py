@@ -294,12 +294,14 @@ def bench_notes(report: BenchReport) -> list[str]:
             notes.append(f"bounds: {kept}; {share} kept all bounds, counted from arrival")
         else:
             bound = f"latency bound {report.latency_bound_s:g} s"
-            notes.append(f"{bound}: {kept} by the latency that the plan bounds, from admission; {share} kept it")
+            notes.append(f"{bound}: {kept}, counted from admission as in the plan; {share} kept it")
     if report.arrival_rate_per_s is None:
         throughput = report.figure("throughput_rps")
         if report.pace is not None and throughput.at_pace is not None:
             drawn = report.pace * throughput.at_pace / throughput.predicted - 1
-            notes.append(f"the drawn requests change throughput by {100 * drawn:+.1f}% from the plan's long-run figure")
+            notes.append(
+                f"these requests are a random sample, which changes throughput by {100 * drawn:+.1f}% from the plan"
+            )
         notes.append(f"p99 from sending a request to its last token, waiting included: {report.end_to_end_p99_s:.2f} s")
     if report.pace is not None and (report.is_disturbed or report.is_outside):
         notes.append(_diagnosis(report))
@@ -315,14 +317,14 @@ def _diagnosis(report: BenchReport) -> str:
     if (waits := report.core_waits) is not None and waits.share_of_steps > 0:
         share = f"{waits.share_of_steps:.1%} of the steps ({waits.seconds:.1f} s in all)"
         line += (
-            f"; in {share}, other threads used the engine's cores; without these waits the "
-            f"steps took {_longer(waits.pace)}"
+            f"; {share} waited for cores that other threads used, and without these waits steps would have taken "
+            f"{_longer(waits.pace)} than in the profile"
         )
     rates = report.calibration_gflops
     if len(rates) == 2:
         line += f"; the machine computed {rates[0]:.0f} GFLOP/s before the run and {rates[1]:.0f} after it"
     left = report.figure("throughput_rps").error_at_pace
-    return line if left is None else f"{line}; with steps of this length, predicted throughput is off by {left:+.1%}"
+    return line if left is None else f"{line}; with steps of this length, the error of throughput is {left:+.1%}"
 
 
 def _longer(pace: float) -> str:
@@ -331,7 +333,9 @@ def _longer(pace: float) -> str:
 
 URL_NOTES = {
     "token_ids": [],
-    "usage": ["the server sends no token ids: ttft and itl are times of chunks of text; it counts the tokens itself"],
+    "usage": [
+        "the server sends no token ids: ttft and itl are times of chunks of text, and the server counts the tokens"
+    ],
     "chunks": ["the server sends neither token ids nor usage: each chunk of text counts as one token"],
 }
 
@@ -386,7 +390,7 @@ def calibrated_tables(found: CalibrateOutput) -> tuple[Fitting, ...]:
         "each request outside the engine's loop"
     ]
     if all(load.used for load in found.loads):
-        below.append("there is only one load, so the error on other loads is not known: give several loads")
+        below.append("give several loads: with only one, the error on other loads is not known")
     return (
         Fitting(
             "error of the prediction, before and after the fit",
@@ -433,7 +437,7 @@ def calibration_notes(calibration: Calibration) -> list[str]:
     factors = ", ".join(f"{part} x{factor:.3f}" for part, factor in calibration.factors.items())
     return [
         f"calibrated on {calibration.num_steps_used} steps: {factors}",
-        f"on {calibration.num_steps_unused} steps that were not used for the fit, the error of a step's time was "
-        f"{100 * calibration.error_before:.1f}% before and is {100 * calibration.error_after:.1f}% after; the error of "
-        f"their total was {100 * calibration.bias_before:+.1f}% and is {100 * calibration.bias_after:+.1f}%",
+        f"on the {calibration.num_steps_unused} steps that the fit did not use, the error of a step's time fell from "
+        f"{100 * calibration.error_before:.1f}% to {100 * calibration.error_after:.1f}%, and that of their total from "
+        f"{100 * calibration.bias_before:+.1f}% to {100 * calibration.bias_after:+.1f}%",
     ]

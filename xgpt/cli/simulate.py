@@ -29,8 +29,8 @@ def run(plan_path: str, timeline: str | None, force: bool, as_json: bool, **aske
         render.show(*render.simulated_tables(run))
         if not run.steps:
             click.echo(
-                "note: so many requests were simulated without their single steps, so token gaps and idle shares are "
-                "not known; --timeline simulates every step",
+                "note: with so many requests, single steps are not simulated, so gaps between tokens and idle shares "
+                "are not known; --timeline simulates every step",
                 err=True,
             )
 

@@ -58,7 +58,7 @@ class Range(NamedTuple):
 def assumptions(workload: Workload, trace: TraceLengths | None) -> list[Assumption]:
     """Return the assumptions to vary, one at a time."""
     varied = [
-        Assumption(f"mixed steps slow decodes by {100 * abs(change):.0f} points {word}", mixing=change)
+        Assumption(f"mixed steps slow decodes by {100 * abs(change):.0f} percentage points {word}", mixing=change)
         for change, word in zip(MIXING, ("less", "more"), strict=True)
     ]
     varied += [Assumption(f"steps take {100 * pace:.0f}% of the predicted time", pace=pace) for pace in PACES]

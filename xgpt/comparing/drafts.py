@@ -114,14 +114,14 @@ def planned_with(request: PlanRequest, drafts: Drafts) -> tuple[PlanRequest, str
         InputError: the request has another draft, or the acceptance of this one is not known.
     """
     if request.speculative not in (None, drafts.method):
-        accepted = f"the command uses {drafts.method}, and plans must use the same draft"
+        accepted = f"plans must use the draft of the command: give {drafts.method}, or leave it out"
         raise InputError("speculative", request.speculative, accepted)
     acceptance: Any = request.acceptance
     said = f"given acceptance {acceptance}"
     if acceptance is None:
         acceptance = ASSUMED.get(drafts.method)
         if acceptance is None:
-            accepted = "it depends on the text: give `acceptance`, as shares or a server's metrics page"
+            accepted = "it depends on the text: give the shares of accepted draft tokens, or a server's metrics page"
             raise InputError("acceptance", None, accepted)
         said = f"assumed acceptance {acceptance:g}: give `acceptance`, if you know it"
     update = {"speculative": drafts.method, "speculative_tokens": drafts.tokens, "acceptance": acceptance}

@@ -32,4 +32,6 @@ def read_current(text: str, cluster: ClusterSpec) -> CurrentEngine:
 def _device_note(current: CurrentEngine, launched: Launched) -> list[str]:
     if launched.devices in (None, current.num_devices):
         return []
-    return [f"the manifest requests {launched.devices} devices, but the engine uses {current.num_devices}"]
+    return [
+        f"the manifest requests {launched.devices} devices, but its engine uses {current.num_devices}; these are scored"
+    ]

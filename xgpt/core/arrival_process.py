@@ -70,8 +70,8 @@ class ArrivalProcess:
         return n / (seconds + left / self.stages[-1].rate_per_s)
 
     def times(self, n: int, rng: np.random.Generator, share: float = 1.0) -> Floats:
-        """Return the times, in s, at which the first n requests arrive here, if only a share of all requests is sent
-        here. # [n]
+        """Return the arrival times, in s, of the first n requests at a server that gets this share of all requests. #
+        [n]
 
         Raises:
             InputError: the variation is not positive.

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from xgpt.core.errors import MachineError
 
 TOLD_WITHIN_S = 1.2
-"""Seconds within which all workers have reported; they report twice a second."""
+"""Seconds to wait until all workers have reported. They report twice a second."""
 TIMEOUT_S = 10.0
 
 

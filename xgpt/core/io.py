@@ -99,7 +99,7 @@ def parse_arguments(given: dict[str, Any], type_: type[T]) -> T:
 
 
 def load_cluster_yaml(path: Path) -> Any:
-    """Return a cluster's document; if its `device` is a name, that is replaced by the document of that kind of device.
+    """Return a cluster's document. If it names its device, the name is replaced by that device's document.
 
     Raises:
         InputError: there is no such file, or no such device.

@@ -17,7 +17,7 @@ SIOCGIFADDR = 0x8915
 
 
 def interface_of(host: str) -> str | None:
-    """Return the name of the interface that has this IPv4 address, or None if none has."""
+    """Return the name of the interface that has this IPv4 address, or None if no interface has it."""
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened, contextlib.suppress(OSError):
             answer = fcntl.ioctl(opened, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))

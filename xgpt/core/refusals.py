@@ -17,7 +17,7 @@ _MUST_BE = {
     "tuple": "it must be a list",
     "dict": "it must map names to values",
 }
-"""Messages by the first word of the type of pydantic's error."""
+"""Messages, by the first word of the type of a pydantic error."""
 
 
 def refusal(error: ValidationError, type_: type[BaseModel], data: Any, field: str = "") -> InputError:

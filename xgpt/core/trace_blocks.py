@@ -114,5 +114,5 @@ def _ids(field: str, value: object, count: int) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(isinstance(id_, int) and abs(id_) < 2**63 for id_ in value):
         raise InputError(field, value, "it must be a list of whole numbers, one for each block")
     if len(value) != count:
-        raise InputError(field, f"{len(value)} ids", f"the request has {count} blocks")
+        raise InputError(field, f"{len(value)} ids", f"give one id for each of the request's {count} blocks")
     return tuple(value)

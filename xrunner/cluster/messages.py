@@ -129,7 +129,7 @@ class Hello(_Message):
 
 
 class Loaded(_Message):
-    """A worker has built its part. With an error and an exit code: the worker cannot build it."""
+    """A worker has built its part or, if the message has an error and an exit code, cannot build it."""
 
     worker: int
     seconds: float
@@ -138,7 +138,7 @@ class Loaded(_Message):
 
 
 class Prepared(_Message):
-    """A worker has compiled a grammar. With an error: the worker cannot compile it."""
+    """A worker has compiled a grammar or, if the message has an error, cannot compile it."""
 
     number: int
     worker: int

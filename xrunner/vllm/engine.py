@@ -188,7 +188,7 @@ def limits_of(plan: Plan) -> KvLimits:
 def start_vllm(
     plan: Plan, *, reuse: bool, machines: Machines | None = None, is_over: Callable[[], bool] = lambda: False
 ) -> Instances:
-    """Start the processes that run a plan. VLLM accepts requests after its `Ready`.
+    """Start the processes that run a plan. vLLM accepts requests after its `Ready`.
 
     Args:
         is_over: returns whether to stop waiting for other machines.

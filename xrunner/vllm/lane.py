@@ -67,7 +67,10 @@ def build_lane(plan: Plan, room: VllmRoom, blocks: int | None = None) -> OneLane
         blocks = min(blocks, max(room.num_blocks, int(LEAST_KV * blocks)))
     if room.num_blocks < blocks:
         raise InputError(
-            "plan.stages.kv_blocks", blocks, f"vLLM has only {room.num_blocks} K/V blocks of {room.block_size} tokens"
+            "plan.stages.kv_blocks",
+            blocks,
+            f"vLLM has only {room.num_blocks} K/V blocks of {room.block_size} tokens: "
+            "plan with a smaller share of the memory, or let vLLM use more",
         )
     most = min(room.max_running, plan.admission.max_running or room.max_running)
     return OneLane(settings_of(plan), pool_of(plan, blocks, room.block_size, most))

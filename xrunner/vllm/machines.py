@@ -30,8 +30,8 @@ from xrunner.vllm.process import Reader, package_path, preload, python, started
 logger = logging.getLogger(__name__)
 
 START, STOP, REFUSED = b"start\n", b"stop\n", b"refused\n"
-"""Messages from the first machine: start the workers; end for good; refused, because of another plan or a rank in
-use."""
+"""Messages from the first machine: start the workers; end for good; refused, because the other machine has another plan
+or its rank is in use."""
 GREETING_BYTES = 256
 GREET_S = 5.0
 """Time in which a newly connected machine must identify itself."""
@@ -49,7 +49,7 @@ class Machines:
     Attributes:
         count: number of machines.
         rank: number of this machine; machine 0 has the engine.
-        host, port: address of the first machine, and the port at which the others connect. VLLM uses the next port.
+        host, port: address of the first machine, and the port at which the others connect. vLLM uses the next port.
     """
 
     count: int

@@ -75,7 +75,9 @@ class XgptScheduler(LoggedScheduler):
         capacity = self._lane.pool.kv_blocks * self.block_size
         if self.max_model_len > capacity:
             raise InputError(
-                "--max-model-len", self.max_model_len, f"the plan's K/V memory holds only {capacity} tokens"
+                "--max-model-len",
+                self.max_model_len,
+                f"the plan's K/V memory holds only {capacity} tokens: give at most this number",
             )
         caches = self.cache_config.enable_prefix_caching
         self._mirror = Mirror(self.kv_cache_manager, self._table_of) if caches else None
@@ -294,7 +296,7 @@ class XgptScheduler(LoggedScheduler):
 
 
 def _in_order_of(execution: _Execution, record: StepRecord) -> StepRecord:
-    """Return the executed step with its requests in the order of the rule's step. VLLM's order is that of arrival."""
+    """Return the executed step with its requests in the order of the rule's step. vLLM's order is that of arrival."""
     step = execution.step
     place = {id_: n for n, id_ in enumerate((*(chunk.id for chunk in step.encode), *step.decode))}
     return record._replace(

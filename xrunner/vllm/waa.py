@@ -66,7 +66,9 @@ def check_waa(plan: Plan) -> None:
         InputError: the plan cannot run on two vLLMs; the message states the reason.
     """
     if len(plan.policy.lanes) == 1:
-        raise InputError("plan.policy", plan.policy.kind, "only waa has two lanes")
+        raise InputError(
+            "plan.policy", plan.policy.kind, "only waa runs on two vLLMs: plan with --policy waa, or start one vLLM"
+        )
     if plan.admission.kv != "reserve":
         raise InputError("plan.admission.kv", plan.admission.kv, "waa on two vLLMs needs admission.kv=reserve")
     if plan.replicas > 1:

@@ -112,7 +112,7 @@ def _drawn(spec: DaySpec, rng: np.random.Generator) -> Day:
             parts.append(Requests(*sample(workload, count, rng), arrivals_s))
         start_s += seconds
     if not parts:
-        raise InputError("trace.stages", 0, "its rates must give at least one request")
+        raise InputError("trace.stages", 0, "no request arrives at these rates: give higher rates or more hours")
     columns = [np.concatenate([getattr(part, name) for part in parts]) for name in ("inputs", "outputs", "arrivals_s")]
     return Day(spec.name, Requests(*columns), start_s)
 

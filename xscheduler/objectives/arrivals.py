@@ -111,7 +111,7 @@ class Arrivals(Objective):
             space_size=self.scheduler.candidates.num_points(kind),
             seconds=round(time.perf_counter() - started, 4),
             gap=None,
-            bound="none: arrival rates along load curves are closed forms",
+            bound="none: arrival rates along load curves come from closed forms, without simulation",
         )
         plans = [(self.scheduler.plan_at(one.space, one.settings, certificate), one.rate) for one in rated[:most]]
         return [(plan, rate) for plan, rate in plans if plan is not None]

@@ -29,7 +29,7 @@ from xsimulator.costs.curves import Array
 from xsimulator.forecast import CHOICES
 
 BOUND = (
-    "by Little's law, the throughput of an engine that is never idle within the same bounds, with monotone step times"
+    "the throughput, by Little's law, of an engine that is never idle and keeps the same bounds, on monotone step times"
 )
 CLOSE = 0.005
 """A branch is not examined further if its bound exceeds the best rate by at most this share."""

@@ -123,7 +123,7 @@ def with_known_rate(verdict: Verdict, num_requests: int) -> Verdict:
         f"at saturation the best plan serves {best.throughput_rps:.3g} requests/s, the running one "
         f"{running.throughput_rps:.3g}"
     )
-    reason = f"{verdict.reason}; {num_requests} requests are too few to know the arrival rate, and {less}"
+    reason = f"{verdict.reason}; but {num_requests} requests are too few to know the arrival rate, and {less}"
     return replace(verdict, switch=False, reason=reason)
 
 
@@ -337,7 +337,9 @@ def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:
     cautious = replace(verdict, plan=best, best=judge.outcome(best), gain=_gain(judge, best))
     if verdict.switch:
         return cautious
-    reason = "requests may be longer than those observed so far, and a plan that keeps the bound then costs little"
+    reason = (
+        "later requests may be longer than those observed, and a plan that also keeps the bound for them costs little"
+    )
     return replace(cautious, switch=True, reason=reason)
 
 

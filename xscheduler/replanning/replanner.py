@@ -118,8 +118,8 @@ def in_numbers(plan: Plan, observation: Observation) -> str:
         return f"{arriving}, but the plan keeps its bounds only up to {rate_of(plan):.3g}"
     if observation.cause == "reuse" and observation.reuse is not None:
         planned_share = 0.0 if plan.estimate.reuse is None else plan.estimate.reuse.share
-        return f"{observation.reuse.share:.0%} of prompt tokens were cached; the plan assumes {planned_share:.0%}"
-    return f"asked for, after {observation.num_requests} requests"
+        return f"{observation.reuse.share:.0%} of prompt tokens were cached, but the plan assumes {planned_share:.0%}"
+    return f"a user asked, after {observation.num_requests} requests"
 
 
 def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:

@@ -69,7 +69,9 @@ class LaneCost:
         is_floor: bool = False,
     ) -> None:
         if len(stages) > 1 and (profile.hop is None or (any(s.far for s in stages) and profile.inter_node_hop is None)):
-            says = "it has no transfer times between devices, so a pipeline's stages cannot be predicted"
+            says = (
+                "a pipeline needs times of transfers, which this profile lacks: plan with one stage, or profile again"
+            )
             raise InputError("profile", profile.model.name, says)
         self.spec = spec
         self.profile = profile

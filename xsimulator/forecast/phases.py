@@ -50,7 +50,7 @@ class PhaseColumns(NamedTuple):
 
 
 class Phases:
-    """The phases of one workload, computed when asked for and cached.
+    """The phases of one workload, computed on demand and cached.
 
     Args:
         decodes: decode iterations of a request of the quantile's length.

@@ -155,7 +155,7 @@ class _Rounds(NamedTuple):
     """Through all stages."""
     ends: Array
     anywhere: Array
-    """Probability that any micro-batch has a request left."""
+    """Probability that some micro-batch still has a request in decode."""
     active: Array
     """Seconds on each kind of stage of the micro-batches with a request, in a round that takes place."""
     seconds: Array

@@ -167,9 +167,9 @@ def test_finding_scales_that_a_checkpoint_holds_is_taken_off(tables: Path, tmp_p
     with_scales, found = (imported.profile(spec, H100, "float8", BARE, folder) for spec in (SPEC, anew))
     saved = rest_s(found, 1, 4096) - rest_s(with_scales, 1, 4096)
     assert saved == pytest.approx((4 * 4e-3 + 2 * 1e-3) / 1e3, rel=1e-6)
-    assert with_scales.provenance["scales of activations"] == "held by the checkpoint"
+    assert with_scales.provenance["scales of activations"] == "in the checkpoint, so not computed in a step"
     untold = imported.profile(SPEC, H100, "float8", BARE, tables)
-    assert "no table tells" in untold.provenance["scales of activations"]
+    assert "no table has their time" in untold.provenance["scales of activations"]
     assert rest_s(untold, 1, 4096) == pytest.approx(rest_s(found, 1, 4096))
     write(folder, "quantize/vllm/0.24.0/computescale", scale_rows(1e3))
     least_s = 2 * 4096 * sum(n * k for n, k in SHAPES) / 1979e12
@@ -215,7 +215,7 @@ def test_heads_that_were_not_measured_are_scaled_and_said_so(tables: Path) -> No
     decode = profile.layer(1).decode_attention
     assert decode.seconds[1][1] == pytest.approx(generation_ms(8, 64, 8) / 1e3)
     said = profile.provenance["generation attention of 32 heads, 8 for K/V"]
-    assert said == "that of 16 heads, 4 for K/V, at 2 times the batch"
+    assert said == "the time for 16 heads, 4 for K/V, at 2 times the batch"
     assert profile.provenance["serving loop"] == "configs/engines/bare-1.0.yaml"
 
 

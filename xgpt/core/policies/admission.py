@@ -57,7 +57,7 @@ class Queue:
         """Preempted requests, by id."""
         self._accounts: dict[str, _Account] = {}
         self._level = 0.0
-        """`served` of the account from which the last request entered."""
+        """Tokens charged to the account of the last admitted request, divided by the account's share."""
         self._deadlines: list[Entry] = []
         self._number = 0
         self._taken: dict[int, int] = {}

@@ -65,7 +65,7 @@ class Running:
             although it is not known yet whether it has ended earlier.
         running: running requests, in the order in which they entered.
         batches: all micro-batches.
-        under_way: steps that have begun but have not been settled.
+        under_way: running steps, whose results have not been processed yet.
         num_preemptions: number of preemptions so far.
         num_scored: number of prompt tokens for which the next step will compute log probabilities.
     """

@@ -49,7 +49,8 @@ class CompareOutput(Frozen):
     keeps_current: bool = False
     """Whether no plan gains over the current deployment under every assumption, so that it should be kept."""
     answer: tuple[str, ...] = ()
-    """Whether the current deployment's settings are to blame, at the log's own times, one sentence each."""
+    """Sentences that say whether late requests are due to the current deployment's settings, from a replay of the log
+    at its own times."""
     command: str | None = None
     """The command with which the engine itself runs the best plan that it can run; null: it needs xgpt's scheduler."""
     measured: dict[str, BenchReport]

@@ -15,8 +15,8 @@ class Comparison(Frozen):
     Attributes:
         predicted: the plan's value for a long run; for loads other than the plan's, the value from a simulation of the
             requests.
-        at_pace: value from a simulation of the sent requests on a machine at the pace of the measured steps, or None if
-            not known.
+        at_pace: value from a simulation of the sent requests, with predicted step times multiplied by the pace
+            (measured over predicted step time), or None if not known.
         low, high: lowest and highest value for these requests at the usual paces of this machine, or None if not known.
     """
 
@@ -39,8 +39,8 @@ class Comparison(Frozen):
 
     @property
     def error_at_pace(self) -> float | None:
-        """Relative error of the prediction for these requests at the machine's pace, so without the part of the error
-        that is due to the pace. None means that the pace is not known.
+        """Relative error of `at_pace`, which is the part of the error that the machine's pace does not explain. None
+        means that the pace is not known.
         """
         if self.at_pace is None:
             return None

@@ -167,9 +167,7 @@ class ChatTemplate:
             raise ValueError(f"{len(roles)} roles are more than {MAX_ROLES}")
         for role in roles:
             if role not in ROLES and not template.knows(role):
-                raise ValueError(
-                    f"it does not show messages of the role {quoted(role)}{nearest(role[:MAX_ROLE], ROLES)}"
-                )
+                raise ValueError(f"it has no messages of the role {quoted(role)}{nearest(role[:MAX_ROLE], ROLES)}")
         shown = template.in_order([template.shown(message) for message in messages])
         try:
             text = template.render(shown, add_generation_prompt and not continue_final_message, variables)
@@ -195,7 +193,7 @@ def _up_to(text: str, content: Content) -> str:
     after = text[::-1].find(last.strip()[::-1])
     at = len(text) - after - len(last.strip())
     if after < 0:
-        raise ValueError("it does not show the last message, so the message cannot be continued")
+        raise ValueError("it leaves out the last message, so the message cannot be continued")
     shown = last.lstrip()
     return text[: at + len(shown if text.startswith(shown, at) else last.strip())]
 

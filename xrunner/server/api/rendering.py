@@ -69,7 +69,7 @@ class _Process:
             head = self._output.read(8)
             if (size := int.from_bytes(head, "little")) > MAX_ANSWER_BYTES:
                 self._process.kill()
-                raise ValueError(f"it renders the chat to {size} bytes, more than {MAX_ANSWER_BYTES}")
+                raise ValueError(f"it renders the chat to {size} bytes, but at most {MAX_ANSWER_BYTES} are accepted")
             answer = self._output.read(size)
         finally:
             timer.cancel()

@@ -72,7 +72,7 @@ class Phase(IntEnum):
 
 
 def most_connections() -> int:
-    """Raise the process's limit of open files as far as allowed, and return how many connections it can then have open.
+    """Raise the process's limit on open files as far as allowed, and return how many connections can then be open.
 
     Raises:
         MachineError: the limit of open files is too low to serve.

@@ -43,7 +43,7 @@ class Prompts:
             most = f"this model's maximum context length is {self._spec.max_context} tokens"
             reason = f"at least {error.at_least} tokens are too many: {most}"
             refuse(field, reason, "context_length_exceeded")
-        return tokens or refuse(field, "it has no tokens")
+        return tokens or refuse(field, "the prompt is empty; send a text with at least one token")
 
     async def text(self, info: RequestInfo, prompt: Prompt) -> str:
         """Return the text of a prompt; raise ApiError (400) if it consists of token ids and the model has no

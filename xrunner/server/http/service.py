@@ -249,7 +249,7 @@ class Service:
             refuse("tokens", "this model has no tokenizer")
         most, size = self._spec.max_context, self._spec.vocab_size
         if len(tokens) > most:
-            refuse("tokens", f"{len(tokens)} token ids are more than {most}")
+            refuse("tokens", f"{len(tokens)} token ids are more than the model's context of {most}; send fewer")
         if (wrong := next((token for token in tokens if token >= size), None)) is not None:
             refuse("tokens", f"token {wrong} is outside the vocabulary of {size}")
         return _json({"prompt": await self._prompts.text(info, tokens)})

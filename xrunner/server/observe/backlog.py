@@ -14,7 +14,7 @@ ENOUGH = 0.25
 LATE = 0.005
 """Target for the share of answers that are later than promised."""
 PER_ANSWER = 0.1
-"""The amount by which one late answer changes the caution."""
+"""The amount by which one late answer raises the caution factor."""
 FORGOTTEN = 2.0
 """After this multiple of `memory_s` without observations, no rate is returned, since refused requests add no
 observations.
@@ -159,7 +159,7 @@ class Backlog:
         return wait_s + (1 + plan.constraint.headroom) * slowness * estimate.latency_s
 
     def note_answer(self, expected_s: float, promised_s: float, took_s: float) -> None:
-        """Adjust the caution after a complete answer whose time `answer_s` had estimated.
+        """Adjust the factor `caution` after a complete answer whose time `answer_s` had estimated.
 
         Pace and phases vary. Each late answer raises the caution and each timely one lowers it a little, so that the
         share of late answers settles at `LATE`, whatever the causes.

@@ -90,7 +90,7 @@ class Metrics:
             self._observe(watch)
 
     def _observe(self, watch: Watch) -> None:
-        text = "Judgements of re-planning, failed ones included, by outcome and cause."
+        text = "Decisions of re-planning, failed ones included, by outcome and cause."
         replans = self._counter("xgpt_plan_decisions", text, "action", "cause")
         text = "Seconds that re-planning took for a decision, or until it failed."
         planning_s = self._buckets("xgpt_planning_seconds", text, REQUEST_BUCKETS_S)
@@ -142,7 +142,7 @@ class Metrics:
         ]
         self._gauge(
             "xgpt_arrival_rate",
-            "Requests/s that arrived over the time of the last 64 arrivals, at least a second and at most a minute.",
+            "Arrival rate in requests/s over the last 64 arrivals, within at least a second and at most a minute.",
             lambda: watch.arrival_rate_per_s,
         )
 

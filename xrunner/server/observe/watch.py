@@ -1,4 +1,5 @@
-"""Observe how a served plan performs. When lengths or pace change, have it judged, and switch to a better one.
+"""Observe how a served plan performs. When lengths or pace change, the planner judges the plan, and the server switches
+to a better one.
 
 Everything here belongs to the event loop's thread. Planning (`xgpt.core.schema.Planner`), the test for changes and the
 summary of lengths run elsewhere; the loop itself only lists the requests of the window.
@@ -277,7 +278,9 @@ class Watch:
         self.loop_s = max(self.loop_s, time.perf_counter() - now_s)
 
     async def _judge(self, planner: Planner, now: Snapshot) -> None:
-        """If something has changed, let the planner judge the running plan, and carry out the decision."""
+        """If lengths, pace or another observation has changed, let the planner judge the running plan, and carry out
+        its decision.
+        """
         observation, begin_s = None, time.perf_counter()
         try:
             observation = await asyncio.to_thread(self._observer.look, now)

@@ -95,7 +95,7 @@ def test_one_deployment_in_many_ways(way: str, in_file: bool, tmp_path: Path) ->
         text = str(tmp_path / "it.yaml")
     found = read_current(text, load_cluster("h100x8"))
     assert (found.version == "0.15.1") == ("0.15.1" in WAYS[way])
-    assert ("the manifest requests 4 devices, but the engine uses 2" in found.notes) == (way == "pod")
+    assert ("the manifest requests 4 devices, but its engine uses 2; these are scored" in found.notes) == (way == "pod")
     ignored: dict[str, Any] = {"notes": (), "version": None}
     assert CurrentEngine(**{**vars(found), **ignored}) == SAME
 

@@ -168,10 +168,10 @@ def test_roles_that_the_template_shows_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("source", "role", "says"),
     [
-        (NAMING, "critic", "does not show messages of the role 'critic'"),
-        (CHATML, "environment", "does not show messages of the role 'environment'"),
+        (NAMING, "critic", "has no messages of the role 'critic'"),
+        (CHATML, "environment", "has no messages of the role 'environment'"),
         (PLAIN, "asistant", "did you mean assistant?"),
-        (PLAIN, "x" * 65, "does not show"),
+        (PLAIN, "x" * 65, "has no messages of the role"),
     ],
 )
 def test_a_message_that_the_model_would_not_see_is_refused(source: str, role: str, says: str) -> None:

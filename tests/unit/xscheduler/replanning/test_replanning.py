@@ -315,7 +315,7 @@ def test_the_cause_of_a_judgement_is_stated_in_numbers() -> None:
         "lengths": f"{inputs_to}, and from {plan.workload.output.mean:.0f} to 106 output tokens",
         "pace": "steps take 1.96 times as long as in the profile",
         "goodput": "95.8% of recent requests kept their bounds, but 99.0% should",
-        "asked": "asked for, after 100 requests",
+        "asked": "a user asked, after 100 requests",
     }
 
 
