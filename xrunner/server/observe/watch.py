@@ -60,7 +60,7 @@ class Recent:
         return (len(self._ended) - 1) / seconds if len(self._ended) > 1 and seconds > 0 else None
 
     def figures(self) -> dict[str, float | None]:
-        """Return the live page's figures, or None if no request has ended in the last seconds."""
+        """Return the live page's figures. A figure is None if no request has ended recently."""
         seconds = self._forget()
         ended = [request for _, request in self._ended]
         kept = [request.is_kept for request in ended if request.is_kept is not None]
