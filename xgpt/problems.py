@@ -15,7 +15,7 @@ from xgpt.requests import PlanRequest
 from xgpt.resolve import engine_of, load_classes, load_cluster, load_engine, load_model, load_trace, workload_of
 from xgpt.served_profile import as_served
 from xprofiler.store import check_belongs, dtype_of, given_profile, keep, kv_dtype_of, obtain_profile
-from xscheduler.problem import Problem
+from xscheduler.problem import Problem, runs_in_vllm
 from xsimulator.lengths import Reused
 
 
@@ -42,6 +42,9 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
     if engine is not None and engine.memory_share is not None:
         device = cluster.device.model_copy(update={"usable_memory": engine.memory_share})
         cluster = cluster.model_copy(update={"device": device})
+    even = runs_in_vllm(spec, cluster, profile, engine, request.fix)
+    if even and spec.is_encoder_decoder:
+        raise InputError("engine", "vllm", f"it cannot run {spec.name}, an encoder-decoder: use `engine=xgpt`")
     return Problem(
         model=spec,
         checkpoint=found,
@@ -52,26 +55,11 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
         constraint=constraint,
         kv=request.kv,
         fixed=request.fix,
-        even=_runs_in_vllm(request, spec, cluster, engine, profile),
+        even=even,
         max_devices=most,
         speculation=speculation,
         reused=_shared_prefix(request, spec, workload, 16 if engine is None else engine.block_size),
     )
-
-
-def _runs_in_vllm(
-    request: PlanRequest, spec: ModelSpec, cluster: ClusterSpec, engine: EngineSpec | None, profile: Profile
-) -> bool:
-    """Return whether vLLM will run the plan: on request, and by default on several machines.
-
-    Raises:
-        InputError: vLLM is requested but cannot run the model.
-    """
-    named = profile.engine if engine is None else engine.framework
-    is_default = named is None and cluster.num_nodes > 1 and "tp_devices" not in request.fix
-    if named == "vllm" and spec.is_encoder_decoder:
-        raise InputError("engine", named, f"it cannot run {spec.name}, an encoder-decoder: use `engine=xgpt`")
-    return named == "vllm" or (is_default and not spec.is_encoder_decoder)
 
 
 def _speculation(request: PlanRequest, model: ModelSpec) -> Speculation | None:

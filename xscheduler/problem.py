@@ -77,6 +77,7 @@ class Problem:
             plan.admission.kv,
             plan.engine,
             max_devices=plan.num_devices,
+            even=runs_in_vllm(plan.model, plan.cluster, profile, plan.engine, plan.pinned.fixed),
             reused=reused_by(plan, plan.workload),
             speculation=plan.speculation,
         )
@@ -101,6 +102,15 @@ class Problem:
     def under(self, constraint: Constraint) -> Problem:
         """Return the same problem under another constraint."""
         return replace(self, constraint=constraint)
+
+
+def runs_in_vllm(
+    model: ModelSpec, cluster: ClusterSpec, profile: Profile, engine: EngineSpec | None, fixed: Mapping[str, int]
+) -> bool:
+    """Return whether vLLM will run plans: because it is named, and by default on several machines."""
+    named = profile.engine if engine is None else engine.framework
+    is_default = named is None and cluster.num_nodes > 1 and "tp_devices" not in fixed
+    return named == "vllm" or (is_default and not model.is_encoder_decoder)
 
 
 def reused_by(plan: Plan, workload: Workload) -> Reused | None:

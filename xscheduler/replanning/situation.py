@@ -74,11 +74,9 @@ class Situation:
         """
         plan = self.plan
         stays = in_place or plan.cluster.num_nodes > 1 or plan.sharing_replicas > 1
-        framework = None if plan.engine is None else plan.engine.framework
         return replace(
             Problem.of(plan, self.profile.slowed(plan.profile.slowdown)),
             workload=self.lengths,
-            even="vllm" in (framework, plan.profile.engine),
             replicas=plan.replicas if stays else None,
             fixed=plan.pinned.fixed,
             placement=Placement.of(plan) if in_place and plan.devices_per_replica > 1 else None,

@@ -11,6 +11,7 @@ from xgpt.requests import PlanRequest
 from xgpt.resolve import load_cluster
 from xgpt.solving import solve
 from xscheduler.placement import Placement
+from xscheduler.problem import Problem
 
 MACHINES = load_cluster("a40x16").model_copy(update={"name": "2 x 2", "num_nodes": 2, "devices_per_node": 2})
 TINY = {"model": "opt-125m", "workload": "translation", "objective": "saturated"}
@@ -39,6 +40,7 @@ def test_an_encoder_decoder_is_not_planned_for_vllm() -> None:
 def test_what_other_stages_would_gain_is_said() -> None:
     planned = solve(PlanRequest.model_validate(TINY | {"cluster": MACHINES, "policy": "orca", "fix": {"replicas": 1}}))
     assert Placement.of(planned.best).is_even
+    assert Problem.of(planned.best, planned.problem.profile).even
     uneven = planned.best_uneven()
     assert uneven is not None and "equal tensor-parallel degrees" in uneven_in_words(planned.best, uneven)
     wide = uneven.model_copy(
