@@ -24,6 +24,7 @@ from xgpt.core.schema import (
     Variable,
 )
 from xgpt.core.schema.plan import SPECULATIVE_POLICIES
+from xgpt.core.schema.policy import most_running
 from xscheduler.expression import Values, value_of
 from xscheduler.placement import Placement
 from xsimulator.forecast import CHOICES, FORECASTS, Performance
@@ -347,14 +348,12 @@ class Space:
         return Evaluation(self._performance(model, columns), self, left, lesser if step else None)
 
     def _as_run(self, columns: Mapping[str, Array | Ints]) -> Mapping[str, Array | Ints]:
-        """Return points with `max_batch` lowered to what the engine can run: vLLM's own scheduler needs one token of
-        the step's budget for each running request.
-        """
+        """Return points with `max_batch` lowered to what the engine can run."""
         engine, is_chosen = self.limits.engine, "token_budget" in columns and "max_batch" not in self.fixed
         if engine is None or (engine.framework, engine.scheduler) != ("vllm", "own") or not is_chosen:
             return columns
-        most = np.maximum(self.least_requests, columns["token_budget"] // self.placement.microbatches)
-        return {**columns, "max_batch": np.minimum(columns["max_batch"], most)}
+        most = most_running(columns["token_budget"], self.placement.microbatches)
+        return {**columns, "max_batch": np.minimum(columns["max_batch"], np.maximum(self.least_requests, most))}
 
     def _performance(self, model: Any, columns: Mapping[str, Array | Ints]) -> Performance:
         columns = self._as_run(columns)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from xgpt.checkpoints import hub
 from xgpt.core.schema import ChunkedSettings, Plan, Speculation
+from xrunner.vllm.command import own_sizes
 from xsimulator.front import most_rate
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM", "trtllm": "TensorRT-LLM"}
@@ -36,7 +37,7 @@ def engine_command(plan: Plan, kept: Sequence[str] = ()) -> str | None:
     framework = "vllm" if plan.engine is None else plan.engine.framework
     if framework not in ENGINES:
         return None
-    tokens = plan.step_tokens(policy.token_budget) // policy.microbatches
+    tokens, most = own_sizes(plan, policy)
     if plan.speculation is not None and framework not in SPECULATES:
         return None
     quantizes = plan.dtype == "float8" and plan.model.quantization is None
@@ -49,7 +50,7 @@ def engine_command(plan: Plan, kept: Sequence[str] = ()) -> str | None:
     if framework == "vllm":
         words = ["vllm", "serve", model, *_flag("--tensor-parallel-size", tp), *_flag("--pipeline-parallel-size", pp)]
         words += [*_flag("--data-parallel-size", sharing), *(["--enable-expert-parallel"] if ep > 1 else [])]
-        words += ["--max-num-batched-tokens", str(tokens), "--max-num-seqs", str(min(policy.max_batch, tokens))]
+        words += ["--max-num-batched-tokens", str(tokens), "--max-num-seqs", str(most)]
         words += ["--gpu-memory-utilization", f"{share:g}"]
         words += ["--quantization", "fp8"] if quantizes else []
         words += ["--kv-cache-dtype", "fp8"] if kv_in_eight else []

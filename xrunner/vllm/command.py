@@ -11,6 +11,7 @@ from typing import Any
 from xgpt.core.errors import InputError
 from xgpt.core.machine import num_cores
 from xgpt.core.schema import ChunkedSettings, ClusterSpec, LaneName, Plan, Stage, WaaSettings
+from xgpt.core.schema.policy import most_running
 from xrunner.vllm.lane import LEAST_KV, settings_of
 
 SCHEDULER = "xrunner.vllm.scheduler.XgptScheduler"
@@ -130,6 +131,12 @@ def runs_by_itself(plan: Plan) -> bool:
     return plan.engine is not None and plan.engine.framework == "vllm" and plan.engine.scheduler == "own"
 
 
+def own_sizes(plan: Plan, policy: ChunkedSettings) -> tuple[int, int]:
+    """Return the tokens of a micro-batch's step, and the running requests, of a plan under vLLM's own scheduler."""
+    tokens = plan.step_tokens(policy.token_budget) // policy.microbatches
+    return tokens, min(policy.max_batch, most_running(policy.token_budget, policy.microbatches))
+
+
 def own_arguments(plan: Plan) -> list[str]:
     """Return the arguments of `vllm serve` that run one replica of a plan with vLLM's own scheduler.
 
@@ -202,8 +209,8 @@ def _launch(
     blocks = tokens // block_size
     environment |= variables(cluster, devices_of(plan, stages))
     step, most = step_tokens(plan), min(MAX_RUNNING, max_running(plan, blocks, block_size))
-    if runs_by_itself(plan) and isinstance(plan.policy, ChunkedSettings):  # a step is a micro-batch's
-        step, most = plan.step_tokens(plan.policy.token_budget) // plan.policy.microbatches, plan.policy.max_batch
+    if runs_by_itself(plan) and isinstance(plan.policy, ChunkedSettings):
+        step, most = own_sizes(plan, plan.policy)
     sizes = [
         *("--dtype", plan.dtype),
         *("--max-model-len", str(min(spec.max_context, int(LEAST_KV * blocks) * block_size))),

@@ -6,7 +6,7 @@ the contract tests read them here.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -137,6 +137,15 @@ class SlackBudget(Frozen):
         if self.least_tokens > self.most_tokens:
             raise ValueError(f"least_tokens: {self.least_tokens} is more than most_tokens, {self.most_tokens}")
         return self
+
+
+def most_running(token_budget: Any, microbatches: int) -> Any:
+    """Return the largest number of running requests under vLLM's own scheduler, which needs a token of a step for each.
+
+    Args:
+        token_budget: tokens in the steps of all micro-batches together, as a number or an array.
+    """
+    return token_budget // microbatches
 
 
 class ChunkedSettings(SingleLane):

@@ -122,6 +122,15 @@ def test_the_printed_command_is_of_plans_that_vllm_runs_by_itself(case: str) -> 
             launch(plan, plan_path="plan.json")
 
 
+def test_all_commands_start_at_most_one_request_for_each_token_of_a_step() -> None:
+    """`--fix` may ask for more; the export once started more tokens instead."""
+    plan = planned("by itself")
+    plan = plan.model_copy(update={"policy": plan.policy.model_copy(update={"token_budget": 32, "max_batch": 64})})
+    for words in (shlex.split(str(engine_command(plan)))[2:], *started(plan, "llm-d")):
+        given, _ = TABLE.read(words)
+        assert (given["max-num-seqs"], given["max-num-batched-tokens"]) == ("32", "32")
+
+
 CHANGED: dict[str, dict[str, Any]] = {
     "one device": {},
     "two stages in eight bits": {"stages": [(1, 1), (1, 1)], "dtype": "float8", "kv_dtype": "float8"},
