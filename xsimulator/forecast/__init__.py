@@ -1,4 +1,4 @@
-"""Closed forms of every policy for the search; the simulated engine (xsimulator.events) checks them."""
+"""Predict every policy in closed form, for the search. The simulated engine checks the predictions."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ FORECASTS: dict[str, Forecast[Any]] = {
 """The forecast of every policy, in the order of printed tables."""
 
 CHOICES: ChainMap[str, Forecast[Any]] = ChainMap(FORECASTS, {"waa-c": Waa("compute"), "waa-m": Waa("memory")})
-"""Choices for planning: policies, and policies restricted to some of their placements."""
+"""By name: the choices for planning, which are policies, and policies restricted to some placements."""
 
 
 TUNED: dict[str, Any] = {"slack": "chunked"}
-"""Choices whose settings only simulation can compare (`xscheduler.objectives.tuning`), with the policies that they
-extend."""
+"""Choices whose settings only simulation can compare (`xscheduler.objectives.tuning`), and the policy of each."""
 
 
 def choice_of(settings: PolicySettings, among: Iterable[str]) -> str:
-    """Return the first choice that covers these settings."""
+    """Return the name of the first choice in `among` that includes these settings."""
     return next(name for name in among if CHOICES[name].covers(settings))
 
 
 def estimate(model: Any, settings: PolicySettings) -> dict[str, float]:
-    """Return the predictions for one plan's settings on a model of its lanes, by name."""
+    """Return the predictions for the settings of one plan, by name. The model describes the plan's lanes."""
     return FORECASTS[settings.kind].estimate(model, settings)
 
 

@@ -1,14 +1,14 @@
-"""Compute a quantile of all requests' latencies in closed form, taking into account that prompts and decode steps vary.
+"""Compute a quantile of all requests' latencies in closed form, with random prompts and random step times.
 
-A request takes a time to its first token, which depends on its prompt and on the step that encodes it, and then D
-decode steps; D follows the distribution of output lengths. With steps of mean t and standard deviation s, independent
-of each other,
+The time to a request's first token depends on its prompt and on the step that encodes the prompt. Then come D decode
+steps, where D has the distribution of output lengths. If step times are independent, with mean t and standard deviation
+s, then
 
     P(latency > x) = sum_jk p_j w_k P(D > d_jk),   first_j + t d_jk + z_k s sqrt(d_jk) = x,
 
-where z_k and w_k represent a normal distribution (Gauss-Hermite). The left side falls with x, so bisection finds the
-quantile. If the time to the first token is constant and s is 0, it is the latency of a request of the quantile's
-length.
+where z_k and w_k represent a normal distribution (Gauss-Hermite). The probability falls with x, so bisection finds the
+quantile. If the time to the first token is constant and s is 0, the quantile is the latency of a request whose output
+length is at the quantile.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ HALVINGS = 12
 
 
 class AllRequests:
-    """Computes the quantile for one distribution of output lengths.
+    """Computes a quantile of all requests' latencies for one distribution of output lengths.
 
     Args:
-        quantile: the quantile of requests.
+        quantile: share of all requests whose latency the result bounds.
     """
 
     def __init__(self, lengths: Lengths, quantile: float) -> None:
@@ -39,8 +39,8 @@ class AllRequests:
         """Return the quantile of all requests' latencies, s. # [n]
 
         Args:
-            first, shares: values of the seconds to the first token, and their probabilities. # [values, n] each
-            step, deviation: mean and standard deviation of a decode step. # [n]
+            first, shares: possible seconds to the first token, and their probabilities. # [values, n] each
+            step, deviation: mean and standard deviation of a decode step's seconds. # [n]
         """
         spread = DEVIATES * deviation  # [3, 1, n]
         step = np.maximum(step, 1e-12)

@@ -1,4 +1,4 @@
-"""Predict WAA's decode lane: the seconds of an iteration of all its micro-batches."""
+"""Predict how long an iteration of all micro-batches takes in the decode lane of waa."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from xsimulator.lengths import Lengths
 
 
 class DecodeLane:
-    """Predicts how long iterations take, depending on the requests that decode and those that join.
+    """Predicts how long iterations take, by the numbers of requests that decode and that join.
 
     Args:
-        mean_decodes: mean number of a request's iterations.
+        mean_decodes: mean number of iterations of a request.
     """
 
     def __init__(self, cost: LaneCost, lengths: Lengths, encode: EncodeLane, stays: Stays, mean_decodes: float) -> None:
@@ -30,7 +30,7 @@ class DecodeLane:
         """Seconds of iterations with joining requests, by least and largest encode batch and micro-batches."""
 
     def work(self, each: Array) -> Array:
-        """Return the seconds of work on all devices in a step of `each` requests. # [n]"""
+        """Return the device seconds of a step with `each` requests. # [n]"""
         work: Array = np.interp(each, GRID, self.pipeline.devices @ self._grid[0])
         return work
 
@@ -38,7 +38,7 @@ class DecodeLane:
         """Return the least seconds of an iteration, for encode batches between two sizes. # [n, grid]
 
         Args:
-            size: number of the grid's points to evaluate, beginning with the first.
+            size: number of grid points to evaluate, from the first on.
         """
         companions = encode_batch * self._stays.together / microbatches
         reach = max(size, size_for(companions))
@@ -47,11 +47,12 @@ class DecodeLane:
             rounds = self._all_with_joining(encode_batch, largest_batch, microbatches, reach)
         else:
             rounds = np.maximum(microbatches[:, None] * slowest[:reach], through[:reach])
-        # One transfer for each batch of requests that ended; the largest batch takes the least time per request.
+        # For each batch of requests that ends, another one is moved. The largest batch takes the least time per
+        # request.
         if self._encode.transfer.occupies:
             each = self._encode.transfer_s(largest_batch) / largest_batch / self.mean_decodes
             rounds = rounds + (microbatches * each)[:, None] * GRID[:reach]
-        # A batch joins as a whole: its requests share their steps with each other, even if few decode on average.
+        # A batch joins as a whole, so its requests decode together even if few requests decode on average.
         with_companions = at_points(rounds, companions[:, None])
         rounds = rounds[:, :size]
         return np.where(GRID[:size] < companions[:, None], with_companions, rounds)
@@ -59,18 +60,18 @@ class DecodeLane:
     def with_newcomers(
         self, encode_batch: Array, microbatches: Array, batch: Array, step: Array, deviation: Array
     ) -> tuple[Array, Array]:
-        """Return the seconds of the iteration in which a request joins, and the 99% quantile of gaps; for
-        encoder-decoders. # [n], [n]
+        """For encoder-decoders, return the seconds of the iteration in which a request joins, and the 99% quantile of
+        gaps. # [n], [n]
 
         Args:
-            batch, step: mean requests in decode, and mean seconds of an iteration.
-            deviation: relative standard deviation of an encode batch's tokens.
+            batch, step: mean number of decoding requests, and mean seconds of an iteration.
+            deviation: relative standard deviation of the tokens in an encode batch.
         """
         each = batch / microbatches
         joining = each / self.mean_decodes
         some = _share_joined(joining, encode_batch)
         tokens = joining / some * self.lengths.mean_input
-        # The share, among steps with joining requests, of those that take longer than 99% of all steps.
+        # Of the steps in which requests join, the share that take longer than 99% of all steps.
         beyond = np.clip(0.01 / some, 0.01, 0.5)
         cost, slowest, through = (times[..., 1:] for times in self._grid)
         at = np.maximum(each, encode_batch * self._stays.together / microbatches)
@@ -91,7 +92,7 @@ class DecodeLane:
     def _all_with_joining(self, encode_batch: Array, largest_batch: Array, microbatches: Array, size: int) -> Array:
         columns = encode_batch.tolist(), largest_batch.tolist(), microbatches.tolist()
         keys = list(zip(*columns, strict=True))
-        order = {key: i for i, key in enumerate(dict.fromkeys(keys))}  # many candidates share an encode batch
+        order = {key: i for i, key in enumerate(dict.fromkeys(keys))}  # many candidates have equal encode batches
         new = [key for key in order if len(self._joined.get(key, ())) < size]
         if new:
             encode, largest, micro = np.asarray(new).T
@@ -101,9 +102,9 @@ class DecodeLane:
     def _with_joining(self, encode_batch: Array, largest_batch: Array, microbatches: Array, size: int) -> Array:
         """Return the seconds of an iteration in which some steps compute the K/V of an encoder's output. # [n, grid]
 
-        The requests of a batch join together, and no request joins in most steps. Only steps with joining requests read
-        these layers' weights, and all steps after such a step wait for it. With larger batches there are fewer such
-        steps. With smaller batches each of them takes less time.
+        The requests of a batch join together, so no request joins in most steps. Only steps in which requests join read
+        the weights for this K/V, and later steps wait for such a step. With larger batches, there are fewer such steps.
+        With smaller batches, each of them takes less time.
         """
         cost, slowest, through = (times[..., :size] for times in self._grid)
         joining = GRID[:size] / self.mean_decodes
@@ -119,7 +120,7 @@ class DecodeLane:
 
     @cached_property
     def _grid(self) -> tuple[Array, Array, Array]:
-        """Seconds of a decode step on each kind of stage, on the slowest stage, and through all stages, by its
+        """Seconds of a decode step on each kind of stage, on the slowest stage, and through all stages, by number of
         requests.
 
         # [kinds, grid], [grid], [grid]
@@ -128,15 +129,13 @@ class DecodeLane:
         context = lengths.mean_decode_context - (lengths.mean_input if lane.has_encoder else 0.0)
         table = lane.decode(np.asarray([context]), lengths.mean_input)
         cost = table(GRID)[:, 0]
-        # With less than one request on average, fewer micro-batches run, but each micro-batch that runs goes through
-        # all stages.
+        # With less than one request on average, some micro-batches do not run, but those that run go through all
+        # stages.
         some = np.maximum(GRID, 1.0)
         through = self.pipeline.through(table(some)[:, 0], lane.hop(some))
         return cost, np.maximum(cost.max(axis=0), 1e-12), through
 
 
 def _share_joined(joining: Array, batch: Array) -> Array:
-    """Return the share of steps in which requests join, if `joining` requests join a step on average, in whole batches
-    of `batch` requests at even intervals.
-    """
+    """Return the share of steps in which requests join, if a step gets `joining` on average, in whole batches."""
     return np.clip(joining / batch, 1e-12, 1.0)

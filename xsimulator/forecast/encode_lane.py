@@ -1,4 +1,4 @@
-"""Predict WAA's encode lane: the times of a batch and of its transfer to the decode lane, and from batch to batch."""
+"""Predict how long a batch takes in the encode lane of waa, when the next one follows, and how long transfers take."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from xsimulator.lengths import Lengths
 
 
 class Encoding(NamedTuple):
-    """Times of encode batches.
+    """The times of encode batches.
 
     Attributes:
-        through, interval, moving: seconds of a batch through the lane, seconds from one batch to the next, and seconds
-            of the transfer. # [n] each
-        deviation: standard deviation of a batch's tokens, relative to their mean. # [n]
+        through, interval, moving: seconds of a batch through the lane, from one batch to the next, and of the transfer.
+            # [n] each
+        deviation: standard deviation of the tokens in a batch, relative to the mean. # [n]
     """
 
     through: Array
@@ -30,10 +30,10 @@ class Encoding(NamedTuple):
 
 
 class EncodeLane:
-    """Predicts how long encode batches take, by the number of their prompts.
+    """Predicts how long encode batches take, by number of prompts.
 
     Args:
-        transferred: share of requests whose K/V goes to the decode lane.
+        transferred: share of requests whose K/V moves to the decode lane.
     """
 
     def __init__(self, cost: LaneCost, lengths: Lengths, transfer: TransferCost, transferred: float) -> None:
@@ -49,25 +49,24 @@ class EncodeLane:
         times = self._table(batch)
         stages, through, moving = times[:-2], times[-2], times[-1]
         deviation = self._sd_tokens / batch
-        # The number of batches that run is that of the stages, and the longest of them sets the pace.
+        # As many batches run as there are stages, and the longest of them delays the others.
         pace = through * (1 + self._longest * deviation) / self.num_stages
         interval = np.maximum(np.maximum.reduce(stages), pace) + self.transfer.occupies * moving
         return Encoding(through, interval, moving, deviation)
 
     def transfer_s(self, batch: Array) -> Array:
-        """Return the seconds of a batch's transfer. # [n]"""
+        """Return the seconds that the transfer of a batch takes. # [n]"""
         seconds: Array = self._table(batch)[-1]
         return seconds
 
     def work(self, batch: Array) -> Array:
-        """Return the seconds of work on all devices in a batch. # [n]"""
+        """Return the device seconds of a batch. # [n]"""
         work: Array = self.pipeline.devices @ self._table(batch)[:-2]
         return work
 
     @cached_property
     def _table(self) -> Table:
-        """Seconds of an encode step by its prompts: on each kind of stage, through all stages and hops, and for its
-        transfer."""
+        """Seconds of an encode step, by prompts: on each kind of stage, through the lane, and of the transfer."""
         alone, hop, tokens = self.cost.encode(self.lengths), self.cost.hop, self.lengths.mean_input
         moving = self.transfer.line
         sent = tokens * self._transferred

@@ -1,4 +1,4 @@
-"""Compute the terms that balance WAA's two lanes, vectorised over candidates: iterations, stays and waiting."""
+"""Compute the terms that balance the two lanes of waa, for many candidates: iterations, residence times and waiting."""
 
 from __future__ import annotations
 
@@ -8,28 +8,27 @@ import numpy.typing as npt
 from xsimulator.costs.curves import Array
 
 GRID = np.unique(np.concatenate([np.linspace(0, 64, 65), np.geomspace(64, 8192, 64)]))
-"""Sizes of a decode micro-batch among which the closed form searches for its steady state."""
+"""Sizes of a decode micro-batch at which the closed form searches for the steady state."""
 FINER = np.linspace(0, 1, 17)
-"""Points within a segment of the grid."""
+"""Points that divide a segment of the grid."""
 LEVELS = 3
-"""How many times a segment is divided by `FINER`."""
+"""How many times a segment is divided at the points `FINER`."""
 PERIODS = 4
-"""Number of earlier batches whose remaining requests are counted batch by batch; still earlier ones are integrated."""
+"""Number of earlier batches whose remaining requests are counted batch by batch, before an integral counts the rest."""
 BEFORE = np.arange(1.0, PERIODS + 1)[:, None, None]
 
 
 def as_interpolated(batches: Array) -> Array:
     """Return the matrix that interpolates times at some batch sizes to the grid and back. # [batches, batches]
 
-    A row of times is multiplied with it from the right. The result shows the times as the grid represents them.
+    A row of times, multiplied by this matrix from the right, becomes the times as the grid represents them.
     """
     on_grid = [np.interp(GRID, batches, unit) for unit in np.eye(len(batches))]
     return np.stack([np.interp(batches, GRID, row) for row in on_grid])
 
 
 def at_points(rounds: Array, each: Array) -> Array:
-    """Return values given at the grid's first points, interpolated at other points. # [n, grid], [n, points] -> [n,
-    points]"""
+    """Return values at sizes `each`, interpolated from the grid. # [n, grid], [n, points] -> [n, points]"""
     index = np.clip(GRID.searchsorted(each, side="right") - 1, 0, rounds.shape[1] - 2)
     rows = np.arange(len(each))[:, None]
     low, high = rounds[rows, index], rounds[rows, index + 1]
@@ -38,7 +37,7 @@ def at_points(rounds: Array, each: Array) -> Array:
 
 
 def size_for(each: Array) -> int:
-    """Return how many of the grid's first points cover these micro-batch sizes."""
+    """Return how many grid points, from the first on, cover these micro-batch sizes."""
     return min(int(GRID.searchsorted(each.max())) + 2, len(GRID))
 
 
@@ -60,11 +59,11 @@ def locate(y: Array, level: Array) -> tuple[npt.NDArray[np.intp], Array]:
 
 
 class LanePair:
-    """The times of both lanes, for candidates or for boxes of them.
+    """The times of both lanes, for candidates or for boxes of candidates.
 
     Args:
         encode_batch, largest_batch: the smallest and the largest number of requests encoded together. # [n]
-        through, moving: least seconds in the encode lane and of the transfer. # [n] each
+        through, moving: least seconds in the encode lane, and of the transfer. # [n] each
         rounds: least seconds of an iteration of all micro-batches, at the grid's first points. # [n, grid]
     """
 
@@ -81,18 +80,18 @@ class LanePair:
         self.through, self.before = through[:, None], (through + moving)[:, None]
         self.microbatches, self.rounds = microbatches, rounds
         self.decoding: Array = microbatches[:, None] * GRID[: rounds.shape[1]]
-        """Requests in decode at the grid's points. # [n, grid]"""
+        """Number of decoding requests at each grid point. # [n, grid]"""
 
     def at(self, index: npt.NDArray[np.intp]) -> Array:
-        """Return the requests in decode at a point of the grid. # [n]"""
+        """Return the number of decoding requests at a grid point. # [n]"""
         return self.microbatches * GRID[index]
 
     def step(self, decoding: Array) -> Array:
-        """Return the seconds of an iteration with these numbers of requests in decode. # [n, points]"""
+        """Return the seconds of an iteration with `decoding` requests. # [n, points]"""
         return at_points(self.rounds, decoding / self.microbatches[:, None])
 
     def serving(self, rate: Array, mean_decodes: float) -> Array:
-        """Return the least number of requests in decode with which the lane serves more than a rate. # [n]"""
+        """Return the least number of decoding requests with which the lane serves more than `rate`. # [n]"""
         index, _ = locate(self.decoding / (mean_decodes * self.rounds), rate)
         rows = np.arange(len(rate))
         start, end = self.decoding[rows, index], self.decoding[rows, index + 1]
@@ -105,36 +104,34 @@ class LanePair:
 
 
 class Stays:
-    """Computes how long requests stay in the two lanes.
+    """Computes how long requests are in the two lanes (their residence time).
 
     Args:
-        survival: P(D >= t) of the iterations in the decode lane, t = 1 .. max D.
+        survival: P(D >= t) for the number D of iterations in the decode lane, t = 1 .. max D.
     """
 
     def __init__(self, survival: Array) -> None:
         self.transferred = float(survival[0])
-        """Share of requests that reach the decode lane. The others end with the token that the encode lane makes."""
+        """Share of requests that reach the decode lane. The others end with the encode lane's token."""
         self._share: Array = np.concatenate([survival[:1], survival, [0.0]])
-        """Share of requests that are still in the lanes, by iterations since their transfer, joining included."""
+        """Share of requests still in the lanes, by iterations since their transfer, the wait to join included."""
         tail = (self._share[1:] + self._share[:-1]) / 2
         self._rest: Array = np.append(np.cumsum(tail[::-1])[::-1], 0.0)
-        """Number of iterations that a request still has to run, by iterations since its transfer, averaged over all
-        requests.
-        """
+        """Mean number of remaining iterations over all requests, by iterations since their transfer."""
         self.together = float(survival @ survival / (survival.sum() or 1.0))
-        """Share of a request's admission batch that decodes with it, averaged over the request's iterations."""
+        """Mean share, over a request's iterations, of its encode batch that still decodes."""
 
     def mean(self, lanes: LanePair, step: Array) -> Array:
-        """Return the mean seconds for which a request is in the lanes. # [n, points]"""
+        """Return the mean seconds that a request is in the lanes. # [n, points]"""
         return lanes.through + self.transferred * (lanes.before - lanes.through) + step * self._rest[0]
 
     def least(self, lanes: LanePair, step: Array) -> Array:
-        """Latency in seconds if no request had to wait for the next iteration before it joins. # [n, points]"""
+        """Return the mean seconds that a request would be in the lanes if it joined without waiting. # [n, points]"""
         return self.mean(lanes, step) - step * self.transferred / 2
 
     def left(self, lanes: LanePair, period: Array, step: Array) -> Array:
-        """Return the number of requests of earlier batches that are still in the lanes when a batch enters, relative to
-        a batch. # [n, points]
+        """Return how many requests of earlier batches are still in the lanes when a batch enters, relative to a batch.
+        # [n, points]
 
         Args:
             period: seconds from one batch to the next.
@@ -143,7 +140,7 @@ class Stays:
         return found + self._after(lanes, (PERIODS + 0.5) * period, step) / period
 
     def _inside(self, lanes: LanePair, age: Array, step: Array) -> Array:
-        """Return G(age), the share of requests that are still in the lanes at an age."""
+        """Return G(age), the share of requests that are still in the lanes `age` seconds after they entered."""
         return np.where(age < lanes.through, 1.0, between(self._share, (age - lanes.before) / step))
 
     def _after(self, lanes: LanePair, age: Array, step: Array) -> Array:
@@ -154,7 +151,7 @@ class Stays:
 
 
 def between(values: Array, at: Array) -> Array:
-    """Return values given at 0, 1, .., interpolated linearly."""
+    """Return values at the points `at`, interpolated linearly from the values at 0, 1, ..."""
     at = np.minimum(np.maximum(at, 0.0), len(values) - 1)
     index = np.minimum(at.astype(int), len(values) - 2)
     low = values.take(index)
@@ -162,14 +159,15 @@ def between(values: Array, at: Array) -> Array:
 
 
 class Waiting:
-    """Computes the number of free slots that wait for the encode lane while it is busy, by requests a second.
+    """Computes how many free slots wait while the encode lane is busy, by requests a second.
 
-    The encode lane is a queue of batches. The number of free slots goes to infinity as the rate approaches `limit`.
+    The encode lane is modelled as a queue of batches. As the rate approaches `limit`, the number of free slots goes to
+    infinity.
 
     Args:
-        arrivals, service: squared coefficients of variation of the time between batches and of a batch's time.
+        arrivals, service: squared coefficients of variation of the time between batches, and of the time of a batch.
         interval: seconds from one batch to the next.
-        limit: largest number of requests a second that the lane encodes.
+        limit: largest number of requests a second that the encode lane can serve.
 
     Source: Kraemer and Langenbach-Belz's form of the G/G/1 queue.
     """

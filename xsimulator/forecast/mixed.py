@@ -1,4 +1,4 @@
-"""Forecast orca and chunked: every step decodes all running requests and encodes prompts for free slots."""
+"""Predict orca and chunked, with which every step decodes all running requests and encodes prompts for free slots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xsimulator.forecast.performance import Performance
 from xsimulator.forecast.placements import BoundTerms, LeastSteps
 
 TOKEN_BUDGETS = tuple(sorted({round(2 ** (e / 4) / 8) * 8 for e in range(4 * 5, 4 * 13 + 1)}))
-"""Token budgets to try, 32 to 8192: four to an octave, in multiples of 8."""
+"""Token budgets to try: multiples of 8 from 32 to 8192, about four for each doubling."""
 
 
 class Mixed(Forecast[OneLaneModel]):
@@ -31,7 +31,7 @@ class Mixed(Forecast[OneLaneModel]):
         return model.part(MixedSteps).evaluate(columns["max_batch"], budget, microbatches)
 
     def placement_terms(self, steps: LeastSteps) -> BoundTerms:
-        # Steps with prompts decode only slightly fewer requests than the mean step, and a request costs no more in a
+        # Steps with prompts decode only slightly fewer requests than the mean step, and a request takes no longer in a
         # larger batch.
         least = np.maximum(1 - most_displaced(steps.iterations.lengths) / steps.iterations.batches, 0.0)
         steady = [steps.each * steps.steady * least, steps.steady_passing * least]
@@ -40,10 +40,10 @@ class Mixed(Forecast[OneLaneModel]):
 
 
 def _budgets(room: PlacementLimits) -> list[int]:
-    """Return the token budgets to try that the engine allows.
+    """Return the token budgets to try.
 
-    If the engine cuts no prompts, these are the budgets with room for the longest prompt and all decodes. If no budget
-    has this room, it is the largest budget.
+    If the engine cuts no prompts, these are the budgets that suffice for the longest prompt and all decodes. If no
+    budget suffices, this is the largest budget.
     """
     longest, engine = room.lengths.max_input, room.engine
     least, most = 0, 2 * room.max_batch * longest

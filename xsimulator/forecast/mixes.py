@@ -1,14 +1,14 @@
-"""Predict steps that decode all running requests and encode for free slots: orca (no token budget) and chunked.
+"""Predict steps that decode all running requests and encode prompts for free slots: orca (no token budget) and chunked.
 
-The max_batch slots of a micro-batch form a closed queueing network: a slot decodes for D steps, then its next prompt
-goes through a station, encoding, that takes budget - b tokens a step. With x prompts a step, b = x E[D] requests
-decode, the station's load is rho = x E[I] / (budget - b), and
+The max_batch slots of a micro-batch form a closed queueing network. A slot decodes for D steps, and then its next
+prompt goes through a station that encodes budget - b tokens a step. With x prompts a step, b = x E[D] requests decode,
+the station's load is rho = x E[I] / (budget - b), and
 
     max_batch = x (E[D] + W(rho)),   W = 1 / (1 - exp(-1/y)),   y = (E[I] + wait) / (budget - b),
 
-where W is the mean stay at the station (y steps, rounded up to whole steps), and the wait is Pollaczek-Khinchine's for
-the load of the other slots (Schweitzer, 1979). The right side rises with x, so there is at most one root; without a
-root the station is never idle. Without a budget, x = max_batch / (E[D] + 1).
+where W is the mean time at the station (y steps, rounded up to whole steps). The wait is Pollaczek-Khinchine's, for the
+load of the other slots (Schweitzer, 1979). The right side rises with x, so there is at most one root. Without a root,
+the station is never idle. Without a budget, x = max_batch / (E[D] + 1).
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from xsimulator.lengths import Lengths
 
 ROOT_STEPS = np.linspace(0.0, 1.0, 33)
 ROOT_LEVELS = 2
-"""The root is bracketed on a grid, then on a finer grid within the bracket."""
+"""Number of grids that find the root, each within the segment of the one before."""
 PROMPTS = np.asarray([0.35, 0.3, 0.2, 0.1, 0.05])
-"""Shares of all prompts, from the shortest to the longest. Each is represented by its mean length."""
+"""Shares of all prompts, from the shortest to the longest. The mean length of each share represents its prompts."""
 DEVIATES = np.asarray([[-2.334414], [-0.741964], [0.741964], [2.334414]])
 WEIGHTS = np.asarray([0.045876, 0.454124, 0.454124, 0.045876])
 """Nodes and weights that represent a normal distribution (Gauss-Hermite)."""
 ROUNDING = 1.05
-"""Factor for the error of a root found on a grid."""
+"""Factor that allows for the error of a root that is found on a grid."""
 MOST_UNUSED = 0.75
 """Largest share of a step's tokens that stays unused because the next whole prompt does not fit."""
 NUM_BUSY = len(PROMPTS) + len(WEIGHTS)
-"""Number of values that represent busy steps (steps that encode): first for steps with one prompt, then for steps with
-several.
+"""Number of values that represent busy steps, which are steps that encode. Values for steps with one prompt come first,
+then values for steps with several.
 """
 
 
@@ -46,49 +46,49 @@ class _Slots(NamedTuple):
     """The steady state of a micro-batch's slots. # [n] each"""
 
     rate: Array
-    """Prompts per step."""
+    """Number of prompts per step."""
     room: Array
-    """Prompt tokens for which a step has room."""
+    """Number of prompt tokens that a step can take."""
     load: Array
-    """Share of that room in use."""
+    """Share of `room` that is used."""
     slots: Array
-    """Slots in use at this rate."""
+    """Number of slots that are used at this rate."""
 
 
 class _Mix(NamedTuple):
-    """The requests and tokens in the steps of a micro-batch. # [n] each, unless stated"""
+    """The numbers of requests and tokens in the steps of a micro-batch. # [n] each, unless stated"""
 
     rate: Array
-    """Prompts a step."""
+    """Number of prompts a step."""
     max_batch: Array
     decode_batch: Array
     """Mean number of requests that a step decodes."""
     busy: Array
     """Share of steps that encode."""
     others_busy: Array
-    """Share of steps that encode prompts of slots other than one's own: what a decoding request meets."""
+    """Share of steps that encode, among the steps of a decoding request, whose own slot has no prompt."""
     requests: Array
     tokens: Array
-    """Mean numbers of prompts and prompt tokens in a busy step."""
+    """Mean number of prompts (`requests`) and of prompt tokens in a busy step."""
     counts: Array
     shares: Array
-    """Values that represent busy steps: the number of prompts of each, and its probability. # [values, n] each"""
+    """For each value that represents busy steps, the number of prompts and the probability. # [values, n] each"""
     columns: Array
-    """Decode batch, prompts, prompt tokens: of a step that only decodes, of each value, and of the longest step.
+    """Decode batch, prompts and prompt tokens of a step that only decodes, of each value, and of the longest step.
     # [3, 2 + values, n]"""
     spans: Array | None
-    """Number of steps in which a prompt is encoded, waiting included. None means one."""
+    """Mean number of steps in which a prompt waits or is encoded. None means one."""
     room: Array | None
     load: Array | None
-    """Prompt tokens for which a step has room, and the share in use. None means no limit."""
+    """Number of prompt tokens that a step can take, and the used share of it. None means no limit."""
     largest: Array
-    """Tokens of the largest step."""
+    """Number of tokens in the largest step."""
 
 
 class Mixes:
-    """Computes the composition of steps under one workload.
+    """Computes how many prompts, prompt tokens and decodes steps have under one workload.
 
-    The mixes do not depend on devices, so a profile's tables and its lower tables share them: the last result is
+    The result does not depend on devices, so a profile's tables and its lower tables can share it. The last result is
     cached.
 
     Args:
@@ -99,10 +99,10 @@ class Mixes:
 
     def __init__(self, lengths: Lengths, *, ahead: bool, apart: bool, whole: bool) -> None:
         self._lengths, self._apart = lengths, apart
-        # Mean number of tokens of a step that stay unused because the next prompt does not fit as a whole.
+        # Mean number of a step's tokens that are unused because the next prompt does not fit as a whole.
         self._unused = lengths.mean_square_input / (2 * lengths.mean_input) if whole else 0.0
-        # If steps are scheduled ahead, a slot is reused one step later; the finished request is still computed in that
-        # step, unless its end was known because it reached its maximum.
+        # If steps are scheduled ahead, a slot is reused one step later. In that step, the finished request is still
+        # computed, unless it has reached its maximum output.
         self._held = lengths.mean_decodes + ahead
         self._rows = lengths.mean_decodes + ahead * (1 - float(lengths.output_probabilities[-1]))
         self._input_variance = max(lengths.mean_square_input - lengths.mean_input**2, 0.0)
@@ -110,8 +110,7 @@ class Mixes:
         self._last: tuple[tuple[bytes | None, ...], _Mix] | None = None
 
     def __call__(self, max_batch: Array, budget: Array | None, microbatches: Array) -> _Mix:
-        """Return the mix of each setting; `budget` is the largest number of tokens in a step, None: no limit. # [n]
-        each"""
+        """Return the composition of steps for each setting. `budget`: largest number of tokens in a step, or None."""
         asked = tuple(None if values is None else values.tobytes() for values in (max_batch, budget, microbatches))
         last = self._last
         if last is None or last[0] != asked:
@@ -122,7 +121,7 @@ class Mixes:
         lengths, mean_input = self._lengths, self._lengths.mean_input
         max_batch = np.maximum(max_batch / m, 1e-9)
         others = np.maximum((max_batch - 1) / max_batch, 0.0)
-        if self._apart:  # all waiting prompts are encoded first, in several steps if necessary
+        if self._apart:  # all waiting prompts are encoded before the decode step, if necessary in several steps
             rate, room, load, budget = max_batch / self._held, None, None, None
         elif budget is None:
             rate = max_batch / (self._held + 1)
@@ -132,8 +131,8 @@ class Mixes:
             rate, room, load, _ = self._steady(max_batch, budget, others)
         decode_batch = rate * self._rows
 
-        # A busy step encodes for the slots that have become free, up to its room. If any prompt is not encoded yet, the
-        # step is busy; so in an idle step every slot decodes.
+        # A busy step encodes prompts for free slots, up to `room`. A step is busy if any prompt is not encoded yet, so
+        # in a step that is not busy, every slot decodes.
         quiet = np.maximum(1 - rate / max_batch, 0.0)
         busy = 1 - quiet**max_batch
         idle_batch = max_batch
@@ -145,7 +144,7 @@ class Mixes:
         idle_batch = np.minimum(idle_batch, decode_batch / np.maximum(1 - busy, 1e-9))
         busy_batch = np.maximum(decode_batch - (1 - busy) * idle_batch, 0.0) / busy
 
-        # Columns: a step that only decodes, the values of busy steps, and a long step of the tail.
+        # The columns are a step that only decodes, the values of busy steps, and a long step.
         alone = np.minimum(rate * quiet ** np.maximum(max_batch - 1, 0.0) / busy, 1.0)
         found, counts, shares, sd_tokens = self._busy(requests, tokens, alone, room, rate, busy)
         long_tokens = np.maximum(tokens + upper_deviate(others_busy) * sd_tokens, 0.0)
@@ -182,19 +181,19 @@ class Mixes:
     def _busy(
         self, requests: Array, tokens: Array, alone: Array, room: Array | None, rate: Array, busy: Array
     ) -> tuple[Array, Array, Array, Array]:
-        """Return a few values that represent the tokens of busy steps: of steps with one prompt, and of steps with
-        several.
+        """Return a few values that represent the tokens of busy steps, first of steps with one prompt, then of steps
+        with several.
 
-        For any room, the means of these values, in tokens and in prompts, are those of a busy step. So a cost that is
-        linear in both is exact, and only the curvature of tables causes errors. To achieve this, tokens that limited
-        room moves from one value to another take their prompts with them. With the other value's ratio of prompts to
-        tokens, prompts would be counted several times and throughput would be underestimated.
+        For any `room`, the mean tokens and the mean prompts of these values equal the means of a busy step. So a cost
+        that is linear in tokens and prompts is exact, and only the curvature of tables causes errors. To achieve this,
+        tokens that do not fit in one value and move to another take their prompts with them. With the other value's
+        ratio of prompts to tokens, prompts would be counted several times, and throughput would be underestimated.
 
         Args:
-            requests, tokens: mean prompts and prompt tokens of a busy step.
-            alone: probability that a busy step encodes one prompt.
-            room: prompt tokens for which a step has room. None means no limit.
-            rate: prompts per step.
+            requests, tokens: mean number of prompts and of prompt tokens in a busy step.
+            alone: probability that a busy step encodes only one prompt.
+            room: number of prompt tokens that a step can take. None means no limit.
+            rate: number of prompts per step.
             busy: share of steps that encode.
 
         Returns:
@@ -202,7 +201,7 @@ class Mixes:
             Standard deviation of the tokens. # [n]
         """
         lengths = self._lengths
-        # A compound Poisson sum, given that it is not empty.
+        # The tokens are a compound Poisson sum, under the condition that it is not empty.
         square = (rate * lengths.mean_square_input + (rate * lengths.mean_input) ** 2) / busy
         several = np.maximum(1 - alone, 1e-9)
         count = np.maximum((requests - alone) / several, 1.0)
@@ -228,7 +227,7 @@ class Mixes:
         return values, counts, shares, np.sqrt(np.maximum(square - tokens * tokens, 0.0))
 
     def _steady(self, max_batch: Array, budget: Array, others: Array) -> _Slots:
-        """Return the steady state in which slots (`max_batch`) and tokens per step (`budget`) balance."""
+        """Return the steady state of `max_batch` slots with `budget` tokens per step."""
         lengths = self._lengths
         unused = np.minimum(self._unused, MOST_UNUSED * budget)
         highest = np.minimum(max_batch / (self._held + 1), (budget - unused) / (lengths.mean_input + self._rows))
@@ -237,7 +236,8 @@ class Mixes:
         for level in range(ROOT_LEVELS):
             grid = low[:, None] + width[:, None] * ROOT_STEPS
             slots = self._at(grid, budget[:, None], others[:, None]).slots
-            # The last grid point with too few slots in use; at the highest rate there are never too few.
+            # Find the last grid point with fewer than `max_batch` used slots. The highest rate always uses enough
+            # slots.
             index = (slots[:, 1:-1] < max_batch[:, None]).sum(axis=1)
             low, width = grid[rows, index], width / (len(ROOT_STEPS) - 1)
             if level == ROOT_LEVELS - 1:
@@ -246,11 +246,11 @@ class Mixes:
         return self._at(low + width * np.minimum(np.maximum(share, 0.0), 1.0), budget, others)
 
     def _share_of_others(self, rate: Array, max_batch: Array, budget: Array) -> Array:
-        """Return the ratio of the rate of prompts with one slot less to the rate with all slots: a decoding request
-        meets the prompts of the other slots.
+        """Return the rate of prompts with one slot less, relative to the rate with all slots. A decoding request meets
+        prompts at this lower rate, since its own slot has no prompt.
 
-        The ratio is at least the other slots' share of all slots. Two chord steps suffice, since the number of slots is
-        a convex function of the rate.
+        The ratio is at least the other slots' share of all slots. Two secant steps suffice, since the number of slots
+        is a convex function of the rate.
         """
         fewer = np.maximum(max_batch - 1, 1e-9)
         others = np.maximum((fewer - 1) / fewer, 0.0)
@@ -267,7 +267,7 @@ class Mixes:
         room = budget - np.minimum(self._unused, MOST_UNUSED * budget) - rate * self._rows
         load = rate * lengths.mean_input / room
         residual = lengths.mean_square_input / (2 * lengths.mean_input)
-        # A prompt that arrives waits for the prompts of other slots that are being encoded or waiting.
+        # A prompt waits for the prompts of other slots that are waiting or being encoded when it arrives.
         met = others * load
         y = (lengths.mean_input + residual * met / np.maximum(1 - met, 1e-9)) / room
         slots = rate * (self._held - 1 / np.expm1(-1 / np.maximum(y, 1e-9)))
@@ -275,13 +275,14 @@ class Mixes:
 
 
 def most_displaced(lengths: Lengths) -> float:
-    """Return an upper bound on (1 - busy) (b0 - b), for b mean decoding requests and b0 in a step that only decodes.
+    """Return an upper bound on (1 - busy) (b0 - b), where steps decode b requests on average, and b0 if they only
+    decode.
 
-    A micro-batch has x (E[D] + W) slots (one more for each prompt if steps are scheduled ahead), and W <= y + 1. Two
-    contributions are bounded. Prompts hold slots for whole steps: since 1 - busy <= e^-x, this contributes 2 x e^-x <=
-    2 / e. Prompts also hold slots by their tokens: since 1 - busy <= 1 - rho, with rho = x E[I] / (budget - b), this
-    contributes rho (1 - rho) + rho^2 E[I^2] / (2 E[I]^2), which rises with rho. So a busy step decodes at least b -
-    bound / busy requests.
+    A busy step then decodes at least b - bound / busy requests. A micro-batch has x (E[D] + W) slots (one more for each
+    prompt if steps are scheduled ahead), and W <= y + 1. The bound has two parts. Prompts occupy slots for whole steps:
+    since 1 - busy <= e^-x, this part is 2 x e^-x <= 2 / e. Prompts occupy slots in proportion to their tokens: since 1
+    - busy <= 1 - rho, with rho = x E[I] / (budget - b), this part is rho (1 - rho) + rho^2 E[I^2] / (2 E[I]^2), which
+    rises with rho.
     """
     of_tokens = lengths.mean_square_input / (2 * lengths.mean_input**2)
     return ROUNDING * (2 / np.e + of_tokens)
@@ -305,13 +306,12 @@ class MixedSteps:
         self._prompts = lane.prompts(lengths)
         hop = lane.hop
         self._hops = Table(hop.points, lane.counts @ hop.values)
-        """Seconds of all of a step's hops, by its tokens."""
+        """Seconds of all hops of a step, by number of tokens."""
         self._passing = lane.tokens.beside(Table(hop.points, (lane.counts @ hop.values)[None]))
         self._sampled = lane.samples + lane.overhead
 
     def evaluate(self, max_batch: Array, budget: Array | None, microbatches: Array) -> Performance:
-        """Return the predictions for settings; `budget` is the largest number of tokens in a step, None: no limit. #
-        [n] each"""
+        """Return the predictions for settings. `budget`: largest number of tokens in a step, or None. # [n] each"""
         mix, m, size = self._mixes(max_batch, budget, microbatches), microbatches, len(microbatches)
         busy, others_busy, shares = mix.busy, mix.others_busy, mix.shares
         share: Array | float = 1.0
@@ -321,8 +321,8 @@ class MixedSteps:
             cost, hops = self._steps(*mix.columns.reshape(3, -1))
         cost = cost.reshape(-1, 2 + NUM_BUSY, size)  # [kinds, steps, n]
         if self._lane.mixing and not self._lane.apart:
-            # Mixing slows decodes by a share of the time that they take in a step without prompts. On lower tables,
-            # where a larger batch must not cost more per request, one decode stands for all.
+            # Mixing slows decodes by a share of the time that they take in a step without prompts. With lower tables, a
+            # larger batch must not take longer per request, so only one decode is counted.
             none, batch = np.zeros(size), mix.columns[0, 1]
             alone = self._steps(np.minimum(batch, 1.0) if self._lane.is_floor else batch, none, none)[0]
             cost[:, 1:] += (self._lane.mixing * np.minimum(mix.decode_batch, 1.0) * alone)[:, None]
@@ -332,8 +332,7 @@ class MixedSteps:
             stage = ((1 - busy) * cost[:, 0] + busy * (cost[:, 1:-1] * shares).sum(axis=1)).argmax(axis=0)
             slowest = cost[stage, :, np.arange(size)].T  # [steps, n]
 
-        # Probabilities among all steps, and among the steps that a decoding request meets, in which its own slot has no
-        # prompt.
+        # Probabilities among all steps, and among the steps of a decoding request, in which its own slot has no prompt.
         probability = np.empty((2, 1 + NUM_BUSY, size))
         probability[0, 0], probability[1, 0] = busy, ((m - 1) * busy + others_busy) / m
         probability[:, 1:] = probability[:, :1] * shares
@@ -342,9 +341,9 @@ class MixedSteps:
         step_s, decode_s = rounds.round()
         with_busy = rounds.round_with(through[1:], slowest[1:])  # [busy steps and the long one, n]
         long_s = np.maximum(with_busy[-1], rounds.long_round(0.01))
-        met = shares * mix.counts  # a step with more prompts counts for more requests
+        met = shares * mix.counts  # a step with more prompts has a greater weight
         first = with_busy[:-1]
-        if self._lane.apart:  # the first token comes after one of several encode steps, before the decode step
+        if self._lane.apart:  # the first token comes at the end of one of the encode steps, before the decode step
             first = (first - through[:1]) * share
         ttft = (met * first).sum(axis=0) / met.sum(axis=0)
         met = met / met.sum(axis=0)
@@ -376,8 +375,8 @@ class MixedSteps:
         )
 
     def _apart(self, columns: Array, budget: Array | None) -> tuple[Array, Array, Array]:
-        """Return the seconds of stages and of hops if prompts are encoded in separate steps before each decode step,
-        and the mean share of these encode steps after which a prompt ends. # [steps, n]
+        """Return the seconds of stages and of hops if separate steps encode prompts before each decode step, and the
+        mean share of these encode steps that a prompt needs until it ends. # [steps, n]
         """
         batch, requests, tokens = columns  # [steps, n] each
         none = np.zeros(batch.size)
@@ -392,8 +391,7 @@ class MixedSteps:
         return decode_s + times * (encode_s - self._attention(none)), hops + times * encode_hops, share
 
     def _steps(self, batch: Array, requests: Array, tokens: Array) -> tuple[Array, Array]:
-        """Return the seconds on each kind of stage, and those of hops, of steps that decode a batch and encode
-        prompts."""
+        """Return the seconds on each kind of stage, and of hops, for steps that decode a batch and encode prompts."""
         sampled, together = batch + requests, batch + tokens
         seconds = self._attention(batch) + self._prompts(requests) + self._sampled(sampled)
         if self._lane.has_encoder:
@@ -404,7 +402,7 @@ class MixedSteps:
 
 
 def _spans(prompts: Array, room: Array, load: Array) -> Array:
-    """Return the steps that prompts of these lengths take, waiting included. # [prompts], [n], [n] -> [n, prompts]"""
+    """Return how many steps prompts of these lengths take, waiting included. # [prompts], [n], [n] -> [n, prompts]"""
     waiting = prompts / room[:, None]  # computed in place, since this is the largest array here
     steps = np.ceil(waiting)
     np.minimum(waiting, 0.5, out=waiting)
@@ -414,7 +412,7 @@ def _spans(prompts: Array, room: Array, load: Array) -> Array:
 
 
 def _means_of(values: Array, probabilities: Array, shares: Array) -> Array:
-    """Return the means of consecutive shares of a distribution. # [values], [values], [shares] -> [shares]"""
+    """Return the mean of each consecutive share of a distribution. # [values], [values], [shares] -> [shares]"""
     edges, cuts = np.concatenate([[0.0], np.cumsum(probabilities)]), np.concatenate([[0.0], np.cumsum(shares)])
     inside = np.minimum(edges[1:, None], cuts[1:]) - np.maximum(edges[:-1, None], cuts[:-1])  # [values, shares]
     inside = np.maximum(inside, 0.0)

@@ -1,7 +1,7 @@
-"""Compute the steps of one lane of stages under one workload, for the closed forms of any policy.
+"""Compute the times of steps of one lane under one workload, for the closed forms of single-lane policies.
 
-Assumptions: requests always wait; input and output lengths are independent; step costs are charged at the mean
-composition of each iteration; the steps of a micro-batch follow each other through the stages as in
+The closed forms assume that requests always wait, that input and output lengths are independent, that every iteration
+takes the time of its mean composition, and that the steps of a micro-batch follow each other through the stages as in
 xsimulator.forecast.pipeline.
 """
 
@@ -23,14 +23,13 @@ T = TypeVar("T")
 
 
 class OneLaneModel:
-    """Steps of a lane of stages under one workload. The forecasts of the single-lane policies read it.
+    """The times of steps of one lane under one workload, which the forecasts of single-lane policies read.
 
     Args:
         lane: step costs on the lane's stages.
         quantile: quantile of the output length for which latency is reported.
-        all_requests: whether to report the quantile of all requests' latencies. If every request meets the same steps
-            (rra, static), a longer output takes longer, so that the quantile of latencies is the latency of a request
-            of the quantile's length.
+        all_requests: whether to report the quantile of all requests' latencies. Under rra and static, this is the
+            latency of a request whose output length is at the quantile, since longer outputs always take longer.
     """
 
     def __init__(self, lane: LaneCost, lengths: Lengths, quantile: float = 0.99, *, all_requests: bool = False) -> None:
@@ -40,19 +39,19 @@ class OneLaneModel:
         self.quantile_decodes = lengths.decodes_at(quantile)
         self.of_all = AllRequests(lengths, quantile) if all_requests else None
         self.self_context = 0.0 if self.lane.has_encoder else lengths.mean_whole_input
-        """Tokens to which self-attention attends before the first output token."""
+        """Number of tokens to which self-attention attends before the first output token."""
         self._made: dict[Callable[[OneLaneModel], Any], Any] = {}
 
     def part(self, make: Callable[[OneLaneModel], T]) -> T:
-        """Return a further part that a forecast computes from this lane and workload, cached."""
+        """Return `make(self)`, which a forecast computes from this lane and workload. The result is cached."""
         if make not in self._made:
             self._made[make] = make(self)
         return cast(T, self._made[make])
 
     @cached_property
     def encode_table(self) -> Table:
-        """Seconds of a step that only encodes whole prompts, by the number of prompts: on each kind of stage; through
-        all stages; and from each end of a run of equal stages on, with hops and without.
+        """Seconds of a step that only encodes whole prompts, by number of prompts: on each kind of stage, through all
+        stages, and from each end of a run of equal stages on, with hops and without hops.
         """
         hop, alone = self.lane.hop, self.lane.encode(self.lengths)
         whole = alone + Table(hop.points / self.lengths.mean_input, hop.values)
@@ -62,8 +61,8 @@ class OneLaneModel:
 
     @cached_property
     def decode_table(self) -> ContextTable:
-        """Seconds of a step that only decodes, by its requests and their context: on each kind of stage; through all
-        stages; and on each kind with the hop to it. # 2 kinds + 1 functions
+        """Seconds of a step that only decodes, by number of requests and their context: on each kind of stage, through
+        all stages, and on each kind including the hop to it. # 2 kinds + 1 functions
         """
         lane, longest = self.lane, len(self.lengths.survival) + 1
         contexts = lane.contexts_between(self.self_context, self.self_context + longest)

@@ -14,23 +14,23 @@ from xsimulator.costs.curves import Array
 
 @dataclass(frozen=True, slots=True)
 class Performance:
-    """Predictions for a vector of candidates, one entry each.
+    """Predictions for candidates, with one entry for each candidate.
 
     Attributes:
         throughput: requests a second.
-        latency: time from admission to the last token of a request whose output has the quantile's length, s.
+        latency: time from admission to the last token of a request whose output length is at the quantile, s.
         ttft: time from admission to the first token, s.
-        tpot: mean gap between that request's tokens, s.
+        tpot: mean gap between the tokens of this request, s.
         itl_p99: 99th percentile of all gaps between tokens, s.
-        encode_batch: mean requests in a step that encodes.
-        encode_tokens: mean prompt tokens in a step that encodes.
-        decode_batch: requests in decode (rra, static: at a phase's start).
-        peak_requests: largest number of requests that hold K/V at once.
-        peak_tokens: tokens of the largest step.
+        encode_batch: mean number of prompts in a step that encodes.
+        encode_tokens: mean number of prompt tokens in a step that encodes.
+        decode_batch: number of decoding requests (under rra and static, when decoding begins).
+        peak_requests: largest number of requests that have K/V at the same time.
+        peak_tokens: number of tokens of the largest step.
         cycle: time from one encode step to the next, s.
-        bubble: share of the devices' time in which their stage is idle.
-        filling: part of a cycle, s, that the last decode steps before an encode phase spend on stages other than the
-            slowest (rra). It falls as more iterations a phase make steps smaller.
+        bubble: share of the time in which devices are idle.
+        filling: under rra, seconds of a cycle in which the last decode steps before an encode phase are on other stages
+            than the slowest. With more iterations in a phase, steps are smaller and this time is shorter.
     """
 
     throughput: Array
@@ -51,7 +51,7 @@ class Performance:
         return {name: float(getattr(self, name)[index]) for name in self.__slots__}
 
     def take(self, indices: npt.NDArray[np.int_] | slice) -> Performance:
-        """Return the predictions for some of the candidates, in this order."""
+        """Return the predictions for the candidates at `indices`, in this order."""
         return Performance(*(getattr(self, name)[indices] for name in self.__slots__))
 
 
@@ -66,7 +66,5 @@ def stack(size: int, parts: list[tuple[Any, Performance]]) -> Performance:
 
 
 def upper_deviate(share: npt.ArrayLike) -> Array:
-    """Return the standard normal deviate that the 99th percentile of all gaps has among the longest `share` of them. It
-    is at most 2.33.
-    """
+    """Return the standard normal deviate of the 99th percentile of all gaps, among the longest `share` of the gaps."""
     return ndtri(np.minimum(np.maximum(1 - 0.01 / np.maximum(share, 1e-9), 0.02), 0.99))

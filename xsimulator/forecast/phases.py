@@ -19,50 +19,48 @@ from xsimulator.lengths import Lengths
 Counts = npt.NDArray[np.int_]
 
 MOST_SEGMENTS = 12
-"""One less than the largest number of segments into which a phase's iterations are grouped; costs are linear within a
-segment.
-"""
+"""The iterations of a phase are grouped into at most this number of segments, plus one. Costs are linear in each."""
 
 
 class PhaseColumns(NamedTuple):
-    """Candidates' phases, with their iterations grouped into a few segments. # [n, segments], and [n] from boundary on
+    """The phases of candidates, with iterations grouped into a few segments. # [n, segments], and [n] from boundary on
 
-    A phase with fewer segments repeats its last one with weight 0.
+    A phase with fewer segments repeats its last segment with weight 0.
     """
 
     weights: Array
     """Number of iterations of each segment."""
     unneeded: Array
-    """Number of iterations that a request of the quantile's length does not need in its last phase."""
+    """Number of iterations of its last phase that a request with output length at the quantile does not need."""
     share: Array
-    """Requests in decode, for each request encoded in a phase."""
+    """Number of decoding requests, relative to the number of requests that a phase encodes."""
     age: Array
-    """Mean number of decode iterations so far, over the requests in decode."""
+    """Mean number of decode iterations so far, over the decoding requests."""
     log_empty: Array
-    """Log of the probability that no request is in decode, for each request encoded in a phase."""
+    """Log of the probability that no request decodes, divided by the number of requests that a phase encodes."""
     boundary: Array
-    """Share of the gaps between tokens that span an encode phase."""
+    """Share of the gaps between tokens that include an encode phase."""
     boundary_deviate: Array
     stray: Array
-    """The rule adjusts its target if the decode batch deviates by this number (negative) of standard deviations, for
+    """Deviation of the decode batch from which on the rule adjusts its target, in standard deviations (negative), for
     phases that encode one request.
     """
 
 
 class Phases:
-    """The phases of one workload, computed on demand and cached.
+    """Computes and caches the phases of one workload.
 
     Args:
-        decodes: decode iterations of a request of the quantile's length.
+        decodes: number of decode iterations of a request with output length at the quantile.
     """
 
     def __init__(self, lengths: Lengths, decodes: int) -> None:
         self._lengths, self._decodes = lengths, decodes
         self._rows: dict[int, int] = {}
         self._stretches, self._scalars = np.empty((5, 0, MOST_SEGMENTS + 1)), np.empty((3, 0))
-        # Phases encode about equal numbers of tokens, so their numbers of prompts vary if lengths do; the variance is
-        # the squared coefficient of variation of lengths times the mean number. So more phases end up without a request
-        # in decode than if each phase encoded the same number of prompts.
+        # Phases encode about equal numbers of tokens, so their numbers of prompts vary if prompt lengths vary. Their
+        # variance is the mean number times the squared coefficient of variation of lengths. So more phases run out of
+        # decoding requests than if each phase encoded the same number of prompts.
         ragged = lengths.mean_square_input / lengths.mean_input**2 - 1
         survival = lengths.survival
         with np.errstate(divide="ignore"):
@@ -86,7 +84,7 @@ class Phases:
         return PhaseColumns(*self._stretches[:, rows], *self._scalars[:, rows])
 
     def _made(self, n: int) -> tuple[Array, tuple[float, float, float]]:
-        """Return the segments and the scalars of phases of n iterations. # [5, segments], 3"""
+        """Return the segments and the scalars of phases with n iterations. # [5, segments], 3"""
         iterations, decodes, size = self._by_iteration, self._decodes, MOST_SEGMENTS + 1
         num_cohorts = -(-iterations.shape[1] // n)
         padded = np.zeros((len(iterations), num_cohorts * n))
@@ -113,8 +111,8 @@ def phases_of(lengths: Lengths, decodes: int) -> Phases:
 
 
 def segments(length: int, edges: set[int], most: int) -> Counts:
-    """Return edges of at most `most` segments of 0 .. length, with `edges` added. The first segments are single
-    iterations. The later ones are ever longer.
+    """Divide 0 .. length into at most `most` segments, and return the segments' edges, together with `edges`. The first
+    segments are single iterations. Later segments are longer and longer.
     """
     if length <= most:
         return np.arange(length + 1)

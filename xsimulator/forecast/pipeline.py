@@ -4,8 +4,8 @@ Steps go through the stages in order. Step n finishes stage j at
 
     finish[j, n] = max(finish[j - 1, n] + hop, finish[j, n - 1]) + cost[j, n]
 
-and a micro-batch's next step starts once its previous one has left the last stage. This module has closed forms of the
-steady state of this recursion, for a lane's kinds of stages (see LaneCost); arrays are [kinds, candidates].
+and a micro-batch's next step starts once its previous step has left the last stage. This module has closed forms for
+the steady state of this recursion, for a lane's kinds of stages (see LaneCost). Arrays are [kinds, candidates].
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from xsimulator.costs.curves import Array
 from xsimulator.costs.step_cost import LaneCost
 
 SHARE = (0.656, -0.076, (-0.53, 0.133), -0.237)
-"""Coefficients of `RandomSteps.share`: the share if there are as many micro-batches as stages; its change with the
-logarithm of the number of micro-batches; its change if there are more micro-batches than stages (a constant, and a
-factor on the logarithm of the number of long steps in a round); its change if there are fewer micro-batches than
-stages.
+"""Coefficients of `RandomSteps.share`. The first is the share with as many micro-batches as stages. The second is the
+change with the logarithm of the number of micro-batches. With more micro-batches than stages, the third pair applies (a
+constant, and a factor on the logarithm of the number of long steps in a round). With fewer, the last one applies.
 """
 SQRT_2_PI = np.sqrt(2 * np.pi)
 
@@ -35,7 +34,7 @@ _BLOM = _blom(np.arange(1025))
 
 
 def expected_max_deviate(count: npt.ArrayLike) -> Array:
-    """Return the expected largest of `count` standard normal deviates (Blom's approximation), 0 for one."""
+    """Return the expected maximum of `count` standard normal deviates (Blom's approximation), which is 0 for one."""
     n = np.asarray(count).astype(int)
     return _BLOM[n] if n.max() < len(_BLOM) else _blom(n)
 
@@ -43,13 +42,14 @@ def expected_max_deviate(count: npt.ArrayLike) -> Array:
 class Pipeline:
     """The order of a lane's stages, for the closed forms.
 
-    A run is a sequence of equal stages. Sums over stages before and after a point are linear within a run, so a maximum
-    lies at one of its ends.
+    A run is a sequence of equal stages. Sums over the stages before and after a point are linear within a run, so their
+    maximum is at an end of a run.
 
     Attributes:
         counts, devices: number of stages of each kind, and of their devices. # [kinds] each
-        before, after: number of stages of each kind up to an end of a run, and from this end on. # [ends, kinds] each
-        run_of_end: the run to which an end belongs. # [ends]
+        before, after: for each end of a run, the number of stages of each kind up to it and from it on. # [ends, kinds]
+            each
+        run_of_end: the run to which each end belongs. # [ends]
     """
 
     def __init__(self, lane: LaneCost) -> None:
@@ -75,37 +75,38 @@ class Pipeline:
         return (self.counts @ cost.reshape(len(cost), -1)).reshape(cost.shape[1:])
 
     def bubble(self, work: Array, seconds: Array) -> Array:
-        """Return the share of the devices' time that is not work. # [kinds, n] s of work in [n] s -> [n]"""
+        """Return the share of `seconds` in which devices do not work. # [kinds, n] s of work, [n] s -> [n]"""
         return 1 - self.devices @ work / (self.devices.sum() * seconds)
 
     def slowest_until(self, cost: Array) -> Array:
-        """Return the slowest stage's time up to each run's end. # [kinds, ...] -> [runs, ...]"""
+        """Return, for each run, the time of the slowest stage up to its end. # [kinds, ...] -> [runs, ...]"""
         return np.maximum.accumulate(cost[self._kind_of_run])
 
     def slowest_from(self, cost: Array) -> Array:
-        """Return the slowest stage's time from each run on. # [kinds, ...] -> [runs, ...]"""
+        """Return, for each run, the time of the slowest stage from its start on. # [kinds, ...] -> [runs, ...]"""
         return np.maximum.accumulate(cost[self._kind_of_run[::-1]])[::-1]
 
 
 class RandomSteps:
-    """Rounds of steps whose times differ randomly and independently, because steps that encode take longer.
+    """Predicts rounds of steps with random, independent times, which differ because steps that encode take longer.
 
-    Steps keep their order, so all other steps wait for a long one. A step leaves the last stage at the end of the
-    longest path through the recursion. Such a path consists of laps. A lap stays on one stage from a step a to a later
-    step b, then goes through all stages with b, and continues with the next step of b's micro-batch, M steps later:
+    In a round, each of the M micro-batches has one step. Steps keep their order, so all others wait for a long step. A
+    step leaves the last stage at the end of the longest path through the recursion. Such a path consists of laps. A lap
+    is on one stage from a step a to a later step b, then goes through all stages with b, and continues with the next
+    step of b's micro-batch, M steps later:
 
         gain = c[a] + .. + c[b - 1] + through[b],    advance = b - a + M
 
-    A path that waits in each lap for a step of at least some length gains, for each step of its advance,
+    If a path waits in each lap for a step with at least a certain time, its gain for each step of its advance is
 
         (E[c; shorter] + E[through; as long]) / (1 - p + M p),   p = P(as long).
 
-    The length with the highest gain gives a lower bound on a step's time. It is only a lower bound, because such a path
-    does not look ahead. As an upper estimate, every M steps take as long as the longest of them, which is too long if M
-    is large. The true time lies between the two. For few micro-batches it is nearer to the upper estimate.
+    The certain time with the highest gain gives a lower bound on the mean time of a step, since better paths may exist.
+    As an upper estimate, every M steps take as long as the longest of them, which is too long if M is large. The true
+    time is between the two, and for few micro-batches nearer to the upper estimate.
 
     Args:
-        through, slowest: seconds of each kind of step on all stages, and on the slowest. # [steps, n]
+        through, slowest: seconds of each kind of step through all stages, and on the slowest stage. # [steps, n]
         probability: probability of each kind of step, for several cases. # [cases, steps, n]
         microbatches: M. # [n]
 
@@ -118,7 +119,7 @@ class RandomSteps:
         self.m, self._long = microbatches, 1 - probability[:, 0]
         self._through, self._slowest = through[order, rows], slowest[order, rows]
         share = probability[:, order, rows]
-        reach = np.minimum(np.add.accumulate(share, axis=1), 1.0)  # probability of a step at least as long
+        reach = np.minimum(np.add.accumulate(share, axis=1), 1.0)  # probability that a step takes at least as long
         self._shorter = 1 - reach
         self._all_shorter = self._shorter**self.m
         """Probability that all steps of a round are shorter."""
@@ -128,7 +129,7 @@ class RandomSteps:
         self.variance: Array = np.maximum((work * self._slowest).sum(axis=1) - self._mean**2, 0.0)
         passing = np.add.accumulate(share * self._through, axis=1)
         self._stages = np.maximum(passing[:, -1] / np.maximum(working[:, -1], 1e-300), 1.0)
-        """The mean time of a step on all stages, in units of its time on the slowest stage."""
+        """The mean time of a step through all stages, divided by its mean time on the slowest stage."""
         laps = passing - working + working[:, -1:]
         laps /= 1 + (self.m - 1) * reach
         self._least = np.maximum(np.maximum.reduce(laps, axis=1), self._mean)
@@ -139,8 +140,7 @@ class RandomSteps:
         return least + self.share() * (most - least)
 
     def bounds(self) -> tuple[Array, Array]:
-        """Return two times of a round: a lower bound, and the time if each round takes as long as its longest step. #
-        [cases, n] each"""
+        """Return a lower bound on the time of a round, and the time of its longest step. # [cases, n] each"""
         m = self.m
         longest = (_falls(self._all_shorter) * self._through).sum(axis=1)
         most = longest + _excess(m * self._mean - longest, np.sqrt((m - 1) * self.variance))
@@ -148,22 +148,23 @@ class RandomSteps:
         return least, np.maximum(most, least)
 
     def long_round(self, share: float) -> Array:
-        """Return the seconds that this share of all rounds exceeds, in the first case. # [n]"""
+        """Return the seconds that a share `share` of all rounds exceeds, in the first case. # [n]"""
         return self._through[(self._all_shorter[0] <= 1 - share).argmax(axis=0), np.arange(len(self.m))]
 
     def share(self) -> Array:
-        """Return where the true time lies between the two of `bounds`: 0 is the first, 1 the second. The coefficients
-        are fitted by `python -m benchmarks.rounds --fit`. # [cases, n]
+        """Return the position of the true time between the two `bounds`: 0 is the first, 1 the second. # [cases, n]
+
+        `python -m benchmarks.rounds --fit` fits the coefficients.
         """
         first, many, lean, thin = SHARE
         log_m = np.log(self.m)
         long = np.log(np.maximum(self._long, 1e-9)) + log_m
-        less = np.log(self._stages) - log_m  # stages beyond micro-batches
+        less = np.log(self._stages) - log_m  # how many more stages than micro-batches
         share = first + many * log_m + np.minimum(less, 0.0) * (lean[0] + lean[1] * long)
         return np.minimum(np.maximum(share + thin * np.maximum(less, 0.0) * long, 0.0), 1.5)
 
     def round_with(self, through: Array, slowest: Array) -> Array:
-        """Return the mean time of a round in the first case, if one of its steps is given. # [k, n] each -> [k, n]"""
+        """Return the mean time of a round in the first case, given one of its steps. # [k, n] each -> [k, n]"""
         m = self.m - 1
         longer = np.maximum(self._through[:, None] - through, 0.0)  # [steps, k, n]
         longest = through + (_falls(self._shorter[0] ** m)[:, None] * longer).sum(axis=0)

@@ -1,6 +1,6 @@
-"""Define the terms of a placement's bound: least times of its steps, by mean decode batch.
+"""Define the terms that bound the throughput of a placement: the least times of its steps, by mean decode batch.
 
-m is the mean number of requests in decode in a micro-batch. Arrays are [placements, terms, m] unless stated otherwise.
+m is the mean number of decoding requests in a micro-batch. Arrays are [placements, terms, m] unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from xsimulator.costs.curves import Array
 from xsimulator.lengths import Lengths
 
 NUM_PHASES = 24
-"""Number of phase lengths for which the share of idle iterations is computed."""
+"""Number of phase lengths for which the share of iterations without decodes is computed."""
 
 
 class Iterations:
-    """Decode iterations of one workload, at each m.
+    """The decode iterations of one workload, for each m.
 
     Attributes:
         lengths: lengths of the workload.
         batches: the values of m.
-        decodes: decode iterations of a request of the quantile's length, at least one.
-        mean_decodes: mean decode iterations of all requests.
+        decodes: number of decode iterations of a request with output length at the quantile (at least one).
+        mean_decodes: mean number of decode iterations of all requests.
     """
 
     def __init__(self, lengths: Lengths, batches: Array, decodes: int) -> None:
@@ -35,23 +35,23 @@ class Iterations:
 
     @cached_property
     def longest(self) -> Array:
-        """Mean iterations until the last of m requests finishes. # [m]"""
+        """Mean number of iterations until the last of m requests finishes. # [m]"""
         return self._some.sum(axis=1)
 
     @cached_property
     def longest_met(self) -> Array:
-        """The part of `longest` during which a request of the quantile's length decodes. # [m]"""
+        """Mean number of these iterations in which a request with output length at the quantile decodes. # [m]"""
         return self._some[:, : self.decodes].sum(axis=1)
 
     @property
     def _some(self) -> Array:
-        """Probability that any of m requests (at least one) still decodes in an iteration. # [m, iterations]"""
+        """Probability that any of m requests still decodes in an iteration. # [m, iterations]"""
         survival = np.minimum(self._survival, 1.0)
         return 1 - (1 - survival) ** np.maximum(np.floor(self.batches), 1.0)[:, None]
 
     @cached_property
     def busy(self) -> Array:
-        """Least share, over all lengths of a phase, of iterations in which any request decodes. # [m]"""
+        """Share of iterations in which any request decodes, for the phase length with the least share. # [m]"""
         survival, most = self._survival, self.decodes
         least = np.ones(len(self.batches))
         for n in np.unique(np.geomspace(1, len(survival), NUM_PHASES).astype(int)):
@@ -65,21 +65,22 @@ class Iterations:
 
 @dataclass(frozen=True)
 class LeastSteps:
-    """Least seconds of the steps of some placements; terms are kinds of stages.
+    """The least seconds of steps on some placements. Terms are kinds of stages.
 
     Attributes:
-        microbatches: micro-batches that share the decode lane. # [placements]
-        parts: micro-batches in which prompts are encoded. # [placements]
-        decode: a step that only decodes.
-        mixed: a step that also encodes m / E[D] prompts, which keep the batch at m.
-        met: a mixed step from the view of a decoding request: the prompts replace only the other m - 1 requests.
-        passing: a step that only decodes, through all stages and hops. # [placements, 1, m]
-        steady, steady_passing: `decode` and `passing` if every step, and not only the mean, decodes m requests.
-        first: a step that only decodes, in the first stage. # [placements, m]
-        encode_each: a prompt's share of the largest step, on each kind of stage. # [placements, kinds]
-        encode_lane: a prompt's share of the largest step, on the lane that encodes. # [placements, kinds]
-        through: a prompt's share of the largest step, through all stages. # [placements]
-        alone: a step that encodes only one prompt, through all stages that encode. # [placements]
+        microbatches: number of micro-batches that decode. # [placements]
+        parts: number of micro-batches in which prompts are encoded. # [placements]
+        decode: seconds of a step that only decodes.
+        mixed: seconds of a step that also encodes m / E[D] prompts, which keep the batch at m.
+        met: seconds of such a mixed step for a decoding request, whose slot has no prompt: only m - 1 requests are
+            replaced.
+        passing: seconds of a step that only decodes, through all stages and hops. # [placements, 1, m]
+        steady, steady_passing: `decode` and `passing` if every step decodes m requests, and not only the mean step.
+        first: seconds of a step that only decodes, on the first stage. # [placements, m]
+        encode_each: a prompt's share of the seconds of the largest step, on each kind of stage. # [placements, kinds]
+        encode_lane: the same share, on the lane that encodes. # [placements, kinds]
+        through: the same share, through all stages. # [placements]
+        alone: seconds of a step that encodes only one prompt, through all stages that encode. # [placements]
     """
 
     iterations: Iterations
@@ -99,7 +100,7 @@ class LeastSteps:
 
     @property
     def each(self) -> Array:
-        """The number of micro-batches. # [placements, 1, 1]"""
+        """`microbatches`, for arrays with terms. # [placements, 1, 1]"""
         return self.microbatches[:, None, None]
 
     @property
@@ -109,7 +110,7 @@ class LeastSteps:
 
     @property
     def phase(self) -> Array:
-        """Seconds of the encode steps of m requests in each micro-batch. # [placements, m]"""
+        """Seconds of a phase that encodes m requests in each micro-batch. # [placements, m]"""
         of_one = (self.through + (self.parts - 1) * self.encode_each.max(axis=1)) / self.parts
         return of_one[:, None] * self.microbatches[:, None] * self.iterations.batches
 
@@ -119,10 +120,10 @@ class BoundTerms(NamedTuple):
 
     Attributes:
         working: lower bounds on the seconds of an iteration.
-        met: lower bounds on the seconds between decode iterations of a request.
-        busy: least share of iterations in which any request decodes; 1 if all do. # [m]
+        met: lower bounds on the seconds between two decode iterations of a request.
+        busy: least share of iterations in which any request decodes. # [m]
         before_s: least latency before the first decode iteration. # [placements]
-        most_rps: upper bound on requests a second for any m. # [placements]
+        most_rps: upper bound on requests a second with any m. # [placements]
         at_least_one: whether a limit on m below 1 counts as 1, since a lane may decode less than one request on
             average.
     """

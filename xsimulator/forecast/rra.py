@@ -1,4 +1,4 @@
-"""Forecast rra: encode B_E requests, run N_D decode iterations, and repeat."""
+"""Predict rra, which encodes B_E requests, runs N_D decode iterations, and repeats this."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from xsimulator.forecast.placements import BoundTerms, LeastSteps
 from xsimulator.lengths import Lengths, steady_decode_batch
 
 AT_ONCE = 2000
-"""Candidates predicted in one call, so that their tables stay in the processor's caches."""
+"""Number of candidates that are predicted together, so that their tables stay in the processor's caches."""
 
 
 class Rra(Forecast[OneLaneModel]):
@@ -55,9 +55,9 @@ class Rra(Forecast[OneLaneModel]):
             columns = {"decode_iterations": settings.decode_iterations, "microbatches": settings.microbatches}
             return self.evaluate(model, encode_batch=encode_batch, **columns).at(0)
 
-        # The number of requests that make up a phase's planned prompt tokens under these lengths. If more or fewer than
-        # planned stay in decode, the rule adjusts its target (ExeGPT sec. 5.2): the batch settles at the threshold, or
-        # as far from its target as the adjustment reaches.
+        # With the planned prompt tokens, a phase encodes this number of requests under the new lengths. If more or
+        # fewer requests than planned decode, the rule adjusts its target (ExeGPT sec. 5.2). Then the encode batch
+        # settles where the deviation is at the threshold, or at the largest adjustment.
         estimate = plan.estimate
         batch = estimate.encode_tokens / model.lengths.mean_input
         carried_each = max(predicted(batch)["decode_batch"] / batch - model.lengths.survival[0], 1e-9)
@@ -71,15 +71,16 @@ class Rra(Forecast[OneLaneModel]):
         lane = steps.iterations
         turn = steps.first + steps.phase / lane.mean_decodes
         working = [steps.each * (steps.decode + steps.encode / lane.mean_decodes), steps.passing, turn[:, None]]
-        # Only iterations in which any request decodes take time.
+        # Iterations in which no request decodes take no time.
         return BoundTerms(working, [seconds * lane.busy for seconds in working], busy=lane.busy)
 
 
 def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, microbatches: Array) -> Performance:
-    """Return the predictions for candidates. Requests encoded k phases ago decode together.
+    """Return the predictions for candidates.
 
-    The time of a cycle is the longest of several paths through it (for equal stages this is exact): one stage's work;
-    a micro-batch's own steps; decode rounds, and then the encode round from stage x on.
+    The time of a cycle is the longest of several paths through the cycle, which is exact for equal stages. One path is
+    the work of one stage. Another path is the steps of one micro-batch. Other paths follow the decode rounds, and then
+    the encode round from some stage on.
 
     Source: ExeGPT sec. 6 with the exact steady state, extended to unequal stages.
     """
@@ -89,17 +90,17 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
         return stack(len(encode_batch), found)
     lengths, pipeline = model.lengths, model.pipeline
     phase = phases_of(lengths, model.quantile_decodes)(decode_iterations)
-    each = encode_batch / microbatches  # requests that a micro-batch encodes
+    each = encode_batch / microbatches  # number of requests that a micro-batch encodes
     tokens = each * lengths.mean_input
     encoding = _encoding(model, each)
     rounds = _rounds(model, phase, each, microbatches)
-    # Micro-batches have unequal lengths, and the longest one delays the others at every stage except the slowest.
+    # Micro-batches have unequal numbers of tokens. The longest one delays the others at every stage but the slowest.
     raggedness = _sd_phase_tokens(lengths, each, phase.stray) / tokens
     spread = expected_max_deviate(microbatches) * raggedness
     cycle, work = _cycle(pipeline, encoding, rounds, microbatches, spread, decode_iterations)
 
-    # A request of the quantile's length takes whole cycles, minus the rounds of its last phase that it does not need.
-    # While that request runs, at least one request is in decode, so none of its phases ends early.
+    # A request with output length at the quantile takes whole cycles, less the rounds of its last phase that it does
+    # not need. While it runs, at least one request decodes, so none of its phases ends early.
     decodes = model.quantile_decodes
     num_phases = -(-decodes // decode_iterations)
     whole = cycle + (rounds.seconds * phase.weights).sum(axis=1) - rounds.decoding
@@ -108,13 +109,13 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
     spacing = np.maximum(np.maximum.reduce(stages), rounds.own_way[:, -1] / microbatches)
     queue = (microbatches - 1) / 2 * np.maximum(np.maximum.reduce(encoding.stages) - spacing, 0.0)
 
-    # The rule carries up to half a prompt from phase to phase, so a phase's tokens vary around their mean, and a
-    # request is in a large phase more often than in a small one.
+    # The rule carries up to half a prompt over from phase to phase, so the tokens of phases vary, and a request is in a
+    # large phase more often than in a small one.
     met = raggedness**2 * encoding.own_way
     ttft = encoding.own_way + met + queue
     latency = num_phases * whole - unneeded + met if decodes else ttft
 
-    # Gaps that span an encode phase: one for each of a request's phases after the first.
+    # A request has one gap with an encode phase for each of its phases after the first.
     spanning = cycle - (rounds.decoding - rounds.mean(0))
     spanning += np.maximum(phase.boundary_deviate, 0.0) * raggedness * encoding.own_way
     carried = encode_batch * phase.share[:, 0]
@@ -147,7 +148,7 @@ class _Encoding(NamedTuple):
 
 
 class _Rounds(NamedTuple):
-    """Decode rounds, by segments of a phase. # [.., n, segments]"""
+    """The decode rounds of a phase, by segment. # [.., n, segments]"""
 
     stages: Array
     """Seconds of a decode step on each kind of stage."""
@@ -155,18 +156,18 @@ class _Rounds(NamedTuple):
     """Through all stages."""
     ends: Array
     anywhere: Array
-    """Probability that some micro-batch still has a request in decode."""
+    """Probability that a round takes place, because any micro-batch still has a request."""
     active: Array
-    """Seconds on each kind of stage of the micro-batches with a request, in a round that takes place."""
+    """Seconds on each kind of stage in a round that takes place, for the micro-batches that still have a request."""
     seconds: Array
     """Seconds of a round that takes place."""
     times: Array
-    """Number of rounds that take place."""
+    """Mean number of rounds that take place."""
     decoding: Array
-    """Seconds of a phase's rounds. # [n]"""
+    """Seconds of all rounds of a phase. # [n]"""
 
     def mean(self, stretch: int) -> Array:
-        """Return the mean seconds of a round of one segment; rounds that do not take place count as 0. # [n]"""
+        """Return the mean seconds of a round in one segment, counting rounds that do not take place as 0. # [n]"""
         return self.seconds[:, stretch] * self.anywhere[:, stretch]
 
 
@@ -176,8 +177,8 @@ def _encoding(model: OneLaneModel, each: Array) -> _Encoding:
 
 
 def _rounds(model: OneLaneModel, phase: PhaseColumns, each: Array, microbatches: Array) -> _Rounds:
-    # A phase ends early if no request is left in decode. `running` is the probability that a request is left, and
-    # `present / running` is the batch in that case: at least one, and at most about one more than its peak.
+    # A phase ends early if no request decodes any more. `running` is the probability that a request still decodes, and
+    # `present / running` is the batch in this case, which is at least one and at most about one more than at the start.
     kinds, table = len(model.lane.kinds), model.decode_table
     column, m = each[:, None], microbatches[:, None]
     present = column * phase.share
@@ -185,7 +186,7 @@ def _rounds(model: OneLaneModel, phase: PhaseColumns, each: Array, microbatches:
     running = np.maximum(np.minimum(running, present), 1e-300)
     decode = table(present / running, table.locate(model.self_context + phase.age))
     stages, own_way = decode[:kinds], decode[kinds]
-    # Phases begin together: a round takes place if any request is left, with the micro-batches that have one.
+    # Phases begin together, so a round takes place if any micro-batch still has a request.
     anywhere = np.maximum(-np.expm1(m * np.log1p(-np.minimum(running, 1 - 1e-16))), 1e-300)
     active = (m * running / anywhere) * stages
     seconds = np.maximum(np.maximum.reduce(active), own_way)
@@ -197,7 +198,7 @@ def _rounds(model: OneLaneModel, phase: PhaseColumns, each: Array, microbatches:
 def _cycle(
     pipeline: Pipeline, encoding: _Encoding, rounds: _Rounds, microbatches: Array, spread: Array, iterations: Ints
 ) -> tuple[Array, Array]:
-    """Return the seconds of a cycle, and of each kind of stage's work in it. # [n], [kinds, n]
+    """Return the seconds of a cycle, and the seconds in it for which each kind of stage works. # [n], [kinds, n]
 
     Args:
         spread: share of an encode step by which the longest micro-batch delays the others.
@@ -222,13 +223,14 @@ def _cycle(
 
 
 def _sd_phase_tokens(lengths: Lengths, each: Array, stray: Array) -> Array:
-    """Return the standard deviation of the prompt tokens in a micro-batch's phase.
+    """Return the standard deviation of the prompt tokens in a phase of a micro-batch.
 
-    Up to half a prompt moves from phase to phase, and if the decode batch deviates, the target is adjusted.
+    The tokens vary because up to half a prompt is carried over from phase to phase, and because the target is adjusted
+    if the decode batch deviates.
     """
     carried: float | Array = lengths.mean_square_input / 6
     if len(lengths.inputs) == 1:
-        # All prompts have one length: a phase takes one of the two whole numbers next to its mean.
+        # If all prompts have equal lengths, a phase encodes one of the two whole numbers next to the mean number.
         carried = (each % 1) * (1 - each % 1) * lengths.mean_square_input
     strays = 2 * ndtr(stray * np.sqrt(each))
     return np.sqrt(carried + strays * (ADJUSTMENT * lengths.mean_input * each) ** 2)
@@ -236,5 +238,5 @@ def _sd_phase_tokens(lengths: Lengths, each: Array, stray: Array) -> Array:
 
 @lru_cache(maxsize=8)
 def _phases(lengths: Lengths) -> Array:
-    """Return the mean number of phases for which a request stays in decode, for each N_D. # [max D]"""
+    """Return for each N_D the mean number of phases in which a request decodes. # [max D]"""
     return np.asarray([steady_decode_batch(lengths, 1.0, n) for n in range(1, max(2, lengths.max_output))])

@@ -1,4 +1,4 @@
-"""Forecast static: encode a batch and decode it until its longest output ends."""
+"""Predict static, which encodes a batch and decodes it until its longest output ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xsimulator.forecast.placements import BoundTerms, LeastSteps
 from xsimulator.lengths import Lengths
 
 MOST_SEGMENTS = 24
-"""Most segments into which a batch's iterations are grouped; costs are linear within one."""
+"""Largest number of segments into which the iterations of a batch are grouped. Costs are linear in each segment."""
 
 
 class Static(Forecast[OneLaneModel]):
@@ -28,7 +28,7 @@ class Static(Forecast[OneLaneModel]):
     reserves_kv = True
 
     def microbatches(self, counts: Sequence[int]) -> list[dict[str, int]]:
-        # FasterTransformer uses equal numbers for both; DeepSpeed Inference uses more to encode.
+        # FasterTransformer has equal numbers for encode and decode. DeepSpeed Inference has more for encode.
         factors = (1, 2) if len(counts) > 1 else (1,)
         return [
             {"encode_microbatches": factor * count, "decode_microbatches": count}
@@ -41,8 +41,8 @@ class Static(Forecast[OneLaneModel]):
         return _predict(model, columns["batch"], *parts)
 
     def placement_terms(self, steps: LeastSteps) -> BoundTerms:
-        # Finished requests keep their slots: all decode until the longest ends, and there is one encode phase. The
-        # first round may overlap with encoding.
+        # Finished requests keep their slots, so all decode until the longest ends. The first round may overlap with
+        # encoding.
         lane, each, decode, passing = steps.iterations, steps.each, steps.decode, steps.passing
         rounds = np.maximum(lane.longest - 1, 0.0) / lane.mean_decodes
         working = [steps.phase[:, None] / lane.mean_decodes + rounds * np.maximum(each * decode, passing)]
@@ -81,8 +81,8 @@ def _predict(model: OneLaneModel, batch: Array, encode_parts: Array, decode_part
     own_way = decode[kinds]
     td = active * decode[:kinds]  # [kinds, n, segments]
     rounds = np.maximum(np.maximum.reduce(td), own_way)
-    # Every stage first encodes all parts. The first part ends before the last and begins to decode; if decoding takes
-    # longer through the stages than encoding did, the first round is late.
+    # Every stage encodes all parts before it decodes. The first part begins to decode before the last part is encoded.
+    # If decoding takes longer through the stages than encoding, the first round is late.
     other_stages = own_way[:, 0] - np.maximum.reduce(decode[:kinds, :, 0]) - (own_decode - slowest)
     late = np.maximum(np.maximum.reduce(td[:, :, 0]) + other_stages - rounds[:, 0], 0.0)
     cycle = encoding + (rounds * some).sum(axis=1) + late * some[:, 0] / weights[0]
@@ -107,17 +107,15 @@ def _predict(model: OneLaneModel, batch: Array, encode_parts: Array, decode_part
 
 
 def _most_tokens(lengths: Lengths, requests: Array) -> Array:
-    """Return the number of prompt tokens that a batch of `requests` requests hardly ever exceeds (four standard
-    deviations above the mean).
-    """
+    """Return how many prompt tokens some requests hardly ever exceed (mean plus four standard deviations)."""
     variance = lengths.mean_square_input - lengths.mean_input**2
     return np.minimum(requests * lengths.mean_input + 4 * np.sqrt(requests * variance), requests * lengths.max_input)
 
 
 def _rounds(model: OneLaneModel) -> tuple[tuple[Ints, Array], Ints, Ints, Array]:
-    """Return the segments of a static batch's decode steps: their place in the table, first step, and number of steps.
+    """Return each segment of a static batch's decode steps: its position in the table, first step, and number of steps.
 
-    Also return, for each iteration, the log of the probability that a request has ended before it.
+    Also return, for each iteration, the log of the probability that a request has ended before the iteration.
     """
     length = len(model.lengths.survival)
     edges = segments(length, {model.quantile_decodes}, MOST_SEGMENTS)

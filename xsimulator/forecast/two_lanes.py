@@ -1,17 +1,17 @@
-"""Predict WAA in closed form: two asynchronous lanes at saturation, vectorised over candidates.
+"""Predict waa in closed form, as two asynchronous lanes at saturation, for many candidates at once.
 
-With B requests in decode, an iteration of all micro-batches takes T(B), and the lane completes B / (E[S] T(B)) requests
-a second. That is also the rate at which requests enter. It is limited by the encode lane, which takes B_E requests
-every t_E, by the K/V transfers, or by the cap on requests inside:
+While B requests decode, an iteration of all micro-batches takes T(B), so X = B / (E[S] T(B)) requests a second end, and
+as many enter. Three things limit this rate: the encode lane, which takes B_E requests every t_E; the K/V transfers; and
+the largest number B_max of requests in both lanes:
 
     B_E sum_{j>=0} G(j B_E / X) + X wait <= B_max,   X = B / (E[S] T(B))
 
-since a batch waits until all of it fits beside the remaining requests of the batches that entered j periods of B_E / X
-before, and then until the encode lane is free (as in a queue with batch arrivals). G(a) is the share of requests still
-inside at age a: all of them until they are encoded. Then those with further output, until they have been transferred,
-have joined (after half an iteration on average) and have run their iterations. If outputs end together, with the encode
-lane's token or after equally many iterations, whole batches stay inside. Otherwise half a batch's slots are free on
-average. If devices are CPU cores, moving K/V takes their compute time, so both lanes do nothing else meanwhile
+A batch waits until the whole batch fits beside the remaining requests of earlier batches, which entered j periods of
+B_E / X before, and then until the encode lane is free (as in a queue with batch arrivals). G(a) is the share of
+requests that are still in the lanes a seconds after they entered. Until they are encoded, all are. After that, those
+with further output are, until they have been moved, have joined (after half an iteration on average) and have run their
+iterations. If all requests of a batch end together, whole batches are in the lanes. Otherwise, half a batch's slots are
+free on average. If devices are CPU cores, moving K/V takes their compute time, so both lanes do nothing else meanwhile
 (TransferCost.occupies). Source: ExeGPT sec. 4.1, 6, for the case B = B_E E[S], in which encode and decode take turns.
 """
 
@@ -31,18 +31,15 @@ from xsimulator.forecast.performance import Performance
 from xsimulator.lengths import Lengths
 
 FEW_BATCHES = 4
-"""If a cap holds fewer than this number of encode batches, each with one request more, the closed form may predict too
-little.
-"""
+"""The closed form may predict too little if fewer encode batches than this, each with one request more, fit the cap."""
 Bools = npt.NDArray[np.bool_]
 
 
 def is_tight(cap: Array, encode_batch: Array) -> Bools:
-    """Return whether few batches fit under a cap, so that the closed form promises too little (by up to 77%).
+    """Return whether few encode batches fit under the cap, so that the closed form predicts too little (by up to 77%).
 
-    A batch enters as soon as the few requests that are in its way have ended. In the closed form, the batch waits until
-    the mean number of requests is low enough, which is right only for many requests. If few batches fit, the bound is
-    that of Little's law.
+    A batch enters as soon as enough requests have ended. In the closed form, the batch waits until the mean number of
+    requests is low enough, which is right only for many requests. If few batches fit, Little's law gives the bound.
     """
     return cap < FEW_BATCHES * (encode_batch + 1)
 
@@ -52,7 +49,7 @@ class TwoLaneModel:
 
     Args:
         quantile: quantile of the output length for which latency is reported.
-        all_requests: ignored. The latency of a request of the quantile's length is always reported.
+        all_requests: ignored. The reported latency is always that of a request with output length at the quantile.
 
     Raises:
         InputError: the profile has no times of K/V transfers, or the cluster states no link to the host.
@@ -81,8 +78,8 @@ class TwoLaneModel:
         self.encode, self.decode, self.lengths = encode, decode, lengths
         self.transfer = TransferCost(encode, decode)
         self._prompt_variance = lengths.mean_square_input / lengths.mean_input**2 - 1
-        """Variance of a prompt's tokens, relative to the square of their mean."""
-        first = int(decode.has_encoder)  # an encoder makes no token, so the decode lane also makes the first one
+        """Variance of prompt lengths, relative to the square of the mean length."""
+        first = int(decode.has_encoder)  # an encoder computes no token, so the decode lane computes the first
         self.mean_decodes = lengths.mean_decodes + first
         self.quantile_decodes = lengths.decodes_at(quantile) + first
         self._stays = Stays(np.concatenate([[1.0], lengths.survival]) if first else lengths.survival)
@@ -90,7 +87,7 @@ class TwoLaneModel:
         self._decoding = DecodeLane(decode, lengths, self._encoding, self._stays, self.mean_decodes)
 
     def evaluate(self, encode_batch: Array, cap: Array, microbatches: Array) -> Performance:
-        """Return the predictions for candidates; `cap` is the largest number of requests in both lanes. # [n] each"""
+        """Return the predictions for candidates. `cap` is the largest number of requests in both lanes. # [n] each"""
         lengths = self.lengths
         through, interval, moving, sd = self._encoding(encode_batch)
         tokens, stages = encode_batch * lengths.mean_input, self._encoding.num_stages
@@ -131,11 +128,10 @@ class TwoLaneModel:
     def most(
         self, encode_batch: Array, largest_batch: Array, cap: Array, microbatches: Array, latency_s: float | None
     ) -> Array:
-        """Return a rate, in requests a second, that no settings with encode batches between these two sizes exceed
-        while they keep the latency.
+        """Return an upper bound on the requests a second of settings that keep the bound on latency.
 
-        With the largest batch, the encode lane has its highest throughput and slots wait least. With the smallest
-        batch, the fewest requests are in the lanes before their first decode step.
+        With the largest encode batch, the encode lane has its highest throughput and slots wait least. With the
+        smallest encode batch, the fewest requests are in the lanes before their first decode step.
 
         Args:
             encode_batch, largest_batch: the smallest and the largest number of requests encoded together.
@@ -145,23 +141,23 @@ class TwoLaneModel:
         through, least_interval, moving, _ = self._encoding(encode_batch)
         _, interval, at_most, sd = self._encoding(largest_batch)
         limit = largest_batch / np.maximum(interval, at_most)
-        # Beyond the profile's points a batch may cost more per prompt than a smaller one.
+        # Beyond the profile's points, a batch may take longer per prompt than a smaller one.
         limit = np.maximum(limit, encode_batch / np.maximum(least_interval, moving))
         rounds = self._decoding.rounds(encode_batch, largest_batch, microbatches, size_for(cap / microbatches))
         lanes = LanePair(encode_batch, largest_batch, through, moving, microbatches, rounds)
         waiting = Waiting(1 / largest_batch, sd * sd, interval, limit)
         batch, step = self._balance(lanes, waiting, cap, is_tight(cap, largest_batch))
-        # If larger batches take longer per request, fewer requests in decode serve more.
+        # If larger batches take longer per request, fewer decoding requests have a higher throughput.
         up_to = np.where(lanes.decoding <= batch[:, None], lanes.decoding / rounds, 0.0).max(axis=1)
         most = np.minimum(np.maximum(batch / step, up_to) / mean_decodes, limit)
         if latency_s is None or not self.quantile_decodes:
             return most
-        # The throughput of steps as long as the latency allows, to within rounding.
+        # The throughput of steps that take as long as the bound on latency allows, up to rounding.
         longest = ((1 + 1e-9) * latency_s - through * (1 + sd**2) - moving) / (self.quantile_decodes + 0.5)
         size, inside = rounds.shape[1], lanes.decoding
         allowed = rounds <= longest[:, None]
         served = np.where(allowed, inside / rounds, 0.0).max(axis=1)
-        last = size - 1 - allowed[:, ::-1].argmax(axis=1)  # the last point that is allowed, if there is one
+        last = size - 1 - allowed[:, ::-1].argmax(axis=1)  # the last allowed point, if any
         rows, after = np.arange(len(last)), np.minimum(last + 1, size - 1)
         start, end = rounds[rows, last], rounds[rows, after]
         share = np.clip((longest - start) / np.maximum(end - start, 1e-300), 0.0, 1.0)
@@ -173,10 +169,10 @@ class TwoLaneModel:
     def _balance(
         self, lanes: LanePair, waiting: Waiting, cap: Array, never_waits: Bools | None = None
     ) -> tuple[Array, Array]:
-        """Return the number of requests in decode and the seconds of an iteration at which the number of requests in
+        """Return the number of decoding requests, and the seconds of an iteration, with which the number of requests in
         both lanes equals the cap.
 
-        The result lies on a chord of the curve, within a segment of the last division, so it is slightly too low.
+        The result is interpolated within a segment of the last division, so it is slightly too low.
 
         Args:
             never_waits: whether no slot is counted as free, so that the result is an upper bound (Little's law).
@@ -184,7 +180,7 @@ class TwoLaneModel:
         mean_decodes = max(self.mean_decodes, 1e-9)
         rate = lanes.decoding / (mean_decodes * lanes.rounds)
         stays = rate * self._stays.mean(lanes, lanes.rounds)
-        # At least rate x stay requests are inside (Little's law), and at most one batch more.
+        # By Little's law, at least rate x residence time requests are in the lanes, and at most one batch more.
         first, _ = locate(stays + lanes.largest_batch[:, None] + self._forming(lanes) + waiting(rate), cap)
         last, _ = locate(stays if never_waits is None else rate * self._stays.least(lanes, lanes.rounds), cap + 1)
         low, high = lanes.at(first), np.minimum(lanes.at(last + 1), lanes.serving(waiting.limit, mean_decodes))
@@ -202,30 +198,29 @@ class TwoLaneModel:
         return np.maximum(batch, 1e-12), lanes.step(batch[:, None])[:, 0]
 
     def _inside(self, lanes: LanePair, rate: Array, step: Array, waiting: Waiting) -> Array:
-        """Return a lower bound on the number of requests in both lanes after a batch has entered, plus the slots that
-        are then free. # [n, points]
-        """
+        """Return a lower bound on the requests in both lanes after a batch has entered, plus the free slots."""
         batch, largest = lanes.encode_batch[:, None], lanes.largest_batch[:, None]
         rate = np.maximum(rate, 1e-300)
         left = self._stays.left(lanes, largest / rate, step)
         inside = np.maximum(batch * (1 + left), rate * self._stays.mean(lanes, step))
-        # A batch that finds the lanes empty enters without waiting, whatever the cap.
+        # If the lanes are empty, a batch enters without waiting, whatever the cap.
         return inside + np.minimum(self._forming(lanes) + waiting(rate), inside - largest)
 
     def _forming(self, lanes: LanePair) -> Array:
-        """Return the mean number of free slots beyond those of the entering batch, relative to a request. # [n, 1]
+        """Return the mean number of slots that are free while a batch forms, beyond the batch's own slots. # [n, 1]
 
-        Slots become free one at a time, and the number of a batch's prompts varies because they are packed by tokens.
+        Slots become free one at a time, and the number of prompts in a batch varies because batches have equal tokens.
         """
         batch = lanes.encode_batch[:, None]
         forming: Array = (batch - 1) / (2 * batch) * self._prompt_variance - 0.5
         return forming
 
     def _bubble(self, encode_batch: Array, throughput: Array, each: Array, step: Array) -> Array:
-        """Return the idle share of both lanes' devices. # [n]
+        """Return the share of time in which the devices of both lanes are idle. # [n]
 
         Args:
-            each, step: requests of a decode micro-batch, and seconds from one micro-batch's step to the next one's.
+            each, step: number of requests in a decode micro-batch, and seconds between the steps of consecutive
+                micro-batches.
         """
         encode = self._encoding.work(encode_batch) * throughput / encode_batch
         decode = self._decoding.work(each) / step
@@ -235,12 +230,11 @@ class TwoLaneModel:
     def least(
         self, encode_batch: Array, largest_batch: Array, decode_batch: Array, microbatches: Array
     ) -> tuple[Array, Array, Array]:
-        """Return lower bounds on the latency, time to first token and time per output token of settings with encode
-        batches between these two sizes.
+        """Return lower bounds on the latency, TTFT and TPOT of settings.
 
         Args:
             encode_batch, largest_batch: the smallest and the largest number of requests encoded together.
-            decode_batch: the fewest requests in decode.
+            decode_batch: the smallest number of decoding requests.
         """
         through, _, moving, _ = self._encoding(encode_batch)
         met = self._encoding(largest_batch).deviation ** 2

@@ -1,4 +1,4 @@
-"""Forecast waa: some devices encode and the others decode, asynchronously."""
+"""Predict waa, with which some devices encode and the others decode, asynchronously."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from xsimulator.forecast.two_lanes import TwoLaneModel, is_tight
 
 
 class Waa(Forecast[TwoLaneModel]):
-    """WAA, with one of its two ways to divide devices or with either.
+    """The closed form of waa.
 
     Args:
-        allocation: "compute" divides them by compute time (WAA-C), "memory" by memory (WAA-M). None means either.
+        allocation: how devices are divided, by compute time ("compute", waa-c) or by memory ("memory", waa-m). None
+            means either.
     """
 
     settings = WaaSettings
@@ -43,7 +44,7 @@ class Waa(Forecast[TwoLaneModel]):
         return super().values(name, room._replace(least=1) if name == "encode_batch" else room)
 
     def line_counts(self, outer: Ints, inner: Ints, room: PlacementLimits) -> Ints:
-        return outer - inner[0] + 1  # a batch larger than the cap never enters
+        return outer - inner[0] + 1  # an encode batch larger than the cap never enters
 
     def curve_values(self, values: Ints) -> Ints:
         return values[: max(1, len(values) // 2)]  # a cap below two encode batches would make batches static
@@ -67,7 +68,7 @@ class Waa(Forecast[TwoLaneModel]):
         return self.evaluate(model, encode_batch=batch, **columns).at(0)
 
     def placement_terms(self, steps: LeastSteps) -> BoundTerms:
-        # The closed form has one batch size, and interpolates times on its grid.
+        # The closed form has a fixed batch size, and interpolates times on its grid.
         at_grid = as_interpolated(steps.iterations.batches)
         steady, passing = (np.minimum(curve, curve @ at_grid) for curve in (steps.steady, steps.steady_passing))
         working = [steps.each * steady, passing]
@@ -99,8 +100,8 @@ class Waa(Forecast[TwoLaneModel]):
         corners: int,
         microbatches: float,
     ) -> tuple[Array, Array, Array]:
-        # The number of requests in decode falls as larger encode batches take more of the cap, so no corner is the slow
-        # one: the bound combines the lowest times of the encode lane with those of the decode lane.
+        # Fewer requests decode if larger encode batches take more of the cap, so no corner is the slow corner. The
+        # bound combines the shortest times of the encode lane with the shortest times of the decode lane.
         least = lesser()
         low, high = least.encode_batch[::corners], floor.encode_batch[corners - 1 :: corners]
         batch = least.decode_batch.reshape(-1, corners).min(axis=1)
