@@ -1,4 +1,4 @@
-"""One stage of a pipeline: receives hidden states from the previous stage and sends them to the next."""
+"""Run one stage of a pipeline, which receives hidden states from the previous stage and sends them to the next."""
 
 from __future__ import annotations
 
@@ -29,30 +29,29 @@ class Pipe(Protocol):
 
 
 class StageModel:
-    """A stage's part of a model, called like the whole model.
+    """A stage's part of a model. It is called like the whole model.
 
     In an encoder-decoder, the first decoder layer needs the output of the last encoder layer, so a step with prompts
-    goes through the pipeline twice, in the order of the steps. The first pass is `run_encoder`. At its end, the last
-    stage sends the encoder's output to every other stage. The second pass is the call. Under WAA each lane does one of
-    the two: the output of the encode lane's last stage is transferred to every stage of the decode lane, by
-    `take_encoder_output`.
+    goes through the pipeline twice. The first pass is `run_encoder`, at whose end the last stage sends the encoder's
+    output to every other stage. The second pass is the call. Under WAA, each lane does one of the two passes, and the
+    encode lane's output is transferred to every stage of the decode lane, which gets it by `take_encoder_output`.
     """
 
     def __init__(self, model: Model, pipe: Pipe) -> None:
         self.model = model
         self._pipe = pipe
         self._memories: deque[Tensor] = deque()
-        """Encoder outputs for the next calls: kept in the last stage, or under WAA in the decode lane."""
+        """Encoder outputs for later calls, which the last stage or, under WAA, every stage of the decode lane keeps."""
 
     @property
     def runs_encoder_first(self) -> bool:
-        """Whether prompts go through the pipeline twice."""
+        """Return whether prompts go through the pipeline twice."""
         return isinstance(self.model, EncoderDecoderModel)
 
     def run_encoder(self, batch: Batch, backend: AttentionBackend) -> Tensor | None:
         """Run a batch of prompts through the encoder layers only.
 
-        Return the encoder's output in the last stage of an encode lane, otherwise None. # [prompt tokens, hidden]
+        In the last stage of an encode lane, return the encoder's output, and otherwise None. # [prompt tokens, hidden]
         """
         model = self.model
         assert isinstance(model, EncoderDecoderModel) and not batch.num_decodes
@@ -68,11 +67,11 @@ class StageModel:
         return None
 
     def take_encoder_output(self, memory: Tensor) -> None:
-        """Take the encoder's output, from another lane, for the next batch's prompts. # [prompt tokens, hidden]"""
+        """Store the encoder's output from another lane, for the next batch's prompts. # [prompt tokens, hidden]"""
         self._memories.append(memory)
 
     def __call__(self, batch: Batch, cache: KvCache, backend: AttentionBackend) -> Tensor | None:
-        """Run a step; return logits in the last stage, otherwise None. # [sampled, vocab]"""
+        """Run a step. Return logits in the last stage, and otherwise None. # [sampled, vocab]"""
         model = self.model
         if isinstance(model, EncoderDecoderModel):
             memory = self._memory(batch)
@@ -96,5 +95,5 @@ class StageModel:
 
 
 def _num_prompt_tokens(batch: Batch) -> int:
-    """Return the number of prompt tokens: each sequence has one token more, which starts its decoder."""
+    """Return the number of prompt tokens. Each sequence has one more token, which starts its decoder."""
     return len(batch.token_ids) - len(batch.context_len)

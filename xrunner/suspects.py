@@ -1,4 +1,4 @@
-"""Find the request that makes a step fail, and decide when there are too many failures to continue."""
+"""Find the request that makes steps fail, and decide when too many steps have failed to continue."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from xgpt.core.processes import too_often
 
 FAILURES = 3
 PERIOD_S = 60.0
-"""If more steps than allowed fail within this time, the engine gives up."""
+"""If more than `FAILURES` steps fail within this time, the engine gives up."""
 
 T = TypeVar("T")
 
 
 class EngineFailed(XgptError):
-    """Steps fail one after another, whatever they execute."""
+    """Steps fail again and again, with any requests."""
 
 
 class Suspects(Generic[T]):
     """The requests of a step that has failed.
 
     These requests are encoded again one after the other, each after the previous one has generated the token at which
-    the step failed. So if a step fails again, it contains only one of these requests, and that request is at fault.
+    the step failed. If a step then fails again, the only one of these requests in it is at fault.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Suspects(Generic[T]):
         return bool(self._held)
 
     def fail(self, error: Exception, under_way: Collection[int]) -> int | None:
-        """Note that a step failed while these requests had unfinished steps; return the request at fault, if that is
+        """Note that a step failed while these requests had unfinished steps. Return the request at fault, if it is
         known.
 
         Raises:
@@ -54,32 +54,32 @@ class Suspects(Generic[T]):
         return culprit
 
     def hold(self, id_: int, request: T) -> bool:
-        """Hold a suspect back; return False if the request is not a suspect."""
+        """Hold a suspect back. Return False if the request is not a suspect."""
         if id_ in self._suspected:
             self._held[id_] = request
         return id_ in self._suspected
 
     def recall(self) -> list[T]:
-        """Return all requests that are held back and stop holding them back, since workers were lost."""
+        """Remove and return all requests that are held back, since workers were lost."""
         requests = list(self._held.values())
         self._held.clear()
         self._tried = None
         return requests
 
     def next(self) -> T | None:
-        """Return the next suspect to admit, if it is its turn."""
+        """Return the next suspect if it may be admitted now, or None."""
         if self._tried is not None or not self._held:
             return None
         self._tried = next(iter(self._held))
         return self._held.pop(self._tried)
 
     def clear(self, sampled: Collection[int]) -> None:
-        """Clear these requests of suspicion, because they have generated a token."""
+        """Clear these requests of suspicion, since they have generated a token."""
         if self._tried in sampled:
             self.forget(self._tried)
 
     def forget(self, id_: int | None) -> bool:
-        """Forget a request that has ended or is cleared; return whether it was held."""
+        """Forget a request that has ended or was cleared. Return whether it was held back."""
         if id_ == self._tried:
             self._tried = None
         if id_ is not None:

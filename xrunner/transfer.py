@@ -1,7 +1,7 @@
 """Transfer the result of encoding from the workers of the encode lane to those of the decode lane, through host memory.
 
-The result is K/V in whole blocks, stored in the same way on both sides; for an encoder-decoder it is the encoder's
-output, from which each decode worker computes the keys and values of its layers. Both sides compute which rank sends
+The result is K/V in whole blocks, which both lanes store in the same form. For an encoder-decoder, it is the encoder's
+output, from which each decode worker computes the keys and values of its layers. Both lanes compute which rank sends
 which layers and heads to which other rank, so only the contents are sent. Source: ExeGPT sec. 4.1 (WAA).
 """
 
@@ -19,8 +19,7 @@ from xrunner.parallel import Part
 
 
 class Piece(NamedTuple):
-    """A piece that one worker sends to another: some heads of some layers, both as [first, end) in the model's
-    numbering.
+    """A piece that one worker sends to another: some heads of some layers, as [first, end) in the model's numbering.
 
     An encoder's output is sent as a whole.
     """
@@ -32,7 +31,7 @@ class Piece(NamedTuple):
 
 
 class Moving(NamedTuple):
-    """A request in transfer: its blocks on this side, and the tokens of its prompt."""
+    """A request in transfer: its blocks on this worker, and the number of its prompt tokens."""
 
     id: int
     blocks: list[int]
@@ -40,10 +39,10 @@ class Moving(NamedTuple):
 
 
 class Cargo(Protocol):
-    """One worker's side of all transfers."""
+    """Reads and writes one worker's part of all transfers."""
 
     def read(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
-        """Return a copy of a piece in host memory, which is then sent."""
+        """Return a copy of a piece in host memory, to be sent."""
 
     def write(self, piece: Piece, requests: Sequence[Moving], received: Tensor) -> None:
         """Store a received piece. The worker may execute steps meanwhile."""
@@ -56,8 +55,8 @@ class Cargo(Protocol):
 
 
 def pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
-    """Return the pieces to send. Every part is sent only once to each receiver. If several ranks hold a head, the
-    receivers are divided among them.
+    """Return the pieces to send. Each receiver gets every part only once. If several ranks have a head, the receivers
+    are divided among these ranks.
     """
     found = []
     for receiver, there in receivers.items():
@@ -82,17 +81,17 @@ def pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
 
 def encoder_output_pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
     """Return one piece for each decode worker: the whole encoder output, sent by one of the last encode stage's ranks.
-    All these ranks hold the output, so the decode workers are divided among them.
+    All these ranks have the output, so the decode workers are divided among them.
     """
     having = [sender for sender, part in senders.items() if part.is_last]
     return [Piece(having[part.rank % len(having)], receiver) for receiver, part in receivers.items()]
 
 
 class EncoderOutputs:
-    """A worker's encoder outputs, to be sent or received, by request. # each [prompt tokens, hidden]
+    """The encoder outputs that a worker sends or receives, by request. # each [prompt tokens, hidden]
 
-    Received outputs are set aside first: if a request was preempted, the worker must release it and adopt it again
-    before it stores them. The transfer's order does both, after all earlier steps in the queue.
+    Received outputs are stored only when the worker executes the transfer's order, after all earlier steps in the
+    queue: if a request was preempted, this order first makes the worker release the request and adopt it again.
     """
 
     def __init__(self, encoder_outputs: dict[int, Tensor], hidden_size: int, dtype: torch.dtype) -> None:
@@ -140,7 +139,7 @@ class CachePart:
             layer[:, index, heads] = contents.to(layer.device)
 
     def take_in(self, count: int) -> None:
-        """Do nothing: `write` has filled the blocks, which no step reads before the transfer has ended."""
+        """Do nothing, since `write` has filled the blocks, which no step reads before the transfer has ended."""
 
     def empty(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
         num_blocks = sum(len(request.blocks) for request in requests)

@@ -30,11 +30,7 @@ DTYPES: dict[DType, torch.dtype] = {
 
 
 def state_dtype(dtype: DType, device: str) -> torch.dtype:
-    """Return the dtype of a model's activations on a device, if its products are in `dtype`.
-
-    Raises:
-        InputError: the device does not support the dtype.
-    """
+    """Return the dtype of a model's activations on a device if its products are in `dtype`."""
     state = _precision(dtype, device).state
     if state not in DTYPES:
         raise InputError("dtype", dtype, f"on {device} models run in {', '.join(DTYPES)}")
@@ -42,10 +38,10 @@ def state_dtype(dtype: DType, device: str) -> torch.dtype:
 
 
 def kept_dtype(dtype: DType, device: str, kv_dtype: DType | None = None) -> torch.dtype:
-    """Return the dtype of a model's stored keys and values on a device, if its products are in `dtype`.
+    """Return the dtype of a model's stored keys and values on a device if its products are in `dtype`.
 
     Raises:
-        InputError: the device does not support keys and values in that dtype.
+        InputError: the device does not support keys and values in this dtype.
     """
     kept = _precision(dtype, device, kv_dtype).kv
     known = DTYPES | ({"int8": torch.int8} if torch.device(device).type == "cpu" else {})
@@ -59,10 +55,10 @@ def _precision(dtype: DType, device: str, kv_dtype: DType | None = None) -> Prec
 
 
 BASE_PREFIXES = ("model.", "transformer.")
-"""Prefixes that a model with a head gives to the names of the base model."""
+"""Prefixes that a model with a head adds to the names of the base model."""
 
 CONTAINERS = ("language_model.", "model.language_model.")
-"""Prefixes that a model of several kinds of input gives to the names of its language model."""
+"""Prefixes that a model with several kinds of input adds to the names of its language model."""
 
 
 class Weight(NamedTuple):
@@ -70,11 +66,11 @@ class Weight(NamedTuple):
 
     Attributes:
         name: name in the checkpoint.
-        out: destination in the model: a parameter, or some rows of one that fuses several.
-        transposed: whether the checkpoint stores it as [in, out].
+        out: destination in the model: a parameter, or some rows of a parameter that fuses several tensors.
+        transposed: whether the checkpoint stores the tensor as [in, out].
         cut: the part of the stored tensor that is needed. None means all of it.
-        entry: its index in a stored tensor that stacks several, and the number of stacked tensors. None means that it
-            is stored by itself.
+        entry: index in a stored tensor that stacks several tensors, and their number. None means that the tensor is
+            stored separately.
     """
 
     name: str
@@ -85,7 +81,7 @@ class Weight(NamedTuple):
 
     @property
     def shape(self) -> list[int]:
-        """Shape of the whole tensor, in the model's orientation."""
+        """Shape of the whole tensor in the model's orientation."""
         shape = list(self.out.shape)
         if self.cut is not None:
             shape[self.cut.dim] = self.cut.full
@@ -114,10 +110,11 @@ class WeightSource(Protocol):
     """A source of weights, read one tensor at a time."""
 
     def check(self, weights: Iterable[Weight], copies: Mapping[str, tuple[str, ...]]) -> None:
-        """Refuse weights that cannot be read, before large memory is allocated. The given weights have no memory yet.
+        """Refuse weights that cannot be read, before memory is allocated for them.
 
         Args:
-            copies: tensors that may be stored more than once, and the names of the copies, which must be equal.
+            copies: tensors that may be stored more than once, with the names of the copies. Copies must have equal
+                values.
         """
 
     def read(self, weight: Weight) -> None:
@@ -125,11 +122,12 @@ class WeightSource(Protocol):
 
 
 class Checkpoint:
-    """The weights of a directory, mapped into memory: a tensor is read only when it is copied to its destination.
+    """The weights of a directory, mapped into memory, so that a tensor is read only when it is copied to its
+    destination.
 
     Raises:
-        InputError: the directory has none (pickled weights are refused, since they can run code), or the index or a
-            file is broken.
+        InputError: the directory has no weights (pickled weights are refused, since they can run code), or the index or
+            a file is broken.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -154,8 +152,8 @@ class Checkpoint:
         """Compare names, shapes and dtypes with the headers of the files.
 
         Raises:
-            InputError: a tensor is missing, or has another shape or an unsupported dtype; or the files have a copy of a
-                tensor with different values.
+            InputError: a tensor is missing, has another shape or an unsupported dtype, or has a copy with different
+                values.
         """
         for weight in weights:
             path, file, found = self._find(weight.name)
@@ -178,7 +176,7 @@ class Checkpoint:
                     raise InputError("model", str(self._directory), accepted)
 
     def read(self, weight: Weight) -> None:
-        """Copy a checked tensor. If it is cut, only the part is read.
+        """Copy a checked tensor, reading only the part that is needed.
 
         Raises:
             InputError: the tensor contains NaN or infinity, possibly only after conversion to the model's dtype.
@@ -201,7 +199,7 @@ class Checkpoint:
             )
 
     def _has_scales(self, name: str, stored: Any) -> bool:
-        """Return whether a weight is a matrix in eight bits with fitting scales."""
+        """Return whether a weight is a matrix in eight bits with scales that fit."""
         scales, shape = name_of_scales(self._files, name), stored.get_shape()
         if stored.get_dtype() not in EIGHT_BITS or scales is None or len(shape) != 2:
             return False
@@ -213,8 +211,8 @@ class Checkpoint:
         return tensor
 
     def _find(self, name: str) -> tuple[Path, Any, str]:
-        """Return a tensor's file, and its name in that file; names lack the first part in checkpoints of a base model,
-        and have a further part in some others.
+        """Return a tensor's file, and its name in that file, which in some checkpoints has a shorter or an additional
+        prefix.
         """
         bare = [name.removeprefix(prefix) for prefix in BASE_PREFIXES]
         for found in (name, *bare, *(prefix + inner for prefix in CONTAINERS for inner in (name, *bare))):
@@ -224,10 +222,10 @@ class Checkpoint:
 
 
 class SeededWeights:
-    """Random weights with the magnitudes of trained ones: activations keep their scale, and logits have a deviation of
-    about one.
+    """Random weights with the magnitudes of trained weights. Activations keep their scale, and logits have a standard
+    deviation of about one.
 
-    Each tensor depends only on the seed and its name, whichever rank loads it.
+    Each tensor depends only on the seed and its name, and is the same on any rank.
     """
 
     def __init__(self, seed: int) -> None:
@@ -237,7 +235,7 @@ class SeededWeights:
         """Accept any weight."""
 
     def read(self, weight: Weight) -> None:
-        """Draw matrices from N(0, 1 / fan-in) and biases from N(0, 0.02^2); set norms to one."""
+        """Draw matrices from N(0, 1 / fan-in) and biases from N(0, 0.02^2). Set norms to one."""
         whole = weight.out if weight.cut is None else weight.out.new_empty(weight.shape)
         self._draw(weight.name if weight.entry is None else f"{weight.name}.{weight.entry[0]}", whole)
         if weight.cut is not None:
@@ -254,11 +252,10 @@ class SeededWeights:
 
 
 def check_weights(spec: ModelSpec, dtype: DType, source: WeightSource) -> None:
-    """Refuse a source without a model's weights, before anything is allocated.
+    """Refuse a source that lacks a model's weights, before memory is allocated.
 
     Raises:
-        InputError: this version does not run the family, or does not run it in this dtype; or the source lacks a weight
-            or has it in another shape.
+        InputError: this version does not run the family in this dtype, or a weight is missing or has another shape.
     """
     _checked(Part.whole(spec), dtype, source)
 
@@ -269,8 +266,7 @@ def load_model(
     """Allocate a model, or a part of it, on its device and fill each parameter from `source`.
 
     Raises:
-        InputError: this version does not run the family, or does not run it in this dtype; or the source lacks a weight
-            or has it in another shape.
+        InputError: this version does not run the family in this dtype, or a weight is missing or has another shape.
     """
     return _loaded(part or Part.whole(spec), dtype, source, device, lambda projection: None)
 
@@ -285,7 +281,7 @@ def load_prepacked(
 ) -> Model:
     """Load a model like `load_model`, and pack each projection for the device as soon as it is read.
 
-    So a model in eight bits never takes four times its size, since only one matrix at a time is in float32.
+    Only one matrix at a time is in float32, so that a model in eight bits never takes four times its size.
 
     Args:
         layouts: as `xrunner.packing.choice.pack` takes them.
@@ -300,8 +296,7 @@ def load_prepacked(
 
 
 def _loaded(part: Part, dtype: DType, source: WeightSource, device: str, when_read: Callable[[Linear], None]) -> Model:
-    """Return a model's part with its weights; `when_read` is called with each projection that has a matrix of its
-    own."""
+    """Return a model's part with its weights. `when_read` is called with each projection that has a separate matrix."""
     if part.spec.quantization is not None and torch.device(device).type != "cpu":
         accepted = (
             "xgpt's own engine runs checkpoints in eight bits only on CPUs: take another checkpoint, or --engine vllm"
@@ -334,7 +329,7 @@ def _checked(part: Part, dtype: DType, source: WeightSource) -> Model:
 
 
 def weights_of(model: Model, part: Part) -> Iterator[Weight]:
-    """Yield every tensor that a checkpoint stores for a part of the model. A tied head is the embedding's."""
+    """Yield every tensor that a checkpoint stores for a part of the model. A tied head is stored as the embedding."""
     cut = cuts(model, part)
     for name in places_of(model):
         yield from _pieces(model, part, name, cut.get(name))
@@ -350,7 +345,7 @@ def _pieces(model: Model, part: Part, name: str, cut: tuple[Cut, ...] | None) ->
     entry = _entry(model, part, name)
     in_layer = model.checkpoint_transposed and name.startswith("layers.")
     transposed = (in_layer or entry is not None) and parameter.dim() > 1
-    if len(names) < len(pieces):  # the parameter is also fused in the checkpoint: each piece is cut out of that tensor
+    if len(names) < len(pieces):  # the checkpoint also fuses the parameter, so each piece is cut out of that tensor
         names, parts = names * len(pieces), _within_one(parts)
     elif len(parts) < len(pieces):
         parts = (None,) * len(pieces)
@@ -359,7 +354,8 @@ def _pieces(model: Model, part: Part, name: str, cut: tuple[Cut, ...] | None) ->
 
 
 def _entry(model: Model, part: Part, name: str) -> tuple[int, int] | None:
-    """Return the position of an expert's parameter among those of all experts, if they are stored together."""
+    """Return an expert's index and the number of experts, if the checkpoint stores this parameter of all experts
+    together."""
     expert = re.search(r"\.experts\.(\d+)\.", name)
     if expert is None or not model.checkpoint_stacked or part.spec.experts is None:
         return None
@@ -367,7 +363,7 @@ def _entry(model: Model, part: Part, name: str) -> tuple[int, int] | None:
 
 
 def _within_one(parts: tuple[Cut | None, ...]) -> tuple[Cut, ...]:
-    """Return the cuts of tensors that are stored one after the other in a single tensor."""
+    """Return the cuts in a single stored tensor that contains these tensors one after the other."""
     whole = [cut for cut in parts if cut is not None]
     full = sum(cut.full for cut in whole)
     starts = accumulate((cut.full for cut in whole[:-1]), initial=0)

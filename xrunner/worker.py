@@ -1,4 +1,4 @@
-"""A worker executes steps on one device. It holds the weights, the K/V cache and each request's last token."""
+"""A worker executes steps on one device. It has the weights, the K/V cache and each request's last token."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ from xrunner.stage import StageModel
 from xrunner.transfer import CachePart, Cargo, EncoderOutputs
 
 SCORED_TOKENS = 128
-"""Largest slice in which prompts are scored, since every token of such a slice needs logits."""
+"""Largest slice of a step in which prompts are scored, since every token of such a slice needs logits."""
 
 Run = Callable[[Batch, KvCache, AttentionBackend], Tensor | None]
-"""Runs a step; in the last stage it returns logits. # [sampled, vocab]"""
+"""Runs a step. In the last stage it returns logits. # [sampled, vocab]"""
 
 
 class Worker(OneAtATime):
-    """The executor of one device: turns a step into a batch, runs its part of the model, and chooses the next tokens.
+    """Executes steps on one device: turns a step into a batch, runs the worker's part of the model, and chooses tokens.
 
-    It holds the whole model, or a stage of a pipeline. All stages execute the same steps. Only the last stage chooses
-    tokens. The others get them through `set_last_tokens`.
+    A worker has the whole model, or a stage of a pipeline. All stages execute the same steps, but only the last stage
+    chooses tokens. The other stages get the tokens through `set_last_tokens`.
 
     Attributes:
-        encoder_outputs: an encoder's output for prompts that another lane decodes, by request: kept in the encode lane
-            until the request is released, in the decode lane until its first step, which computes its keys and values.
+        encoder_outputs: an encoder's output for prompts that another lane decodes, by request. The encode lane keeps it
+            until the request is released. The decode lane keeps it until the request's first step, which computes keys
+            and values from it.
             # each [prompt tokens, hidden]
 
     Args:
-        stage: the worker's stage of a pipeline. None means that it holds the whole model.
-        run: a function that runs the whole model in place of `model` itself, for instance from captured graphs.
+        stage: the worker's stage of a pipeline. None means that it has the whole model.
+        run: runs the whole model in place of `model` itself, for instance by captured graphs.
         vocabulary: this rank's share of the vocabulary. None means all of it.
     """
 
@@ -75,10 +76,10 @@ class Worker(OneAtATime):
         self.grammars = self._sampler.grammars
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
-        """Reserve a row for a request, with these blocks.
+        """Reserve a row for a request with these blocks.
 
-        A decoder's start token, if the model has one, follows the prompt. It needs no additional room, since the last
-        output token is never fed to the model.
+        If the model's decoder has a start token, it follows the prompt. It needs no further slot, since the last output
+        token is never fed to the model.
         """
         lengths = (len(generation.prompt), generation.max_output)
         num_tokens = max(lengths) if self.model.decoder_start else sum(lengths)
@@ -93,8 +94,8 @@ class Worker(OneAtATime):
     def adopt(self, generation: Generation, table: BlockTable, cached: int) -> None:
         """Reserve a row for a request whose first `cached` tokens another worker has encoded.
 
-        Before the request decodes, their K/V must be written into its blocks. For an encoder-decoder, the encoder's
-        output must be put into `encoder_outputs`.
+        Before the request decodes, the tokens' K/V must be written into its blocks or, for an encoder-decoder, the
+        encoder's output into `encoder_outputs`.
         """
         if self.model.decoder_start:
             self.start(generation, table)
@@ -104,7 +105,7 @@ class Worker(OneAtATime):
         self._rows.context[row] = cached
 
     def _take_row(self, generation: Generation, table: BlockTable) -> int:
-        """Reserve a row, with these blocks; return its index."""
+        """Reserve a row for a request with these blocks. Return the row's index."""
         row = self._rows.take(generation.id, table.blocks, len(generation.prompt))
         if self.model.has_head and self.model.runs_decoder:
             cut = len(generation.prompt) - generation.num_resumed
@@ -113,7 +114,7 @@ class Worker(OneAtATime):
         return row
 
     def cargo(self, part: Part) -> Cargo:
-        """Return the worker's side of transfers between WAA's lanes."""
+        """Return the object that reads and writes the worker's part of transfers between WAA's lanes."""
         if self.model.decoder_start:
             return EncoderOutputs(self.encoder_outputs, self.model.spec.hidden_size, self.dtype)
         return CachePart(self.cache, part)
@@ -124,7 +125,7 @@ class Worker(OneAtATime):
         return next(self.model.parameters()).dtype
 
     def release(self, ids: Collection[int]) -> None:
-        """Forget these requests; ignore those that never started, and repeated ids."""
+        """Forget these requests. Requests that never started, and repeated ids, are ignored."""
         started = [id_ for id_ in dict.fromkeys(ids) if id_ in self._rows]
         for id_ in started:
             self.encoder_outputs.pop(id_, None)
@@ -141,11 +142,10 @@ class Worker(OneAtATime):
         self._rows.last_token[self._rows.of(ids)] = fed(np.fromiter(tokens, dtype=np.int64, count=len(tokens)))
 
     def run_encoder(self, step: Step) -> None:
-        """Give requests the step's blocks; run its prompts through the encoder, if prompts go through the pipeline
-        twice.
+        """Add the step's blocks to its requests. If prompts go through the pipeline twice, run them through the
+        encoder.
 
-        The prompts are cut into the same slices as in the second pass. The slices depend on the requests that the step
-        decodes.
+        The prompts are cut into the same slices as in the second pass, which depend on the step's decodes.
         """
         self._rows.grow(step.grown)
         if self._stage is None or not self._stage.runs_encoder_first:
@@ -163,9 +163,10 @@ class Worker(OneAtATime):
                     self.encoder_outputs |= zip(ids, output.split(lengths), strict=True)
 
     def execute(self, step: Step, *, encoder_ran: bool = False) -> dict[int, int]:
-        """Run one step; return the next token of each request that decoded or whose prompt ended.
+        """Run one step. Return the next token of each request that decoded, or whose prompt has been encoded.
 
-        A step with more tokens than a slice runs slice by slice, within the memory planned for activations.
+        A step with more tokens than a slice runs slice by slice, so that activations fit into the memory planned for
+        them.
 
         Args:
             encoder_ran: whether `run_encoder` has been called for this step.
@@ -182,8 +183,8 @@ class Worker(OneAtATime):
         return tokens
 
     def _joined(self, step: Step) -> Step:
-        """Return the step with the requests that are new to this decode lane as prompts, since their K/V must be
-        computed here.
+        """Return the step with requests that are new to this decode lane as prompts, since their K/V must be computed
+        here.
         """
         joining = [id_ for id_ in step.decode if id_ in self.encoder_outputs]
         if not joining:
@@ -199,15 +200,15 @@ class Worker(OneAtATime):
             self._stage.take_encoder_output(torch.cat(outputs).to(self._device))
 
     def _parts(self, step: Step) -> Iterator[Step]:
-        """Yield the parts of a step, each of which runs in one pass."""
+        """Yield the parts of a step, each of which the model runs as one batch."""
         for part in slices(step, SCORED_TOKENS if self._scores.concern(step) else SLICE_TOKENS):
             whole = self._uncut(part) if self.model.decoder_start else part
             if whole.encode or whole.decode:
                 yield whole
 
     def _uncut(self, step: Step) -> Step:
-        """Return the step for a model that cannot cut prompts: each prompt runs as a whole when its last piece
-        comes.
+        """Return the step for a model that cannot cut prompts, in which each prompt runs as a whole when its last piece
+        is due.
         """
         ended = [id_ for id_, start, length in step.encode if start + length == self._rows.prompt_len[self._rows[id_]]]
         return Step(tuple(Chunk(id_, 0, len(self._prompts[id_])) for id_ in ended), step.decode)
@@ -232,16 +233,16 @@ class Worker(OneAtATime):
         return dict(zip(sampled, tokens.tolist(), strict=True))
 
     def next_tokens(self, batch: Batch) -> np.ndarray | None:
-        """Run the model; return the tokens with the highest logits, after the batch's numbers are added to them.
+        """Run the model. Return the tokens with the highest sums of logits and `batch.added`.
 
-        None if this is not the last stage. # int64 [sampled]
+        The result is None if this is not the last stage. # int64 [sampled]
         """
         with torch.inference_mode():
             logits = self.logits(replace(batch, highest_only=True))
             return None if logits is None else self.sample(logits).cpu().numpy()
 
     def logits(self, batch: Batch) -> Tensor | None:
-        """Run the model; the next call may overwrite the result. # [sampled, vocab or this rank's share of it]"""
+        """Run the model. The next call may overwrite the result. # [sampled, vocab or this rank's share of it]"""
         return self._run(batch, self.cache, self.backend)
 
     def sample(self, logits: Tensor) -> Tensor:
@@ -249,10 +250,10 @@ class Worker(OneAtATime):
         return highest(logits) if self._vocabulary is None else self._vocabulary.argmax(logits)
 
     def _chosen(self, batch: Batch, ids: list[int], rows: np.ndarray, scored: ScoredPlaces | None) -> np.ndarray:
-        """Run the model, and choose by each request's sampling parameters. # int64 [sampled]
+        """Run the model, and choose tokens by each request's sampling parameters. # int64 [sampled]
 
         Args:
-            scored: prompt tokens to score. Their logits follow those of the requests.
+            scored: prompt tokens to score. Their logits follow the requests' logits.
         """
         with torch.inference_mode():
             logits = self.logits(batch)
@@ -269,7 +270,7 @@ class Worker(OneAtATime):
         return tokens
 
     def _batch(self, step: Step, rows: np.ndarray, wants_logits: np.ndarray) -> Batch:
-        """Return the step as a batch; `rows` are those of its decodes, then of its chunks."""
+        """Return the step as a batch. `rows` has the rows of the step's decodes, then of its chunks."""
         num_decodes = len(step.decode)
         query_len = np.ones(len(rows), dtype=np.int32)
         query_len[num_decodes:] = [chunk.length for chunk in step.encode]
@@ -289,12 +290,13 @@ class Worker(OneAtATime):
 
 
 def fed(tokens: np.ndarray) -> np.ndarray:
-    """Return the tokens to feed next; 0 for a request that has no token but stays in its batch. # int64 [n] -> same"""
+    """Return the tokens to feed next, with 0 for a request that has no token but stays in its batch. # int64 [n] ->
+    same"""
     return np.maximum(tokens, 0)
 
 
 def slices(step: Step, most: int = SLICE_TOKENS) -> Iterator[Step]:
-    """Yield the step in parts of at most `most` tokens, decodes first. A prompt may span several parts."""
+    """Yield a step in parts of at most `most` tokens, decodes first. A prompt may span several parts."""
     decode, chunks = step.decode, []
     room = max(1, most - len(decode))
     for id_, start, length in step.encode:

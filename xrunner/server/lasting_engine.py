@@ -1,4 +1,4 @@
-"""An engine that is restarted when it is lost, and continues its requests (`Handover`)."""
+"""Restart an engine when it is lost, and continue its requests (`Handover`)."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Handover:
         return ended + self.take_back(engine, losses=1)
 
     def take_back(self, engine: RemoteEngine, losses: int = 0) -> list[Token]:
-        """Make all requests wait for an engine that is restarted; `losses` is 0 if it is restarted on purpose."""
+        """Make all requests wait for an engine that is restarted. `losses` is 0 if it is restarted on purpose."""
         ended, requests = [], {*self._waiting, *self._suspects}
         self._tried = None
         self._waiting.clear()
@@ -131,7 +131,7 @@ class Handover:
 
 
 STEPS_AT_ONCE = 8
-"""Steps whose tokens are delivered before the event loop has another turn."""
+"""Number of steps whose tokens are delivered before the event loop runs other tasks."""
 
 logger = logging.getLogger(__name__)
 
@@ -139,15 +139,15 @@ OnStep = Callable[[list[Token], list[StepRecord]], None]
 
 
 class LastingEngine:
-    """Runs an engine from `start` to `stop`, which closes it. All methods belong to the event loop's thread.
+    """Runs an engine from `start` to `stop`, which closes the engine. All methods run in the event loop's thread.
 
-    If the engine's process dies or hangs, it is restarted on the last plan under which a step has ended, and continues
-    its requests after their last tokens (`Handover`). An engine that changes to a plan with a different number of
-    replicas is also restarted.
+    If the engine's process dies or hangs, the engine is restarted on the last plan under which a step has ended, and
+    requests continue after their last tokens (`Handover`). The engine is also restarted for a plan with another number
+    of replicas.
 
     Args:
         running: returns the plan to run. None means that a lost engine is not restarted.
-        on_step: called with the tokens and the records of each step that ends; also with the ends of requests that
+        on_step: called with the tokens and the records of each step that ends, and with the ends of requests that
             cannot continue.
         on_return: called with the plan of a restarted engine.
         on_failed: called once, when the engine has failed for good.
@@ -174,7 +174,7 @@ class LastingEngine:
         self._looking: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._lost_s: float | None = None
-        """Time at which the engine was lost. None means that it runs, or is exchanged for another plan."""
+        """Time at which the engine was lost. None means that it runs, or is being restarted for another plan."""
         self._is_over = False
         engine.listen(self._records.append)
 
@@ -185,7 +185,7 @@ class LastingEngine:
         self._looking = self._loop.create_task(self._look())
 
     async def stop(self) -> None:
-        """Let the current step end and start no other; close the engine."""
+        """Let the current step end, prevent further steps, and close the engine."""
         self._end()
         if self._looking is not None:
             self._looking.cancel()
@@ -204,7 +204,7 @@ class LastingEngine:
         return self._restarting is not None and not self._restarting.done()
 
     def go_over_to(self, plan: Plan) -> None:
-        """Follow another plan as soon as possible. An engine is restarted if the number of replicas changes.
+        """Follow another plan as soon as possible. The engine is restarted if the number of replicas changes.
 
         Raises:
             InputError: the engine cannot run the plan.
@@ -230,13 +230,13 @@ class LastingEngine:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Submit the requests that the engine may have now."""
+        """Submit the requests that may be submitted to the engine now."""
         if not self._is_over and not self.is_restarting:
             for generation in self._handover.ready():
                 self.engine.submit(generation)
 
     async def _look(self) -> None:
-        """Check the engine regularly, even if no message has come, since an engine that hangs sends nothing."""
+        """Check the engine regularly, even if no message has come, since an engine that hangs sends no messages."""
         while not self._is_over:
             await asyncio.sleep(ALIVE_S)
             if not self.is_restarting:
@@ -258,12 +258,12 @@ class LastingEngine:
         except EngineLost as error:
             self._lose(error)
         except Exception as error:
-            # Whatever the error is, the requests must be ended.
+            # Whatever the error is, the requests must end.
             logger.debug("traceback", exc_info=True)
             self._fail(error)
 
     def _lose(self, error: MachineError) -> None:
-        """Restart a lost engine, unless that has happened too often."""
+        """Restart a lost engine, unless it was lost too often."""
         if self._good_plan is None:
             self._fail(error)
             return
@@ -313,7 +313,7 @@ class LastingEngine:
     def _fail(self, error: Exception) -> None:
         if self._is_over:
             return
-        with suppress(ValueError, OSError):  # the engine's descriptor may be closed together with it
+        with suppress(ValueError, OSError):  # closing the engine may have closed its descriptor
             self._end()
         self._is_over = True
         self._on_failed(error if isinstance(error, XgptError) else XgptError(f"{type(error).__name__}: {error}"))

@@ -1,4 +1,4 @@
-"""The facts about one HTTP request that all parts of the server use."""
+"""The properties of one HTTP request that all parts of the server use."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from xrunner.server.access.keys import NO_KEY, Key
 from xrunner.server.access.quota import Quota
 
 ABORT = "xgpt.abort"
-"""Key in a request's scope: closes the connection at once, without sending pending bytes."""
+"""Key in a request's scope of a function that closes the connection without sending pending bytes."""
 
 
 @dataclass(slots=True)
 class RequestInfo:
-    """The facts about a request that are known before its body is read; routes fill in fields for the log.
+    """The properties of a request that are known before its body is read. Routes add fields for the log.
 
     Attributes:
-        received_s: `time.perf_counter` when its head had arrived.
-        read_s: `time.perf_counter` when its body had arrived, or 0 before that.
+        received_s: `time.perf_counter` when the head had arrived.
+        read_s: `time.perf_counter` when the body had arrived, or 0 until then.
         deadline_header: the value of X-Deadline-S.
-        key: rights and limits of its client.
-        quota: the requests and tokens that its key may still use. None means that the request asks for no tokens.
-        phases: (name, start, end) of its waiting, encoding and decoding, on the clock of `received_s`.
-        log: further fields of its log line, which never contain a prompt. The error of a refused request may name a
+        key: rights and limits of the client.
+        quota: the requests and tokens that the key may still use. None means that the request does not generate tokens.
+        phases: (name, start, end) of waiting, encoding and decoding, on the clock of `received_s`.
+        log: further fields of the log line, which never contain a prompt. The error of a refused request may contain a
             field's value.
     """
 

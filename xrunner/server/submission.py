@@ -1,4 +1,4 @@
-"""Check requests against limits, the model and the engine, and submit them: one set of rules for HTTP and for gRPC."""
+"""Check requests against limits, the model and the engine, and submit them, with the same rules for HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class Limits:
     """Limits beyond which requests are refused.
 
     Attributes:
-        max_waiting: number of outputs that may wait for their first step. Further outputs get 429. An API key may
-            always have its share of this number waiting.
-        answer_within_s: time from a request to its last token that is promised to each accepted request. A request that
-            would take longer, by the plan and the recent pace, gets 429. None means no promise.
-        request_timeout_s: longest time from a request to its last token, after which it ends with 504. None means no
-            limit.
+        max_waiting: number of outputs that may wait for their first step. Further outputs get 429, unless their API key
+            has fewer than its share of this number waiting.
+        answer_within_s: promised time from a request to its last token. A request that would take longer, according to
+            the plan and the recent pace, gets 429. None means no promise.
+        request_timeout_s: longest time from a request to its last token, after which the request ends with 504. None
+            means no limit.
         default_max_tokens, max_max_tokens: see `OutputRule`.
-        max_body_bytes: longer bodies are answered with 413.
+        max_body_bytes: longer bodies get 413.
         all_bodies_bytes: memory of all bodies together, from their first byte until their prompts are token ids,
             without the first 64 KiB of each. An account may use half of it. Further bodies get 503.
         all_requests_bytes: the same limit for requests after their prompts have become token ids, until the requests
             have ended.
-        body_timeout_s: time in which a body must arrive; otherwise 408.
+        body_timeout_s: time in which a body must arrive. Later bodies get 408.
     """
 
     max_waiting: int = 4096
@@ -62,7 +62,7 @@ class Limits:
             )
 
     def output_rule(self, plan: Plan | None) -> OutputRule:
-        """Return the rule on the length of outputs under this plan."""
+        """Return the limits on the length of outputs under this plan."""
         if plan is None:
             return OutputRule(self.default_max_tokens, self.max_max_tokens)
         return OutputRule(self.default_max_tokens, self.max_max_tokens, plan.promised_output, plan.may_outgrow)
@@ -75,11 +75,11 @@ class CheckedPrompt:
     tokens: tuple[int, ...]
     allowance: Allowance
     echo: str = ""
-    """The prompt's text, if the answer begins with it. Otherwise empty."""
+    """The prompt's text if the answer begins with it, and otherwise empty."""
 
 
 class Submitted(NamedTuple):
-    """An output in the engine."""
+    """An output that was submitted to the engine."""
 
     prompt: CheckedPrompt
     sampling: SamplingParams
@@ -103,7 +103,8 @@ def check_support(request: GenerationRequest, model: ServedModel, engine: Engine
 def check_prompts(
     request: GenerationRequest, prompts: list[list[int]], model: ServedModel, engine: EngineClient, limits: Limits
 ) -> list[CheckedPrompt]:
-    """Return the prompts with the limits on their outputs. Raises ApiError (400) if one cannot be answered."""
+    """Check prompts, and return them with the limits on their outputs. Raises ApiError (400) if a prompt cannot be
+    answered."""
     rule = limits.output_rule(None if engine.watch is None else engine.watch.plan)
     kept = [request.kept_of(tokens, model.spec.max_context) for tokens in prompts]
     checked = [
@@ -116,11 +117,11 @@ def check_prompts(
 
 
 class EngineOutputs:
-    """The outputs that a request has in the engine: n for each of its prompts, all or none of them.
+    """The outputs of a request: n for each of its prompts, which are submitted to the engine together or not at all.
 
     Attributes:
-        inbox: receives the outputs' tokens, or the reason why none will come.
-        end_s: time after which the outputs are useless, on the clock of `time.perf_counter`. Infinite means never.
+        inbox: receives the outputs' tokens, or the reason why no more will come.
+        end_s: time by which the outputs must be complete, on the clock of `time.perf_counter`. Infinite means never.
         stop_token_ids: tokens that end an output.
         streams: the submitted outputs by id, in the order of the answer.
     """
@@ -150,11 +151,11 @@ class EngineOutputs:
         self.streams: dict[int, TokenStream] = {}
 
     def submit(self) -> list[Submitted]:
-        """Submit all outputs to the engine, or none.
+        """Submit either all outputs to the engine or none.
 
         Raises:
             ApiError: 429, too many are waiting, or the key has used up its tokens of this minute; 500, the engine has
-                failed; 503, the server shuts down; 504, the deadline has passed.
+                failed; 503, the server is shutting down; 504, the deadline has passed.
         """
         self._engine.check_open()
         if self.end_s <= time.perf_counter():
@@ -178,7 +179,7 @@ class EngineOutputs:
             # Log probabilities take far less memory as JSON text.
             hold=not (self._request.stream or self._request.stops or self._request.num_logprobs is not None),
         )
-        sampling = self._request.sampling(seed)  # computed once, since a grammar is written for it
+        sampling = self._request.sampling(seed)  # computed only once, since it writes the grammar
         choices = list(of_choices(sampling, seed, num_choices))
         submitted = []
         for prompt in self._prompts:
@@ -211,7 +212,7 @@ class EngineOutputs:
         return promise
 
     def late(self, what: str) -> ApiError:
-        """Return the error for an answer that comes too late. `what` states what has not happened in time."""
+        """Return the error for an answer that comes too late. `what` is what has not happened in time."""
         if self.is_timeout:
             within_s = self._limits.request_timeout_s
             return ApiError(504, f"{what} within this server's limit of {within_s:g} s", code="timeout")
@@ -219,7 +220,7 @@ class EngineOutputs:
 
     @property
     def is_timeout(self) -> bool:
-        """Whether the server's own time limit has passed, rather than the client's deadline."""
+        """Return whether the time limit is the server's own and not the client's deadline."""
         timeout_s = self._limits.request_timeout_s
         return timeout_s is not None and timeout_s < (self._seconds or math.inf)
 

@@ -1,10 +1,10 @@
 """Run a batch in rows, from its prompts to the last token of its longest output, as in TCB and its baselines.
 
 The layers are those of ordinary serving. Only the layout differs. All slots of a batch have the same number of tokens,
-so padding is also computed. A decode step computes one token of every request, and its attention treats each slot as if
-the slot had as many requests as the fullest slot, until the longest output of the batch has ended. Keys and values are
-stored slot by slot until the batch has ended. With `free_slots`, a slot is removed as soon as all of its requests have
-ended. Positions restart with each request.
+so padding is computed, too. Until the longest output has ended, a decode step computes one token of every request, and
+attention for as many requests in each slot as the fullest slot has. Keys and values are stored slot by slot until the
+batch has ended. With `free_slots`, a slot is removed as soon as all of its requests have ended. Positions restart with
+each request.
 
 Attention is computed over whole slots, and a mask restricts it to each request. Ordinary serving uses the flattened
 batch and the backends in `xrunner.attention` instead. Source: TCB sec. 4.1.2 and 4.2.1, equations (5), (6) and (8).
@@ -28,21 +28,22 @@ from xrunner.attention import Batch, Scoring
 from xrunner.models import DecoderModel, EncoderDecoderModel, Model
 
 MASK_BYTES = 64 * 2**20
-"""Largest size of the masks of slots that are attended to together, including a bias for each head."""
+"""Largest size of the masks that are used together, including a bias for each head."""
 
 WIDENED_BYTES = 4 * 2**20
-"""Largest size of the keys and values that are converted together: few enough to be read from a cache."""
+"""Largest size of the keys and values that are converted together, so that they are read from a cache."""
 
 PADDING = -1
-"""The owner of a padding token."""
+"""The owner of padding tokens."""
 
 
 def attend_slots(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Attend from each query, within its slot, to its allowed keys. Each query must be allowed at least one.
+    """Compute each query's attention to its allowed keys, which are in its slot. Each query must have at least one
+    allowed key.
 
     Args:
         q: # [slots, heads, queries, dim]
-        k, v: keys and values; their dtype may be narrower than that of q. # [slots, kv_heads, keys, dim]
+        k, v: keys and values. Their dtype may be narrower than that of q. # [slots, kv_heads, keys, dim]
         allowed: # bool [slots, queries, keys], or [1, queries, keys] if equal in all slots
         bias: numbers to add to the scores, equal in all slots. # [heads, queries, keys]
 
@@ -67,7 +68,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | Non
     attended = _masked(q, k, v, allowed, bias, scale)
     if not attended.isnan().any():
         return attended
-    # A key that is not finite would make its whole slot NaN, even if it is masked; only its own request may become NaN.
+    # A key that is not finite would make the whole slot NaN, even if the key is masked, but only its own request may
+    # become NaN.
     is_finite = (k.isfinite() & v.isfinite()).all(3).all(1)
     k, v = (x.where(is_finite[:, None, :, None], 0) for x in (k, v))
     is_lost = (allowed & ~is_finite[:, None]).any(2)
@@ -82,7 +84,7 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | Non
 
 
 def same_owner(queries: Tensor, keys: Tensor) -> Tensor:
-    """Return where query and key belong to the same request; padding sees everything, so that no sum of weights is
+    """Return whether each query and key belong to the same request. Padding sees all keys, so that no sum of weights is
     zero.
 
     # int64 [slots, queries], [slots, keys] -> bool [slots, queries, keys]
@@ -91,15 +93,15 @@ def same_owner(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 class Layout:
-    """A batch as arrays: its slots of tokens, and its requests in the order of their positions.
+    """A batch as arrays: the tokens of its slots, and its requests in the order of their positions.
 
     Attributes:
         most: number of requests in the fullest slot.
         token_ids, positions: 0 for padding. # int64 [slots, tokens]
-        owner: number, within its slot, of the request that a token belongs to. # int64 [slots, tokens]
+        owner: number, within the slot, of the request to which each token belongs. # int64 [slots, tokens]
         slot, number: slot of each request, and the request's number in the slot. # int64 [requests]
-        length, end: number of prompt tokens of each request, and the index of the last of them within the request's
-            slot. # int64 [requests]
+        length, end: number of prompt tokens of each request, and the last prompt token's index in the request's slot. #
+            int64 [requests]
     """
 
     def __init__(self, batch: RowBatch, prompts: Mapping[int, Sequence[int]]) -> None:
@@ -121,7 +123,9 @@ class Layout:
 
 
 class Rows(ABC):
-    """A batch on the device. Attention sees slots of `most` tokens, including padding; the layers see requests."""
+    """A batch on the device. Attention sees slots for `most` requests, including padding. The layers see only
+    requests.
+    """
 
     def __init__(self, model: Model, layout: Layout, most_steps: int) -> None:
         self._most = layout.most
@@ -133,20 +137,21 @@ class Rows(ABC):
         numbers = torch.full((len(layout.owner), layout.most), PADDING, device=self._device)
         numbers[self._slot, self._number] = self._number
         self._sees_prompt = same_owner(numbers, self._owner)
-        """Which prompt tokens a request's generated token sees."""
+        """Which prompt tokens a request's generated tokens see."""
         self._sees_own = torch.eye(layout.most, dtype=torch.bool, device=self._device).repeat(1, most_steps)[None]
-        """Which generated tokens a request's generated token sees. The tokens of one step are adjacent, one for each of
-        the `most` requests of a slot, so each request sees every `most`-th token. # bool [1, most, steps * most]
+        """Which generated tokens a request's generated token sees. A step's tokens are adjacent, one for each of the
+        slot's `most` requests, so each request sees every `most`-th token. # bool [1, most, steps * most]
         """
 
     @abstractmethod
     def first(self) -> Tensor:
-        """Read the prompts; return the hidden states for each request's first token. # [requests, hidden]"""
+        """Encode the prompts. Return the hidden states for each request's first token. # [requests, hidden]"""
 
     @abstractmethod
     def next(self, tokens: Tensor) -> Tensor:
-        """Decode each request's last token; return the hidden states for the next one.
-        # int64 [requests] -> [requests, hidden]"""
+        """Decode each request's last token. Return the hidden states for the next token.
+        # int64 [requests] -> [requests, hidden]
+        """
 
     @property
     @abstractmethod
@@ -154,7 +159,7 @@ class Rows(ABC):
         """Return all caches."""
 
     def keep(self, stay: np.ndarray) -> None:
-        """Remove all slots except those of the remaining requests, which are given by index. # int64 [remaining]"""
+        """Remove all slots without remaining requests, whose indices are given. # int64 [remaining]"""
         chosen = self._tensor(stay)
         slots, self._slot = self._slot[chosen].unique_consecutive(return_inverse=True)
         self._number = self._number[chosen]
@@ -163,7 +168,8 @@ class Rows(ABC):
             cache.keep(slots)
 
     def _groups(self) -> Iterator[slice]:
-        """Yield the slots whose prompts are encoded together, so that activations stay within their memory."""
+        """Yield the slots whose prompts are encoded together, so that activations fit into the memory planned for
+        them."""
         num_slots, num_tokens = self._owner.shape
         at_once = max(1, SLICE_TOKENS // num_tokens)
         for start in range(0, num_slots, at_once):
@@ -180,8 +186,9 @@ class Rows(ABC):
         bias: Tensor | None,
         scoring: Scoring,
     ) -> Tensor:
-        """Attend from a step's tokens within their slots.
-        # q, k, v [requests, heads, dim] -> [requests, heads * dim]"""
+        """Compute the attention of a step's tokens within their slots.
+        # q, k, v [requests, heads, dim] -> [requests, heads * dim]
+        """
         q, k, v = (self._in_slots(x) for x in (q, k, v))
         keys, values = cache.append(k, v)
         return self._of_requests(attend_slots(q, keys, values, allowed, bias, scoring.scale_of(q.shape[-1])))
@@ -201,10 +208,10 @@ class Rows(ABC):
 
 
 class SlotCache:
-    """Keys and values of one attention block, slot by slot, with room for `most` tokens in each.
+    """Keys and values of one attention block, slot by slot, with memory for `most` tokens in each slot.
 
     Args:
-        dtype: dtype to which they are rounded. None means that in which they are computed.
+        dtype: dtype to which they are rounded. None means the dtype in which they are computed.
     """
 
     def __init__(self, most: int, dtype: torch.dtype | None) -> None:
@@ -214,7 +221,8 @@ class SlotCache:
         self._kv: Tensor | None = None
 
     def fill(self, k: Tensor, v: Tensor, start: int, num_slots: int) -> tuple[Tensor, Tensor]:
-        """Set the first tokens of `num_slots` slots from `start` on; return them as stored.
+        """Set the first tokens of some of `num_slots` slots, from slot `start` on. Return their keys and values as
+        stored.
 
         # each [slots, kv_heads, tokens, dim] -> same
         """
@@ -227,8 +235,9 @@ class SlotCache:
         return keys, values
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append tokens, perhaps none; return all tokens so far.
-        # each [slots, kv_heads, tokens, dim] -> [.., all, dim]"""
+        """Append the keys and values of tokens, if any. Return those of all tokens so far.
+        # each [slots, kv_heads, tokens, dim] -> [.., all, dim]
+        """
         if self._kv is None:
             slots, heads, _, dim = k.shape
             self._kv = k.new_empty((2, slots, heads, self._most, dim), dtype=self._dtype)
@@ -253,7 +262,7 @@ def _by_token(x: Tensor) -> Tensor:
 
 
 class _CausalRows(Rows):
-    """Rows of decoder-only models: prompts and outputs share one cache."""
+    """Rows of a decoder-only model, in which prompts and outputs share one cache."""
 
     def __init__(self, model: DecoderModel, layout: Layout, most_steps: int, dtype: torch.dtype | None) -> None:
         super().__init__(model, layout, most_steps)
@@ -302,13 +311,13 @@ class _CausalRows(Rows):
         super().keep(stay)
 
     def _forward(self, batch: Batch, attend: Callable[..., Tensor], rows: Tensor | None = None) -> Tensor:
-        """Return the hidden states of these rows. None means all. # [tokens, hidden]"""
+        """Return the hidden states of these rows. None means all rows. # [tokens, hidden]"""
         attends = [partial(attend, cache=cache) for cache in self._kept]
         return self._model.run_layers(self._model.embed(batch), batch, attends, rows)
 
 
 class _EncoderDecoderRows(Rows):
-    """Rows of encoder-decoders: they have cross-attention to the slot's prompts, and a separate cache for outputs."""
+    """Rows of an encoder-decoder, with cross-attention to the slot's prompts, and a separate cache for outputs."""
 
     def __init__(self, model: EncoderDecoderModel, layout: Layout, most_steps: int, dtype: torch.dtype | None) -> None:
         super().__init__(model, layout, most_steps)
@@ -350,7 +359,7 @@ class _EncoderDecoderRows(Rows):
         return self._model.encoder.final_norm(hidden)
 
     def _decode(self, tokens: Tensor, memory: Tensor | None) -> Tensor:
-        """Run one step, with the encoder's output if it is the first. # int64 [requests] -> [requests, hidden]"""
+        """Run one step, which gets the encoder's output if it is the first. # int64 [requests] -> [requests, hidden]"""
         slots = len(self._owner)
         self._num_steps += 1
         num_own = self._num_steps * self._most
@@ -375,7 +384,7 @@ def rows_of(model: Model, layout: Layout, most_steps: int, dtype: torch.dtype | 
     """Return the batch in the form that this model needs, for at most `most_steps` steps.
 
     Args:
-        dtype: dtype of stored keys and values. None means that in which they are computed.
+        dtype: dtype of stored keys and values. None means the dtype in which they are computed.
     """
     if isinstance(model, DecoderModel):
         return _CausalRows(model, layout, most_steps, dtype)

@@ -1,4 +1,4 @@
-"""A worker that runs whole batches in rows: it replaces the usual worker under `xgpt serve --batching`."""
+"""A worker that runs whole batches in rows, in place of the usual worker, under `xgpt serve --batching`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from xrunner.worker import fed
 
 
 class _RunningBatch:
-    """A running batch and the state of its requests; arrays are in the order of its logits.
+    """A running batch and the state of its requests. Arrays have the order of the batch's logits.
 
     Attributes:
         slot: slot of each request. # int64 [requests]
         lines: row of each request in the sampler. # int64 [requests]
-        context: number of tokens of each request whose K/V is stored. # int32 [requests]
+        context: number of each request's tokens whose K/V are stored. # int32 [requests]
         last_token: the token to process next, for each request. # int64 [requests]
     """
 
@@ -45,11 +45,10 @@ class _RunningBatch:
 
 
 class RowWorker(OneAtATime):
-    """Executes the steps of whole batches: one step that encodes a whole batch, then steps that decode all its
-    requests.
+    """Executes the steps of whole batches: a step that encodes a whole batch, and steps that decode all its requests.
 
     A request that has ended is still computed until its batch has ended or, with slots, until its slot has ended. Keys
-    and values are stored in the batch's own tensors; `policies.row_pool.RowPool` counts them against the plan's memory.
+    and values are stored in the batch's own tensors. `policies.row_pool.RowPool` counts them against the plan's memory.
 
     Args:
         row_tokens: prompt tokens of a row.
@@ -77,15 +76,14 @@ class RowWorker(OneAtATime):
         self._generations: dict[int, Generation] = {}
         self.inside: dict[int, _RunningBatch] = {}
         self._samplers: dict[int, Sampler] = {}
-        """Samplers of each micro-batch that has had a batch."""
+        """Sampler of each micro-batch that has had a batch."""
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         """Note a request of the batch that the next step encodes."""
         self._generations[generation.id] = generation
 
     def release(self, ids: Collection[int]) -> None:
-        """Forget these requests. With slots, a slot whose requests are all forgotten is removed, and its memory
-        freed."""
+        """Forget these requests. With slots, remove a slot and free its memory when all its requests are forgotten."""
         gone = {id_ for id_ in ids if self._generations.pop(id_, None) is not None}
         for number, batch in list(self.inside.items()):
             for id_ in gone.intersection(batch.ids):
@@ -103,7 +101,7 @@ class RowWorker(OneAtATime):
         self.release(list(self._generations))
 
     def execute(self, step: Step) -> dict[int, int]:
-        """Run one step; return the next token of each of its requests."""
+        """Run one step. Return the next token of each of the step's requests."""
         self.logprobs, self.failed = {}, {}
         if not (step.encode or step.decode):
             return {}
@@ -130,7 +128,7 @@ class RowWorker(OneAtATime):
         return {id_: token for id_, token in zip(batch.ids, tokens.tolist(), strict=True) if id_ in asked}
 
     def _begin(self, step: Step) -> _RunningBatch:
-        """Lay out an encode step's batch in rows, as the pool has arranged it."""
+        """Arrange an encode step's batch in rows, in the same way as the pool."""
         assert step.microbatch not in self.inside, "a batch begins when the last one of its micro-batch has ended"
         batch = [self._generations[chunk.id] for chunk in step.encode]
         layout = lay_out(

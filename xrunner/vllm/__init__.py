@@ -1,15 +1,15 @@
 """Run plans inside vLLM: a scheduler class, the flags that start vLLM, and the channel that re-plans it.
 
 This package turns a plan into a command line for vLLM. vLLM's engine core loads `scheduler.XgptScheduler`, in which
-xgpt.core.policies decides what each step encodes and decodes. A vLLM process imports this package and has its own
-torch, so this package imports neither torch nor any other part of xrunner by itself. Only modules that run in vLLM's
+xgpt.core.policies decides what each step encodes and decodes. vLLM's processes import this package and have their own
+torch, so this package itself imports neither torch nor other parts of xrunner. Only modules that run in vLLM's
 processes import vllm.
 """
 
 from importlib.metadata import PackageNotFoundError, version
 
 TESTED_VERSION = "0.32.0"
-"""The version of vLLM that this package is tested with; other versions draw a warning."""
+"""The version of vLLM with which this package is tested. Other versions cause a warning."""
 
 
 def installed_version() -> str | None:

@@ -1,8 +1,8 @@
 """The channel between `xgpt serve` and its vLLM processes: `xrunner.channel` over several connections.
 
 The front listens on a socket in a directory that only this user can enter. The host of each lane (`host`) connects to
-it and receives requests; each engine core connects, reports its steps, and receives plans. A core reads plans between
-two steps, so an idle core replies only after its next request has come.
+this socket to receive requests. Each engine core connects to report its steps and to receive plans. A core reads plans
+between two steps, so an idle core replies only after the next request.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from xrunner.channel.ends import EngineEnd, FrontEnd
 from xrunner.channel.messages import Alive, Down, Follow, Followed, Ready, Rested, Room, Stepped
 
 WARM_UP = -1
-"""The number of a host's own warm-up request."""
+"""Id of a host's own warm-up request."""
 _NONE_NOW = (errno.EAGAIN, errno.EMFILE, errno.ENFILE)
-"""Errors of `accept` after which to try again later: if no file descriptor is free, `accept` fails even though nobody
-connects.
+"""Errors of `accept` after which to try again later. If no file descriptor is free, `accept` fails even if no process
+is connecting.
 """
 _FRONT = "front"
 """Name of the front's socket in a run's directory."""
@@ -48,7 +48,7 @@ _decode_up = msgspec.msgpack.Decoder(Up).decode
 
 
 class VllmEnd(EngineEnd[Down]):
-    """The vLLM end of the channel: in the host of a lane, or in the scheduler of an engine core.
+    """The end of the channel in vLLM, either in a lane's host or in an engine core's scheduler.
 
     Args:
         directory: directory of this run.
@@ -63,7 +63,7 @@ class VllmEnd(EngineEnd[Down]):
 
     def received(self) -> Iterator[Down]:
         """Yield the messages that have come since the last call."""
-        with suppress(EOFError):  # the front has ended, and `supervised` ends this process
+        with suppress(EOFError):  # the front has ended, and `supervised` will end this process
             while (message := self.receive(0)) is not None:
                 yield message
 
@@ -75,7 +75,8 @@ class VllmEnd(EngineEnd[Down]):
 
 
 class Lanes:
-    """The front's end of all lanes' connections; it presents hosts and engine cores as one engine (`FrontConnection`).
+    """The front's end of all lanes' connections, which presents hosts and engine cores as one engine
+    (`FrontConnection`).
 
     Args:
         directory: directory of this run.
@@ -95,7 +96,7 @@ class Lanes:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._hello: dict[FrontEnd[Up], VllmHello | None] = {}
-        """The hello of each connection. None means that it has not been sent yet."""
+        """The first message of each connection, or None until it has come."""
         self._received: deque[tuple[FrontEnd[Up], messages.Up]] = deque()
         self._is_ready = False
         self._ready = Ready(takes_seeds=False, scores_prompts=False, resumes=True)
@@ -103,7 +104,7 @@ class Lanes:
         self._taking: set[LaneName] = set()
         """Lanes whose host accepts requests."""
         self._alive: set[FrontEnd[Up]] = set()
-        """Hosts and engine cores that have reported since the last time that all had."""
+        """Hosts and engine cores that have reported since all of them had last reported."""
         self._following: set[FrontEnd[Up]] = set()
         """Engine cores that follow the last plan."""
         self._rooms: dict[FrontEnd[Up], Room] = {}
@@ -112,7 +113,7 @@ class Lanes:
 
     @property
     def has_gone(self) -> bool:
-        """Whether a process has ended, so that no message will follow."""
+        """Return whether a process has ended, so that no message will follow."""
         return self._has_ended()
 
     @property
@@ -121,7 +122,7 @@ class Lanes:
         return [end for end, hello in self._hello.items() if hello is not None and hello.plans]
 
     def send(self, message: Down, lane: LaneName = "both") -> None:
-        """Send a plan to every engine core; send anything else to a lane's host."""
+        """Send a plan to every engine core, and other messages to a lane's host."""
         if isinstance(message, Follow):
             self._following.clear()
             for core in self._cores:
@@ -132,12 +133,12 @@ class Lanes:
                 end.send(message)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `receive` has something to do."""
+        """Return a descriptor that is readable when `receive` can do something."""
         descriptor: int = self._selector.fileno()
         return descriptor
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a message has come, or the time is over."""
+        """Wait until a message has come, for at most `timeout_s`."""
         if not self._received:
             self._selector.select(timeout_s)
 
@@ -153,13 +154,11 @@ class Lanes:
             hello = self._hello[end]
             if hello is not None and (reply := self._meaning(end, hello.lane, message)) is not None:
                 return reply
-        # It reports nothing itself while it imports and loads.
+        # vLLM sends no reports while it imports and loads.
         return None if self._is_ready or self.has_gone else Alive([])
 
     def _meaning(self, end: FrontEnd[Up], lane: LaneName, message: messages.Up) -> messages.Up | None:
-        """Return the message about the whole engine that follows from a connection's message, or None if there is
-        none.
-        """
+        """Translate a connection's message into a message about the whole engine, or None if there is none."""
         match message:
             case Ready():
                 self._taking.add(lane)
@@ -188,13 +187,13 @@ class Lanes:
         return message
 
     def _room(self, core: FrontEnd[Up], room: Room) -> Room:
-        """Record the K/V state of an engine core; return the state of all cores together."""
+        """Record the K/V state of an engine core, and return the sum over all cores."""
         self._rooms[core] = room
         reserved, kept, preemptions, emptying = zip(*self._rooms.values(), strict=True)
         return Room(sum(reserved), sum(kept), sum(preemptions), any(emptying))
 
     def _without_warm_up(self, core: FrontEnd[Up], records: list[StepRecord]) -> list[StepRecord]:
-        """Return a core's steps, numbered from the first one that contains a client's request."""
+        """Return a core's steps that contain clients' requests, numbered from the first such step."""
         ours = [record for record in records if not _is_warm_up(record)]
         self._skipped[core] += len(records) - len(ours)
         skipped = self._skipped[core]
@@ -233,5 +232,5 @@ class Lanes:
 
 
 def _is_warm_up(record: StepRecord) -> bool:
-    """Return whether a host ran this step before it accepted requests, when no request was running."""
+    """Return whether a step is a host's warm-up, which runs before the host accepts requests."""
     return WARM_UP in record.decode or any(id_ == WARM_UP for id_, _, _ in record.encode)

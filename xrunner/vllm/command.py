@@ -20,10 +20,11 @@ GPU_BLOCK_SIZE = 16
 CPU_BLOCK_SIZE = 32
 """The smallest block size that vLLM's CPU attention accepts."""
 MAX_RUNNING = 1024
-"""Largest number of concurrent requests for which vLLM prepares batches, if the plan's memory holds more."""
+"""Largest number of concurrent requests for which vLLM prepares batches, even if more would fit in the plan's
+memory."""
 NIXL_PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
-"""The variable with the port at which a lane's NixlConnector describes how to reach its K/V. Each lane on a host has
-its own port.
+"""The variable with the port at which a lane's NixlConnector describes how to reach the lane's K/V. Lanes on one
+machine have different ports.
 """
 HOST = "xrunner.vllm.host"
 ANOTHER_LOOP = (
@@ -35,11 +36,11 @@ ANOTHER_LOOP = (
 
 @dataclass(frozen=True)
 class Launch:
-    """The start of one lane's vLLM: its model, arguments and environment variables.
+    """The model, arguments and environment variables with which one lane's vLLM is started.
 
     Attributes:
         sizes: the arguments that are the same for any program that starts vLLM.
-        kv_blocks, block_size: the K/V memory of all requests together.
+        kv_blocks, block_size: number and size of K/V blocks for all requests together.
     """
 
     lane: LaneName
@@ -51,8 +52,8 @@ class Launch:
     block_size: int = 0
 
     def command(self, python: str, directory: str) -> list[str]:
-        """Return the command that starts this vLLM with its own Python. Requests come over a socket in the
-        directory.
+        """Return the command that starts this vLLM with its own Python. It receives requests through a socket in
+        `directory`.
         """
         return [python, "-m", HOST, f"--model={self.model}", *self.arguments, directory, self.lane]
 
@@ -63,10 +64,10 @@ def block_size_of(cluster: ClusterSpec) -> int:
 
 
 def computing_cores(cluster: ClusterSpec) -> int:
-    """Return the cores of this machine on which each CPU device of the cluster computes.
+    """Return on how many cores of this machine each CPU device of the cluster computes.
 
-    If one device is a whole machine, one core is left to the loop of vLLM's engine, as in vLLM itself: the loop never
-    sleeps while requests run, and the computing threads would wait for the thread that shares a core with it.
+    If a device is a whole machine, one core is left to the loop of vLLM's engine, as in vLLM itself. The loop never
+    sleeps while requests run, so a computing thread on the same core would be slow, and the others would wait for it.
     """
     cores = num_cores() // cluster.devices_per_node
     return max(1, cores - 1) if cluster.devices_per_node == 1 else cores
@@ -75,9 +76,9 @@ def computing_cores(cluster: ClusterSpec) -> int:
 def variables(cluster: ClusterSpec, devices: Sequence[int]) -> dict[str, str]:
     """Return vLLM's environment variables for these devices of the cluster.
 
-    On this machine's CPUs they set which cores compute. By default vLLM leaves one core free for its engine's loop, and
-    another one if there is a K/V connector, unless no core would remain. Since a profile is measured with a connector,
-    its measurement would then use other cores than the server.
+    On this machine's CPUs, the variables set which cores compute. By default, vLLM leaves one core to the engine's
+    loop, and another if there is a K/V connector. A profile is measured with a connector, so it would be measured on
+    other cores than the server's.
     """
     if cluster.device.type == "gpu" or not cluster.is_local:
         return {}
@@ -88,13 +89,13 @@ def variables(cluster: ClusterSpec, devices: Sequence[int]) -> dict[str, str]:
 
 
 def devices_of(plan: Plan, stages: Sequence[Stage]) -> list[int]:
-    """Return the devices of these stages in all replicas, one replica after the other."""
+    """Return the devices of these stages in all replicas, replica by replica."""
     devices = [device for stage in stages for device in stage.devices]
     return [replica * plan.devices_per_replica + device for replica in range(plan.replicas) for device in devices]
 
 
 def cache_bytes(plan: Plan, stages: Sequence[Stage], tokens: int) -> int:
-    """Return the K/V memory of `tokens` tokens on the fullest device of these stages."""
+    """Return the K/V memory for `tokens` tokens on the device of these stages that needs the most."""
     layers = max(last - first for first, last in (stage.decode_layers for stage in stages))
     heads = max(1.0, plan.model.num_kv_heads / stages[0].tp)
     share = layers / plan.model.num_layers * (heads / plan.model.num_kv_heads if plan.model.latent is None else 1)
@@ -108,7 +109,7 @@ def launch(
     config: dict[str, Any] | None = None,
     reuse: bool = True,
 ) -> Launch:
-    """Return the start of vLLM for a plan of a single-lane policy.
+    """Return how to start vLLM for a plan whose policy has one lane.
 
     Args:
         plan_path: path at which vLLM's scheduler finds plan.json.
@@ -118,7 +119,7 @@ def launch(
     Raises:
         InputError: vLLM cannot run such a plan.
     """
-    settings_of(plan)  # refuses what vLLM cannot run
+    settings_of(plan)  # raises InputError if vLLM cannot run the plan
     if runs_by_itself(plan):
         raise InputError("plan.engine", plan.engine and plan.engine.name, ANOTHER_LOOP)
     caching = "--enable-prefix-caching" if reuse and plan.vllm_shares_prompts else "--no-enable-prefix-caching"
@@ -154,8 +155,7 @@ def launch_lane(
     *,
     config: dict[str, Any] | None = None,
 ) -> Launch:
-    """Return how to start the vLLM of one lane of a WAA plan. It runs vLLM's own scheduler, which the other lane does
-    not disturb.
+    """Return how to start vLLM for one lane of a WAA plan, with vLLM's own scheduler.
 
     Args:
         connector: settings of vLLM's K/V connector, without the lane's role.
@@ -171,7 +171,7 @@ def launch_lane(
     transfer = json.dumps({**connector, "kv_role": role})
     extra = ("--kv-transfer-config", transfer, "--disable-hybrid-kv-cache-manager", "--no-enable-prefix-caching")
     environment = {}
-    if plan.cluster.device.type == "gpu":  # by default every lane would use the first devices
+    if plan.cluster.device.type == "gpu":  # by default, both lanes would use the first devices
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices_of(plan, stages)))}
     return replace(started, arguments=started.arguments + extra, variables=started.variables | environment)
 
@@ -227,12 +227,12 @@ def _launch(
     if cluster.device.type == "gpu":
         sizes += ["--gpu-memory-utilization", f"{cluster.device.usable_memory:g}"]
     else:
-        # vLLM checks that this amount of memory is free; by default it would take nine tenths of the machine's memory.
+        # vLLM checks that this amount of memory is free. By default it would use nine tenths of the machine's memory.
         room = cache_bytes(plan, stages, (blocks + 1) * block_size)  # vLLM reserves one block
         sizes += ["--enforce-eager", "--kv-cache-memory-bytes", str(room)]
         sizes += ["--worker-cls", CPU_PIPELINE] if len(stages) > 1 else []
     words = [
-        "--skip-tokenizer-init",  # the endpoint decodes text
+        "--skip-tokenizer-init",  # the front decodes text
         "--disable-log-stats",
         *("--generation-config", "vllm"),
         *("--scheduler-cls", scheduler),
@@ -243,8 +243,8 @@ def _launch(
 
 
 def step_tokens(plan: Plan) -> int:
-    """Return how many tokens vLLM may execute in one step: those of the plan's largest usual step. A larger step is
-    split.
+    """Return the largest number of tokens that vLLM may execute in one step: enough for the plan's usual steps. Larger
+    steps are split.
     """
     policy, estimate, longest = plan.policy, plan.estimate, plan.workload.input.lengths[-1]
     if policy.kind == "chunked":
@@ -254,7 +254,7 @@ def step_tokens(plan: Plan) -> int:
 
 
 def max_running(plan: Plan, blocks: int, block_size: int) -> int:
-    """Return the largest number of concurrent requests, under this plan or any plan that may replace it at run time."""
+    """Return the largest number of concurrent requests under this plan, or any plan that may replace it at run time."""
     if plan.admission.max_running is not None:
         return plan.admission.max_running
     if isinstance(plan.policy, WaaSettings):

@@ -1,4 +1,4 @@
-"""vLLM as the engine behind the channel: one vLLM, or one for each lane of WAA."""
+"""Run vLLM as the engine behind the channel, with one vLLM instance or one for each lane of WAA."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from xrunner.vllm.process import Reader, package_path, preload, python, started
 from xrunner.vllm.waa import WaaLanes, check_waa, waa_launches
 
 MAX_PATH = 107 - len("/00000000-0000-0000-0000-000000000000")
-"""Largest length of the directory's path in characters: vLLM names sockets after it, and the path of a Unix socket is
-limited."""
+"""Largest length of the directory's path in characters. vLLM's sockets are in this directory, and the length of a Unix
+socket's path is limited."""
 PREFIX, LOCK = "xgpt-run-", "in-use"
-"""Prefix of a run's directory, and the file in it that the run locks."""
+"""Prefix of a run's directory, and name of the file in it that the run locks."""
 
 
 @contextmanager
 def in_use(directory: Path) -> Iterator[None]:
-    """Lock a run's directory until this process ends, for whatever reason."""
+    """Lock a run's directory until this process ends for any reason."""
     with (directory / LOCK).open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -49,19 +49,20 @@ def remove_left_over() -> None:
             if directory.lstat().st_uid != os.geteuid():
                 continue
             with (directory / LOCK).open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises an error if the run still continues
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises an error if the run has not ended
                 shutil.rmtree(directory)
 
 
 class Instances:
-    """The vLLM processes of a plan, one for each lane, from their start until `end`; see
+    """The vLLM processes of a plan, one for each lane, from their start until `end`. See
     `xrunner.channel.remote.FarEnd`.
 
     Args:
-        launches: returns the start of each process, given the directory of this run, which no other user can enter.
-        connect: builds the front's end of the channel, given the directory and a function that tells whether a vLLM has
-            ended.
-        followers: the other machines of a single vLLM, all of which must connect before it starts, or None.
+        launches: returns how to start each process, given the directory of this run, which no other user can enter.
+        connect: builds the front's end of the channel, given the directory and a function that returns whether a
+            process has ended.
+        followers: the other machines of a single vLLM, all of which must connect before it starts. None means that
+            there are none.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Instances:
         packages = self._at_end.enter_context(package_path(directory))
         self.front: FrontConnection = connect(str(directory), lambda: self.why_ended() is not None)
         vllm_python = python()
-        # Other users of this machine must also not read the messages between vLLM's processes.
+        # Other users of this machine must not read the messages between vLLM's processes either.
         environment = {"VLLM_RPC_BASE_PATH": str(directory), "VLLM_HOST_IP": "127.0.0.1"}
         for each in launches(directory):
             variables = environment | each.variables | preload(vllm_python)
@@ -109,11 +110,11 @@ class Instances:
         return None if self._followers is None else self._followers.why_ended()
 
     def is_at_work(self) -> bool:
-        """Return whether the kernel shows that a host runs or waits for a processor."""
+        """Return whether a host runs or waits for a processor, according to the operating system."""
         return any(is_at_work(child) for reader in self._readers for child in children_of(reader.process.pid))
 
     def end(self, within_s: float) -> None:
-        """End all processes; kill those that do not end by themselves."""
+        """End all processes. Kill those that do not end by themselves."""
         if self._followers is not None:
             self._followers.close(for_good=within_s > 0)
         self._at_end.close()
@@ -134,11 +135,11 @@ class Memory(NamedTuple):
 
 
 class VllmEngine(RemoteEngine):
-    """A plan in vLLM, whose scheduler follows it (`scheduler`), or a WAA plan in two vLLMs (`waa`).
+    """Runs a plan in one vLLM, whose scheduler follows the plan (`scheduler`), or a WAA plan in two (`waa`).
 
     Args:
         reuse: whether requests with the same API key share the K/V of common prompt prefixes.
-        machines: the machines that the plan's only replica spans, this one first. None means only this one.
+        machines: the machines of the plan's only replica, this machine first. None means only this machine.
 
     Raises:
         InputError: vLLM cannot run the plan.
@@ -160,22 +161,22 @@ class VllmEngine(RemoteEngine):
         super().close()
 
     def resumes(self, generation: Generation) -> bool:
-        """Return whether vLLM continues a request unchanged if its output so far is encoded with the prompt.
+        """Return whether a request continues with the same tokens if its output so far is encoded with the prompt.
 
-        It does not if the request has penalties, since they would ignore that output, or samples at random, since the
-        generator would restart from the seed.
+        It does not if it has penalties, which would ignore the output so far, or samples at random, since the generator
+        would restart from the seed.
         """
         sampling = generation.sampling
         is_penalised = sampling.presence_penalty or sampling.frequency_penalty
         return not is_penalised and not (sampling.temperature and self.takes_seeds)
 
     def repeats(self, generation: Generation) -> bool:
-        """Return whether vLLM generates the same tokens if a request restarts."""
+        """Return whether vLLM generates the same tokens again if a request restarts."""
         return self.takes_seeds or not generation.sampling.temperature
 
 
 def limits_of(plan: Plan) -> KvLimits:
-    """Return the limits of a plan on one request's K/V memory in vLLM. Raises InputError if vLLM cannot run the
+    """Return the limits on one request's K/V memory when a plan runs in vLLM. Raises InputError if vLLM cannot run the
     plan.
     """
     if len(plan.policy.lanes) > 1:
@@ -188,7 +189,7 @@ def limits_of(plan: Plan) -> KvLimits:
 def start_vllm(
     plan: Plan, *, reuse: bool, machines: Machines | None = None, is_over: Callable[[], bool] = lambda: False
 ) -> Instances:
-    """Start the processes that run a plan. vLLM accepts requests after its `Ready`.
+    """Start the processes that run a plan. They accept requests after their `Ready`.
 
     Args:
         is_over: returns whether to stop waiting for other machines.

@@ -1,8 +1,8 @@
 """Run vLLM's engine without a server: `python -m xrunner.vllm.host DIRECTORY LANE vLLM's flags ...`.
 
-It receives requests from `xgpt serve` and submits them to vLLM. It listens on no network, unless vLLM runs on several
-machines (`store`): the engine cores' schedulers report each step to `xgpt serve` themselves (`channel`). With a
-`--node-rank` above 0 it only runs workers for another machine's engine.
+This process receives requests from `xgpt serve` and submits them to vLLM. Engine cores' schedulers report each step to
+`xgpt serve` themselves (`channel`). The process listens on no network, unless vLLM runs on several machines (`store`).
+With a `--node-rank` above 0, it only runs workers for another machine's engine.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ SAMPLED = Submit(
         sampling=generation.SamplingParams(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, logprobs=1),
     )
 )
-"""Sampling parameters of a request that makes vLLM compile its sampler: otherwise the first request that samples would
+"""Sampling parameters of a request that makes vLLM compile its sampler. Otherwise the first request that samples would
 delay all others by 20 s.
 """
 
 
 class VllmHost:
-    """One vLLM and its requests."""
+    """Submits requests to one vLLM."""
 
     def __init__(self, engine: AsyncLLM, front: VllmEnd) -> None:
         self._engine = engine
@@ -59,7 +59,7 @@ class VllmHost:
         self._has_come = asyncio.Event()
 
     async def run(self) -> None:
-        """Run until vLLM's engine has died.
+        """Submit the front's requests until vLLM's engine has died.
 
         Raises:
             EngineDeadError: the engine has died.
@@ -93,29 +93,30 @@ class VllmHost:
     async def _generate(self, message: Submit) -> None:
         request = message.generation
         try:
-            # So no account can reuse another account's K/V, or infer from times to first token what another account has
-            # sent.
+            # With this salt, no account can reuse another account's K/V, or infer from times to first token what
+            # another account has sent.
             prompt = tokens_input(list(request.prompt), cache_salt=request.account.key or None)
             async for _ in self._engine.generate(prompt, sampling_params(message), str(request.id)):
                 pass
         except EngineDeadError:
-            return  # `run` reports it
+            return  # `run` will report this error
         except Exception as error:
             reason = cut(f"{type(error).__name__}: {error}")
             self._front.send(Stepped([Token(request.id, 0, "error", error=reason)], [], None))
 
 
 def takes_seeds() -> bool:
-    """Return whether vLLM can draw a request's tokens from a generator of its own.
+    """Return whether vLLM supports a separate random generator for a request.
 
-    If a prompt is executed in pieces, vLLM resets the generator. On CPUs torch cannot do that, and vLLM's engine ends.
+    If a prompt is executed in pieces, vLLM resets the generator. Torch cannot do this on CPUs, where vLLM's engine
+    would end.
     """
     return not current_platform.is_cpu()
 
 
 def sampling_params(message: Submit) -> SamplingParams:
-    """Return vLLM's sampling parameters for a request. vLLM ends it at stop tokens; the scheduler handles everything
-    else.
+    """Return vLLM's sampling parameters for a request. vLLM ends the request at stop tokens. The scheduler handles all
+    other properties.
     """
     request = message.generation
     fields = {
@@ -167,9 +168,10 @@ def compute(arguments: AsyncEngineArgs) -> None:
 
 
 def store(host: str, port: int) -> TCPStore:
-    """Return the store through which the workers of all machines meet. The caller must keep it.
+    """Return the store through which the workers of all machines find each other. The caller must keep a reference to
+    it.
 
-    The store listens only on this address; a store that torch opens in a worker would listen on all interfaces.
+    The store listens only on one address, whereas a store that torch opens in a worker would listen on all interfaces.
 
     Raises:
         OSError: this machine does not have the address, or the port is taken.
@@ -179,7 +181,7 @@ def store(host: str, port: int) -> TCPStore:
 
 
 def parser() -> FlexibleArgumentParser:
-    """Return a parser of vLLM's flags and ours."""
+    """Return a parser of vLLM's flags and of this module's arguments."""
     flags = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     flags.add_argument("directory")
     flags.add_argument("lane", choices=("both", "encode", "decode"))

@@ -1,4 +1,4 @@
-"""The lane of a plan that runs in vLLM, and how it changes while requests run."""
+"""The lane of a plan that runs in vLLM, and how to change the plan while requests run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from xgpt.core.schema import Plan, WaaSettings
 from xrunner.channel.messages import Followed, Refused, Room
 
 LEAST_KV = 0.95
-"""Least share of a plan's K/V memory that vLLM must have to run the plan; vLLM itself chooses the size of its
-memory.
+"""Least share of a plan's K/V memory that vLLM, which itself chooses the size of its memory, must have to run the
+plan.
 """
 
 
@@ -41,10 +41,10 @@ def settings_of(plan: Plan) -> LaneSettings:
 
 @dataclass(frozen=True, slots=True)
 class VllmRoom:
-    """The limits of vLLM on requests.
+    """vLLM's limits on requests.
 
     Attributes:
-        num_blocks: number of K/V blocks. Each has `block_size` tokens, whatever the plan says.
+        num_blocks: number of K/V blocks, which have `block_size` tokens even if the plan has another size.
         max_running: largest number of concurrent requests.
     """
 
@@ -57,7 +57,7 @@ def build_lane(plan: Plan, room: VllmRoom, blocks: int | None = None) -> OneLane
     """Return the schedule of a plan over vLLM's K/V memory, without requests.
 
     Args:
-        blocks: blocks that requests share; by default the plan's number, or slightly fewer if vLLM has no more.
+        blocks: number of blocks for requests. By default it is the plan's number, or slightly less if vLLM has fewer.
 
     Raises:
         InputError: vLLM cannot run the plan's policy, or has too little K/V memory (`LEAST_KV`).
@@ -91,11 +91,12 @@ class PlannedLane:
 
     @property
     def is_emptying(self) -> bool:
-        """Whether a plan waits, so that no further request may be submitted."""
+        """Return whether a plan is waiting, so that no further request may be submitted."""
         return self._next is not None
 
     def go_over_to(self, plan: Plan) -> None:
-        """Follow another plan: from the next step on with all requests, or once the running requests have ended."""
+        """Follow another plan, either from the next step on with all requests, or after the running requests have
+        ended."""
         try:
             lane = build_lane(plan, self._room)
         except InputError as error:

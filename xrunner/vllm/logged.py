@@ -26,17 +26,15 @@ from xrunner.vllm.channel import VllmEnd
 logger = logging.getLogger("vllm.xgpt")
 
 KEY_BYTES = 16
-"""Bytes of vLLM's hashes that are kept: enough to tell blocks apart."""
+"""Number of bytes of vLLM's hashes that are kept, enough to distinguish blocks."""
 
 
 class LoggedScheduler(Scheduler):
-    """Schedules in the same way as vLLM; with `additional_config={"xgpt": {"step_log": FILE}}`, it logs the executed
-    steps.
+    """vLLM's scheduler. With `additional_config={"xgpt": {"step_log": FILE}}`, it logs the executed steps.
 
-    With `front`, the directory of an `xgpt serve` run, and `lane`, each step and its tokens are reported there. A
-    request has the number that `xgpt serve` has given it. Otherwise requests are counted from 0 in the order of
-    arrival. If the K/V of a prompt's first tokens was computed elsewhere, the log shows the prompt from the first token
-    after these.
+    With `front` (the directory of an `xgpt serve` run) and `lane`, it reports each step and its tokens to that run, and
+    requests have the numbers that `xgpt serve` has given them. Otherwise requests are counted from 0 in the order of
+    arrival. If the K/V of a prompt's first tokens were computed elsewhere, the log has only the prompt's later tokens.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -51,20 +49,20 @@ class LoggedScheduler(Scheduler):
             self._front = VllmEnd(self.config["front"], self.config["lane"], plans="plan" in self.config)
             threading.Thread(target=self._report, args=(self._front,), daemon=True).start()
         self._settled: list[StepRecord] = []
-        """Executed steps that are still to be reported."""
+        """Executed steps that have not been reported."""
         self._number: dict[str, int] = {}
-        """Our number of each request that has not ended in vLLM."""
+        """xgpt's number of each request that has not ended in vLLM."""
         self._num_seen = self._num_scheduled = self._num_settled = self._now_ns = 0
         self._encoding: set[str] = set()
         """Requests whose prompt has begun and not ended."""
         self._under_way: deque[StepRecord] = deque()
-        """Steps that were scheduled and not yet executed; which requests end in them is not known yet."""
+        """Steps that were scheduled but not executed. It is not known yet which requests end in them."""
         self._arrivals: list[Arrival] = []
         self._cancelled: list[int] = []
 
     @staticmethod
     def _report(front: VllmEnd) -> None:
-        """Report regularly that this process runs, since its host does not notice if it is stopped."""
+        """Report regularly that this process runs, since its host would not notice if this process were suspended."""
         while True:
             front.send(Alive([]))
             time.sleep(ALIVE_S)
@@ -103,7 +101,7 @@ class LoggedScheduler(Scheduler):
         return outputs
 
     def _told(self, outputs: dict[int, Any]) -> tuple[list[Token], dict[int, dict[str, Any]]]:
-        """Return the step's results for each unfinished request: tokens, and the place of its K/V."""
+        """Return the step's results for each unfinished request: its tokens, and where its K/V are."""
         tokens: list[Token] = []
         transfers: dict[int, dict[str, Any]] = {}
         for of_client in outputs.values():
@@ -121,8 +119,8 @@ class LoggedScheduler(Scheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        """Process results in the same way as vLLM. In benchmarks, also end a request after
-        `vllm_xargs={"output_length": N}` tokens, a number that the schedule does not know.
+        """Process results in the same way as vLLM. In benchmarks, also end a request after N tokens if it has
+        `vllm_xargs={"output_length": N}`. The schedule does not know N.
         """
         tokens, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
         if not stopped and 0 < extra_of(request).get("output_length", 0) <= request.num_output_tokens:
@@ -145,9 +143,7 @@ class LoggedScheduler(Scheduler):
         super().shutdown()
 
     def _begun(self, start_ns: int, output: SchedulerOutput) -> StepRecord:
-        """Return the contents of a step. They are read now because vLLM's own records will have changed when the step
-        ends.
-        """
+        """Return the record of a step that begins. VLLM's own records may change before the step ends."""
         self._encoding.update(request.req_id for request in output.scheduled_new_reqs)
         self._encoding.update(output.scheduled_cached_reqs.resumed_req_ids)
         encode, decode = [], []
@@ -178,19 +174,19 @@ class LoggedScheduler(Scheduler):
         return record
 
     def _settle(self, step: StepRecord) -> None:
-        """Record that a scheduled step was executed. It may have been empty."""
+        """Record that a scheduled step, which may be empty, was executed."""
         if step.encode or step.decode:
             self._num_settled += 1
             if self._front is not None:
                 self._settled.append(step._replace(lane=self.config["lane"]))
             if self._log is not None:
                 self._log(step)
-                # The log is flushed at each step, although that takes a thousand times as long as writing, because vLLM
-                # may be killed before it shuts down the scheduler.
+                # The log is flushed at each step, because vLLM may be killed before it shuts down the scheduler.
+                # Flushing takes a thousand times as long as writing.
                 self._log.flush()
 
     def _cancel(self, number: int) -> None:
-        """Record that a request was removed from outside."""
+        """Record that a request was removed by its client."""
         self._cancelled.append(number)
 
     def _has_ended(self, id_: str) -> bool:
@@ -203,9 +199,9 @@ class LoggedScheduler(Scheduler):
 
 
 class PiecesScheduler(LoggedScheduler):
-    """For profiles: set the largest number of tokens of later steps, from a request's `vllm_xargs={"step_tokens": N}`.
+    """For profiles: a request with `vllm_xargs={"step_tokens": N}` limits later steps to N tokens.
 
-    Prompts are then cut as under a token budget of N, which includes decoding requests.
+    Prompts are then cut as with a token budget of N, which includes the tokens of decodes.
     """
 
     max_num_scheduled_tokens: int  # vLLM's own
@@ -222,8 +218,8 @@ def extra_of(request: Request) -> dict[str, Any]:
 
 
 def arrival_of(number: int, request: Request) -> Arrival:
-    """Return a request as an arrival at this moment. Deadlines are on `time.perf_counter_ns`, the clock of all
-    processes.
+    """Return a request as an arrival at this moment. Deadlines are on the clock of `time.perf_counter_ns`, which all
+    processes share.
     """
     extra, size = extra_of(request), (request.num_prompt_tokens, request.max_tokens)
     account = Account(*extra["account"]) if "account" in extra else ANYONE
@@ -232,13 +228,13 @@ def arrival_of(number: int, request: Request) -> Arrival:
 
 
 def chain_of(request: Request) -> Chain:
-    """Return vLLM's keys of a request's full blocks; none if its prefix cache is off."""
+    """Return vLLM's keys of a request's full blocks, or () if vLLM's prefix cache is off."""
     return tuple(bytes(key[:KEY_BYTES]) for key in request.block_hashes)
 
 
 def tokens_of(number: int, output: Any) -> list[Token]:
-    """Return, token by token, the additions of a step to a request (an EngineCoreOutput); the last token states how the
-    request ended.
+    """Return the tokens that a step adds to a request (an EngineCoreOutput). If the request has ended, the last token
+    has the reason.
     """
     finish: FinishReason | None = None
     if output.finish_reason is not None:
@@ -249,7 +245,7 @@ def tokens_of(number: int, output: Any) -> list[Token]:
     tokens = [Token(number, token, None) for token in output.new_token_ids]
     if output.new_logprobs is not None:
         given = output.new_logprobs
-        # One row for each token: the token itself, then the most probable ones.
+        # each row has the token itself, then the most probable tokens
         rows = zip(given.logprob_token_ids.tolist(), given.logprobs.tolist(), strict=True)
         scores = [Logprobs(row[0], tuple(zip(ids[1:], row[1:], strict=True))) for ids, row in rows]
         tokens = [token._replace(logprobs=score) for token, score in zip(tokens, scores, strict=True)]

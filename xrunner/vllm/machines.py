@@ -1,8 +1,10 @@
-"""Run one vLLM on several machines: the first has its engine; the others start workers when the engine starts.
+"""Run one vLLM on several machines: the first machine has the engine, and the others start workers when the engine
+starts.
 
 vLLM's own flags (`--nnodes`, `--node-rank`, `--master-addr`) join its workers. vLLM does not restart itself, and its
-workers may wait for ever for a lost worker. So each other machine keeps a connection to the first and starts its
-workers on command. If either end is lost, the other end notices it, ends its part of vLLM, and connects again.
+workers may wait for ever for a lost worker. So each of the others has a connection to the first machine, and starts its
+workers on command. If either machine of a connection is lost, the other one notices, ends its part of vLLM, and
+connects again.
 """
 
 from __future__ import annotations
@@ -30,16 +32,16 @@ from xrunner.vllm.process import Reader, package_path, preload, python, started
 logger = logging.getLogger(__name__)
 
 START, STOP, REFUSED = b"start\n", b"stop\n", b"refused\n"
-"""Messages from the first machine: start the workers; end for good; refused, because the other machine has another plan
-or its rank is in use."""
+"""Messages from the first machine: start the workers; end for ever; refused, because the sender has another plan or a
+rank in use."""
 GREETING_BYTES = 256
 GREET_S = 5.0
-"""Time in which a newly connected machine must identify itself."""
+"""Seconds in which a newly connected machine must identify itself."""
 MEET_S = 600.0
-"""Time in which all machines must have connected, at first and after a loss."""
+"""Seconds in which all machines must connect, both at first and after a loss."""
 RETRY_S, LOOK_S = 0.5, 0.5
 KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
-"""A machine that the network has cut off counts as lost after 25 seconds."""
+"""Settings with which a machine that the network has cut off counts as lost after 25 seconds."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class Machines:
 
     Attributes:
         count: number of machines.
-        rank: number of this machine; machine 0 has the engine.
-        host, port: address of the first machine, and the port at which the others connect. vLLM uses the next port.
+        rank: number of this machine. Machine 0 has the engine.
+        host, port: address of the first machine, and port to which the others connect. vLLM uses the next port.
     """
 
     count: int
@@ -58,7 +60,7 @@ class Machines:
     port: int
 
     def spread(self, launch: Launch) -> Launch:
-        """Return the start of this machine's part of a vLLM.
+        """Return how to start this machine's part of a vLLM.
 
         Raises:
             MachineError: there is no route to the first machine.
@@ -73,7 +75,7 @@ class Machines:
             "VLLM_HOST_IP": address,
             "GLOO_SOCKET_IFNAME": interface,
             "NCCL_SOCKET_IFNAME": interface,
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's workers need not open a store, since `host` has one
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # `host` has a store, so torch's workers need not open one
         }
         return replace(launch, arguments=launch.arguments + flags, variables=launch.variables | variables)
 
@@ -86,13 +88,13 @@ class _Greeting(msgspec.Struct):
 
 
 class Followers:
-    """The first machine's connections to the others, for one start of the engine.
+    """The first machine's connections to the other machines, for one start of the engine.
 
     Args:
-        is_over: returns whether to stop waiting for the others.
+        is_over: returns whether to stop waiting for the other machines.
 
     Raises:
-        MachineError: there is no route to the address, this machine does not have it, or the port is taken.
+        MachineError: there is no route to the address, this machine does not have the address, or the port is in use.
     """
 
     def __init__(self, machines: Machines, plan: Plan, is_over: Callable[[], bool] = lambda: False) -> None:
@@ -123,12 +125,12 @@ class Followers:
         self._tell(START)
 
     def why_ended(self) -> str | None:
-        """Return the machine that was lost, or whose workers have ended, or None if all machines run."""
+        """Return which machine was lost, or has workers that have ended, or None if all machines run."""
         gone = self._gone()
         return f"the workers of machine {gone[0]} have ended, or the network has cut it off" if gone else None
 
     def close(self, *, for_good: bool) -> None:
-        """Make all other machines end their workers; unless this is for good, they then connect again."""
+        """Make all other machines end their workers. Unless `for_good`, these machines then connect again."""
         if for_good:
             self._tell(STOP)
         for connection in self._connections.values():
@@ -142,7 +144,7 @@ class Followers:
                 connection.sendall(what)
 
     def _greet(self, connection: socket.socket) -> None:
-        """Keep the connection if it is from an expected machine; otherwise close it."""
+        """Keep the connection if it is from an expected machine, and otherwise close it."""
         connection.settimeout(GREET_S)
         try:
             greeting = msgspec.json.decode(_line(connection), type=_Greeting)
@@ -159,7 +161,7 @@ class Followers:
         self._connections[greeting.rank] = connection
 
     def _gone(self) -> list[int]:
-        """Return the machines whose connection has ended; after their greeting they send nothing."""
+        """Return the machines whose connection has ended. They send no messages after their greeting."""
         if not self._connections:
             return []
         ready, _, _ = select.select(list(self._connections.values()), [], [], 0)
@@ -167,7 +169,7 @@ class Followers:
 
 
 def follow(plan: Plan, machines: Machines, launch: Launch, is_over: Callable[[], bool]) -> None:
-    """Start this machine's workers whenever the first machine starts the engine, until the first machine ends for good.
+    """Start this machine's workers whenever the first machine starts the engine, until the first machine sends `STOP`.
 
     Args:
         is_over: called twice a second. When it returns True, this function returns.
@@ -190,7 +192,7 @@ def follow(plan: Plan, machines: Machines, launch: Launch, is_over: Callable[[],
                         return
                 case b"stop\n":
                     return
-                # The first machine may not have noticed yet that this machine's last connection is lost.
+                # The first machine may not have noticed yet that this machine's previous connection was lost.
                 case b"refused\n":
                     refused_s = refused_s or time.monotonic()
                     if time.monotonic() > refused_s + GREET_S:
@@ -239,7 +241,7 @@ def _run(launch: Launch, connection: socket.socket, is_over: Callable[[], bool])
 
 
 def _next(connection: socket.socket, is_over: Callable[[], bool]) -> bytes:
-    """Return the first machine's next line; an empty one if it was lost, or `is_over` returned True."""
+    """Return the first machine's next line, or b"" if that machine was lost or `is_over` returned True."""
     while not is_over():
         if select.select([connection], [], [], LOOK_S)[0]:
             with suppress(OSError):
@@ -249,7 +251,7 @@ def _next(connection: socket.socket, is_over: Callable[[], bool]) -> bytes:
 
 
 def _line(connection: socket.socket) -> bytes:
-    """Return a line, read byte by byte so that nothing after it is consumed. Raises OSError."""
+    """Return a line, read byte by byte so that no later bytes are read. Raises OSError."""
     line = b""
     while not line.endswith(b"\n") and len(line) < GREETING_BYTES:
         byte = connection.recv(1)
@@ -260,7 +262,7 @@ def _line(connection: socket.socket) -> bytes:
 
 
 def _digest(plan: Plan) -> str:
-    """Return a digest that is equal for equal plans, wherever a machine stores the weights."""
+    """Return a digest that is equal for equal plans, even if machines store the weights in different places."""
     return sha256(plan.model_copy(update={"checkpoint": None}))
 
 

@@ -1,7 +1,7 @@
 """Start vLLM: find the Python in which it is installed, and set the environment of its processes.
 
-vLLM may be installed in another environment, with another torch. Its processes find xgpt and xrunner on their path, and
-no other package of this environment. They use vLLM's own pydantic, msgspec and numpy.
+vLLM may be installed in another environment, with another torch. vLLM's processes find xgpt and xrunner on their path,
+but no other package of this environment. They use vLLM's own pydantic, msgspec and numpy.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from xgpt.core.errors import MachineError
 from xrunner.vllm import TESTED_VERSION
 
 TAIL = 200
-"""Number of last lines of vLLM's output that are kept, to explain why it ended."""
+"""Number of lines that are kept from the end of vLLM's output, to explain why it ended."""
 TAIL_S = 0.2
-"""Time for the last lines of vLLM's output to arrive."""
+"""Seconds in which the last lines of vLLM's output must arrive."""
 PYTHON_VARIABLE = "XGPT_VLLM_PYTHON"
 _ASK_VERSION = "from xrunner.vllm import installed_version; print(installed_version() or '')"
 
 
 def python() -> str:
-    """Return the Python in which vLLM is installed: the one named by `XGPT_VLLM_PYTHON`, or the one that runs this
-    process.
+    """Return the Python in which vLLM is installed: `XGPT_VLLM_PYTHON`, or the Python that runs this process.
 
     Raises:
         MachineError: vLLM is not installed in either of them.
@@ -53,11 +52,10 @@ def python() -> str:
 
 @contextmanager
 def package_path(parent: Path | None = None) -> Iterator[Path]:
-    """Yield a directory with our packages for vLLM's processes to import, without any other packages of this
-    environment.
+    """Yield a directory with only xgpt's own packages, which vLLM's processes can import.
 
     Args:
-        parent: the directory that will contain it. None means the system's directory for temporary files.
+        parent: the directory in which to create it. None means the system's directory for temporary files.
     """
     root = Path(__file__).resolve().parents[2]
     with tempfile.TemporaryDirectory(prefix="xgpt-vllm-", dir=parent) as directory:
@@ -67,8 +65,7 @@ def package_path(parent: Path | None = None) -> Iterator[Path]:
 
 
 def environment(packages: Path, variables: dict[str, str]) -> dict[str, str]:
-    """Return the environment of vLLM's processes: this one's, the given variables, and on CPUs the OpenMP that vLLM was
-    built for.
+    """Return the environment variables of vLLM's processes: this process's and the given ones.
 
     A variable that the user has set is not changed. vLLM sends no usage reports unless the user asks for them.
     """
@@ -79,9 +76,9 @@ def environment(packages: Path, variables: dict[str, str]) -> dict[str, str]:
 
 @contextmanager
 def started(command: Sequence[str], packages: Path, variables: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """Yield a vLLM process; neither it nor any process that it starts outlives this process or the context.
+    """Yield a vLLM process that ends, with all processes that it starts, when the context or this process ends.
 
-    Its output, including errors, is the process's `stdout`, which the caller must read and close.
+    The vLLM process writes output and errors to `stdout`, which the caller must read and close.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", "xrunner.vllm.supervised", *command],
@@ -102,16 +99,17 @@ def started(command: Sequence[str], packages: Path, variables: dict[str, str]) -
 
 
 def preload(vllm_python: str) -> dict[str, str]:
-    """Return the path of Intel's OpenMP beside that Python, if it exists: vLLM's CPU kernels are fastest with it."""
+    """Return the variable that loads Intel's OpenMP, with which vLLM's CPU kernels are fastest, if it is next to this
+    Python."""
     library = Path(vllm_python).parent.parent / "lib" / "libiomp5.so"
     return {"LD_PRELOAD": str(library)} if library.is_file() else {}
 
 
 def version_of(vllm_python: str, packages: Path) -> str:
-    """Return the version of vLLM in that environment.
+    """Return the version of vLLM in the environment of `vllm_python`.
 
     Raises:
-        MachineError: vLLM is not installed there, or our packages cannot be imported.
+        MachineError: vLLM is not installed there, or xgpt's packages cannot be imported.
     """
     command = [vllm_python, "-c", _ASK_VERSION]
     answer = subprocess.run(command, env=environment(packages, {}), capture_output=True, text=True, check=False)
@@ -128,7 +126,7 @@ def last_error(lines: Sequence[str]) -> str:
 
 
 class Reader:
-    """Reads vLLM's output: errors are copied to our standard error, and the last lines are kept."""
+    """Reads vLLM's output. Copies errors to standard error, and keeps the last lines."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process

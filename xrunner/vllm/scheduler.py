@@ -1,9 +1,9 @@
 """Run xgpt's scheduling rule inside vLLM: a scheduler class for `--scheduler-cls`.
 
-xgpt.core.policies decides which requests each step encodes and which it decodes. vLLM's own scheduler is shown only
-these requests, and does everything else (batches, outputs). A `Pool` has the same requests as vLLM, and reserves K/V
-memory at least as carefully, so that vLLM never preempts a request by itself. With vLLM's prefix caching, the pool also
-finds, shares and evicts blocks, and vLLM follows (`Mirror`).
+xgpt.core.policies decides which requests each step encodes and which it decodes. vLLM's own scheduler sees only these
+requests, and does all other work (batches, outputs). A `Pool` has the same requests as vLLM, and reserves K/V memory at
+least as carefully, so that vLLM never preempts a request by itself. With vLLM's prefix caching, the pool also finds,
+shares and evicts blocks, and vLLM follows (`Mirror`).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from xrunner.vllm.logged import LoggedScheduler, arrival_of, chain_of, logger
 
 @dataclass(slots=True, eq=False)
 class _Execution:
-    """A step of the rule. It takes several of vLLM's steps if vLLM executes fewer tokens in one step.
+    """The execution of a step of the rule, in several vLLM steps if vLLM executes fewer tokens in one step.
 
     Attributes:
-        missing: for each request that vLLM has not yet scheduled completely for this step, the number of its tokens
-            computed at the step's end.
+        missing: requests that vLLM has not yet completely scheduled for this step, each with the number of tokens that
+            will have been computed at the step's end.
         pieces: number of unfinished vLLM steps for this step.
-        record: the joined record of the executed vLLM steps.
-        number, settled: as in the step log, in which all pieces are one step.
+        record: the record of all executed vLLM steps of this step.
+        number, settled: as in the step log, in which these vLLM steps are one step.
     """
 
     step: Step
@@ -57,10 +57,10 @@ class _Execution:
 class XgptScheduler(LoggedScheduler):
     """Runs the schedule of a plan: `additional_config={"xgpt": {"plan": FILE, "front": ADDRESS, "lane": "both"}}`.
 
-    With `front`, it also follows new plans from there (see `channel`).
+    With `front`, it also follows new plans that come through the channel (see `channel`).
     """
 
-    # vLLM's own.
+    # Attributes of vLLM's own scheduler.
     running: list[Request]
     waiting: FCFSRequestQueue
     max_num_scheduled_tokens: int
@@ -83,20 +83,21 @@ class XgptScheduler(LoggedScheduler):
         self._mirror = Mirror(self.kv_cache_manager, self._table_of) if caches else None
         self._most_tokens: int = self.max_num_scheduled_tokens
         self._ended: dict[int, Chain] = {}
-        """Keys of the blocks of requests that have ended in an unsettled step."""
+        """Keys of the blocks of requests that ended in a step that is not settled."""
         self._untold: list[Request] = []
-        """Requests that were not submitted to the rule yet, including those that arrive while a plan waits."""
+        """Requests that have not been submitted to the rule, including those that arrive while a plan waits."""
         self._name: dict[int, str] = {}
         """vLLM's name of each numbered request."""
         self._expired: set[int] = set()
         """Requests of this step whose deadline passed before they began."""
         self._num_begun = 0
         self._open: _Execution | None = None
-        """The execution whose step is not complete yet."""
+        """The execution whose step vLLM has not completely scheduled."""
         self._until: dict[str, int] = {}
-        """For each request that vLLM sees, by its name there, the number of its tokens computed after this step."""
+        """For each request that vLLM sees, by vLLM's name, the number of its tokens that are computed after this
+        step."""
         self._pieces: deque[_Execution | None] = deque()
-        """The execution of each unfinished vLLM step, or None if it has none."""
+        """The execution to which each unfinished vLLM step belongs, or None if it belongs to none."""
 
     @property
     def _lane(self) -> OneLane:
@@ -150,16 +151,14 @@ class XgptScheduler(LoggedScheduler):
 
     @contextmanager
     def _nothing_in_sight_but(self, missing: dict[int, int]) -> Iterator[None]:
-        """Show vLLM only these requests, with only the tokens of this step, since vLLM schedules everything that it
-        sees.
-        """
+        """Show vLLM only these requests, and only this step's tokens, since vLLM schedules all that it sees."""
         self._until = {self._name[number]: until for number, until in missing.items()}
         wanted = self._until.keys()
         running, waiting = self.running, list(self.waiting)
         seen = [request for request in running if request.request_id in wanted]
         self.running = list(seen)
         self.waiting = FCFSRequestQueue(request for request in waiting if request.request_id in wanted)
-        # For a request that enters, vLLM has not computed any tokens yet, and finds the same cached blocks as the rule.
+        # If a request enters, vLLM has computed none of its tokens, and will find the same cached blocks as the rule.
         cached = {self._name[number]: self._lane.pool.running[number].cached for number in missing}
         computed = {id_: self.requests[id_].num_computed_tokens or cached[id_] for id_ in wanted}
         tokens = sum(until - computed[self._name[number]] for number, until in missing.items())
@@ -176,10 +175,9 @@ class XgptScheduler(LoggedScheduler):
             self.waiting = FCFSRequestQueue(left + [request for request in waiting if request not in has_entered])
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Return how many tokens of a request a step executes: no more than in the rule's step, which may cut any
-        prompt.
+        """Return how many tokens of a request a step executes, at most as many as in the rule's step.
 
-        By default, vLLM cuts only the last prompt.
+        The rule may cut any prompt, whereas vLLM by default cuts only the last one.
         """
         length: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         return min(length, self._until.get(request.request_id, num_computed_tokens) - num_computed_tokens)
@@ -205,7 +203,7 @@ class XgptScheduler(LoggedScheduler):
         for request in self._untold:
             number = self._number.get(request.request_id)
             if number is None:
-                continue  # aborted before it was ready
+                continue  # the request was aborted before it was ready
             if not self._is_blocked_waiting_status(request.status) or self._handle_blocked_waiting_request(request):
                 self._lane.submit(policies.Request(*arrival_of(number, request)))
             else:
@@ -233,7 +231,7 @@ class XgptScheduler(LoggedScheduler):
         if execution.missing or execution.pieces:
             return
         record = execution.record
-        if record is None:  # all requests of the step were cancelled when it began
+        if record is None:  # all requests of the step were cancelled when the step began
             self._lane.settle(execution.step, ())
             return
         ended = [self._lane.pool.running[number] for number in record.finished]
@@ -246,7 +244,7 @@ class XgptScheduler(LoggedScheduler):
 
     def _cancel(self, number: int) -> None:
         del self._name[number]
-        if number in self._expired:  # the schedule has released the request, and a replay of the log will do the same
+        if number in self._expired:  # the schedule has released the request, as will a replay of the log
             return
         super()._cancel(number)
         self._lane.cancel(number)
@@ -259,7 +257,7 @@ class XgptScheduler(LoggedScheduler):
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         ended = super().finish_requests(request_ids, finished_status)
         self._planned.go_on_if_empty()
-        self._tell_front(Rested(self._planned.taken))  # no later step may report this request
+        self._tell_front(Rested(self._planned.taken))  # there may be no later step to report this
         return ended
 
     def _tell_front(self, message: Began | Followed | Refused | Rested) -> None:
@@ -270,10 +268,10 @@ class XgptScheduler(LoggedScheduler):
         return self._planned.taken
 
     def _refuse_what_breaks_the_rule(self) -> None:
-        """Refuse options of vLLM with which a step would differ from the rule's decision.
+        """Refuse options with which vLLM's steps would differ from the rule's steps.
 
         Raises:
-            InputError: one of them is on.
+            InputError: such an option is on.
         """
         config = self.vllm_config
         settings = config.scheduler_config
@@ -296,7 +294,8 @@ class XgptScheduler(LoggedScheduler):
 
 
 def _in_order_of(execution: _Execution, record: StepRecord) -> StepRecord:
-    """Return the executed step with its requests in the order of the rule's step. vLLM's order is that of arrival."""
+    """Return the executed step with its requests in the order of the rule's step, since vLLM's order is that of
+    arrival."""
     step = execution.step
     place = {id_: n for n, id_ in enumerate((*(chunk.id for chunk in step.encode), *step.decode))}
     return record._replace(
@@ -308,7 +307,7 @@ def _in_order_of(execution: _Execution, record: StepRecord) -> StepRecord:
 
 
 def _joined(first: StepRecord, second: StepRecord) -> StepRecord:
-    """Join two pieces of a step that were executed one after the other, and return the result."""
+    """Join the records of two consecutive pieces of a step, and return the result."""
     encode = {id_: (start, length) for id_, start, length in first.encode}
     for id_, start, length in second.encode:
         begun, so_far = encode.get(id_, (start, 0))
@@ -324,12 +323,12 @@ def _joined(first: StepRecord, second: StepRecord) -> StepRecord:
 
 
 class Mirror:
-    """Makes vLLM's K/V manager allocate the blocks that the rule's pool has chosen: block b of the pool is vLLM's block
+    """Makes vLLM's K/V manager allocate the blocks that the rule's pool has chosen. Block b of the pool is vLLM's block
     b + 1.
 
-    vLLM keeps its own tables, hashes and reference counts. The rule decides with which cached blocks a request enters,
-    and which block it gets next. So the blocks that the rule's pool keeps stay cached, whichever blocks vLLM would
-    evict first.
+    vLLM keeps its own tables, hashes and reference counts. The rule decides which cached blocks a request has when it
+    enters, and which block it gets next. So the blocks that the rule's pool keeps stay cached, even if vLLM would evict
+    them.
 
     Args:
         table_of: returns the blocks of a request that the rule has admitted.
@@ -380,5 +379,5 @@ class Mirror:
         return self._take_next(count)
 
     def _block(self, number: int) -> KVCacheBlock:
-        """Return vLLM's block for a number in the rule's pool; vLLM reserves its first block."""
+        """Return vLLM's block for a block number of the rule's pool. vLLM reserves its first block."""
         return self._blocks.blocks[number + 1]

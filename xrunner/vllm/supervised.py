@@ -1,9 +1,9 @@
 """Run a command for as long as standard input stays open: `python -m xrunner.vllm.supervised COMMAND ...`.
 
-vLLM has several processes, and some of them outlive the first one if that is killed. Here all of them form one process
-group. The process that started this one holds the other end of its standard input, and the kernel closes this end when
-that process ends, for whatever reason. Then, or when the command ends, the whole group is ended. If this process itself
-is killed, the kernel sends the command SIGHUP, on which the command ends the group (`end_group_on_hangup`).
+vLLM has several processes, and some of them continue if the first one is killed. Here they form one process group,
+which is ended when the command ends or standard input closes. Standard input closes when the process that started this
+process ends for any reason. If this process itself is killed, the kernel sends the command SIGHUP, and the command ends
+the group (`end_group_on_hangup`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from functools import partial
 from xgpt.core.processes import end_with_parent
 
 STOP_S = 20.0
-"""Time between SIGTERM and killing all processes."""
+"""Seconds between SIGTERM and killing all processes."""
 
 
 def main(command: list[str]) -> int:
     """Run the command until it ends, or until standard input closes.
 
     Returns:
-        The command's exit code; if a signal ended the command, 128 plus the signal's number, as in a shell.
+        The command's exit code or, if a signal ended the command, 128 plus the signal's number, as in a shell.
     """
     hang_up = partial(end_with_parent, os.getpid(), signal.SIGHUP)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=hang_up)
@@ -39,7 +39,7 @@ def main(command: list[str]) -> int:
 
 
 def end_group_on_hangup() -> None:
-    """Kill this process and its group, which it leads, as soon as its supervisor is killed."""
+    """Kill this process and the group that it leads as soon as its supervisor is killed."""
     signal.signal(signal.SIGHUP, lambda *_: os.killpg(0, signal.SIGKILL))
 
 
@@ -56,7 +56,7 @@ def _end_with_input(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill_group(group: int) -> None:
-    with suppress(ProcessLookupError):  # all of it has ended
+    with suppress(ProcessLookupError):  # all processes have ended
         os.killpg(group, signal.SIGKILL)
 
 

@@ -1,8 +1,8 @@
-"""Run WAA on two vLLMs: each request moves from the vLLM of the encode lane to that of the decode lane.
+"""Run WAA on two vLLMs, one for each lane: each request moves from the encode lane to the decode lane.
 
-The two-lane rule decides which prompts the encode lane encodes together, and holds them back until all of them fit
-under the decode lane's cap. vLLM's connector moves a request's K/V: when the prompt ends, the encode lane passes the
-K/V to the connector. The connector also reports where the K/V is, unless the decode lane finds the K/V by the prompt.
+The two-lane rule decides which prompts the encode lane encodes together, and holds them back until the decode lane can
+decode all of them. vLLM's connector moves a request's K/V: when the prompt has been encoded, the encode lane passes the
+K/V to the connector. The connector reports where the K/V are, unless the decode lane finds them by the prompt.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from xrunner.vllm.channel import Lanes
 from xrunner.vllm.command import NIXL_PORT_VARIABLE, Launch, launch_lane
 
 NIXL = {"kv_connector": "NixlConnector"}
-"""Connector from GPU to GPU. Each request carries the encode lane's address."""
+"""Connector that sends K/V from GPU to GPU. Each request contains the encode lane's address."""
 LANES: tuple[LaneName, ...] = ("encode", "decode")
 FILES = "kv"
 PRUNE_S = 10.0
-"""Interval between removals of K/V files that no request waits for."""
+"""Seconds between removals of K/V files for which no request waits."""
 
 
 @dataclass(slots=True)
@@ -39,9 +39,9 @@ class _Inside:
     """A request from its arrival to its end.
 
     Attributes:
-        lane: the lane whose vLLM has the request. None means neither lane.
-        transfer: the place of its K/V, which the connector of the encode lane reports to that of the decode lane. None
-            means that nothing was reported.
+        lane: the lane that has the request. None means that neither has it.
+        transfer: where the request's K/V are, as the encode lane's connector reports to the decode lane's. None means
+            that it has reported nothing.
     """
 
     request: Generation
@@ -63,7 +63,7 @@ def check_waa(plan: Plan) -> None:
     """Refuse plans that two vLLMs cannot run.
 
     Raises:
-        InputError: the plan cannot run on two vLLMs; the message states the reason.
+        InputError: the plan cannot run on two vLLMs. The message states the reason.
     """
     if len(plan.policy.lanes) == 1:
         raise InputError(
@@ -79,7 +79,7 @@ def check_waa(plan: Plan) -> None:
 
 
 def connector_of(plan: Plan, directory: Path) -> dict[str, Any]:
-    """Return the connector that moves K/V: on GPUs, from GPU to GPU; on CPUs, which are for trials, through files."""
+    """Return the connector that moves K/V, from GPU to GPU on GPUs, and through files on CPUs, which are for trials."""
     if plan.cluster.device.type == "gpu":
         return NIXL
     at = {"shared_storage_path": str(directory / FILES)}
@@ -97,7 +97,7 @@ def waa_launches(plan: Plan, directory: Path) -> list[Launch]:
 
 
 class WaaLanes(Lanes):
-    """The front's end of the channels to two vLLMs, between which requests move.
+    """The front's end of the channels to two vLLMs. It moves requests between them.
 
     Args:
         directory, has_ended: see `Lanes`.
@@ -109,12 +109,12 @@ class WaaLanes(Lanes):
         self._inside: dict[int, _Inside] = {}
         self._batches: list[_Batch] = []
         self._untold: deque[Up] = deque()
-        """Our own messages to the front."""
+        """Messages of this object itself to the front."""
         self._files = Path(directory) / FILES
         self._pruned_s = 0.0
 
     def send(self, message: Down, lane: LaneName = "both") -> None:
-        """Submit or cancel a request; another plan is refused."""
+        """Submit or cancel a request. Other plans are refused."""
         if lane != "both":
             super().send(message, lane)
             return
@@ -123,7 +123,7 @@ class WaaLanes(Lanes):
                 self._submit(message.generation)
             case Cancel():
                 self._take_out(message.id)
-                self._untold.append(Rested(self._room_taken))  # no later step may report it
+                self._untold.append(Rested(self._room_taken))  # there may be no later step to report this
             case Follow():
                 self._untold.append(Refused("vLLM cannot change to another plan on several devices"))
         self._advance()
@@ -139,7 +139,7 @@ class WaaLanes(Lanes):
 
     def _submit(self, request: Generation) -> None:
         now_ns = time.perf_counter_ns()
-        # Memory is reserved for the longest output, since this rule does not see how the decode lane uses memory.
+        # Memory is reserved for the longest output, since this rule cannot see how the decode lane uses its memory.
         size = len(request.prompt), request.max_output
         known = Request(request.id, *size, now_ns, request.deadline_ns, account=request.account)
         if not self._schedule.pool.can_ever_fit(known):  # the encode lane's memory is too small for the prompt
@@ -149,13 +149,13 @@ class WaaLanes(Lanes):
         self._schedule.submit(known)
 
     def stepped(self, lane: LaneName, message: Stepped) -> Stepped:
-        """Return the front's message for a lane's step: tokens of the decode lane, and ends of requests."""
+        """Return the front's message for a lane's step, with tokens of the decode lane, and ends of requests."""
         tokens: list[Token] = []
         for token in message.tokens:
             if (inside := self._inside.get(token.id)) is None:
                 continue
             if lane == "encode" and token.finish == "length":
-                # The token of the encode lane is not used, since the decode lane generates it again.
+                # The encode lane's token is not used, since the decode lane generates it again.
                 inside.lane, inside.transfer = None, message.transfers.get(token.id)
                 self._has_been_encoded(token.id)
                 continue
@@ -164,7 +164,7 @@ class WaaLanes(Lanes):
                 inside.lane = None
                 self._take_out(token.id)
             tokens.append(token if lane == "decode" else Token(token.id, 0, "error", error=token.error))
-        # A request arrives and ends only once, although both lanes see it.
+        # Both lanes report a request's arrival and end, but the record must have each only once.
         once: dict[str, Any] = {"finished": ()} if lane == "encode" else {"arrivals": ()}
         records = [record._replace(**once) for record in message.records]
         self._advance()
@@ -188,7 +188,7 @@ class WaaLanes(Lanes):
         self._has_been_encoded(id_)
 
     def _advance(self) -> None:
-        """Begin every step that can begin; requests whose K/V has arrived continue meanwhile."""
+        """Begin every step that can begin. Requests whose K/V have arrived continue meanwhile."""
         schedule = self._schedule
         for id_ in schedule.expire(time.perf_counter_ns()):
             del self._inside[id_]
@@ -197,7 +197,7 @@ class WaaLanes(Lanes):
             for id_ in step.transfer:
                 if (inside := self._inside.get(id_)) is not None:
                     inside.lane = "decode"
-                    # Clients must not state the place of K/V.
+                    # Only the encode lane's connector, never a client, states where K/V are.
                     self.send(Submit(inside.request, inside.transfer), "decode")
         while (step := schedule.next_step("encode")) is not None:
             ids = [chunk.id for chunk in step.encode]
@@ -206,7 +206,7 @@ class WaaLanes(Lanes):
             for id_ in ids:
                 inside = self._inside[id_]
                 inside.lane = "encode"
-                # NixlConnector stores no other K/V.
+                # NixlConnector stores K/V only for requests with this parameter.
                 self.send(Submit(Generation(id_, inside.request.prompt, 1), {"do_remote_decode": True}), "encode")
         self._prune()
 

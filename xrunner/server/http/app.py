@@ -1,4 +1,4 @@
-"""The HTTP application: every route, and the checks before them."""
+"""The HTTP application, with every route and the checks before them."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def create_app(
     hosts: AllowedHosts | None = None,
     tracer: Tracer | None = None,
 ) -> Starlette:
-    """Return the endpoint. The engine's client runs from the app's startup to its shutdown.
+    """Return the endpoint's app. The engine's client starts and stops together with the app.
 
     Args:
-        keys: API keys. None means that requests need none.
-        classes: the plan's classes of requests, or None.
+        keys: API keys. None means that requests need no key.
+        classes: the plan's classes of requests. None means no classes.
         hosts: host names by which requests may address this server. None means any.
-        tracer: records requests that have ended. None means that none are recorded.
+        tracer: records requests that have ended. None means that requests are not recorded.
     """
     service = Service(engine, model, limits or Limits())
     count = engine.metrics.note_answer
@@ -76,9 +76,7 @@ def create_app(
 
 
 def create_admin_app(engine: EngineClient, model: ServedModel, hosts: AllowedHosts) -> Starlette:
-    """Return the app with the pages, plan and metrics of an engine, for an admin port; requests arrive at another
-    port.
-    """
+    """Return the app for an admin port, with an engine's pages, plan and metrics but no routes for requests."""
     routes = [*_state_routes(engine), *_plan_routes(engine, model)]
     return _app(routes, [Middleware(Guard, keys=None, classes=Classes(None), hosts=hosts, tracer=None)])
 
@@ -107,7 +105,7 @@ async def _lifespan(engine: EngineClient, keys: ApiKeys | None, _: Starlette) ->
 
 
 def _reload_on_hangup(keys: ApiKeys) -> None:
-    """Read the key file again on SIGHUP, if the app has a process of its own."""
+    """Read the key file again on SIGHUP, if the app runs in its process's main thread."""
     if threading.current_thread() is threading.main_thread():
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
 
@@ -117,7 +115,7 @@ NOT_SERVED = {
     **dict.fromkeys(("/embeddings", "/score", "/rerank", "/pooling"), "this server only generates text"),
     "/ping": "use /health, or /ready",
 }
-"""Paths that other servers have, without /v1, and what to tell their clients."""
+"""Paths, without /v1, that other servers have, and what to tell clients that use them."""
 
 
 async def _refuse(http: Request, error: Exception) -> Response:
@@ -126,14 +124,14 @@ async def _refuse(http: Request, error: Exception) -> Response:
         if error.status_code in (404, 405):
             says = _no_route(http, error)
         error = ApiError(error.status_code, says, headers=error.headers)
-    if isinstance(error, RecursionError):  # what could just be decoded is encoded from a deeper frame
+    if isinstance(error, RecursionError):  # encoding can run out of stack on a value that could just be decoded
         error = ApiError(400, "the body nests too deeply")
     assert isinstance(error, ApiError)
     return ErrorResponse(error)
 
 
 def _no_route(http: Request, error: HTTPException) -> str:
-    """Return the message for a path or a method that does not exist, with the nearest one that does."""
+    """Return the message for a path or method that does not exist, with the nearest path that exists."""
     path = http.scope["path"][:MAX_PATH_SHOWN]
     says = f"there is no {http.method} {path}"
     if error.status_code == 405:
@@ -150,7 +148,7 @@ async def _say_nothing(_: Request, __: Exception) -> Response:
 
 
 def _route(path: str, value_of: Callable[[Request], Any], media_type: str = "application/json") -> Route:
-    """Return a GET route for a value, which may be awaitable: bytes are sent unchanged, anything else as JSON."""
+    """Return a GET route for a value, which may be awaitable. Bytes are sent unchanged, and other values as JSON."""
 
     async def show(http: Request) -> Response:
         value = value_of(http)

@@ -14,17 +14,17 @@ from xrunner.server.request_info import RequestInfo
 from xrunner.server.submission import Limits
 
 FREE_BYTES = 64 << 10
-"""Bytes of each request that are not counted, so that requests of usual size always get through."""
+"""Bytes of each request that are not counted, so that requests of usual size are never refused."""
 SHARE = 2
-"""Share of the memory that the requests of one account may take: one half."""
+"""One account's requests may take 1 / SHARE of the memory."""
 
 
 LONG_BYTES = 1 << 20
-"""After a request of more bytes, the process returns freed memory to the system."""
+"""Number of bytes of a request above which the process returns freed memory to the system afterwards."""
 
 
 class Budget:
-    """The memory of all requests together, and its limit."""
+    """Counts the memory of all requests, and limits it."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -32,10 +32,10 @@ class Budget:
         """Counted bytes by account."""
 
     def change(self, account: str, more: int) -> None:
-        """Count `more` bytes; a negative number counts fewer.
+        """Add `more` to the counted bytes. The number may be negative.
 
         Raises:
-            ApiError: 503, there is no memory for these bytes now; nothing was counted.
+            ApiError: 503, there is no memory for these bytes now. The count has not changed.
         """
         if more > 0 and (self._taken.total() + more > self._most or self._taken[account] + more > self._most // SHARE):
             raise ApiError(
@@ -54,7 +54,8 @@ class Budget:
 
 
 class RequestMemory:
-    """The memory of one request: of its body, then of its text, then of the parts that are kept until it has ended."""
+    """Counts the memory of one request: first the body, then the text, then the parts that are kept until the request
+    has ended."""
 
     def __init__(self, account: str, bodies: Budget, requests: Budget) -> None:
         self._account = account
@@ -62,19 +63,19 @@ class RequestMemory:
         self._budget, self._counted = bodies, 0
 
     def set(self, num_bytes: int) -> None:
-        """Count this number of bytes. Raises ApiError (503)."""
+        """Count `num_bytes` for the request instead of the number before. Raises ApiError (503)."""
         counted = max(0, num_bytes - FREE_BYTES)
         self._budget.change(self._account, counted - self._counted)
         self._counted = counted
 
     def keep(self, num_bytes: int) -> None:
-        """Stop counting the text, and count this number of bytes until `free`. Raises ApiError (503)."""
+        """Count `num_bytes` instead of the text's bytes, until `free`. Raises ApiError (503)."""
         self.free()
         self._budget = self._requests
         self.set(num_bytes)
 
     def free(self) -> None:
-        """Count no more bytes of this request."""
+        """Stop counting the request's bytes."""
         if self._counted > LONG_BYTES:
             give_back_soon()
         self._budget.change(self._account, -self._counted)
@@ -82,15 +83,15 @@ class RequestMemory:
 
 
 class Turns:
-    """Lets only one long body proceed in each turn of the event loop, so that other requests wait for one of them at a
-    time, not for all.
+    """Lets only one long body proceed in each iteration of the event loop, so that other requests wait for one body at
+    a time and not for all.
     """
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
     async def next(self) -> None:
-        """Return in a later turn of the event loop, after earlier callers."""
+        """Return in a later iteration of the event loop, after earlier callers."""
         async with self._turn:
             await asyncio.sleep(0)
 
@@ -104,7 +105,7 @@ class Bodies:
         self._turns = Turns()
 
     def memory(self, http: Request) -> RequestMemory:
-        """Return an object that counts the memory of a new request; the caller frees it."""
+        """Return an object that counts the memory of a new request. The caller must free it."""
         info: RequestInfo = http.scope["xgpt"]
         return RequestMemory(info.key.name, self._bodies, self._requests)
 
@@ -112,7 +113,8 @@ class Bodies:
         """Return a request's body.
 
         Raises:
-            ApiError: 413, the body is too long; 408, it arrives too slowly; 503, there is no memory for it now.
+            ApiError: 413, the body is too long; 408, the body arrives too slowly; 503, there is no memory for the body
+                now.
         """
         info: RequestInfo = http.scope["xgpt"]
         limits, body = self._limits, bytearray()

@@ -1,4 +1,4 @@
-"""Limit connections: their number, the time that each may take, and which one is closed for a new one."""
+"""Limit the number of connections and the time of each, and choose which connection to close for a new one."""
 
 from __future__ import annotations
 
@@ -27,35 +27,34 @@ from xrunner.server.api.writers import COMMENT
 from xrunner.server.request_info import ABORT
 
 HEAD_TIMEOUT_S = 10.0
-"""Time for a TLS handshake, and for a request's head. The wait for the first request counts."""
+"""Seconds for a TLS handshake, and for a request's head, including the wait for the first request."""
 KEEP_ALIVE_S = 120
-"""Time for which an idle connection is kept. It is longer than for proxies and clients (Go 90 s, nginx 60 s), so that
-the server never closes a connection while a request arrives.
+"""Seconds for which an idle connection is kept. Proxies and clients keep connections for less time (Go 90 s, nginx 60
+s), so the server never closes a connection while a request arrives.
 """
 WRITE_TIMEOUT_S = 30.0
-"""Time in which a client must read what has been written to it, at most 64 KiB."""
+"""Seconds in which a client must read the bytes that were written to it, at most 64 KiB."""
 REST_TIMEOUT_S = 5.0
-"""Time for the rest of a body whose request has already been answered, and for the last bytes of a closing
-connection.
-"""
+"""Seconds for the rest of a body whose request has been answered, and for the last bytes of a closing connection."""
 READ_AT_ONCE = 16 << 10
 """Bytes given to the parser at once. The parser refuses a head that is longer than its limit only if the head arrives
 in several pieces, so pieces must be small.
 """
 BACKLOG = 2048
-"""Connections that the system may hold until they are accepted."""
+"""Number of connections that the operating system may queue until they are accepted."""
 ACCEPT_AT_ONCE = 16
-"""Connections accepted in one turn of the event loop."""
+"""Number of connections that are accepted in one iteration of the event loop."""
 RESERVED_FILES = 64
-"""Open files besides connections: logs, checkpoints, pipes; and connections accepted before another one closes."""
+"""Number of open files besides connections, such as logs, checkpoints and pipes, and connections that are accepted
+before another is closed."""
 SURPLUS = 16
-"""Number of connections beyond the limit, for probes: these must see that the server runs even while all other
-connections are busy.
+"""Number of connections beyond the limit for probes, which must see that the server runs even if all other connections
+are busy.
 """
 MAX_CONNECTIONS = 8192
 MAX_FILES = 1 << 16
 PROBE_S = 0.05, 1.0
-"""First and longest interval of checks whether a client that sends no more still reads."""
+"""Shortest and longest interval between checks whether a client that sends no more still reads."""
 
 logger = logging.getLogger(__name__)
 _uvicorn = logging.getLogger(f"{__name__}.uvicorn")
@@ -63,7 +62,7 @@ _uvicorn.setLevel(logging.ERROR)  # lower levels would log clients' mistakes, wh
 
 
 class Phase(IntEnum):
-    """The phase of a connection, in the order in which connections are dropped when there are too many."""
+    """Phase of a connection. If there are too many connections, those in the first phases are closed first."""
 
     HEAD = 0
     """Waiting for a request's head."""
@@ -72,7 +71,7 @@ class Phase(IntEnum):
 
 
 def most_connections() -> int:
-    """Raise the process's limit on open files as far as allowed, and return how many connections can then be open.
+    """Raise the process's limit of open files as far as allowed. Return how many connections the process can then have.
 
     Raises:
         MachineError: the limit of open files is too low to serve.
@@ -89,17 +88,17 @@ def most_connections() -> int:
 
 
 FREE_CHUNKS = 512
-"""Number of a body's chunks that may have any length."""
+"""Number of a body's chunks that may be short."""
 CHUNK_BYTES = 512
-"""Least mean length of further chunks. Each takes about 40 us, so a body of 16 MiB takes 1.3 s, in slices."""
+"""Least mean length of the other chunks. Each chunk takes about 40 us, so a body of 16 MiB takes 1.3 s in all."""
 
 
 class Parser(h11.Connection):
-    """h11's parser of requests. A body in chunks is held back until the application asks for it, and its chunks are
+    """h11's parser of requests. A body in chunks is not parsed until the application asks for it, and its chunks are
     counted.
 
     Attributes:
-        is_held: whether a body is held unparsed.
+        is_held: whether a body in chunks waits for the application.
     """
 
     def __init__(self, max_head_bytes: int) -> None:
@@ -108,7 +107,7 @@ class Parser(h11.Connection):
         self._num_chunks = self._num_bytes = 0
 
     def next_event(self) -> Any:
-        """Return the next event; `h11.PAUSED` while a body is held.
+        """Return the next event, or `h11.PAUSED` while `is_held`.
 
         Raises:
             RemoteProtocolError: the bytes are not HTTP, or a body has too many chunks.
@@ -132,7 +131,7 @@ class AcceptedSocket(socket.socket):
 
     listener: Listener
     protocol: Protocol | None = None
-    """None during the TLS handshake."""
+    """None until the TLS handshake has ended."""
     phase: Phase = Phase.HEAD
 
     def close(self) -> None:
@@ -140,19 +139,19 @@ class AcceptedSocket(socket.socket):
         super().close()
 
     def drop(self) -> None:
-        """Close the connection immediately, whatever its phase."""
+        """Close the connection immediately in any phase."""
         if self.protocol is not None:
             self.protocol.transport.abort()
             return
         with suppress(OSError):
-            self.shutdown(socket.SHUT_RDWR)  # the socket belongs to asyncio: only asyncio may close it
+            self.shutdown(socket.SHUT_RDWR)  # only asyncio may close the socket, which belongs to it
 
 
 class Listener(socket.socket):
     """A listening socket that accepts `most` connections.
 
-    A further connection replaces the one that has been without a complete request for longest. If all connections have
-    a complete request, up to `SURPLUS` more are accepted, on which only probes are answered.
+    A further connection replaces the connection that has been without a complete request for the longest time. If every
+    connection has a complete request, up to `SURPLUS` more are accepted, which may only send probes.
 
     Args:
         bound: the bound socket, which this object takes over.
@@ -165,17 +164,17 @@ class Listener(socket.socket):
     def __init__(self, bound: socket.socket, most: int | None = None) -> None:
         self.most = most_connections() if most is None else most
         self._open: tuple[OrderedDict[int, AcceptedSocket], ...] = tuple(OrderedDict() for _ in Phase)
-        """For each phase its connections by file number, in the order in which they entered it."""
+        """For each phase, its connections by file number, in the order in which they entered the phase."""
         self._failed = False
         super().__init__(fileno=bound.detach())
-        # Accepted connections inherit this option. Without it, a token waits until the client has acknowledged the
-        # previous token, and clients delay this by 40 ms. asyncio sets the option only on sockets whose protocol number
-        # is given.
+        # Accepted connections inherit this option. Otherwise a token would wait until the client has acknowledged the
+        # previous token, which clients delay by 40 ms. Asyncio sets the option only on sockets with a given protocol
+        # number.
         self.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @classmethod
     def at(cls, host: str, port: int) -> Listener:
-        """Listen on an address; port 0 stands for any free port.
+        """Listen on an address. Port 0 means any free port.
 
         Raises:
             MachineError: the address is not available, or too few files may be open.
@@ -184,15 +183,15 @@ class Listener(socket.socket):
             return cls(bound)
 
     def listen(self, _: int = 0) -> None:
-        """Listen. The value of the backlog that asyncio passes is ignored: it is the number of connections that asyncio
-        accepts in one turn.
+        """Listen with `BACKLOG`. The argument is ignored, since asyncio passes the number of connections that it
+        accepts in one iteration.
         """
         super().listen(BACKLOG)
 
     def accept(self) -> tuple[AcceptedSocket, Any]:
-        """Accept a connection; raise BlockingIOError if none waits, or if there is no room for one."""
+        """Accept a connection. Raise BlockingIOError if none is waiting, or if no more can be open."""
         if self._failed:
-            # After any other error asyncio would retry for ever, and log each attempt.
+            # After any other error, asyncio would retry without end and log each attempt.
             self._failed = False
             raise BlockingIOError
         try:
@@ -219,7 +218,7 @@ class Listener(socket.socket):
         return next((found for by_number in self._open if (found := by_number.get(file_number))), None)
 
     def enter(self, accepted: AcceptedSocket, phase: Phase) -> None:
-        """Move a connection to the end of a phase, even if it already is in that phase."""
+        """Move a connection to the end of a phase, even if it is already in the phase."""
         if self._open[accepted.phase].pop(accepted.fileno(), None) is not None:
             accepted.phase = phase
             self._open[phase][accepted.fileno()] = accepted
@@ -256,7 +255,7 @@ def check_address(host: str, port: int) -> None:
 
 
 class Protocol(H11Protocol):
-    """A client's connection, with a time limit on everything that it waits for."""
+    """A client's connection. All waiting on it has a time limit."""
 
     def __init__(self, listener: Listener, config: Config, state: ServerState, app_state: dict[str, Any]) -> None:
         super().__init__(config, state, app_state)
@@ -268,18 +267,19 @@ class Protocol(H11Protocol):
         self._accepted: AcceptedSocket | None = None
         self._now = self.loop.time
         self._head_since: float | None = self._now()
-        """Time since which the head of a request has been awaited. None means that a request is under way, or the
-        connection may be idle.
+        """Time since which the head of a request has been awaited. None means that a request is being answered, or that
+        the connection may be idle.
         """
         self._stalled_since: float | None = None
         """Time since which the client has not read the bytes that were written."""
         self._resting_since: float | None = None
-        """Time since which the rest of an answered body has been arriving, or the connection has been closing."""
+        """Time since which the rest of an answered request's body, or the end of a closing connection, has been
+        awaited."""
         self._has_sent_all = False
         self._streams_events = False
-        """Whether the answer that is being sent is a stream of events."""
+        """Whether the current answer is a stream of events."""
         self._unparsed = b""
-        """The bytes that have arrived of a body which the parser holds back."""
+        """Bytes that have arrived of a body that the parser does not parse yet."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -315,7 +315,8 @@ class Protocol(H11Protocol):
             cast(Scope, self.scope)[ABORT] = self.transport.abort
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Keep the connection: a client that sends no more may still read answers (over TLS, asyncio closes it)."""
+        """Keep the connection: a client that sends no more may still read answers. Over TLS, asyncio closes the
+        connection."""
         if self._is_at_rest or self.cycle.more_body:
             return None
         self._has_sent_all = True
@@ -336,11 +337,11 @@ class Protocol(H11Protocol):
             if self._has_sent_all:
                 self.transport.close()
             elif self.conn.trailing_data[0] and not self._has_unread_body:
-                self._head_since = self._now()  # part of the next head has arrived already
+                self._head_since = self._now()  # a part of the next head has already arrived
         self._note_phase()
 
     def end_if_overdue(self) -> None:
-        """Close the connection if a time limit has passed; called regularly."""
+        """Close the connection if a time limit has passed. This is called regularly."""
         now = self._now()
         if not (self.transport.is_closing() or self._has_unread_body):
             self._resting_since = None
@@ -355,12 +356,12 @@ class Protocol(H11Protocol):
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Send an error in the same form as all other errors, unless an answer has begun."""
+        """Send an error in the same format as all other errors, unless an answer has begun."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
         if not self._is_at_rest:
-            self.cycle.disconnected = True  # answered here
+            self.cycle.disconnected = True  # the request is answered here
         says = (
             "the request is not HTTP/1.1, or its head is longer than 16 KiB, or its body comes in more than "
             f"{FREE_CHUNKS} chunks of less than {CHUNK_BYTES} bytes"
@@ -377,7 +378,7 @@ class Protocol(H11Protocol):
         self.transport.close()
 
     def _on_demand(self, app: ASGIApp) -> Any:
-        """Return the app. The chunks of a body are parsed when the app asks for them, so not before a key has been
+        """Return the app, changed so that a body's chunks are parsed when the app asks for them, after the key has been
         checked.
         """
 
@@ -408,7 +409,7 @@ class Protocol(H11Protocol):
 
     @property
     def _is_at_rest(self) -> bool:
-        """Whether no request is being answered."""
+        """Return whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
@@ -424,8 +425,8 @@ class Protocol(H11Protocol):
             self._listener.enter(self._accepted, phase)
 
     def _probe(self, delay_s: float) -> None:
-        """Check whether a client that has stopped sending still reads, or has disconnected. Only writes show
-        this: an interim response before the answer, comments within a stream of events.
+        """Check whether a client that has stopped sending still reads. Only a write can show this: an interim response
+        before the answer, or a comment within a stream of events.
         """
         if self.transport.is_closing() or self._is_at_rest:
             return

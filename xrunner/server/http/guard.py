@@ -1,4 +1,4 @@
-"""The checks before every route: request ids, host names, keys; and one line of log for each request."""
+"""The checks before every route, of request ids, host names and keys, and a line of the log for each request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("xrunner.server.access")
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-"""Request ids that are accepted from clients. Others could forge log lines."""
+"""Request ids that are accepted from clients. Other ids could forge lines of the log."""
 
 SECURITY_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
@@ -48,14 +48,14 @@ SINGLE_HEADERS = (
 
 
 class Guard:
-    """An ASGI application around another. It refuses before any of the body is read.
+    """An ASGI application that checks requests for another one, before any of the body is read.
 
     Args:
-        keys: API keys. None means that clients need none.
+        keys: API keys. None means that clients need no key.
         classes: the plan's classes of requests.
-        hosts: accepted host names. None means any (tests, and servers behind a proxy that checks them).
-        tracer: records requests. None means that none are recorded.
-        on_answer: called with the status of each answer. 0 means that the client had left.
+        hosts: accepted host names. None means all (in tests, and behind a proxy that checks names).
+        tracer: records requests. None means that requests are not recorded.
+        on_answer: called with the status of each answer, or 0 if the client had left.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Guard:
             else:
                 await ErrorResponse(refusal)(scope, receive, send_on)
         except Exception:
-            # Only this request fails, whatever the error is.
+            # Whatever the error is, only this request fails.
             logger.exception("a request has failed", extra={"fields": {"request_id": id_, "path": scope["path"]}})
             if not status:
                 await ErrorResponse(ApiError(500, "the server has failed at this request"))(scope, receive, send_on)
@@ -127,7 +127,7 @@ class Guard:
                 return ApiError(403, says, code="origin_not_allowed")
         if self._keys is None or path in OPEN_PATHS:
             return None
-        # Headers are latin-1, whatever a client has sent.
+        # Headers are latin-1, even if a client has sent other text.
         given = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
         key = self._keys.find(given.encode("latin-1"))
         if key is None:
@@ -144,7 +144,7 @@ class Guard:
         return None
 
     def _classify(self, scope: Scope, headers: Headers, info: RequestInfo) -> ApiError | None:
-        """Apply a request's class to it: priority, bounds, promise."""
+        """Apply the priority, bounds and promise of a request's class."""
         if scope["path"] not in GENERATION_PATHS:
             return None
         try:
@@ -163,7 +163,7 @@ class Guard:
                 "request_id": info.id,
                 "method": scope["method"],
                 "path": scope["path"],
-                # 0: the client had disconnected before there was an answer.
+                # 0 means that the client disconnected before there was an answer.
                 "status": status,
                 "seconds": round(time.perf_counter() - info.received_s, 6),
                 "client": client[0] if client else None,

@@ -17,16 +17,11 @@ from xrunner.server.request_info import RequestInfo
 from xrunner.server.submission import CheckedPrompt, EngineOutputs, Limits, Submitted
 
 TOKENS_AT_ONCE = 64
-"""Tokens to decode into text before other requests get a turn."""
+"""Number of tokens to decode into text before other requests may continue."""
 
 
 class Outputs(EngineOutputs):
-    """A request's outputs whose tokens are decoded into text for clients.
-
-    Attributes:
-        choices: the submitted outputs, in the order of the answer.
-        num_running: number of unfinished outputs.
-    """
+    """A request's outputs, with tokens that are decoded into text for clients."""
 
     def __init__(
         self,
@@ -43,9 +38,9 @@ class Outputs(EngineOutputs):
         self._codec = model.codec
         self._choices: dict[int, Choice] = {}
         self._unwritten: dict[int, TokenStream] = {}
-        """Streams with tokens that are taken from the inbox and not written yet."""
+        """Streams with tokens that were taken from the inbox but not written yet."""
         self._prompt_tokens: PromptTokens | None = None
-        """None means that a choice has begun since these were counted."""
+        """None until the tokens are counted, and again after a choice has begun."""
         self.num_running = 0
 
     @property
@@ -53,7 +48,7 @@ class Outputs(EngineOutputs):
         return list(self._choices.values())
 
     def submit(self) -> list[Submitted]:
-        """Submit all choices to the engine, or none. Raises ApiError."""
+        """Submit either all choices to the engine or none. Raises ApiError."""
         submitted = super().submit()
         for prompt, sampling, stream in submitted:
             self._choices[stream.id] = Choice(
@@ -70,7 +65,7 @@ class Outputs(EngineOutputs):
         return submitted
 
     async def next(self) -> list[Delta]:
-        """Return what the next tokens add to a choice; nothing if it has ended.
+        """Return what the next tokens add to a choice, or [] if the choice has ended.
 
         Raises:
             ApiError: no more tokens will come.
@@ -78,7 +73,7 @@ class Outputs(EngineOutputs):
         return await self.deltas(await self.inbox.get())
 
     async def deltas(self, tokens: Sequence[Token] | ApiError) -> list[Delta]:
-        """Return what tokens add to their choice. Raises ApiError."""
+        """Return what tokens add to a choice. Raises ApiError."""
         if isinstance(tokens, ApiError):
             raise tokens
         id_ = tokens[0].id
@@ -125,7 +120,7 @@ class Outputs(EngineOutputs):
         self._quota.settle(self._num_prompt_tokens + self._num_output_tokens if self._choices else 0)
 
     def prompt_tokens(self) -> PromptTokens:
-        """Prompt and cached tokens; each prompt counts once, with the cached tokens of its first choice."""
+        """Prompt tokens and cached tokens. Each prompt counts once, with the cached tokens of its first choice."""
         if self._prompt_tokens is None:
             streams = list(self.streams.values())
             cached = sum(stream.cached_tokens for stream in streams[:: self._request.num_choices])
@@ -143,7 +138,7 @@ class Outputs(EngineOutputs):
         return max(stream.last_token_s for stream in self.streams.values())
 
     def take_unwritten(self) -> float:
-        """Return and reset the end time of the step that sampled the oldest token not yet written."""
+        """Return the end time of the step that sampled the oldest token not yet written, and forget it."""
         oldest_s = float("inf")
         for stream in self._unwritten.values():
             if stream.unwritten_s:
@@ -153,18 +148,18 @@ class Outputs(EngineOutputs):
         return min(oldest_s, time.perf_counter())
 
     def _phases(self) -> Iterator[tuple[str, float, float]]:
-        """Yield the phases (waiting, encoding, decoding). Each lasts from its start in the first choice to its end in
-        the last one.
+        """Yield the phases (waiting, encoding, decoding). Each phase lasts from its start in the first choice to its
+        end in the last choice.
         """
         now_s = time.perf_counter()
         times = [(s.submitted_s, s.started_s, s.first_token_s, s.last_token_s) for s in self.streams.values()]
-        edges = list(zip(*times, strict=True))  # 0: not yet
+        edges = list(zip(*times, strict=True))  # 0 means that the event has not happened
         for name, begins, ends in zip(("waiting", "encoding", "decoding"), edges, edges[1:], strict=False):
             if begun := [begin for begin in begins if begin]:
                 yield name, min(begun), max(end or now_s for end in ends)
 
     def timings(self) -> dict[str, float]:
-        """Return the times of the slowest choice, once all have ended."""
+        """Return the times of the slowest choice, after all choices have ended."""
         streams = self.streams.values()
         return {
             "queued_s": max(s.started_s - s.submitted_s for s in streams),

@@ -1,4 +1,4 @@
-"""The server process: its sockets, its TLS certificate, its signals, its shutdown."""
+"""Run the server process: its sockets, TLS certificate, signals and shutdown."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from xrunner.server.http.connections import (
 logger = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
-"""Time for which running requests may continue after the first SIGTERM or SIGINT."""
+"""Seconds for which running requests may continue after the first SIGTERM or SIGINT."""
 TICK_S = 0.1
 LOOK_S = 0.5
 """Seconds between two checks for overdue connections."""
@@ -51,11 +51,11 @@ def serve(
     shutdown_delay_s: float = 0.0,
     tls: ssl.SSLContext | None = None,
 ) -> None:
-    """Answer requests until SIGTERM, then return; SIGINT ends in KeyboardInterrupt. Port 0 stands for any free port.
+    """Answer requests until SIGTERM, then return. SIGINT raises KeyboardInterrupt. Port 0 means any free port.
 
-    After the first signal, /ready answers 503, and for `shutdown_delay_s` seconds nothing else changes, so that load
-    balancers can notice it. Then no new request is accepted; running requests have `drain_s` seconds to finish, and
-    after that they end with an error. A second signal ends them immediately.
+    After the first signal, /ready answers 503, and for `shutdown_delay_s` seconds all else continues, so that load
+    balancers can notice. After that, no new request is accepted, and running requests have `drain_s` seconds to finish
+    before they end with an error. A second signal ends them immediately.
 
     Args:
         tls: context with the server's certificate. None means HTTP without TLS.
@@ -63,7 +63,7 @@ def serve(
     Raises:
         MachineError: the address is not available, or the engine's workers cannot be restarted.
     """
-    # uvicorn raises the signal again after its shutdown; SIGTERM must not end this process before the caller has
+    # uvicorn raises the signal again after its shutdown, but SIGTERM must not end this process before the caller has
     # cleaned up.
     previous = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
@@ -76,7 +76,7 @@ def serve(
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with xgpt's connections; pass the listener to `run`."""
+    """uvicorn's server with xgpt's connections. The listener must be passed to `run`."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Server(uvicorn.Server):
         self._engine.on_fatal = partial(setattr, self, "should_exit", True)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until a signal. The loop must be asyncio's, since other loops accept connections themselves."""
+        """Serve until a signal. The event loop must be asyncio's, since other loops accept connections themselves."""
         asyncio.run(self.serve(sockets))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -119,7 +119,7 @@ class Server(uvicorn.Server):
         timeouts: dict[str, Any] = {}
         if self._tls is not None:
             timeouts = {"ssl_handshake_timeout": HEAD_TIMEOUT_S, "ssl_shutdown_timeout": REST_TIMEOUT_S}
-            SSLProtocol.max_size = READ_AT_ONCE  # each connection has a buffer of this size, by default of 256 KiB
+            SSLProtocol.max_size = READ_AT_ONCE  # size of a buffer that each connection has, by default 256 KiB
         loop = asyncio.get_running_loop()
         self.servers = [
             await loop.create_server(protocol, sock=self._listener, ssl=self._tls, backlog=ACCEPT_AT_ONCE, **timeouts)
@@ -139,7 +139,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
         self._looking.cancel()
         if self.force_exit:
-            # After a second Ctrl-C the server does not wait for answers, but the engine must still stop before its loop
+            # After a second Ctrl-C the server does not wait for answers, but the engine must stop before the event loop
             # is closed.
             for task in self.server_state.tasks:
                 task.cancel()
@@ -164,7 +164,7 @@ class Server(uvicorn.Server):
         logger.info("draining %d requests, up to %g s; a second signal ends them at once", num_requests, self._drain_s)
         while not self.force_exit and self._engine.num_requests and time.monotonic() < end_s:
             await asyncio.sleep(TICK_S)
-        # What has been generated must still be written; uvicorn closes its sockets before it waits for that.
+        # Generated tokens must still be written, but uvicorn closes its sockets before it waits for this.
         left_s = max(LAST_WORDS_S, end_s - time.monotonic())
         has_to_break_off = self._engine.num_requests and not self.force_exit
         self.config.timeout_graceful_shutdown = 0 if has_to_break_off else left_s  # type: ignore[assignment]
@@ -182,11 +182,11 @@ CERTIFICATE, KEY = "ssl_certfile", "ssl_keyfile"
 
 
 def server_context(certificate: Path, key: Path | None = None) -> ssl.SSLContext:
-    """Return a context for TLS 1.2 or newer with this certificate.
+    """Return a context for TLS 1.2 or later with this certificate.
 
     Args:
         certificate: a PEM file, followed by the intermediate certificates.
-        key: its private key. None means that it is in the same file.
+        key: the certificate's private key. None means that the key is in the same file.
 
     Raises:
         InputError: a file cannot be read, is not PEM, is encrypted, or the key belongs to another certificate.

@@ -1,4 +1,4 @@
-"""Turn the texts and chats of requests into token ids; accounts take turns."""
+"""Turn the texts and chats of requests into token ids, with a fair order of accounts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_VARIABLES_BYTES = 256 << 10
 
 
 class Prompts:
-    """Makes prompts for a model. Each method takes the request's record, whose key decides its turn."""
+    """Makes prompts for a model. Each method takes the request's record, whose key determines the request's turn."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
@@ -30,9 +30,7 @@ class Prompts:
         self.tokenising = None if model.codec is None else Tokenising(model.codec, model.spec.max_context)
 
     async def encode(self, info: RequestInfo, text: str, field: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of a text; raise ApiError (400) if the text has no tokens, or more than the context
-        holds.
-        """
+        """Return the tokens of a text. Raise ApiError (400) if there are no tokens, or more than fit in the context."""
         self.check_length(len(text), field)
         assert self.tokenising is not None
         try:
@@ -46,7 +44,7 @@ class Prompts:
         return tokens or refuse(field, "the prompt is empty; send a text with at least one token")
 
     async def text(self, info: RequestInfo, prompt: Prompt) -> str:
-        """Return the text of a prompt; raise ApiError (400) if it consists of token ids and the model has no
+        """Return the text of a prompt. Raise ApiError (400) if the prompt is token ids and the model has no
         tokenizer.
         """
         if isinstance(prompt, str):
@@ -57,7 +55,7 @@ class Prompts:
         return await self.tokenising.by_turns(info.key.name, len(prompt), decode)
 
     async def pieces(self, info: RequestInfo, tokens: list[int]) -> list[str | None]:
-        """Return each token as its vocabulary writes it."""
+        """Return each token in the form in which the vocabulary writes it."""
         assert self._codec is not None and self.tokenising is not None
         piece = self._codec.tokenizer.id_to_token
         return await self.tokenising.by_turns(info.key.name, len(tokens), lambda: [*map(piece, tokens)])
@@ -73,8 +71,8 @@ class Prompts:
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
     ) -> tuple[str, list[int]]:
-        """Return a chat rendered by the checkpoint's template, and its tokens; raise ApiError (400) if there is no
-        template.
+        """Return a chat rendered by the checkpoint's template, and the chat's tokens. Raise ApiError (400) if there is
+        no template.
         """
         if self._codec is None or self._codec.chat_template is None or self.tokenising is None:
             raise ApiError(

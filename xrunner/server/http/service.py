@@ -53,23 +53,24 @@ P = TypeVar("P", TokenizeRequest, DetokenizeRequest, Translated)
 MAX_OUTPUTS = 1024
 """Largest number of outputs, prompts times choices, of one request."""
 MAX_VALUES = 1 << 20
-"""Largest number of tokens and log probabilities of one answer: about 60 MB of JSON."""
+"""Largest number of tokens and log probabilities in one answer, which then has about 60 MB of JSON."""
 CHARACTERS_A_TOKEN = 4
-"""Characters of an echoed prompt that count as much as a token."""
+"""Number of characters of an echoed prompt that count as one token."""
 
 
 TRIED_BYTES, PART_BYTES = MAX_BYTES, 1 << 10
-"""Largest total size of the parts of a refused JSON schema that are tried, to name the part that is wrong; a shorter
+"""Largest total size of the parts of a refused JSON schema that are compiled to find the wrong part, where a shorter
 part counts as `PART_BYTES`. So the search takes no longer than the refused grammar did.
 """
 MAX_KEY = 60
-"""Characters of a property's name in the path of a part."""
+"""Characters that are shown of a property's name in the path of a part."""
 
 
 def _first_line(reason: str) -> str:
-    """Return a compiler's reason without its place in the grammar, and without the grammar itself.
+    """Return a compiler's reason without the position in the grammar and without the grammar itself.
 
-    A reason about a regular expression has several lines: what failed, the expression, marks below it, "error: why".
+    A reason about a regular expression has several lines: what failed, the expression, a line of marks, and "error:
+    why".
     """
     said, *more = re.sub(r"^at \d+\(\d+\): ", "", reason.strip()).split("\n")
     why = next((line for line in more if line.startswith("error: ")), None)
@@ -106,7 +107,7 @@ class Service:
 
     @property
     def posts(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
-        """Functions that answer a POST request, by path."""
+        """Return the functions that answer POST requests, by path."""
         return {
             "/v1/completions": partial(self._generate, parse_completion, self._complete),
             "/v1/chat/completions": partial(self._generate, parse_chat, self._chat),
@@ -126,7 +127,7 @@ class Service:
         self._begin(http)
         memory = self._bodies.memory(http)
         try:
-            # The body itself is not kept; only the parsed request waits for its turn to be tokenised.
+            # The body itself is not kept while the parsed request waits to be tokenised.
             request = parse(await self._bodies.read(http, memory))
             memory.set(request.num_text_bytes)
             return await begin(http, request, memory)
@@ -136,7 +137,7 @@ class Service:
 
     @asynccontextmanager
     async def _read(self, http: Request, parse: Callable[[bytearray], P]) -> AsyncIterator[tuple[RequestInfo, P]]:
-        """Count and read a request that is answered without the engine; its memory counts until the block ends."""
+        """Count and read a request that is answered without the engine. Its memory is counted until the block ends."""
         info, memory = self._begin(http), self._bodies.memory(http)
         try:
             request = parse(await self._bodies.read(http, memory))
@@ -146,7 +147,7 @@ class Service:
             memory.free()
 
     def _begin(self, http: Request) -> RequestInfo:
-        """Count a request against its key's limits; raise ApiError (429) if it exceeds them."""
+        """Count a request against its key's limits. Raise ApiError (429) if it exceeds them."""
         info: RequestInfo = http.scope["xgpt"]
         info.quota = self._quotas.begin(info.key)
         return info
@@ -200,7 +201,7 @@ class Service:
         return self._answer(http, request, checked, writer or ChatWriter.of(request), memory)
 
     async def _render(self, info: RequestInfo, request: ChatRequest) -> tuple[str, list[int]]:
-        """Return a chat's prompt, and its tokens; raise ApiError (400)."""
+        """Return a chat's prompt, and the prompt's tokens. Raises ApiError (400)."""
         tools = request.tools if request.chosen_tools != "none" else None
         return await self._prompts.render(
             info,
@@ -291,7 +292,8 @@ class Service:
         refuse(field, f"{await self._wrong_part(info, request.schemas(field), said)} is not accepted: {cut(said)}")
 
     async def _wrong_part(self, info: RequestInfo, schemas: Iterable[tuple[str, dict[str, Any]]], said: str) -> str:
-        """Return the path of the smallest part of these schemas that is refused for the same reason, or "it"."""
+        """Return the path of the smallest part of these schemas that is refused for the same reason, or "it" if none
+        is."""
         found, parts, num_left = "it", iter(schemas), TRIED_BYTES
         while self._model.grammars is not None and (entry := next(parts, None)) is not None:
             path, part = entry

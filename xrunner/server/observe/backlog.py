@@ -1,4 +1,4 @@
-"""Estimate when one more request would be answered, from waiting requests and the engine's pace."""
+"""Estimate when a further request would be answered, from waiting requests and the engine's pace."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import NamedTuple
 from xgpt.core.schema import ANYONE, Account, Plan
 
 ENOUGH = 0.25
-"""Share of the time `memory_s` that observations must cover before a rate is returned."""
+"""Share of `memory_s` that observations must cover before a rate is returned."""
 LATE = 0.005
 """Target for the share of answers that are later than promised."""
 PER_ANSWER = 0.1
-"""The amount by which one late answer raises the caution factor."""
+"""Relative amount by which one late answer changes the caution."""
 FORGOTTEN = 2.0
-"""After this multiple of `memory_s` without observations, no rate is returned, since refused requests add no
-observations.
+"""Multiple of `memory_s` without observations after which no rate is returned. Otherwise an old rate could refuse all
+requests, and refused requests add no observations.
 """
 
 
 class Backlog:
     """The waiting requests, and the rate at which they start while more of them wait than the engine can admit.
 
-    The rate is measured between two steps that each admitted some requests and left others waiting that had arrived
-    before the step. A step that admitted all waiting requests does not show how many more it could have admitted. A
-    request that arrived while a step ran does not count as left waiting by that step. The rate counts prompt tokens: a
-    phase takes a planned number of them, in however many requests. Times are seconds of any monotonic clock.
+    The rate is measured between two steps that each admitted some requests but not all that had arrived before the
+    step. A step that admitted all waiting requests does not show how many more it could have admitted. The rate counts
+    prompt tokens, because a phase takes a planned number of prompt tokens, not of requests. Times are seconds of any
+    monotonic clock.
 
     Args:
-        memory_s: age in seconds at which an observation's weight has fallen to a third.
+        memory_s: age in seconds at which an observation has a third of its weight.
     """
 
     def __init__(self, memory_s: float) -> None:
@@ -42,9 +42,7 @@ class Backlog:
         """Number of waiting requests, by account."""
         self._begun = self._seconds = 0.0
         self._since_s: float | None = None
-        """End of the last step that admitted some requests and left others waiting. None means that all requests have
-        been admitted since then.
-        """
+        """End of the last step that admitted some requests but not all. None if a later step has admitted all."""
         self._told_s = 0.0
         self._phase = _Phase(-inf, 0)
         """The last phase that is known to have begun."""
@@ -53,14 +51,14 @@ class Backlog:
         self._ended_s = -inf
         """End of the last step."""
         self.caution = 1.0
-        """Factor on `answer_s` before it is promised; see `note_answer`."""
+        """Factor by which `answer_s` is multiplied before it is promised (see `note_answer`)."""
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""
         return len(self._waiting)
 
     def join(self, id_: int, num_tokens: int, now_s: float, account: Account = ANYONE) -> None:
-        """Add a waiting request of `num_tokens` prompt tokens. Requests are added in the order of their arrival."""
+        """Add a waiting request with `num_tokens` prompt tokens. Requests must be added in the order of arrival."""
         self._waiting[id_] = _Queued(num_tokens, now_s, account)
         self._accounts[account.name] = account
         self._counts[account.name] += 1
@@ -84,10 +82,10 @@ class Backlog:
         self._counts.clear()
 
     def begin(self, ids: Iterable[int], start_s: float, end_s: float) -> None:
-        """Account for a step that has ended: its requests no longer wait.
+        """Note a step that has ended. Its requests no longer wait.
 
         Args:
-            start_s: the step's start; the engine knew all requests that arrived before it.
+            start_s: the step's start. The engine knew all requests that had arrived before this time.
         """
         self._ended_s = end_s
         begun = [one for id_ in ids if (one := self._take(id_)) is not None]
@@ -113,7 +111,7 @@ class Backlog:
 
     def rate_per_s(self, now_s: float) -> float | None:
         """Return how many prompt tokens start per second, or None if there are too few observations, or only old
-        ones.
+        observations.
         """
         is_told = self._seconds >= ENOUGH * self._memory_s and now_s < self._told_s + FORGOTTEN * self._memory_s
         return self._begun / self._seconds if is_told else None
@@ -127,14 +125,14 @@ class Backlog:
         slowness: float,
         entered: Container[int] = (),
     ) -> float | None:
-        """Return the seconds until `num_outputs` more outputs of an account are complete, or None if the plan has no
+        """Return the seconds until `num_outputs` further outputs of an account are complete, or None if the plan has no
         prediction.
 
-        The last output starts in the first phase that has room for it. Prompts count with the planned mean length,
-        because a long prompt would otherwise never be accepted. A full phase takes the planned time, at the recent
-        pace. A smaller phase is shorter. With several replicas, each of which has its own phases, the present phase
-        counts as full and as just begun. From its admission on, an output takes the planned latency. This assumes that
-        each account's requests enter in the order of arrival, and accounts as `xgpt.core.policies.admission` says.
+        The estimate is the time until the first phase that can admit the last output, plus the planned latency. Prompts
+        count with the planned mean length, because a long prompt would otherwise never be accepted. A full phase takes
+        the planned time at the recent pace. A smaller phase is shorter. Several replicas have separate phases, so the
+        present phase then counts as full and as just begun. Accounts are assumed to enter as in
+        `xgpt.core.policies.admission`, and each account's requests in the order of arrival.
 
         Args:
             slowness: measured time of steps divided by predicted time.
@@ -161,8 +159,8 @@ class Backlog:
     def note_answer(self, expected_s: float, promised_s: float, took_s: float) -> None:
         """Adjust the factor `caution` after a complete answer whose time `answer_s` had estimated.
 
-        Pace and phases vary. Each late answer raises the caution and each timely one lowers it a little, so that the
-        share of late answers settles at `LATE`, whatever the causes.
+        Each late answer raises the caution, and each timely answer lowers it a little, so that in the long run the
+        share of late answers is `LATE`, for any cause.
 
         Source: Gibbs and Candes, Adaptive conformal inference under distribution shift, NeurIPS 2021.
         """
@@ -183,7 +181,7 @@ def _tokens(waiting: Iterable[_Queued]) -> int:
 
 
 def _before_last(account: Account, num_tokens: float, waiting: list[_Queued]) -> float:
-    """Return how many prompt tokens of all accounts have started by the time when `num_tokens` of this account have
+    """Return how many prompt tokens of all accounts will have started when `num_tokens` of this account have
     started.
     """
     first = _tokens(one for one in waiting if one.account.priority > account.priority)
@@ -194,7 +192,7 @@ def _before_last(account: Account, num_tokens: float, waiting: list[_Queued]) ->
 
 
 class _Phase(NamedTuple):
-    """A phase: a step that admits requests, and all steps until the next one that admits some.
+    """A phase: a step that admits requests, and the following steps that admit none.
 
     Attributes:
         num_tokens: prompt tokens admitted.
@@ -207,8 +205,8 @@ class _Phase(NamedTuple):
         """Return the phase's length in seconds, if a phase of `room` tokens lasts `cycle_s`.
 
         Args:
-            before: tokens and length of another phase. Between the two phases, lengths are interpolated. Below the
-                smaller one, they are constant.
+            before: tokens and length of another phase. Lengths are interpolated between that phase and a full one, and
+                are constant for fewer tokens.
         """
         tokens, seconds = before
         if seconds >= cycle_s:

@@ -17,13 +17,13 @@ from xrunner.server.observe.watch import MAX_HISTORY, Watch
 
 SAMPLE_S = 2.0
 MAX_SAMPLES = 450
-"""Two-second samples of a quarter of an hour."""
+"""Number of two-second samples in a quarter of an hour."""
 NUM_BINS = 32
 SHOWN_DECISIONS = 20
 
 
 class Live:
-    """Reads the state of the engine and the watch, on request and every two seconds for the page's charts."""
+    """Reads the state of the engine and the watch, both on request and every two seconds for the page's charts."""
 
     def __init__(self, engine: RemoteEngine, backlog: Backlog, watch: Watch, metrics: Metrics) -> None:
         self._engine = engine
@@ -40,7 +40,7 @@ class Live:
             await asyncio.sleep(SAMPLE_S)
 
     async def plan(self) -> dict[str, Any]:
-        """Return the running plan, and the observations of its requests and pace."""
+        """Return the running plan, and the observed requests and pace."""
         plan = self._watch.plan
         observation = await self._watch.observation()
         return {
@@ -107,7 +107,7 @@ class Live:
 
 
 def _bins(planned: Histogram, observed: Histogram | None) -> dict[str, list[float] | None]:
-    """Both histograms over the same bins: shares of requests."""
+    """Return both histograms with the same bins, as shares of requests."""
     longest = max(planned.lengths[-1], observed.lengths[-1] if observed else 0)
     edges = np.linspace(0, longest, NUM_BINS + 1)
 

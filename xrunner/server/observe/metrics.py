@@ -1,4 +1,4 @@
-"""The metrics at /metrics: Prometheus counters, gauges and histograms in a separate registry."""
+"""Count and measure for /metrics: Prometheus counters, gauges and histograms in a separate registry."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NO_BOUNDS = RequestBounds()
 
 
 class Metrics:
-    """The server's metrics. Only the event loop changes them; gauges read the pool when they are rendered."""
+    """The server's metrics. Only the event loop changes them. Gauges read the pool when they are rendered."""
 
     def __init__(self, engine: RemoteEngine, watch: Watch | None) -> None:
         self._registry = CollectorRegistry()
@@ -185,11 +185,10 @@ class Metrics:
                 tokens.labels(name, "output").inc(output_tokens)
 
     def note_bounds(self, account: Account, took: RequestBounds, bounds: RequestBounds) -> bool | None:
-        """Count a complete request by whether it kept the bounds of its key, and return whether it did. None means that
-        it has no bounds.
+        """Count a complete request, and return whether it kept the bounds of its key, or None if it has no bounds.
 
-        For a key without bounds, the plan's bounds count; a request of a class without bounds always counts as within
-        them.
+        A key without bounds has the plan's bounds. A request of a class without bounds always counts as keeping its
+        bounds.
         """
         if bounds == NO_BOUNDS and not account.of_class and self._watch is not None:
             constraint = self._watch.plan.constraint
@@ -205,11 +204,11 @@ class Metrics:
         return is_kept
 
     def goodput(self) -> dict[str, dict[str, int]]:
-        """Return for each key the numbers of requests that kept its bounds and that did not."""
+        """Return, for each key, how many requests kept the key's bounds and how many did not."""
         return _goodput(self._bounds)
 
     def goodput_of_classes(self) -> dict[str, dict[str, int]]:
-        """Return, for each class of requests, the numbers of requests that kept the bounds and that did not."""
+        """Return, for each class of requests, how many requests kept the class's bounds and how many did not."""
         return _goodput(self._class_bounds)
 
     async def render(self) -> bytes:
@@ -236,7 +235,7 @@ def _goodput(counter: Counter) -> dict[str, dict[str, int]]:
 
 
 class _Processes(Collector):
-    """Exports what each process of a plan for several devices has sent and computed since its start."""
+    """Exports how much each process of a plan for several devices has sent and computed since its start."""
 
     def __init__(self, engine: RemoteEngine) -> None:
         self._engine = engine

@@ -1,6 +1,6 @@
 """OpenTelemetry traces: a span for each request for tokens, with its waiting, encoding and decoding.
 
-Imported only if traces are enabled; needs the extra `otel`.
+This module is imported only if traces are enabled, and needs the extra `otel`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from xgpt.core.version import __version__
 from xrunner.server.request_info import RequestInfo
 
 CLOSE_S = 3.0
-"""Time for which an ending server waits for its collector."""
+"""Seconds for which an ending server waits for its collector."""
 MAX_STATE = 512
-"""Characters of the longest `tracestate` that is read, the most that systems must pass on (W3C, Trace Context, sec.
-3.3.1.5): the library takes time in proportion to the square of its blanks, before a key is checked."""
+"""Characters of the longest `tracestate` that is read, which is the length that systems must pass on (W3C, Trace
+Context, sec. 3.3.1.5). Before the API key is checked, the library takes time in proportion to the square of the
+header's blanks."""
 ATTRIBUTES = {
     "key": "xgpt.key",
     "prompt_tokens": "gen_ai.usage.input_tokens",
     "output_tokens": "gen_ai.usage.output_tokens",
     "finish_reasons": "gen_ai.response.finish_reasons",
 }
-"""Fields of a request's log line by attribute, named by OpenTelemetry's conventions where these have a name."""
+"""OpenTelemetry's attribute for each field of a request's log line, or a name of ours if there is none."""
 
 
 class Tracer:
-    """Sends a span for each ended request. Times are those of `time.perf_counter`."""
+    """Sends a span for each ended request. Times are on the clock of `time.perf_counter`."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
@@ -56,7 +57,7 @@ class Tracer:
         return cls(provider)
 
     def note(self, method: str, path: str, headers: Headers, status: int, info: RequestInfo) -> None:
-        """Record a request that has ended with this status (0: its client disconnected before); add the trace's id to
+        """Record a request that has ended with this status (0: the client had disconnected), and add the trace's id to
         its log line."""
         carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         if len(carrier.get("tracestate", "")) > MAX_STATE:
@@ -81,7 +82,7 @@ class Tracer:
         info.log["trace_id"] = trace.format_trace_id(span.get_span_context().trace_id)
 
     def close(self) -> None:
-        """Send the remaining spans, if the collector accepts them within `CLOSE_S`."""
+        """Send the remaining spans, for at most `CLOSE_S`."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(CLOSE_S)

@@ -1,8 +1,8 @@
-"""Observe how a served plan performs. When lengths or pace change, the planner judges the plan, and the server switches
-to a better one.
+"""Observe how a served plan performs. When lengths or pace change, have a planner judge it, and switch to a better
+plan.
 
-Everything here belongs to the event loop's thread. Planning (`xgpt.core.schema.Planner`), the test for changes and the
-summary of lengths run elsewhere; the loop itself only lists the requests of the window.
+This module runs in the event loop's thread. Planning (`xgpt.core.schema.Planner`), the test for changes and the summary
+of lengths run elsewhere. The event loop only lists the requests in the window.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from xgpt.observation.observer import Observer, Snapshot
 from xgpt.observation.windows import Seen
 
 RECENT_S = 30.0
-"""Time over which recent rates and latencies are computed."""
+"""Seconds over which recent rates and latencies are computed."""
 
 
 class Ended(NamedTuple):
     """A request whose output was not cut off.
 
     Attributes:
-        latency_s: time from its admission to its last token.
-        first_s, whole_s: times from its arrival to its first token, and to its last token.
-        is_kept: whether it kept its bounds, or None if it has none.
+        latency_s: time from admission to the last token.
+        first_s, whole_s: times from arrival to the first token, and to the last token.
+        is_kept: whether the request kept its bounds, or None if it has no bounds.
     """
 
     num_tokens: int
@@ -55,7 +55,7 @@ class Recent:
         self._ended.append((time.perf_counter(), request))
 
     def rate_per_s(self) -> float | None:
-        """Return the requests that end per second, or None if too few have ended."""
+        """Return how many requests end per second, or None if too few have ended."""
         seconds = self._forget()
         return (len(self._ended) - 1) / seconds if len(self._ended) > 1 and seconds > 0 else None
 
@@ -75,7 +75,7 @@ class Recent:
         }
 
     def _forget(self) -> float:
-        """Drop requests that ended more than `RECENT_S` ago; return the seconds that the others span."""
+        """Drop requests that ended more than `RECENT_S` ago. Return the number of seconds in which the others ended."""
         now_s = time.perf_counter()
         while self._ended and self._ended[0][0] < now_s - RECENT_S:
             self._ended.popleft()
@@ -91,19 +91,19 @@ logger = logging.getLogger(__name__)
 
 MAX_HISTORY = 256
 RECORD_EVERY_S = 600.0
-"""Time between two records of the machine's pace."""
+"""Seconds between two records of the machine's pace."""
 
 
 class Watch:
     """Tracks a served plan: its predictions, observations, and decisions to change it.
 
     Args:
-        planner: judges plans. None means that lengths are observed, but the plan stays.
+        planner: judges plans. None means that lengths are observed but the plan never changes.
 
     Attributes:
         history: decisions and failed judgements, the latest last.
-        judging_since: date and time, ISO 8601, UTC, since which the planner judges the plan. None means that it does
-            not.
+        judging_since: time (ISO 8601, UTC) since which the planner has been judging the plan. None means that it is not
+            judging now.
     """
 
     def __init__(self, plan: Plan, planner: Planner | None = None) -> None:
@@ -114,17 +114,17 @@ class Watch:
         """Longest time for which a check has blocked the event loop."""
         self._observer = Observer(plan)
         self._recorded_s = time.perf_counter()
-        """When the pace was recorded last, or the start."""
+        """Time of the last record of the pace, or of the start."""
         self._recording: asyncio.Task[None] | None = None
         self._planner = planner
         self._apply: Callable[[Plan], None] | None = None
         self._before: Plan | None = None
-        """The previous plan, for the case that the running one cannot be deployed."""
+        """The previous plan, which runs again if the running plan cannot be deployed."""
         self._refused: list[tuple[object, object]] = []
         """Settings and stages of plans that could not be deployed."""
         self._judging: asyncio.Task[None] | None = None
         self._asking = asyncio.Lock()
-        """Held while the planner answers a question: it answers one at a time."""
+        """Taken while the planner answers a question, since it can answer only one at a time."""
         self._would: asyncio.Task[Decision | None] | None = None
         self._is_draining: Callable[[], bool] = lambda: False
         self.on_decision: Callable[[Decision | FailedJudgement], None] = lambda decision: None
@@ -133,8 +133,8 @@ class Watch:
         """Begin to watch.
 
         Args:
-            apply: makes the engine change to another plan.
-            is_draining: returns whether the server is draining. The plan then stays.
+            apply: makes the engine adopt another plan.
+            is_draining: returns whether the server is draining. If so, the plan does not change.
         """
         self._apply, self._is_draining = apply, is_draining
 
@@ -157,16 +157,16 @@ class Watch:
 
     @property
     def step_ratio(self) -> float | None:
-        """Measured over predicted time of recent steps, or None if there is no prediction."""
+        """Ratio of measured to predicted time of recent steps, or None if there is no prediction."""
         return self._observer.pace.ratio
 
     @property
     def arrival_rate_per_s(self) -> float:
-        """Requests/s that arrive now."""
+        """Number of requests that arrive per second now."""
         return self._observer.window.arrival_rate_per_s(time.perf_counter())
 
     def arrive(self, input_length: int, max_output: int) -> Seen:
-        """Note a request's arrival; the caller counts its tokens in the returned object."""
+        """Note a request's arrival. The caller must count the request's tokens in the returned object."""
         return self._observer.window.arrive(time.perf_counter(), input_length, max_output)
 
     def note(self, record: StepRecord) -> None:
@@ -187,11 +187,11 @@ class Watch:
         return self._planner is not None and self._observer.pace.wants_step((record.end_ns - record.start_ns) / 1e9)
 
     def judge_step(self, record: StepRecord, running: dict[int, Seen]) -> None:
-        """Compare a step with its prediction; `running` are its requests in their state before the step."""
+        """Compare a step with its prediction. `running` has the step's requests in their state before the step."""
         assert self._planner is not None
         if any(id_ not in running for id_ in (*record.decode, *(chunk[0] for chunk in record.encode))):
             return  # some requests were cancelled, or their tokens are held back
-        has_encoder = self.plan.model.is_encoder_decoder  # the encoder reads only the prompt, whatever was generated
+        has_encoder = self.plan.model.is_encoder_decoder  # an encoder reads only the prompt and no output
         ends = {id_: seen.input_length + (0 if has_encoder else seen.generated) for id_, seen in running.items()}
         encode = [(start, start + length, int(start + length == ends[id_])) for id_, start, length in record.encode]
         decodes = [(running[id_].input_length, running[id_].generated) for id_ in record.decode]
@@ -204,7 +204,7 @@ class Watch:
         self._look()
 
     async def _record_pace(self) -> None:
-        """Remember the current pace for later plans on this machine."""
+        """Record the current pace for later plans on this machine."""
         self._recorded_s, slowdown = time.perf_counter(), self._observer.slowdown
         if slowdown is not None and self._observer.pace.is_known:
             await asyncio.to_thread(paces.record, self.plan, slowdown)
@@ -243,11 +243,11 @@ class Watch:
             return (await planner.propose(self.plan, observation)).decision
 
     def go_over_to(self, plan: Plan) -> None:
-        """Replace the running plan by another one."""
+        """Replace the running plan."""
         self._observer.go_over_to(plan)
 
     def go_back(self, reason: str) -> None:
-        """Return to the previous plan, because the engine could not deploy the last one. The last one is not tried
+        """Return to the previous plan, because the engine could not deploy the running one, which will not be tried
         again.
         """
         before, refused = self._before, self.plan
@@ -256,7 +256,7 @@ class Watch:
         self._before = None
         self._refused.append((refused.policy, refused.stages))
         self._observer.go_over_to(before)
-        self._apply(before)  # replicas that have changed also return to the previous plan
+        self._apply(before)  # replicas that have already changed also return
         logger.error(
             "the new plan could not be deployed, so the previous plan continues", extra={"fields": {"reason": reason}}
         )
@@ -314,7 +314,7 @@ class Watch:
         logger.info("re-planned" if plan is not None else "plan kept", extra={"fields": fields})
 
     def _go_over(self, plan: Plan) -> None:
-        """Make the engine change to another plan. It may report only later that it refuses."""
+        """Make the engine adopt another plan. The engine may refuse later."""
         assert self._apply is not None
         self._apply(plan)
         self._before = self.plan
