@@ -42,8 +42,8 @@ TOKENS = (*range(1, 15), 16, 17, 18, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 25
 token budget. If requests arrive at a lower rate, steps can have any size.
 """
 STAIR = 128
-"""Tokens between the measured sizes of large steps on a GPU. Its matrix products process tiles of about this number of
-rows, so times rise in stairs."""
+"""Tokens between the measured sizes of large steps on a GPU. A GPU's matrix products process tiles of about this number
+of rows, so times rise in stairs."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = tuple(n - BLOCK_SIZE // 2 for n in (16, 64, 128, 256, 512, 1024, 2048))
 """Contexts end in the middle of a block, since kernels read whole blocks: half a block more than the context, on

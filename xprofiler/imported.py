@@ -235,7 +235,7 @@ class ImportedLayers:
 
     def _mixer(self, kind: Block, t: int, slower: float) -> tuple[Surface, Surface, Array]:
         """Return the seconds of attention or recurrence for prompts and for decode, and the seconds of their
-        projections unless the former include them. # [tokens]
+        projections unless the first two include these. # [tokens]
         """
         dtype, finds_scales = self.format_of("attention")
         found: list[tuple[Surface, Surface, Array]] = []

@@ -1,8 +1,8 @@
 """Pin each thread that computes steps to its own core, and measure how long steps waited for a core.
 
 Linux moves a thread away from a core on which another thread wakes up. If all cores are computing, the moved thread
-shares a core with another thread. The two threads then alternate every few milliseconds, and whichever has to wait for
-the others spins in its time.
+shares a core with another thread. The two threads then alternate every few milliseconds, even while one of them only
+spins at a barrier.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class Engine:
         return self._settle(*ended)
 
     def _take_in(self, now_ns: int) -> None:
-        """Add newly submitted requests to the pool, with the time of the step; drop requests whose deadline has
+        """Add newly submitted requests to the pool, with the time of the step. Drop requests whose deadline has
         passed.
         """
         self._now_ns = now_ns

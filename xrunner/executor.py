@@ -44,7 +44,8 @@ class Executor(Protocol):
     scores_prompts: bool
 
     def accept(self, generation: Generation) -> None:
-        """Raise an error if the workers cannot execute a request; called before a step is planned for the request."""
+        """Raise an error if the workers cannot execute a request. The engine calls this before it schedules the
+        request."""
 
     def prepare(self, grammar: str) -> object:
         """Compile a grammar in every process that chooses tokens, and wait until this is done. Any thread may call
@@ -86,7 +87,7 @@ class Executor(Protocol):
         """
 
     def check(self) -> None:
-        """Check that no worker is lost; called while no step is being executed.
+        """Check that no worker is lost. The engine calls this while no step is being executed.
 
         Raises:
             WorkerLost: a worker is lost.
@@ -135,7 +136,7 @@ class OneAtATime(ABC):
 
     @abstractmethod
     def execute(self, step: Step) -> dict[int, int]:
-        """Run one step; return the next token of each request that decoded, or whose prompt has been encoded."""
+        """Run one step. Return the next token of each request that decoded, or whose prompt has been encoded."""
 
     def begin(self, step: Step) -> None:
         self._begun.append(step)

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from xgpt.core.schema import ANYONE, Account
 
 FinishReason = Literal["stop", "length", "error"]
-"""`error` means that the engine could not continue the request; the request's last token then does not count."""
+"""`error` means that the engine could not continue the request. The request's last token then does not count."""
 
 NO_TOKEN = -1
 """In place of a token if the logits contain NaN, or the highest logit is infinite."""

@@ -93,7 +93,7 @@ def whole_grammar(answer: str, begin: str = "", end: str = "", *, is_open: bool 
     """Return the grammar of an output that may begin with reasoning, and then follows a rule.
 
     Args:
-        answer: rules; the rule `answer` describes what follows the reasoning.
+        answer: rules, of which `answer` describes what follows the reasoning.
         begin, end: Lark terms of the marks around reasoning, or empty.
         is_open: whether the output begins within reasoning. The output must then end the reasoning.
     """
@@ -114,7 +114,7 @@ def tagged_grammar(trigger: str | int, called: str, free: Collection[int] = ()) 
 
     Args:
         trigger: text, or the id of a special token.
-        called: rules; the rule `called` describes what follows the trigger.
+        called: rules, of which `called` describes what follows the trigger.
         free: tokens that are not text, and that may occur anywhere in the text.
     """
     if isinstance(trigger, int):

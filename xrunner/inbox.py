@@ -1,4 +1,4 @@
-"""The queue in which other threads hand requests and orders to an engine; the engine's next step takes them out."""
+"""The queue in which other threads hand requests and orders to an engine. The engine's next step takes them out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Inbox:
         self._wake = threading.Event()
 
     def put(self, handed_in: HandedIn) -> None:
-        """Add an item; any thread may call this."""
+        """Add an item. Any thread may call this."""
         self._queue.put(handed_in)
         self._wake.set()
 

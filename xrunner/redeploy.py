@@ -48,7 +48,7 @@ class Redeployment:
         self._parked.pop(id_, None)
 
     def run(self, before: Schedule) -> tuple[Schedule, Executor, str | None]:
-        """Deploy the other plan; if that fails, perhaps for lack of memory, deploy the previous one again.
+        """Deploy the other plan. If that fails, perhaps for lack of memory, deploy the previous one again.
 
         Returns:
             The plan that runs now, its workers, and the reason if this is not the other plan.

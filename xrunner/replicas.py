@@ -30,7 +30,7 @@ def _sum(name: str) -> property:
 class Pools:
     """The pools of all replicas together.
 
-    The replicas' threads change the pools at the same time, so only sizes are read; such reads are atomic.
+    The replicas' threads change the pools at the same time, so only sizes are read. Such reads are atomic.
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:

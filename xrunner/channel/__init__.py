@@ -1,4 +1,4 @@
-"""The channel between the front and an engine. Requests and plans go to the engine; steps and tokens come back.
+"""The channel between the front and an engine. Requests and plans go to the engine. Steps and tokens come back.
 
 The front talks to clients: it has HTTP, tokenizer, templates, metrics and logs, and decides when to re-plan. An engine
 has the model: it schedules and executes steps, and knows the front only through this channel. Front and engine run in

@@ -94,7 +94,7 @@ class Role:
     Attributes:
         number: number of the worker's stage.
         part: the worker's part of the model.
-        receives_from: the worker from which it receives hidden states; None in a lane's first stage.
+        receives_from: the worker from which it receives hidden states, or None in a lane's first stage.
         sends_to: the workers to which it sends hidden states.
         last: the first worker of the lane's last stage. It sends an encoder's output.
         encoder_output_to: the workers that receive an encoder's output from this worker.

@@ -44,7 +44,7 @@ class Beginning(_Message):
     generation: Generation
     blocks: Sequence[int] = ()
     cached: int = 0
-    """Tokens whose K/V is present, or will be received; the token after them, if any, is decoded next."""
+    """Tokens whose K/V is present, or will be received. The token after them, if any, is decoded next."""
     moving: Sequence[int] = ()
     """Blocks to send to, or receive from, the other lane."""
 

@@ -42,7 +42,7 @@ from xrunner.cpu.simd import address, at, take_next
 from xrunner.cpu.threads import num_threads
 
 LEAST_GROUP = 4
-"""Smallest number of queries of a decode that form a tile; fewer queries are faster one by one."""
+"""Smallest number of queries of a decode that form a tile. Fewer queries are faster one by one."""
 TASKS_A_THREAD = 8
 """Number of tasks for each thread: so many that no thread waits long for the last task."""
 SPAN_FLOATS = 1 << 16
@@ -60,7 +60,7 @@ _NO_SCALES = np.zeros(0, dtype=np.float32)
 
 
 class _Places(NamedTuple):
-    """A batch in the form that the kernel takes; `first_key` is empty if all keys are visible."""
+    """A batch in the form that the kernel takes. `first_key` is empty if all keys are visible."""
 
     query_start: np.ndarray
     context_len: np.ndarray

@@ -71,8 +71,8 @@ def decode(q, keys, num_kv_heads, scored, acc, floats):
     within a block.
 
     Args:
-        q, acc: queries and results; head_dim must be a multiple of LINE. # [num_kv_heads * group, head_dim]
-        keys: keys of the first head; the block size must be a multiple of LINE.
+        q, acc: queries and results, whose head_dim must be a multiple of LINE. # [num_kv_heads * group, head_dim]
+        keys: keys of the first head, in blocks whose size must be a multiple of LINE.
         floats: scratch memory: each head's weights for a line of keys, and their sums. # [2 * num_kv_heads * group *
             LINE]
     """
@@ -170,7 +170,7 @@ def _fetch(cache, start, count):
 
 @njit(nogil=True, fastmath=True, error_model="numpy", **INNER)
 def _adjust(scores, scored, head, distance):
-    """Scale a line of scores for a softmax in powers of two, and add the layer's bias; `distance` is the distance from
+    """Scale a line of scores for a softmax in powers of two, and add the layer's bias. `distance` is the distance from
     the query to the first key.
     """
     for i in range(LINE):

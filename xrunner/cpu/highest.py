@@ -5,8 +5,8 @@ weights. The head's product in eight bits reads a quarter of the bytes, and its 
 this bound, only some tens of outputs can be the highest. These are then multiplied in float32. So the chosen token is
 the one that a product in float32 would give.
 
-Source: the bound is the Cauchy-Schwarz inequality; screening before exact products: Teflioudi et al., LEMP (SIGMOD
-2015).
+Source: the bound is the Cauchy-Schwarz inequality. For screening before exact products, see Teflioudi et al., LEMP
+(SIGMOD 2015).
 """
 
 from __future__ import annotations

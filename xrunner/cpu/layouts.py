@@ -30,7 +30,7 @@ def _panels(weight: Tensor, activation: str) -> PackedLinear:
 
 
 def _bfloat16_panels(weight: Tensor, activation: str) -> PackedLinear:
-    """Return the product with a weight in bfloat16. Activations are rounded, too; sums, bias and activation function
+    """Return the product with a weight in bfloat16. Activations are rounded, too. Sums, bias and activation function
     are float32."""
     return _in_panels(partial(panels.pack_bfloat16, weight.bfloat16()), activation)
 

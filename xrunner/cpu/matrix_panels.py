@@ -37,7 +37,7 @@ WIDTH = 32
 HEIGHT = 16
 """Rows of a register."""
 GROUP = 32
-"""Number of rows whose sums stay in registers. Sums take four of the eight registers; weights and inputs take two
+"""Number of rows whose sums stay in registers. Sums take four of the eight registers. Weights and inputs take two
 each.
 """
 STEP = 64
@@ -108,8 +108,8 @@ def _rounded(x: Tensor, width: int, num_rows: int) -> tuple[np.ndarray, np.ndarr
 
     Args:
         x: rows to round. # float32 [rows, in]
-        width: width of the result; zeros follow the numbers.
-        num_rows: number of rows of the result; rows after those of x are undefined.
+        width: width of the result, in which zeros follow the numbers.
+        num_rows: number of rows of the result. The rows after the last row of x are undefined.
 
     Returns:
         uint8 [num_rows, width], and each row's scale, float32 [num_rows].

@@ -50,7 +50,7 @@ read and written only once.
 DEEPEST = 1024
 """Largest number of inputs in a block: a group's sums are read and written once for each block."""
 CHUNK = 132
-"""Number of rows for which the weight is read once; their inputs in a block take half a MiB."""
+"""Number of rows for which the weight is read once. Their inputs in a block take half a MiB."""
 STEPS = 4
 """Number of inputs in one iteration of the inner loop."""
 FEW = 6
@@ -89,8 +89,8 @@ Product = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class Finish(IntEnum):
-    """How sums are finished: unchanged; clipped at zero; or gated, where the first half of the outputs gates the second
-    half (see `scalars.gated`) and the number of outputs is halved.
+    """How sums are finished: unchanged, clipped at zero, or gated. If gated, the first half of the outputs gates the
+    second half (see `scalars.gated`), and the number of outputs is halved.
     """
 
     NOTHING = 0
@@ -107,7 +107,8 @@ def pack(weight: Tensor, finish: Finish = Finish.NOTHING) -> Product:
 
 
 def pack_bfloat16(weight: Tensor, finish: Finish = Finish.NOTHING) -> Product:
-    """Return the product x W^T + b with a weight in bfloat16 [out, in]; x is rounded to bfloat16, sums are float32."""
+    """Return the product x W^T + b with a weight in bfloat16 [out, in]. The rows of x are rounded to bfloat16, and sums
+    are float32."""
     return _packed(lay_out(weight, finish), None, None, BFLOAT16)
 
 
@@ -127,7 +128,7 @@ class PanelOutputs:
     """The layout of a product's outputs in whole panels. Panels of gates alternate with panels of gated outputs.
 
     Attributes:
-        number, width: number of outputs after finishing, and the same rounded up to whole panels.
+        number, width: number of outputs after finishing, and this number rounded up to whole panels.
 
     Args:
         together: the number of panels after finishing is rounded up to a multiple of this.
@@ -363,7 +364,7 @@ def apply_gates(sums: Any, width: Any, count: Any, results: Any, results_width: 
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _pass_slice(arrays: Any, rows: Any, width: Any, inputs: Any, how: Any, arguments: Any) -> None:
-    """Multiply all groups of some rows by a slice of a panel; each group prefetches its share of the next slice.
+    """Multiply all groups of some rows by a slice of a panel. Each group prefetches its share of the next slice.
 
     Args:
         arrays: the inputs, the start of the slice, the initial sums, and the sums, whose rows lie `width` apart.
@@ -457,7 +458,7 @@ def _assembly(num_rows: int, instruction: str) -> str:
         return [*code, f"add $$128 * {count}, %rdx", *(f"add $$4 * {count}, {start}" for start in starts)]
 
     def spread(lines: int) -> list[str]:
-        """Return code for all iterations; each iteration prefetches `lines` lines."""
+        """Return code for all iterations. Each iteration prefetches `lines` lines."""
         turn = [f"9{lines}:", *multiply(STEPS, lines), f"add $${64 * lines}, %r11", "dec %r13", f"jnz 9{lines}b"]
         return [f"cmp $${lines}, %r12", f"jne 8{lines}f", *turn, "jmp 5f", f"8{lines}:"]
 

@@ -66,7 +66,7 @@ class RowSpan(NamedTuple):
     (`simd.at`).
 
     Attributes:
-        queries, results: queries and results of the group at the sequence's first token of this step; strides, in
+        queries, results: queries and results of the group at the sequence's first token of this step. Strides, in
             elements, give the positions of the others.
         num_tokens: tokens of the sequence in this step.
         group: number of heads that share the K/V head.
@@ -88,7 +88,7 @@ class Context(NamedTuple):
     visible.
 
     Attributes:
-        cache: the K/V head in the first block; values lie `to_values` elements after their keys.
+        cache: the K/V head in the first block. Values lie `to_values` elements after their keys.
         scales: the cache's memory as float32 numbers, used only if the cache has eight bits.
         stride: elements from block to block.
     """
@@ -388,7 +388,7 @@ def _(way: Any, queries: Any, scratch: Any, head_dim: Any, lanes: Any) -> Any:
 def _prepare(
     way: Any, context: Context, space: ThreadScratch, before: int, num_held: int, begin: int, end: int
 ) -> None:
-    """Convert a piece's keys and values to the format of the products; keys and values outside `begin` to `end` may get
+    """Convert a piece's keys and values to the format of the products. Keys and values outside `begin` to `end` may get
     any value.
     """
 

@@ -24,7 +24,8 @@ time.
 
 @njit(inline="always")
 def exp(x):
-    """Return e^x for x <= 0, to a relative 1e-7; a polynomial, because the library's function is not vectorised."""
+    """Return e^x for x <= 0, with a relative error of 1e-7. It is a polynomial, because the library's function is not
+    vectorised."""
     x = max(x, np.float32(-87.0))
     t = x * np.float32(1.4426950408889634)
     whole = np.floor(t + np.float32(0.5))
@@ -63,7 +64,7 @@ def number(bits: Any) -> Any:
 
 @njit(**OPTIONS, **INNER)
 def quantise_row(x: Any, bits: Any, rounded: Any) -> Any:
-    """Round a row to eight bits; return its scale."""
+    """Round a row to eight bits. Return its scale."""
     highest = largest_bits(bits)
     if highest >= INFINITE:
         rounded[:] = 0
@@ -77,7 +78,7 @@ def quantise_row(x: Any, bits: Any, rounded: Any) -> Any:
 
 @njit(**OPTIONS, **INNER)
 def _round_row(bits: Any, rounded: Any) -> None:
-    """Round a row to the nearest bfloat16, ties to even; NaN stays NaN."""
+    """Round a row to the nearest bfloat16, ties to even. NaN stays NaN."""
     for d in range(len(bits)):
         pattern = np.uint32(bits[d])
         up = np.uint32(0x7FFF) + ((pattern >> np.uint32(16)) & np.uint32(1))

@@ -1,13 +1,13 @@
 """Inner loops of the CPU kernels over 16 or 32 float32 lanes, as LLVM vector instructions for numba to call.
 
 This module has the parts of which all loops consist, and the loops for a query that shares its keys with no other
-query. Their lanes are the query's dimensions. `tiles` has the loops whose lanes are queries. Keys and values may be
-bfloat16, stored as uint16, or int8: loading converts them to float32.
+query. The lanes of these loops are the query's dimensions. `tiles` has the loops whose lanes are queries. Keys and
+values may be bfloat16, stored as uint16, or int8: loading converts them to float32.
 
 LLVM's own vectoriser uses half an AVX-512 register and keeps accumulators in memory. In loops that are written out,
 each accumulator stays in a register. On narrower registers LLVM splits a vector into several.
 
-An array is passed with the index of its first element and must be C-contiguous; `lanes` and other counts by which loops
+An array is passed with the index of its first element and must be C-contiguous. `lanes` and other counts by which loops
 are unrolled must be constants where the function is called.
 """
 
@@ -82,7 +82,7 @@ def dot_keys(
     head_dim: Any,
     lanes: Any,
 ) -> Any:
-    """Compute dot products of one query with `lanes` (16) contiguous keys; `head_dim` is a multiple of `lanes`.
+    """Compute dot products of one query with `lanes` (16) contiguous keys. `head_dim` is a multiple of `lanes`.
 
     # query [dim], keys [lanes, dim] -> scores [lanes]
     """
@@ -122,7 +122,7 @@ def soften_keys(
 ) -> Any:
     """Take one step of the online softmax of a query over `lanes` keys. Only keys from `begin` to `end` are visible.
 
-    Scores become weights, computed as powers of two; totals sum them lane by lane.
+    Scores become weights, computed as powers of two. Totals sum them lane by lane.
 
     # scores [lanes], totals [lanes] -> the highest score so far, what all earlier weights must be multiplied by
     """
@@ -258,7 +258,7 @@ def fetch(typing_context: Any, array: Any, element: Any) -> Any:
 
 
 class Emit:
-    """Appends vector instructions to a function; arrays are indexed by whole vectors."""
+    """Appends vector instructions to a function. Arrays are indexed by whole vectors."""
 
     def __init__(self, builder: ir.IRBuilder, lanes: int) -> None:
         self.builder = builder

@@ -32,7 +32,7 @@ class Metadata(NamedTuple):
     Attributes:
         deadline_s: seconds after which the request ends, because its answer has become useless.
         class_name: one of the plan's classes of requests.
-        account: the name of the account to which the request belongs; accounts share the engine.
+        account: the name of the account to which the request belongs. Accounts share the engine.
         output_length: for benchmarks: exact number of tokens after which the output ends. The schedule knows only
             max_tokens.
     """

@@ -52,11 +52,11 @@ def read(request: GenerateRequest, metadata: Mapping[str, str], model: str) -> T
     """Parse a gateway's request, with all checks that need no model.
 
     Args:
-        metadata: metadata of the call; see `METADATA`.
+        metadata: metadata of the call. See `METADATA`.
         model: the model's name, which the message does not have.
 
     Raises:
-        ApiError: 400, a field is not accepted; the error names the field and the reason.
+        ApiError: 400, a field is not accepted. The error names the field and the reason.
     """
     if request.WhichOneof("input") != "tokenized":
         refuse("input", "send token ids; this engine has no tokenizer")

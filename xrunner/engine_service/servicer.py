@@ -59,7 +59,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """Yield an output's tokens as they are generated; see the package's docstring."""
+        """Yield an output's tokens as they are generated. See the package's docstring."""
         self._last_receive_s = time.time()
         received_s = time.perf_counter()
         task = asyncio.current_task()
@@ -122,7 +122,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
             refuse("constraint", f"it is not accepted: {reason}")
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-        """Remove requests; unknown ids are ignored."""
+        """Remove requests. Unknown ids are ignored."""
         for id_ in request.request_ids:
             if (task := self._calls.get(id_)) is not None:
                 task.cancel()

@@ -23,8 +23,8 @@ from xrunner.kv_cache import KvCache
 from xrunner.models import DecoderModel
 
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16), 320, 384, 448, 512)
-"""Batch sizes of decodes that are captured: up to 64 rows, padding adds at most seven; beyond, padding takes little
-time compared with reading the weights."""
+"""Batch sizes of decodes that are captured: up to 64 rows, padding adds at most seven. In larger batches, padding takes
+little time compared with reading the weights."""
 MIXED_SIZES = (*range(16, 257, 16), *range(320, SLICE_TOKENS + 1, 64))
 """Numbers of tokens for which steps with prompts are captured. Products process rows in tiles of 64 to 256, so padding
 takes little time."""
@@ -40,7 +40,7 @@ class Capture(Protocol):
 
 
 class GraphedModel:
-    """Runs a model's captured steps; it is called like the model.
+    """Runs a model's captured steps. It is called like the model.
 
     Args:
         cache: the K/V cache. The cache has one block more than the pool: the last block is for tokens that belong to no
@@ -67,7 +67,7 @@ class GraphedModel:
         self._logits = torch.empty(
             max(most, most_mixed), model.spec.vocab_size, dtype=weight.dtype, device=weight.device
         )
-        """Logits of the last replay; all sizes share them."""
+        """Logits of the last replay. All sizes share them."""
         width = -(-most_tokens // cache.block_size)
         self._decodes = _Captured(cache, sizes, most, width, is_mixed=False)
         self._mixed = _Captured(cache, mixed_sizes, most_mixed, width, is_mixed=True)

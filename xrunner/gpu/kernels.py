@@ -2,7 +2,7 @@
 
 Of attention, one kernel serves decodes and pieces of prompts. A program computes a tile of queries that read one K/V
 head, with a row for each (token, head of the group). It goes over the sequence's blocks with an online softmax in
-powers of two. Sources: FlashAttention-2 (arXiv 2307.08691); Flash-Decoding for the split along the context;
+powers of two. Sources: FlashAttention-2 (arXiv 2307.08691). Flash-Decoding for the split along the context.
 PagedAttention (arXiv 2309.06180) for the blocks.
 """
 
@@ -266,7 +266,7 @@ def _splits_in_use(num_decodes, splits, NUM_KV_HEADS: tl.constexpr, PROGRAMS: tl
 
 @triton.jit
 def _share(context, splits, split, most, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr):
-    """Return the keys [begin, end) of a split; all keys if the context is not split."""
+    """Return the keys [begin, end) of a split, or all keys if the context is not split."""
     if IS_SPLIT:
         share = tl.cdiv(tl.cdiv(context, splits), KEYS) * KEYS
         return split * share, tl.minimum(split * share + share, most)

@@ -1,4 +1,4 @@
-"""Model families, one in each file, built from the shared blocks of layers.py; and the table of family names."""
+"""Model families, one in each file, built from the shared blocks of layers.py, and the table of family names."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Gemma 2 and 3: Llama with norms before and after each block, windows in some layers, and scaled embeddings.
 
-Gemma 2 limits scores and logits; Gemma 3 instead normalises each head's query and key, and its layers with windows have
+Gemma 2 limits scores and logits. Gemma 3 instead normalises each head's query and key, and its layers with windows have
 a rotary base of their own. Sources: arXiv 2408.00118, arXiv 2503.19786.
 """
 

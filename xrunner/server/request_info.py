@@ -9,7 +9,7 @@ from xrunner.server.access.keys import NO_KEY, Key
 from xrunner.server.access.quota import Quota
 
 ABORT = "xgpt.abort"
-"""Key in a request's scope of a function that closes the connection without sending pending bytes."""
+"""Key, in a request's scope, of the function that closes the connection without sending pending bytes."""
 
 
 @dataclass(slots=True)

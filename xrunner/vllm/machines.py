@@ -32,7 +32,7 @@ from xrunner.vllm.process import Reader, package_path, preload, python, started
 logger = logging.getLogger(__name__)
 
 START, STOP, REFUSED = b"start\n", b"stop\n", b"refused\n"
-"""Messages from the first machine: start the workers; end for ever; refused, because the sender has another plan or a
+"""Messages from the first machine: start the workers; end for ever; refused, because the receiver has another plan or a
 rank in use."""
 GREETING_BYTES = 256
 GREET_S = 5.0

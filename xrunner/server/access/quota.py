@@ -104,7 +104,7 @@ class _Bucket:
 
     @property
     def _capacity(self) -> float:
-        """The capacity: a minute's worth, but at least one request."""
+        """The capacity of one minute, but at least 1."""
         return max(1.0, self.per_minute)
 
     def _fill(self) -> None:

@@ -175,7 +175,7 @@ class Calls:
         return ""
 
     def _whole(self, *, is_end: bool) -> str:
-        """Read complete calls; if the text contains none, treat it as text."""
+        """Read complete calls. If the text contains none, treat it as text."""
         if self._must_call:
             if not is_end:
                 return ""

@@ -30,7 +30,7 @@ PROBE = "xgptprobe"
 
 
 class _Template:
-    """One template, and the form of messages that it expects, which is found by rendering a probe text.
+    """One template. Rendering a probe text shows in which form the template expects messages.
 
     Attributes:
         takes_parts: whether it loops over the parts of a message's content.

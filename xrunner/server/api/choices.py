@@ -32,10 +32,10 @@ class Choice:
         """Start with the output of a prompt.
 
         Args:
-            prefix: text that the answer begins with: the prompt's text.
+            prefix: the prompt's text, if the answer begins with it.
             scored: the tokens of `prefix`, if they are also reported.
-            context: the prompt's last tokens, if the output continues their text: its first token may then begin with a
-                space.
+            context: the prompt's last tokens, if the output continues their text, so that its first token may begin
+                with a space.
         """
         self.calls: list[ToolCall] = []
         self.num_reasoning = 0

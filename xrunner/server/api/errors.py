@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from xgpt.core.errors import MAX_SHOWN, cut
 
 MAX_MESSAGE = 400
-"""Largest number of characters of an error's message; of a longer message, the beginning and the end are sent."""
+"""Largest number of characters of an error's message. Only the beginning and the end of a longer message are sent."""
 
 
 MAX_LOGGED = 200

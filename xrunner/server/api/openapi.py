@@ -60,7 +60,7 @@ def _object(**properties: Json) -> Json:
 
 
 def _answer(kind: str, prefix: str, **said: Json) -> Json:
-    """Return the schema of a completion or a chat; `said` are the members of each choice."""
+    """Return the schema of a completion or a chat. `said` are the members of each choice."""
     choice = _object(
         index=_COUNT,
         **said,
@@ -127,7 +127,7 @@ further members.
 
 
 def _json(schema: str | Json, *, stream: bool = False) -> Json:
-    """Return the content of an answer, from a schema or its name; with `stream`, also as server-sent events."""
+    """Return the content of an answer, from a schema or its name, with `stream` also as server-sent events."""
     content = {"application/json": {"schema": _reference(schema) if isinstance(schema, str) else schema}}
     return content | ({"text/event-stream": {"schema": {}}} if stream else {})
 

@@ -86,7 +86,7 @@ def _parse(decoder: msgspec.json.Decoder[P], body: Body) -> P:
 
 
 def refusal_of(error: msgspec.ValidationError, kind: Any) -> ApiError:
-    """Return the error for a client whose field has a wrong type or value; `kind`: the type of the request."""
+    """Return the error for a client whose field has a wrong type or value. `kind`: the type of the request."""
     found = (pattern.search(str(error)) for pattern in _FIELDS)
     param = next((match[1] for match in found if match), None)
     return ApiError(400, _explained(str(error), kind), param=param)

@@ -97,7 +97,7 @@ COMMON_WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
 
 
 class Sampled(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields of requests in any API's format; null means a field's default."""
+    """The fields of requests in any API's format. Null means a field's default."""
 
     model: str
     stream: bool | None = None

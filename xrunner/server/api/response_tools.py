@@ -1,6 +1,6 @@
 """Translate tools of OpenAI's Responses into functions of a chat.
 
-Agents put the functions of an MCP server into a namespace; the names of such functions then contain the namespace. A
+Agents put the functions of an MCP server into a namespace. The names of such functions then contain the namespace. A
 custom tool, which takes a text, becomes a function whose only argument is the text. Calls are returned in the form in
 which the tools were declared.
 

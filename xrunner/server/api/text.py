@@ -215,7 +215,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = [(stop, _borders(stop)) for stop in stops]
         self._matched = [0] * len(stops)
-        """For each stop string, the number of its characters with which the text so far ends."""
+        """For each stop string, the length of its longest prefix with which the text so far ends."""
         self._include = include
         self._held = ""
 

@@ -69,7 +69,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
 class FunctionCall(msgspec.Struct):
-    """A call; the arguments are a text of JSON."""
+    """A call. The arguments are a text of JSON."""
 
     name: str
     arguments: str

@@ -87,7 +87,7 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def chunk(self, delta: Delta, timings: dict[str, float] | None, prompt: PromptTokens, num_tokens: int) -> bytes:
-        """Return the bytes that report one token of one choice. `timings` are given with the answer's last token;
+        """Return the bytes that report one token of one choice. `timings` are given with the answer's last token.
         `num_tokens` is the answer's number of tokens so far."""
 
     @abstractmethod
@@ -138,7 +138,7 @@ class Writer(AnswerWriter):
 
     @abstractmethod
     def piece(self, quoted: str, delta: Delta) -> str:
-        """Return the member of a chunk's choice that contains the text; `quoted` is the text as JSON."""
+        """Return the member of a chunk's choice that contains the text. `quoted` is the text as JSON."""
 
     @abstractmethod
     def text(self, choice: Choice) -> dict[str, Any]:
