@@ -42,7 +42,7 @@ def _constant(share: float, positions: int) -> tuple[float, ...]:
 def from_metrics(path: Path) -> tuple[float, ...]:
     """Return the acceptance by position in a metrics page of vLLM or SGLang.
 
-    vLLM counts drafts, and accepted tokens by position. SGLang states only the mean number of tokens of a step; from
+    vLLM counts drafts, and accepted tokens by position. SGLang states only the mean number of tokens of a step. From
     this, one share for all positions is computed.
 
     Raises:

@@ -1,7 +1,7 @@
-"""The Python API: one function for each command, with typed keyword arguments; `import xgpt` provides them.
+"""The Python API: one function for each command, with typed keyword arguments. `import xgpt` provides them.
 
 Functions print nothing, never exit, and raise only `XgptError`. Times are in seconds, rates are per second, lengths are
-in tokens, prices are for one device and hour. A plan is a `Plan` or the path of its plan.json; models, clusters and
+in tokens, prices are for one device and hour. A plan is a `Plan` or the path of its plan.json. Models, clusters and
 workloads are shipped names, paths of files, or objects of `xgpt.core.schema`.
 """
 
@@ -130,13 +130,13 @@ def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **a
 
     Args:
         latency_bound_s: seconds to the last token that the quantile of requests must keep: from arrival under objective
-            "arrivals", from admission under "saturated". None or inf: no bound.
+            "arrivals", from admission under "saturated". None or inf means no bound.
         progress: is called with (done, total, what is being done).
         **asked
 
     Raises:
         InputError: an argument is not accepted, or cannot be combined with another one.
-        InfeasibleError: no schedule keeps the bounds; the error states the nearest bound that can be kept.
+        InfeasibleError: no schedule keeps the bounds. The error states the nearest bound that can be kept.
         MachineError: this machine cannot be measured, or cannot run the plan made for it.
     """
     return solve(latency_bound_s=latency_bound_s, progress=progress, **asked).best
@@ -368,7 +368,7 @@ def simulate(plan: Plan | PathLike, *, keep_steps: bool = False, **asked: Unpack
 def calibrate(
     plan: Plan | PathLike, measured: Sequence[PathLike], **asked: Unpack[CalibrateKeywords]
 ) -> CalibratedLoads:
-    """Fit a plan's profile and engine to benchmarks of a server that ran the plan; return both, and the errors before
+    """Fit a plan's profile and engine to benchmarks of a server that ran the plan. Return both, and the errors before
     and after the fit.
 
         xgpt.calibrate("plan.json", ["vllm-bench.json"]).profile
@@ -546,7 +546,7 @@ def report(plan: Plan | FleetPlan | PathLike, **asked: Unpack[ReportKeywords]) -
 
 
 def ui(*, port: int = 0, on_ready: Callable[[str], None] = lambda url: None) -> None:
-    """Serve the planning page on loopback until SIGTERM or SIGINT; call this function in the main thread.
+    """Serve the planning page on loopback until SIGTERM or SIGINT. Call this function in the main thread.
 
         xgpt.ui(port=8001)
 
@@ -627,7 +627,7 @@ def served(plan: Plan | PathLike, *, engine: EngineKind = "xgpt", replan: bool =
 
 
 def _arrivals(load: LoadFields, default: int, burstiness: float = 1.0) -> tuple[ArrivalProcess | None, int]:
-    """Return the arrivals of a load (None: saturated), and the number of requests to measure."""
+    """Return the arrivals of a load, or None if it is saturated, and the number of requests to measure."""
     rates = load.arrival_rate_per_s
     arrivals = None if rates is None else ArrivalProcess.at(rates, burstiness)
     of_stages = None if arrivals is None else arrivals.num_requests

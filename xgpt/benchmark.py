@@ -60,7 +60,7 @@ from xsimulator.run import (
 Server = Callable[["Plan", Path, Path], AbstractContextManager[str]]
 
 FIGURES = ("throughput_rps", "latency_s", "ttft_s", "itl_p99_s")
-"""Figures that are computed from a log; latencies count from admission."""
+"""Figures that are computed from a log. Latencies count from admission."""
 NOTABLE_WAIT = 0.1
 """A step's wait for a core counts if it takes at least this share of the step's time."""
 MARGIN = 0.01
@@ -68,7 +68,7 @@ MARGIN = 0.01
 slightly different times.
 """
 URL_VOCABULARY = 1000
-"""Token ids below this number are sent to an endpoint with an unknown vocabulary; any vocabulary is larger."""
+"""Token ids below this number are sent to an endpoint with an unknown vocabulary. Any vocabulary is larger."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _tell(progress: Progress, load: Load, ended: int) -> None:
 
 
 class Drawn(NamedTuple):
-    """Requests of a load; arrivals_s is zero in a closed loop. # each [requests]"""
+    """Requests of a load. In a closed loop, arrivals_s is zero. # each [requests]"""
 
     inputs: Ints
     outputs: Ints
@@ -419,7 +419,7 @@ def _simulated(plan: Plan, profile: Profile | None, load: Load, drawn: Drawn, pa
 
 
 def _figures(measured: Measured, times: RequestTimes | None) -> dict[str, float]:
-    """Return figures by name; if requests arrive, their times count from arrival."""
+    """Return figures by name. If requests arrive, their times count from arrival."""
     found = {name: float(getattr(measured, name)) for name in FIGURES}
     if times is not None:
         del found["ttft_s"]

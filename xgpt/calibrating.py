@@ -44,7 +44,7 @@ class MeasuredLoad(NamedTuple):
     """The measurements of a benchmark at one load.
 
     Attributes:
-        inputs, outputs: tokens of the requests; a single mean if the file states only that.
+        inputs, outputs: tokens of the requests, or a single mean if the file states only that.
         clients, rate_per_s: number of concurrent clients, or requests sent each second.
         throughput_rps, ttft_s, tpot_s: requests a second, and mean times to the first token and between tokens.
         variation: coefficient of variation of the gaps between arrivals.

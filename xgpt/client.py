@@ -31,7 +31,7 @@ class ClientRequest:
         prompt_ids: token ids.
         output_length: tokens after which the output ends. None means that the model or `max_tokens` ends it.
         max_tokens: largest number of tokens, as stated in the request to the server.
-        send_at_s: when to send it, from the start of the replay; None in a closed loop.
+        send_at_s: when to send it, from the start of the replay, or None in a closed loop.
     """
 
     prompt_ids: Sequence[int]
@@ -50,12 +50,12 @@ class ServerTimes(msgspec.Struct):
 
 @dataclass(slots=True)
 class ClientResult:
-    """The result of a request; times in seconds from the start of the replay.
+    """The result of a request. Times are in seconds from the start of the replay.
 
     Attributes:
         send_s: time at which it was sent.
-        token_s: time at which each token arrived; tokens that arrive in one read of the socket have the same time.
-            From a server that sends no token ids: time at which each chunk of text arrived.
+        token_s: time at which each token arrived. Tokens that arrive in one read of the socket have the same time. From
+            a server that sends no token ids: time at which each chunk of text arrived.
         token_ids: the tokens, if the server sends them.
         usage_tokens: number of tokens in the answer's `usage`, or None.
         end_s: time at which the answer was complete, or had failed.
@@ -77,7 +77,7 @@ class ClientResult:
 
     @property
     def tokens_from(self) -> TokensFrom:
-        """What the number of tokens is from."""
+        """The source of the number of tokens: token ids, usage, or chunks of text."""
         if self.token_ids:
             return "token_ids"
         return "chunks" if self.usage_tokens is None else "usage"
@@ -135,8 +135,8 @@ async def replay(
     Args:
         concurrency: number of outstanding requests in a closed loop, in which the client sends a request whenever one
             ends. None means an open loop, in which each request is sent at its `send_at_s`.
-        stream: whether tokens are read as they arrive; complete answers cost client and server less.
-        enough: in a closed loop, the number of finished requests after which the replay stops; requests that still run
+        stream: whether tokens are read as they arrive. Complete answers cost client and server less.
+        enough: in a closed loop, the number of finished requests after which the replay stops. Requests that still run
             then are left out of the results.
         ca_file, api_key: see `Connection`.
         progress: called with the number of finished requests after each end.

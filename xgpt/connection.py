@@ -107,7 +107,7 @@ class Connection:
         return event.status_code
 
     async def read(self) -> bytes | None:
-        """Return the next piece of the answer's body; None at its end. Raises one of `Failure`."""
+        """Return the next piece of the answer's body, or None at its end. Raises one of `Failure`."""
         event = await self._next()
         if isinstance(event, h11.Data):
             return bytes(event.data)

@@ -16,7 +16,7 @@ from xgpt.core.schema import BenchReport, Plan
 DIRECTORY = Path("demo")
 LATENCY_BOUND_S = 9.8
 NUM_REQUESTS, LEAST_REQUESTS, MOST_S = 120, 24, 120.0
-"""`NUM_REQUESTS` requests are measured; if these would take longer than `MOST_S` seconds, fewer, but at least
+"""`NUM_REQUESTS` requests are measured, or if these would take longer than `MOST_S` seconds, fewer, but at least
 `LEAST_REQUESTS`.
 """
 

@@ -77,7 +77,7 @@ class ProblemRequest(ProblemFields, ObjectiveAndShares, total=False):
 
 class PlanKeywords(ProblemRequest, Policy, ArrivalFields, Speculated, total=False):
     arrival_rate_per_s: float | None
-    """Requests a second that the plan must sustain; the latency bound then counts from arrival."""
+    """Requests a second that the plan must sustain. The latency bound then counts from arrival."""
     api_servers: int | None
     """API server processes of each vLLM command (`--api-server-count`): each tokenises and streams on one core."""
     devices: int | Literal["auto"] | None
@@ -99,7 +99,7 @@ class FleetKeywords(ProblemFields, BoundFields, Policy, total=False):
     devices: int | Mapping[str | PathLike[str], int] | None
     """Use at most N devices of each cluster."""
     interval_s: float | None
-    """Length of an interval; within an interval the fleet does not change."""
+    """Length of an interval. Within an interval the fleet does not change."""
     least_stay_s: float | None
     """Shortest time for which a started replica runs."""
     startup_s: float | None
@@ -181,7 +181,7 @@ class RequestLimits(TypedDict, total=False):
     max_waiting: int | None
     """Largest number of waiting requests. Further requests are answered with 429."""
     answer_within_s: float | None
-    """Seconds within which an answer must be complete, waiting included; a request that would take longer is answered with 429 immediately. CLASS=S: for one of the plan's classes. Repeatable."""
+    """Seconds within which an answer must be complete, waiting included. A request that would take longer is answered with 429 immediately. CLASS=S: for one of the plan's classes. Repeatable."""
     answer_within_of: Mapping[str | PathLike[str], float] | None
     """Seconds within which answers of each of these classes must be complete."""
     request_timeout_s: float | None
@@ -197,7 +197,7 @@ class RequestLimits(TypedDict, total=False):
 
 class Endpoint(TypedDict, total=False):
     host: str | PathLike[str] | None
-    """Address to listen on; an address that other machines can reach needs `api_key_file`."""
+    """Address to listen on. An address that other machines can reach needs `api_key_file`."""
     port: int | None
     """Port to listen on. 0 means any free port."""
     api_key_file: str | PathLike[str] | None
@@ -209,7 +209,7 @@ class Endpoint(TypedDict, total=False):
     served_model_names: Sequence[str | PathLike[str]] | None
     """Name of the model in requests, instead of the name in the plan. Repeatable."""
     ssl_certfile: str | PathLike[str] | None
-    """PEM certificate; with it the server speaks HTTPS, TLS 1.2 or newer."""
+    """PEM certificate. With it the server speaks HTTPS, TLS 1.2 or newer."""
     ssl_keyfile: str | PathLike[str] | None
     """The certificate's private key, if it is in a separate file."""
     front: Literal["endpoint", "smg"] | None
@@ -251,7 +251,7 @@ class BenchKeywords(LoadFields, EngineFields, total=False):
     concurrency: int | None
     """With a URL: number of outstanding requests."""
     stream: bool | None
-    """Ask for streamed answers; from a URL, answers are always streamed."""
+    """Ask for streamed answers. From a URL, answers are always streamed."""
     calibrate: bool | None
     """Fit the plan's profile to the measured steps."""
     ca_file: str | PathLike[str] | None

@@ -2,7 +2,7 @@
 
 `python -m tools.make_reference` makes from these models: the options of the command line (`xgpt/options.json`), the
 keyword arguments of `xgpt.api` as editors see them (`xgpt/keywords.pyi`), and the pages in docs/reference. A field's
-docstring is the help of its option; in it, `name` stands for another field. A class's `group` is the heading under
+docstring is the help of its option. In it, `name` stands for another field. A class's `group` is the heading under
 which help lists the class's own fields.
 """
 
@@ -249,12 +249,12 @@ class Speculated(RequestBase):
 
 
 class PlanRequest(ProblemRequest, Policy, ArrivalFields, Speculated):
-    """A request for a plan; `xgpt.problems.resolve` resolves its names."""
+    """A request for a plan. `xgpt.problems.resolve` resolves its names."""
 
     group: ClassVar[str] = "Search"
     most_used: ClassVar[tuple[str, ...]] = ("latency_bound_s", "model", "cluster", "workload", "output")
     arrival_rate_per_s: Annotated[PositiveFloat | None, Option("--arrival-rate", "R")] = None
-    """Requests a second that the plan must sustain; the latency bound then counts from arrival."""
+    """Requests a second that the plan must sustain. The latency bound then counts from arrival."""
     api_servers: Annotated[PositiveInt | None, Option(metavar="N", unset="as many as the plan's rate needs")] = None
     """API server processes of each vLLM command (`--api-server-count`): each tokenises and streams on one core."""
     devices: Annotated[PositiveInt | Literal["auto"] | None, Option(metavar="auto|N", kind="devices")] = None
@@ -316,7 +316,7 @@ class FleetRequest(ProblemFields, BoundFields, Policy):
     ] = None
     """Use at most N devices of each cluster."""
     interval_s: Annotated[Seconds, Option("--interval", "S")] = 900.0
-    """Length of an interval; within an interval the fleet does not change."""
+    """Length of an interval. Within an interval the fleet does not change."""
     least_stay_s: Annotated[NonNegativeFloat, Option("--least-stay", "S")] = 0.0
     """Shortest time for which a started replica runs."""
     startup_s: Annotated[NonNegativeFloat, Option("--startup", "S")] = 60.0
@@ -418,7 +418,7 @@ class BenchRequest(LoadFields, EngineFields):
     concurrency: PositiveInt = 32
     """With a URL: number of outstanding requests."""
     stream: bool = False
-    """Ask for streamed answers; from a URL, answers are always streamed."""
+    """Ask for streamed answers. From a URL, answers are always streamed."""
     calibrate: Annotated[bool, Option(None)] = False
     """Fit the plan's profile to the measured steps."""
     ca_file: Annotated[Path | None, Option(metavar="FILE", unset="the system's")] = None
@@ -521,7 +521,7 @@ class Endpoint(RequestBase):
 
     group: ClassVar[str] = "Endpoint"
     host: str = "127.0.0.1"
-    """Address to listen on; an address that other machines can reach needs `api_key_file`."""
+    """Address to listen on. An address that other machines can reach needs `api_key_file`."""
     port: Port = 8000
     """Port to listen on. 0 means any free port."""
     api_key_file: Annotated[Path | None, Option(metavar="FILE")] = None
@@ -537,7 +537,7 @@ class Endpoint(RequestBase):
     ] = ()
     """Name of the model in requests, instead of the name in the plan. Repeatable."""
     ssl_certfile: Annotated[Path | None, Option(metavar="FILE")] = None
-    """PEM certificate; with it the server speaks HTTPS, TLS 1.2 or newer."""
+    """PEM certificate. With it the server speaks HTTPS, TLS 1.2 or newer."""
     ssl_keyfile: Annotated[Path | None, Option(metavar="FILE")] = None
     """The certificate's private key, if it is in a separate file."""
     front: Literal["endpoint", "smg"] = "endpoint"
@@ -553,7 +553,7 @@ class RequestLimits(RequestBase):
     max_waiting: PositiveInt = 4096
     """Largest number of waiting requests. Further requests are answered with 429."""
     answer_within_s: Annotated[PositiveFloat | None, Option("--answer-within", "[CLASS=]S", "of_class")] = None
-    """Seconds within which an answer must be complete, waiting included; a request that would take longer is answered
+    """Seconds within which an answer must be complete, waiting included. A request that would take longer is answered
     with 429 immediately. CLASS=S: for one of the plan's classes. Repeatable.
     """
     answer_within_of: Annotated[dict[str, PositiveFloat], Option(None)] = Field(default_factory=dict)
@@ -578,7 +578,7 @@ class RequestLimits(RequestBase):
 
 
 class ServeFields(Endpoint, RequestLimits, Served):
-    """The fields of a request to serve a plan; `xgpt.serving.serve.ServeRequest` adds their checks."""
+    """The fields of a request to serve a plan. `xgpt.serving.serve.ServeRequest` adds their checks."""
 
     group: ClassVar[str] = "Logs"
     most_used: ClassVar[tuple[str, ...]] = ("host", "port", "api_key_file", "checkpoint", "engine")
@@ -630,7 +630,7 @@ def request_of(type_: type[R], asked: dict[str, Any]) -> R:
 
 
 def plan_request(**asked: Any) -> PlanRequest:
-    """Return the request for a plan with these keyword arguments; see `request_of`.
+    """Return the request for a plan with these keyword arguments. See `request_of`.
 
     Raises:
         InputError: as `request_of` does.

@@ -32,7 +32,8 @@ class DetectedCluster(Frozen):
 
 
 def load_model(name: str, config: str | None = None) -> tuple[ModelSpec, Path | None]:
-    """Return the shape of a model, and the absolute path of its weights' directory (None: not on this machine).
+    """Return the shape of a model, and the absolute path of its weights' directory, or None if the weights are not on
+    this machine.
 
     Args:
         name: a shipped model, a YAML file, a config.json, a directory in Hugging Face layout, or a Hugging Face id.
@@ -77,7 +78,7 @@ def _load_by_id(model_id: str, config: str | None) -> tuple[ModelSpec, Path | No
 
 
 def load_cluster(name: str) -> ClusterSpec:
-    """Return a cluster by name or file; `local` is this machine, `local:N` is N of its devices.
+    """Return a cluster by name or file. `local` is this machine, `local:N` is N of its devices.
 
     Raises:
         InputError: there is no such cluster, or the file does not describe one.
@@ -98,7 +99,7 @@ def check_names(among: Iterable[str]) -> None:
     """Check that the names of clusters are known.
 
     Raises:
-        InputError: one is not; the message states the argument `among`.
+        InputError: one is not. The message states the argument `among`.
     """
     for name in among:
         if not name.startswith("local:"):
@@ -167,7 +168,7 @@ def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:
 
 
 def load_classes(name: str) -> tuple[RequestClass, ...]:
-    """Return the classes of a workload file; empty if it has none, or is a trace.
+    """Return the classes of a workload file. The result is empty if it has none, or is a trace.
 
     Raises:
         InputError: there is no such workload, or it is malformed.

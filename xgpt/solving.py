@@ -77,7 +77,7 @@ class Planned:
     def best_uniform(self) -> Plan | None:
         """Return the best plan of equal stages, without rra and waa, or None if none keeps the bound.
 
-        If the best plan of these policies already has equal stages, that plan is returned; otherwise a separate search
+        If the best plan of these policies already has equal stages, that plan is returned. Otherwise a separate search
         finds one.
         """
         all_tried = set(UNIFORM_KINDS) <= set(POLICY_GROUPS.get(self.request.policy, ()))
@@ -119,7 +119,7 @@ def _plan_each(request: PlanRequest, progress: Progress | None = None) -> PlanEa
 def _with_best_draft(
     request: PlanRequest, problem: Problem, progress: Progress | None
 ) -> tuple[Problem, dict[str, Plan], dict[int, float]]:
-    """Return each policy's best plan with the best number of draft tokens; see `Planned.ahead`.
+    """Return each policy's best plan with the best number of draft tokens. See `Planned.ahead`.
 
     Numbers of draft tokens are tried upwards from 0, until two numbers in a row have gained nothing.
     """

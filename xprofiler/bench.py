@@ -153,7 +153,7 @@ def spread(steps: Sequence[float]) -> float:
     result would then be 0 on a machine that was slow at times.
 
     Args:
-        steps: seconds in the order of measurement; at least `STEPS_A_STRETCH`.
+        steps: seconds of at least `STEPS_A_STRETCH` steps, in the order of measurement.
     """
     whole = len(steps) // STEPS_A_STRETCH * STEPS_A_STRETCH
     stretches = np.mean(np.reshape(steps[:whole], (-1, STEPS_A_STRETCH)), axis=1)

@@ -73,8 +73,9 @@ class Probe(NamedTuple):
 
     @property
     def group(self) -> tuple[int | None, list[tuple[int, int, bool]]]:
-        """The input of `xrunner.vllm.offline`: the tokens of a step (None: no limit), and for each request (prompt
-        tokens, output tokens, whether K/V exist)."""
+        """The input of `xrunner.vllm.offline`: the largest number of tokens of a step, or None for no limit, and for
+        each request (prompt tokens, output tokens, whether K/V exist).
+        """
         if self.kind == "decode":
             return None, [(self.length - NUM_DECODES, NUM_DECODES + 1, True)] * self.batch
         if self.kind == "encode":

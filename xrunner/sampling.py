@@ -286,7 +286,9 @@ class Sampler:
 
 
 def highest(logits: Tensor) -> Tensor:
-    """Return each row's greedy choice; NO_TOKEN where the logit is NaN or infinite. # [rows, vocab] -> int64 [rows]"""
+    """Return each row's greedy choice, or NO_TOKEN where the logit is NaN or infinite. # [rows, vocab] -> int64
+    [rows]
+    """
     # numpy and torch both treat a NaN as the highest number.
     if logits.device.type == "cpu" and logits.dtype == torch.float32:  # numpy is two to four times as fast
         tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))

@@ -82,7 +82,7 @@ def _saved(floor: Evaluation, corners: int, fast: int) -> Array:
 
 
 def breach(space: Space, num_boxes: int, rng: np.random.Generator) -> float:
-    """Draw random boxes and a point in each; return the largest share by which a point exceeds its box's bound.
+    """Draw random boxes and a point in each. Return the largest share by which a point exceeds its box's bound.
 
     The share is infinite if the search would drop a box because of its slow corner although the point is feasible. The
     share is 0 if all bounds are valid.

@@ -240,7 +240,7 @@ class _Spaces(NamedTuple):
 
 
 class _Predictors:
-    """Builds the predictors of placements; placements with the same lanes share their predictors.
+    """Builds the predictors of placements. Placements with the same lanes share their predictors.
 
     This object refers neither to spaces nor to a scheduler, so that there are no reference cycles whose garbage
     collection would interrupt a later search.

@@ -160,7 +160,7 @@ class Placements:
         self._spread: dict[tuple[tuple[int, ...], int, int, bool, bool], tuple[int, ...]] = {}
 
     def of(self, kind: str) -> list[Placement]:
-        """Return all placements for a policy; devices may be left idle.
+        """Return all placements for a policy. Devices may be left idle.
 
         On N devices there are floor(N/n) replicas of n devices. Up to N = 8, every possible placement is included.
         """

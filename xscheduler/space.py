@@ -98,7 +98,7 @@ class Space:
     Variables whose latency is monotone are searched. The others are enumerated (`branches`).
 
     Args:
-        models: returns the forecasts; called when the first point is predicted.
+        models: returns the forecasts. It is called when the first point is predicted.
     """
 
     def __init__(
@@ -441,7 +441,7 @@ class Evaluation:
 
     @property
     def _figures(self) -> dict[str, Values]:
-        """The figures that a user's own objective may name; see `xscheduler.expression.FIGURES`."""
+        """The figures that a user's own objective may name. See `xscheduler.expression.FIGURES`."""
         performance, placement = self.performance, self._space.placement
         devices = float(placement.num_devices * placement.replicas)
         return {
@@ -489,7 +489,9 @@ class Evaluation:
 
     @cached_property
     def excess(self) -> Array:
-        """Largest share by which a time, headroom included, exceeds its bound; at most 0 if all bounds are kept."""
+        """Largest share by which a time, headroom included, exceeds its bound. It is at most 0 if all bounds are
+        kept.
+        """
         return self.excess_at(np.arange(len(self.left)))
 
     def excess_at(self, indices: Ints, times: Callable[[], tuple[Array, Array, Array] | None] = lambda: None) -> Array:

@@ -53,7 +53,7 @@ class _Drawn(NamedTuple):
 
     Attributes:
         inputs, outputs: numbers of prompt and output tokens.
-        decoded: `outputs`; with a draft, the output length that needs the request's number of decode steps.
+        decoded: `outputs`, or with a draft the output length that needs the request's number of decode steps.
     """
 
     inputs: Ints
@@ -201,7 +201,7 @@ class CapacitySearch:
 
     Attributes:
         predicted: the closed form's rate.
-        precision: relative precision; at a rate that exceeds the result by this share, the bounds are broken.
+        precision: relative precision. At a rate that exceeds the result by this share, the bounds are broken.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ WANTED, READY, NEED, AT = (
 def autoscale(
     fleet: FleetPlan, request: AutoscaleRequest, on_note: Callable[[str], None], stop: Event | None = None
 ) -> Recommendation | None:
-    """Recommend and publish replicas until `stop` is set; return the last recommendation, or None.
+    """Recommend and publish replicas until `stop` is set. Return the last recommendation, or None.
 
     Raises:
         InputError: `scrape` has a kind that the fleet does not have.
@@ -102,7 +102,7 @@ class _Live:
         return found
 
     def look(self) -> tuple[Recommendation | None, str]:
-        """Return the current recommendation (None: unchanged), and a line about it."""
+        """Return the current recommendation, or None if it is unchanged, and a line about it."""
         now_s = time.monotonic() - self.began_s
         rate = self.request.arrival_rate_per_s
         if rate is not None:
@@ -129,7 +129,7 @@ class _Live:
         return f"recommended for {found.need_per_s:.3g} requests/s: {wanted}"
 
     def _lengths(self, now_s: float, traffic: ScrapedTraffic) -> tuple[float | None, float | None, int]:
-        """Return the mean lengths of recent requests (None: too few), and the number of these requests."""
+        """Return the mean lengths of recent requests, or None if they are too few, and their number."""
         self._recent.append((now_s, traffic))
         while self._recent[0][0] < now_s - LENGTHS_S:
             self._recent.popleft()
@@ -186,7 +186,7 @@ def _published(fleet: FleetPlan, request: AutoscaleRequest) -> Iterator[_Metrics
 
 
 def began_at(clock_s: float, day_begins: str | None) -> float:
-    """Return the time at which the planned day began: the last `day_begins`, in UTC; if that is None, now.
+    """Return the time at which the planned day began: the last `day_begins` in UTC, or now if that is None.
 
     Args:
         day_begins: HH:MM.

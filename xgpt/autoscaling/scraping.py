@@ -83,7 +83,7 @@ class Target(NamedTuple):
 
 
 def target_of(text: str, kinds: Sequence[str]) -> Target:
-    """Return the target in a text of the form KIND=URL; KIND may be left out if there is only one kind.
+    """Return the target in a text of the form KIND=URL. KIND may be left out if there is only one kind.
 
     Raises:
         InputError: the kind is not known, or the URL is not one of http.
@@ -146,7 +146,7 @@ class LoadReader:
         return ScrapedTraffic(seconds, arrived, ended, prompt, output, waiting, by_kind)
 
     def _addresses(self) -> Iterator[tuple[int, str]]:
-        """Yield the kind and URL of each replica; a host that does not resolve yields nothing.
+        """Yield the kind and URL of each replica. A host that does not resolve yields nothing.
 
         If a host has addresses of both families, only the IPv4 ones count, so that no replica counts twice.
         """

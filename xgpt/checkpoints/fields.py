@@ -25,14 +25,15 @@ BOOKKEEPING = words("""
     problem_type return_dict sep_token_id task_specific_params tf_legacy_loss tokenizer_class torchscript
     transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
     """)
-"""Names, versions, labels of other heads, and settings of outputs and of the computation that do not change results."""
+"""Fields that do not change results: names, versions, labels of other heads, and settings of outputs and of the
+computation."""
 
 TRAINING = words("""
     activation_dropout attention_dropout attn_pdrop classifier_activation dropout dropout_rate embd_pdrop
     hidden_dropout init_std initializer_factor initializer_range layerdrop resid_pdrop summary_activation
     summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
     """)
-"""Initial weights and dropout."""
+"""Fields that only training uses: initial weights and dropout."""
 
 SEARCH = words("""
     bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
@@ -40,7 +41,7 @@ SEARCH = words("""
     no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values
     repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
     """)
-"""Sampling settings in configs of old versions; here requests and generation_config.json set them."""
+"""Sampling settings in configs of old versions. xgpt takes them from requests and generation_config.json instead."""
 
 COMMON = words("""
     bos_token_id dtype eos_token_id model_type quantization_config tie_word_embeddings torch_dtype vocab_size
@@ -217,7 +218,7 @@ def check_fields(family: str, config: Mapping[str, Any]) -> None:
     """Check that all fields of a config.json, and their values, are known.
 
     Raises:
-        InputError: a field or its value is not known; the message states the field.
+        InputError: a field or its value is not known. The message states the field.
     """
     known = FIELDS[family]
     passed = (

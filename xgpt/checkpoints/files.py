@@ -177,7 +177,7 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 
 def _headers(directory: Path) -> Iterator[str]:
-    """Yield the headers of the files of weights, in JSON; empty for a broken file, which loading reports.
+    """Yield the headers of the files of weights, in JSON. The result is empty for a broken file, which loading reports.
 
     A safetensors file starts with the length of its header, 8 bytes little-endian, and the header.
     """
@@ -189,7 +189,8 @@ def _headers(directory: Path) -> Iterator[str]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files of a checkpoint's weights, as `transformers` chooses them; empty if there are none.
+    """Return the files of a checkpoint's weights, as `transformers` chooses them. The result is empty if there are
+    none.
 
     These are model.safetensors, or the shards in model.safetensors.index.json, each in the same directory.
 

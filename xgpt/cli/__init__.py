@@ -43,7 +43,7 @@ LONGEST_HELP = 200
 
 
 class _Commands(click.Group):
-    """All commands; an unknown one is refused with the nearest name."""
+    """All commands. An unknown one is refused with the nearest name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -100,12 +100,12 @@ SYNONYMS = {
     "docker": "compose",
     "docker-compose": "compose",
 }
-"""Other names of values."""
+"""Other names that users may give to values of options, with the names that xgpt uses."""
 NO_TARGET = dict.fromkeys(
     ("trtllm", "tensorrt-llm", "trt-llm", "tensorrt"),
     "; TensorRT-LLM has no export: `xgpt plan --engine tensorrt-llm-1.0` prints the trtllm-serve command",
 ) | {"helm": "; k8s writes a kustomization, and llm-d writes the values of its router's Helm chart"}
-"""The ends of errors about targets of `xgpt export` that do not exist."""
+"""Ends of the error messages for targets that `xgpt export` does not have."""
 OPTIONS_ELSEWHERE = {
     "--cluster, which names the devices": ("--gpu", "--gpus", "--num-gpus", "--gpu-type", "--device"),
     "--fix tp=N": ("--tp", "--tp-size", "--tensor-parallel-size"),

@@ -17,7 +17,7 @@ from xgpt.core.schema.fleet import FleetPlan
 
 
 def run(fleet_path: str, as_json: bool, simulated_trace: str | None, look_s: float, once: bool, **_: Any) -> None:
-    """Run the command; see `xgpt.cli.commands`."""
+    """Run the command. See `xgpt.cli.commands`."""
     asked = options.given()
     if simulated_trace is not None:
         refuse_idle(set(asked) - {"look_s"}, "it cannot be combined with --simulate")

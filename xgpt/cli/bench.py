@@ -15,7 +15,7 @@ from xgpt.core.schema import UrlReport
 
 
 def run(target: str, calibrate: str | None, force: bool, as_json: bool, **_: Any) -> None:
-    """Run the command; see `xgpt.cli.commands`."""
+    """Run the command. See `xgpt.cli.commands`."""
     if target.startswith(("http://", "https://")):
         refuse_idle(["engine"], "it applies only to a plan file: a server at a URL already runs an engine")
         refuse_idle(["saturated"], "it applies only to a plan file: for a URL give --arrival-rate or --concurrency")

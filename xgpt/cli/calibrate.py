@@ -21,7 +21,7 @@ def run(
     as_json: bool,
     **_: Any,
 ) -> None:
-    """Run the command; see `xgpt.cli.commands`."""
+    """Run the command. See `xgpt.cli.commands`."""
     file = None if output is None else output_file(output)
     engine_file = None if engine_output is None else output_file(engine_output, "engine_output")
     with render.at_work("simulating the measured loads"):

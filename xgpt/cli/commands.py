@@ -1,4 +1,4 @@
-"""The arguments and help of each command; `run` in the module with the command's name does the work.
+"""The arguments and help of each command. `run` in the module with the command's name does the work.
 
 Only click is imported here, so that help and shell completion answer at once.
 """
@@ -19,7 +19,7 @@ from xgpt.cli.values import Whole
 def plan() -> None:
     """Find the schedule with the highest throughput under a latency bound, and write plan.json.
 
-    --objective chooses what throughput means; by default, the highest arrival rate within the bound.
+    --objective chooses what throughput means. By default it is the highest arrival rate within the bound.
 
     \b
     Examples:
@@ -173,7 +173,7 @@ def bench() -> None:
 def calibrate() -> None:
     """Fit a plan's step times to a benchmark of any server: `vllm bench serve`, AIPerf, guidellm or genai-perf.
 
-    PLAN.JSON is the plan that the server ran; `xgpt compare --current '...' -o current.json` makes it from the server's
+    PLAN.JSON is the plan that the server ran. `xgpt compare --current '...' -o current.json` makes it from the server's
     command. With several loads, every second one is left out of the fit and shows the error of the fit.
 
     \b

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def run(output: str | None, force: bool, as_json: bool, current: str | None, measure: bool, **_: Any) -> None:
-    """Run the command; see `xgpt.cli.commands`."""
+    """Run the command. See `xgpt.cli.commands`."""
     if current is None:
         refuse_idle(["output"], "it needs --current: only the current deployment is written")
     if not measure:

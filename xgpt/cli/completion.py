@@ -9,7 +9,7 @@ from xgpt.cli import cli
 
 
 def run(shell: str) -> None:
-    """Run the command; see `xgpt.cli.commands`."""
+    """Run the command. See `xgpt.cli.commands`."""
     completion = get_completion_class(shell)
     assert completion is not None
     click.echo(completion(cli, {}, "xgpt", "_XGPT_COMPLETE").source())

@@ -10,7 +10,7 @@ from xgpt import api
 
 
 def run(as_json: bool) -> None:
-    """Run the command; see `xgpt.cli.commands`."""
+    """Run the command. See `xgpt.cli.commands`."""
     findings = api.doctor()
     if as_json:
         click.echo(json.dumps([finding.model_dump() for finding in findings], indent=2))

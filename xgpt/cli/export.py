@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def run(plan_path: str, target: Target, output: str, force: bool) -> None:
-    """Run the command; see `xgpt.cli.commands`."""
+    """Run the command. See `xgpt.cli.commands`."""
     files = api.export(plan_path, target)
     written = {name: unchecked_file(Path(output) / name) for name in files}
     for name, file in written.items():

@@ -17,7 +17,7 @@ SHORT_S = 120
 
 
 def run(output: str, force: bool, as_json: bool, interval_s: float, **_: Any) -> None:
-    """Run the command; see `xgpt.cli.commands`."""
+    """Run the command. See `xgpt.cli.commands`."""
     if interval_s < SHORT_S:
         click.echo(
             f"note: --interval {interval_s:g} means {interval_s:g} seconds; for minutes give {60 * interval_s:g}",

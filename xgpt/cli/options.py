@@ -182,7 +182,7 @@ def refuse_idle(names: Collection[str], accepted: str) -> None:
     """Refuse options of the running command that would have no effect.
 
     Args:
-        accepted: end of the error message; it states what the options need.
+        accepted: end of the error message. It states what the options need.
 
     Raises:
         InputError: one was given.

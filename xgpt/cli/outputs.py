@@ -1,4 +1,4 @@
-"""The options for files that commands write, and the lines about them; `xgpt.core.output_files` writes all of them."""
+"""The options for files that commands write, and the lines about them. `xgpt.core.output_files` writes all of them."""
 
 from __future__ import annotations
 

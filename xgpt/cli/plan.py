@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def run(output: str, force: bool, as_json: bool, **_: Any) -> None:
-    """Run the command; see `xgpt.cli.commands`."""
+    """Run the command. See `xgpt.cli.commands`."""
     file = output_file(output)
     with render.progress_bar() as progress:
         planned = api.solve(**{"latency_bound_s": None, **options.given()}, progress=progress)

@@ -14,7 +14,7 @@ from xgpt.core.io import dump_json, sha256
 
 
 def run(output: str | None, force: bool, as_json: bool, engine: str, import_from: str | None, **_: Any) -> None:
-    """Run the command; see `xgpt.cli.commands`."""
+    """Run the command. See `xgpt.cli.commands`."""
     if engine == "vllm" and import_from is None and output is None and not as_json:
         raise InputError("output", None, "give -o FILE, then plan for vLLM with `xgpt plan --profile FILE`")
     file = None if output is None else output_file(output)

@@ -250,7 +250,7 @@ METRICS = {
 
 
 SHOWN = ("throughput_rps", "latency_s", "ttft_s", "ttft_p50_s", "ttft_p99_s", "itl_p99_s", "whole_p50_s", "whole_p99_s")
-"""Figures in the table of a measured plan; --json has all."""
+"""Figures in the table of a measured plan. --json has all figures."""
 
 
 def bench_table(report: BenchReport) -> Table:

@@ -16,7 +16,7 @@ from xgpt.reporting.plan_text import settings_text
 
 
 def run(plan_path: str, output: str | None, force: bool, as_json: bool, **_: Any) -> None:
-    """Run the command; see `xgpt.cli.commands`."""
+    """Run the command. See `xgpt.cli.commands`."""
     file = None if output is None else output_file(output)
     given = load_json(Path(plan_path), Plan, "plan")
     with render.at_work("searching for better plans"):

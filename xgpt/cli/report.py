@@ -10,7 +10,7 @@ from xgpt.cli.outputs import output_file, write
 
 
 def run(plan_path: str, output: str, force: bool, **_: Any) -> None:
-    """Run the command; see `xgpt.cli.commands`."""
+    """Run the command. See `xgpt.cli.commands`."""
     file = output_file(output)
     with render.at_work("simulating, and drawing"):
         page = api.report(plan_path, **options.given())

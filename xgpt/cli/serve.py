@@ -11,7 +11,7 @@ from xgpt.cli import options
 
 
 def run(plan_path: str, answer_within_s: tuple[tuple[str, float], ...], dry_run: bool, force: bool, **_: Any) -> None:
-    """Run the command; see `xgpt.cli.commands`."""
+    """Run the command. See `xgpt.cli.commands`."""
 
     def note(line: str) -> None:
         click.echo(line, err=True)

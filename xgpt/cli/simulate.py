@@ -14,7 +14,7 @@ from xgpt.resolve import load_trace
 
 
 def run(plan_path: str, timeline: str | None, force: bool, as_json: bool, **asked: Any) -> None:
-    """Run the command; see `xgpt.cli.commands`."""
+    """Run the command. See `xgpt.cli.commands`."""
     file = None if timeline is None else output_file(timeline, "timeline")
     with render.at_work("simulating"):
         run = api.simulate(plan_path, keep_steps=file is not None, **options.given())

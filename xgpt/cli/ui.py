@@ -11,7 +11,7 @@ from xgpt import api
 
 
 def run(port: int, no_browser: bool) -> None:
-    """Run the command; see `xgpt.cli.commands`."""
+    """Run the command. See `xgpt.cli.commands`."""
     # A file that only its owner can read, since all users can see a browser's arguments, with the token.
     with tempfile.NamedTemporaryFile("w", prefix="xgpt-ui-", suffix=".html") as opening:
 

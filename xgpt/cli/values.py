@@ -12,7 +12,7 @@ from xgpt.core.numbers import decimal, whole
 
 
 class Whole(click.IntRange):
-    """An integer in a range; 1_0 and digits of other alphabets, which Python accepts, are errors."""
+    """An integer in a range. 1_0 and digits of other alphabets, which Python accepts, are errors."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
@@ -22,7 +22,7 @@ class Whole(click.IntRange):
 
 
 class Decimal(click.FloatRange):
-    """A number in a range; nan, inf and the errors of `Whole` are errors."""
+    """A number in a range. nan, inf and the errors of `Whole` are errors."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         try:
@@ -50,7 +50,7 @@ LONG_S = {"latency_bound_s": 600, "ttft_s": 60, "tpot_s": 2}
 
 
 class Seconds(click.ParamType):
-    """A time above zero; `inf`, if allowed, means no bound."""
+    """A time above zero. `inf`, if allowed, means no bound."""
 
     name = "seconds"
 
@@ -90,7 +90,7 @@ class Rates(click.ParamType):
 
 
 class SecondsOrNone(Decimal):
-    """A time; 0 means no limit and becomes None."""
+    """A time. 0 means no limit and becomes None."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return super().convert(value, param, ctx) or None
@@ -116,7 +116,7 @@ class Prices(click.ParamType):
 
 
 class Devices(click.ParamType):
-    """A number of devices, or auto; the API rejects other text."""
+    """A number of devices, or auto. The API rejects other text."""
 
     name = "devices"
 
@@ -176,7 +176,7 @@ class Held(click.ParamType):
 
 
 class Acceptance(click.ParamType):
-    """Shares of draft tokens that are accepted, SHARE or SHARE,SHARE; anything else is a file."""
+    """Shares of draft tokens that are accepted, SHARE or SHARE,SHARE. Anything else is a file."""
 
     name = "acceptance"
 

@@ -115,7 +115,7 @@ def compare(
     on_start: OnStart = lambda plan: None,
     on_found: Callable[[Compared], None] = lambda found: None,
 ) -> Compared:
-    """Find each policy's best plan; if requested, score the current deployment and measure the plans on this machine.
+    """Find each policy's best plan. If requested, score the current deployment and measure the plans on this machine.
 
     Args:
         current: the command of the current deployment, or a Compose file, pod or Helm values that start it.
@@ -199,8 +199,8 @@ def compare(
 
 
 def _what_holds(plans: dict[str, Plan], gains: dict[str, Range], kind: str) -> list[str]:
-    """Return up to two notes: one if `kind`, the plan with the largest gain in its worst case, is not the plan with the
-    largest gain; and one if no plan gains in its worst case.
+    """Return up to two notes. One says that `kind`, the plan with the largest gain in its worst case, is not the plan
+    with the largest gain. The other says that no plan gains in its worst case.
     """
     first, lines = next(iter(plans)), []
     if kind != first:
@@ -415,7 +415,8 @@ def _longest(problem: Problem) -> int:
 
 
 def relax(problem: Problem, search: SearchMethod, plan: Plan) -> dict[float | None, Plan]:
-    """Return the best plan under each relaxed latency bound, in s (None: no bound); empty if there is no bound.
+    """Return the best plan under each relaxed latency bound, in seconds. The key None means no bound. Without a latency
+    bound the result is empty.
 
     Args:
         plan: the best plan under the bound itself, which also keeps every looser bound.

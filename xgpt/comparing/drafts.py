@@ -27,8 +27,9 @@ NEUTRAL = frozenset(
 
 
 class Drafts(NamedTuple):
-    """An engine's speculative decoding: method, draft tokens in each step, and the draft's checkpoint (None: the
-    model's)."""
+    """An engine's speculative decoding: method, draft tokens in each step, and the draft's checkpoint. A checkpoint of
+    None means the model's own.
+    """
 
     method: SpeculativeMethod
     tokens: int

@@ -112,7 +112,7 @@ class FlagTable:
         """Return the long name of a flag, and whether it is switched on.
 
         Raises:
-            InputError: there is no such flag; the message suggests the closest, never its negation.
+            InputError: there is no such flag. The message suggests the closest, never its negation.
         """
         word = word.replace("_", "-")
         names = self._names()
@@ -159,7 +159,7 @@ class FlagTable:
 
 
 def _object(text: str | None) -> dict[str, Any]:
-    """Return the JSON object of a flag that is given in parts; an empty one before the first part."""
+    """Return the JSON object of a flag that is given in parts. Before the first part it is empty."""
     try:
         value = json.loads(text or "")
     except ValueError:
@@ -210,7 +210,7 @@ def refuse(given: Given, why: Mapping[str, str]) -> None:
 def types_of(
     given: Given, dtypes: Mapping[str, DType | None], kv_names: Sequence[str], weights_names: Sequence[str]
 ) -> tuple[DType | None, DType | None, str | None]:
-    """Return the data types of weights and K/V (None: the model's), and the quantisation of the checkpoint.
+    """Return the data types of weights and K/V, and the quantisation of the checkpoint. None means the model's own.
 
     Args:
         dtypes: data types, by the engine's names.

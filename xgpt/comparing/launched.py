@@ -115,7 +115,7 @@ def _one(launched: list[Launched], text: str) -> Launched:
 
 
 def _documents(text: str) -> list[Any]:
-    """Return the mappings of YAML; nothing if the text is a command."""
+    """Return the mappings of YAML, or nothing if the text is a command."""
     if not re.search(r"^\s*[\w.-]+\s*:(\s|$)", text, flags=re.MULTILINE):
         return []
     try:
@@ -136,7 +136,7 @@ def in_shell(text: str) -> Iterator[Launched]:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yield the lines of a script; quoted text on several lines is yielded as one."""
+    """Yield the lines of a script. Quoted text on several lines is yielded as one."""
     lines = text.splitlines()
     at = 0
     while at < len(lines):

@@ -28,7 +28,7 @@ EIGHT_BIT_WEIGHTS = ("fp8", "w8a8_fp8", "modelopt", "modelopt_fp8")
 SGLANG_CHUNKS = ((160, 16384), (60, 8192), (35, 4096), (0, 2048))
 """Defaults of --chunked-prefill-size: (least GiB of device memory, tokens)."""
 SGLANG_REQUESTS = 2048
-"""Default of --max-running-requests; K/V memory limits it further."""
+"""Default of --max-running-requests. K/V memory limits it further."""
 TENSORRT_REQUESTS, TENSORRT_TOKENS = 2048, 8192
 """Defaults of --max_batch_size and --max_num_tokens."""
 

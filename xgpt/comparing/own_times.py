@@ -34,7 +34,7 @@ def answer(
         best: the plan to compare the deployment with.
         problem: the problem of the plans.
         running: the problem with the engine and the data types of the deployment.
-        trace: the log; None, or a log without times: nothing is returned.
+        trace: the log. Without a log, or without times in it, nothing is returned.
     """
     constraint = problem.constraint
     if trace is None or trace.timestamp_s is None or not constraint.bounds_latency or len(trace.input) < 2:

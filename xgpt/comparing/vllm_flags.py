@@ -102,5 +102,5 @@ NEUTRAL_PARTS: dict[str, dict[str, tuple[object, ...]]] = {
         "num_nextn_predict_layers": (),  # only drafts use them
     },
 }
-"""Parts of a JSON value that change neither speed nor memory, with the values for which that is so; (): all.
---max-model-len sets the length of the context."""
+"""Parts of a JSON value that change neither speed nor memory, with the values for which that is so. () means all
+values. --max-model-len sets the length of the context."""

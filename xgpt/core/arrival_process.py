@@ -30,7 +30,7 @@ class ArrivalProcess:
     """A random process of arrivals at one rate, or at several rates in turn.
 
     Attributes:
-        stages: at least one; the rate of the last stage continues for ever.
+        stages: at least one. The rate of the last stage continues for ever.
         burstiness: coefficient of variation of the gaps between arrivals: 1 for Poisson arrivals, above for bursts.
     """
 

@@ -24,7 +24,7 @@ KEPT_S = 30 * 86400.0
 
 
 LOCATORS = "xgpt.core.compiled_files.Locator,InTreeCacheLocator,UserWideCacheLocator,IPythonCacheLocator"
-"""Where numba searches for compiled code, in this order; see `compiled_files`."""
+"""Where numba searches for compiled code, in this order. See `compiled_files`."""
 NOWHERE = os.devnull + "/compiled"
 """A directory that nobody can create, so that code is compiled each time."""
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def set_directory() -> None:
-    """Set where numba keeps compiled code, unless the user has set it; call this before numba is imported or
+    """Set where numba keeps compiled code, unless the user has set it. Call this before numba is imported or
     compiles.
     """
     _set("CACHE_LOCATOR_CLASSES", LOCATORS)

@@ -1,4 +1,4 @@
-"""Load compiled code from disk for numba, but never another user's files; replace unreadable files.
+"""Load compiled code from disk for numba, but never another user's files, and replace unreadable files.
 
 numba unpickles the files that it finds, and unpickling runs code. When numba first searches for compiled code, it
 imports this module, whose name `compiled_code.set_directory` has set; from then on, numba compiles as `emitting`

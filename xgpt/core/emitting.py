@@ -20,9 +20,9 @@ REPLACED = (
     "_get_compiled_object",
     "get_pointer_to_function",
 )
-"""Methods of numba on which this depends; a version without one of them compiles as usual."""
+"""Methods of numba on which this depends. A version without one of them compiles as usual."""
 LOOP_BODY = "__numba_parfor_gufunc"
-"""A text that occurs in the names of functions that hold the body of a parallel loop; only the function with the loop
+"""A text that occurs in the names of functions that hold the body of a parallel loop. Only the function with the loop
 calls them.
 """
 _set_env = codegen.JITCPUCodegen.set_env
@@ -37,7 +37,7 @@ class Library(codegen.JITCodeLibrary):
         """Do nothing: `_emit` optimises."""
 
     def _finalize_final_module(self) -> None:
-        """Make the code ready to be linked into other code; code that was loaded from disk is also ready to run."""
+        """Make the code ready to be linked into other code. Code that was loaded from disk is also ready to run."""
         if self._shared_module is not None:
             self._is_emitted = True
             super()._finalize_final_module()

@@ -72,7 +72,7 @@ class MachineError(XgptError):
 
 
 RUNS_MODELS = {"torch", "safetensors", "tokenizers", "llguidance", "zmq"}
-"""Modules that the optional dependencies `serve` install; planning does not need them."""
+"""Modules that the optional dependencies `serve` install. Planning does not need them."""
 
 
 def not_installed(error: ModuleNotFoundError) -> MachineError | None:
@@ -103,7 +103,7 @@ def similar(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def nearest_names(name: str, known: Iterable[str], most: int = 3, cutoff: float = 0.6) -> list[str]:
-    """Return the known names most similar to this one, the nearest first; those with the same parts in another order
+    """Return the known names most similar to this one, the nearest first. Those with the same parts in another order
     count as similar: 8xh100 is near h100x8.
 
     Args:
@@ -131,7 +131,7 @@ def cut(text: str, most: int = MAX_SHOWN) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text with control characters escaped; newlines and tabs stay."""
+    """Return a text with control characters escaped. Newlines and tabs stay."""
     return "".join(
         character if character in "\n\t" or unicodedata.category(character)[0] != "C" else repr(character)[1:-1]
         for character in text

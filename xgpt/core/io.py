@@ -56,7 +56,7 @@ def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
         field: the argument that gave the name, for errors. None means the argument that is named like the kind.
 
     Raises:
-        InputError: neither a config nor a file has that name; the message lists the shipped configs.
+        InputError: neither a config nor a file has that name. The message lists the shipped configs.
     """
     shipped = configs_dir() / kind / f"{name}.yaml"
     if "/" not in name and shipped.is_file():
@@ -75,10 +75,10 @@ def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
 
 
 def parse(data: Any, type_: type[T], field: str) -> T:
-    """Return `data` validated as a type; `field` names it in errors.
+    """Return `data` validated as a type. `field` names it in errors.
 
     Raises:
-        InputError: `data` is not valid; the message states the first mistake, in one line.
+        InputError: `data` is not valid. The message states the first mistake, in one line.
     """
     try:
         return type_.model_validate(data)
@@ -87,7 +87,7 @@ def parse(data: Any, type_: type[T], field: str) -> T:
 
 
 def parse_arguments(given: dict[str, Any], type_: type[T]) -> T:
-    """Return a function's keyword arguments validated as a type; the error names the argument.
+    """Return a function's keyword arguments validated as a type. The error names the argument.
 
     Raises:
         InputError: the first argument that is not accepted or not known, in one line.
@@ -177,7 +177,7 @@ def dump_json(value: BaseModel) -> str:
     """Return the text of one of our files, after checking that it can be read back.
 
     Raises:
-        XgptError: the value is not valid (`model_copy` does not check); the message names the field.
+        XgptError: the value is not valid (`model_copy` does not check). The message names the field.
     """
     text = value.model_dump_json(indent=1) + "\n"
     try:

@@ -160,7 +160,7 @@ def _cgroup_dirs(root: Path, controller: str) -> list[Path]:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a kernel's file; empty if this system does not have it."""
+    """Return the text of a kernel's file. The result is empty if this system does not have it."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:

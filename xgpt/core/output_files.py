@@ -25,10 +25,10 @@ class OutputFile:
     """A file that a command is going to write.
 
     Args:
-        path: path of the file; a symbolic link stands for the file that it points to.
+        path: path of the file. A symbolic link stands for the file that it points to.
         field: the option or argument that names the file, for errors.
         force: overwrite any file, even one that the command reads.
-        inputs: paths that the command reads; those that are not files are ignored.
+        inputs: paths that the command reads. Those that are not files are ignored.
     """
 
     def __init__(self, path: Path, field: str = "output", *, force: bool = False, inputs: Iterable[str] = ()) -> None:
@@ -36,10 +36,10 @@ class OutputFile:
         self._field, self._force, self._inputs = field, force, tuple(inputs)
 
     def check(self, text: str | None = None) -> None:
-        """Raise an error if the file cannot be written, or is the user's; call it before long work.
+        """Raise an error if the file cannot be written, or is the user's. Call it before long work.
 
         Args:
-            text: the text to write, if it is known already; a file that holds exactly this text may be replaced.
+            text: the text to write, if it is known already. A file that holds exactly this text may be replaced.
 
         Raises:
             InputError: the same command reads the file, or xgpt did not write it.
@@ -121,7 +121,7 @@ def check_step_log(path: Path, *, force: bool = False) -> None:
 
 
 def record(path: Path) -> None:
-    """Record that xgpt wrote the file as it is now; if the cache cannot be written, the file counts as the user's."""
+    """Record that xgpt wrote the file as it is now. If the cache cannot be written, the file counts as the user's."""
     with suppress(OSError, MachineError):
         write_atomic(_record_of(path), _digest(path) + "\n")
 
@@ -135,7 +135,7 @@ def is_recorded(path: Path) -> bool:
 
 
 def check_writable(path: Path) -> None:
-    """Raise MachineError if a file cannot be written; called before work that may take minutes."""
+    """Raise MachineError if a file cannot be written. It is called before work that may take minutes."""
     place = next((parent for parent in path.absolute().parents if parent.exists()), Path("/"))
     if path.is_dir():
         reason = "it is a directory"

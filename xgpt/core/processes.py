@@ -41,7 +41,7 @@ def end(process: subprocess.Popen[bytes] | subprocess.Popen[str], within_s: floa
 
 
 def is_at_work(process: int) -> bool:
-    """Return whether a thread of a process runs, waits for a processor or waits for a disk; False except on Linux.
+    """Return whether a thread of a process runs, waits for a processor or waits for a disk. False except on Linux.
 
     Such a process may be unable to report that it is alive, because processors are busy or one of its threads holds the
     interpreter's lock. A process that was stopped (SIGSTOP), or whose threads all wait for something, is not at work.
@@ -60,7 +60,7 @@ def _states(process: int) -> set[str]:
 
 
 def children_of(process: int) -> list[int]:
-    """Return the running children of a process; empty on systems other than Linux."""
+    """Return the running children of a process. Systems other than Linux give none."""
     started: list[int] = []
     with suppress(OSError):  # it has ended
         for thread in Path(f"/proc/{process}/task").iterdir():
@@ -85,7 +85,7 @@ def too_often(failures_s: list[float], most: int, period_s: float) -> bool:
 
 @contextmanager
 def stops_on_signal(stop: Event) -> Iterator[None]:
-    """Set the event on SIGTERM or SIGINT within the block; outside of the main thread, do nothing."""
+    """Set the event on SIGTERM or SIGINT within the block. Outside of the main thread, do nothing."""
     if current_thread() is not main_thread():
         yield
         return

@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class ReuseCurve:
-    """The tokens of each prompt that are found in a cache of any size; a request finds only a prefix of its blocks.
+    """The tokens of each prompt that are found in a cache of any size. A request finds only a prefix of its blocks.
 
     Args:
         trace: a trace with prefixes.

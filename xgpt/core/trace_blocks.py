@@ -1,6 +1,6 @@
 """Read the blocks that requests of a trace share, in Mooncake's format.
 
-In a trace, `hash_ids` of a line lists the ids of the request's blocks of `block_size` tokens; equal ids mean that all
+In a trace, `hash_ids` of a line lists the ids of the request's blocks of `block_size` tokens. Equal ids mean that all
 tokens up to the end of the block are equal. `output_hash_ids`, an extension of xgpt, continues after the prompt's full
 blocks with the rest of the prompt and the output. The next turn of a conversation finds these blocks. Source: Qin et
 al., Mooncake, FAST 2025 (traces).

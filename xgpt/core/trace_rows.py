@@ -1,6 +1,6 @@
 """Read the rows of a trace in the formats of many tools: CSV, JSON or JSON lines, optionally compressed.
 
-The table `NAMES` has all known names of lengths and times; they identify the format.
+The table `NAMES` has all known names of lengths and times. They identify the format.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NAMES: dict[Role, tuple[str, ...]] = {
     ),
     "status": ("status", "status_code", "http_status", "http_status_code", "response_status", "response_code"),
 }  # fmt: skip
-"""Names of columns and fields, as `plain` spells them; the first one that is present counts."""
+"""Names of columns and fields, as `plain` spells them. The first one that is present counts."""
 _ROLES: dict[str, tuple[Role, int]] = {name: (role, i) for role, all_ in NAMES.items() for i, name in enumerate(all_)}
 DELIMITERS = ",;\t|"
 CHARACTERS = 4
@@ -113,7 +113,7 @@ def read_rows(path: Path, field: str) -> TraceRows:
     """Return the requests of a trace in any of the formats.
 
     Raises:
-        InputError: the trace is in none of these formats; the message states the file, or the place in it.
+        InputError: the trace is in none of these formats. The message states the file, or the place in it.
     """
     text = read_text(path, field)
     if path.with_suffix("" if path.suffix == ".gz" else path.suffix).suffix in (".json", ".jsonl", ".ndjson") or (

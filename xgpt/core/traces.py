@@ -75,14 +75,14 @@ def has_requests(path: Path, field: str = "workload") -> bool:
 
 
 def read_lengths(path: Path, field: str = "workload") -> TraceLengths:
-    """Return the requests of a trace, in order of time if it has times; errors call it `field`.
+    """Return the requests of a trace, in order of time if it has times. Errors call it `field`.
 
     Formats and names are those of `xgpt.core.trace_rows`. Requests that failed, or have no input or output tokens,
     are left out. Times are dates in ISO 8601 (UTC if they have no offset) or numbers, whose unit is in their name
     (`timestamp_ms`), or follows from the format, or from their size if they count from 1970. Other numbers are seconds.
 
     Raises:
-        InputError: a value is wrong, and the message states its line; or the unit of times is not known.
+        InputError: a value is wrong, or the unit of times is not known. For a wrong value, the message states the line.
     """
     try:
         status = path.stat()
@@ -221,7 +221,7 @@ def _length(where: str, name: str, value: object) -> int:
 
 
 def _time(where: str, value: object) -> tuple[float, bool]:
-    """Return a time as a number, and whether it was a date; dates become seconds since 1970."""
+    """Return a time as a number, and whether it was a date. Dates become seconds since 1970."""
     time, is_date = math.nan, False
     try:
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -279,7 +279,7 @@ def _buckets(text: str, names: tuple[str, ...]) -> tuple[dict[float, float], flo
 
 
 def _spread(buckets: dict[float, float]) -> Histogram:
-    """Return the histogram of cumulative counts; lengths above the last limit count as that limit."""
+    """Return the histogram of cumulative counts. Lengths above the last limit count as that limit."""
     below, low = 0.0, 0
     weights: dict[int, float] = {}
     for limit, count in sorted(buckets.items()):

@@ -58,7 +58,7 @@ class TraceLengths(NamedTuple):
         return TraceLengths(self.input[places], self.output[places], times, prefixes)
 
     def since(self, seconds: float) -> TraceLengths:
-        """Return the requests from a time on; their times then count from the first of them.
+        """Return the requests from a time on. Their times then count from the first of them.
 
         Raises:
             InputError: the trace has no times, or ends before.

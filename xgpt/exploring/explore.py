@@ -37,7 +37,7 @@ from xsimulator.clock import Span
 from xsimulator.run import simulate
 
 Part = dict[str, Any]
-"""A part of an answer; `part` is its kind."""
+"""A part of an answer. `part` is its kind."""
 
 LOOSER = (1.1, 1.25, 1.5, 2.0)
 """Factors on the latency bound for which the gain is shown."""
@@ -60,7 +60,7 @@ class Explorer:
         """Yield the parts of one answer.
 
         Raises:
-            XgptError: the question is wrong, or no schedule keeps the bounds; the parts known before that were yielded.
+            XgptError: the question is wrong, or no schedule keeps the bounds. The parts known before that were yielded.
         """
         current = asked.pop("current", None) or None
         if not isinstance(current, str | None):
@@ -109,8 +109,8 @@ def _runs_as(plan: Plan) -> tuple[object, ...]:
 
 
 def quick(search: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, float | None]]:
-    """Return each policy's best plan by closed forms, with its arrival rate if the plan maximises that; the best plan
-    first.
+    """Return each policy's best plan by closed forms, the best plan first, with its arrival rate if the plan maximises
+    that.
 
     Raises:
         InfeasibleError: no plan keeps the bounds.
@@ -249,7 +249,7 @@ class _Superseded(BaseException):
 
 
 def main() -> None:
-    """Read questions as lines {"id", "asked"} and write answers as lines {"id", "part", …}; SIGUSR1 ends an answer.
+    """Read questions as lines {"id", "asked"} and write answers as lines {"id", "part", …}. SIGUSR1 ends an answer.
 
     The sender sends the signal before the next question, so that the signal never ends the wrong answer, and only after
     the sender has read {"part": "ready"}.

@@ -54,7 +54,8 @@ class AnswerProcess:
         self._lock = asyncio.Lock()
         self._asked = 0
         self._lines: asyncio.Queue[bytes] = asyncio.Queue()
-        """Lines of the answer to the last question, a JSON object each. An empty line: the process has ended."""
+        """Lines of the answer to the last question, a JSON object each. An empty line means that the process has
+        ended."""
         self._reading: asyncio.Task[None] | None = None
         self._is_ready = asyncio.Event()
         """Set once the process can be interrupted, or has ended."""
@@ -245,7 +246,7 @@ def serve(port: int, on_ready: Callable[[str], None]) -> None:
     """Serve the page, only on this machine, until SIGTERM or SIGINT.
 
     Args:
-        port: 0: any free one.
+        port: port to listen on. 0 means any free port.
         on_ready: is called with the page's address, which contains a token that grants access.
 
     Raises:

@@ -70,7 +70,7 @@ def check_target(plan: Plan, target: Target) -> None:
     """Check that a target starts the engine that a plan is for.
 
     Raises:
-        InputError: it starts another one; the message states the engine to plan with.
+        InputError: it starts another one. The message states the engine to plan with.
     """
     engine = plan.engine
     if (None if engine is None else engine.framework) in FRAMEWORKS[target]:
@@ -90,7 +90,7 @@ def check_memory(plan: Plan) -> None:
     """Check that a plan fits in the memory of its devices.
 
     Raises:
-        InputError: it does not fit; the message states the needed and the available memory of the fullest device.
+        InputError: it does not fit. The message states the needed and the available memory of the fullest device.
     """
     device = plan.cluster.device
     usable = device.memory_bytes * device.usable_memory
@@ -130,7 +130,7 @@ def _vllm(plan: Plan) -> dict[str, str]:
 
 
 def _nodes(plan: Plan) -> tuple[str, str]:
-    """Return how to start vLLM's script on several nodes, and the arguments for it; nothing for one node.
+    """Return how to start vLLM's script on several nodes, and the arguments for it, or nothing for one node.
 
     Raises:
         InputError: the plan's devices do not divide evenly among its nodes.
@@ -169,9 +169,7 @@ def _engine_itself(plan: Plan) -> dict[str, str]:
 
 
 def _start_script(plan: Plan) -> dict[str, str]:
-    """Return a script that runs `xgpt serve` with xgpt's own engine; for several nodes, on a Ray cluster of these
-    nodes.
-    """
+    """Return a script that runs `xgpt serve` with xgpt's own engine. Several nodes form a Ray cluster."""
     check_engine(plan, "xgpt")
     model_id = hub.id_of(plan.checkpoint)
     command = ["xgpt", "serve", "plan.json", "--host", "0.0.0.0", "--port", str(PORT), "--api-key-file", "keys.txt"]

@@ -21,7 +21,7 @@ from xgpt.exporting.pods import MAX_CONFIG_BYTES, USER, Names, Object, container
 PLACE = "/etc/xgpt/fleet"
 METRIC_PORT = 8471
 PROMETHEUS = "http://prometheus-server.monitoring"
-"""Address of Prometheus in the exported ScaledObjects, which users change."""
+"""Address of Prometheus in the exported ScaledObjects. Users replace it with their own."""
 TOLERATED = 10
 """Largest number of replicas at which a change by one replica exceeds the 10% that Kubernetes' autoscaler ignores."""
 

@@ -174,7 +174,7 @@ def group_of_pods(plan: Plan, names: Names, size: int, leader: Object, worker: O
     """Return a LeaderWorkerSet with a leader and its workers, which only run together, for each replica of a plan.
 
     Args:
-        meta: metadata of the set and its leaders; workers only have the labels of all the plan's pods.
+        meta: metadata of the set and its leaders. Workers only have the labels of all the plan's pods.
     """
     template = {
         "size": size,
@@ -207,7 +207,7 @@ def weights_note(plan: Plan, names: Names) -> str:
 
 
 def _autoscaler(plan: Plan, names: Names) -> dict[str, str]:
-    """Return an autoscaler for overlays to add; nothing if the plan has no arrival rate.
+    """Return an autoscaler for overlays to add, or nothing if the plan has no arrival rate.
 
     The autoscaler keeps the arrival rate of each replica at the highest rate within the plan's bounds.
     """

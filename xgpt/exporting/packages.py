@@ -42,7 +42,7 @@ def vllm_dockerfile(plan: Plan, image: str, user: int, base: str | None = None) 
 
 
 def pinned(name: str) -> str:
-    """Return a requirement pinned to the installed version; unpinned if the package is not installed."""
+    """Return a requirement pinned to the installed version, or without a version if the package is not installed."""
     try:
         return f"{name}=={version(name).partition('+')[0]}"
     except PackageNotFoundError:

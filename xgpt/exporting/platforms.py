@@ -261,7 +261,7 @@ def _with_xgpt(plan: Plan, names: Names, image: str, lane: LaneName, nodes: int)
 
 
 def _vllm_itself(plan: Plan, names: Names, image: str, lane: LaneName, nodes: int) -> PodSpec:
-    """Return vLLM's own server as the worker of a lane; llm-d's proxy is in front of the decode lane's server."""
+    """Return vLLM's own server as the worker of a lane. llm-d's proxy is in front of the decode lane's server."""
     port = DECODE_PORT if lane == "decode" else FRONT_PORT
     role = {"encode": "kv_producer", "decode": "kv_consumer"}.get(lane)
     transfer = [] if role is None else ["--kv-transfer-config", json.dumps(_nixl(role))]

@@ -28,12 +28,12 @@ SCRATCH = "/tmp"
 """The only writable directory: sockets, and compiled code."""
 USER = 10001
 MAX_NAME = 48
-"""Largest length of an object's name; suffixes are added to it, and a label holds 63 characters."""
+"""Largest length of an object's name. Suffixes are added to it, and a label holds 63 characters."""
 MAX_CONFIG_BYTES = 1_000_000
 """Largest size of a ConfigMap. The API server accepts 1 MiB, names included."""
 LEAVE_S, DRAIN_S, SPARE_S = 15, 60, 30
-"""Seconds after SIGTERM: until load balancers stop sending; then for running requests to finish; then until the engine
-ends.
+"""Seconds after SIGTERM: first until load balancers stop sending, then for running requests to finish, then until the
+engine ends.
 """
 START_S = 1800
 """Seconds within which a pod must load weights and compile."""

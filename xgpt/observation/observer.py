@@ -61,7 +61,7 @@ def differs(slowdown: float, other: float, spread: float) -> bool:
 
 
 def slowdown_to_plan_with(profile: ProfileRef, measured: float | None) -> float:
-    """Return the measured slowdown if it is known and differs from the plan's slowdown; otherwise the plan's
+    """Return the measured slowdown if it is known and differs from the plan's slowdown, and otherwise the plan's
     slowdown.
     """
     if measured is None or not differs(measured, profile.slowdown, profile.spread):
@@ -141,10 +141,10 @@ class MeasuredPace:
 
 
 class Snapshot(NamedTuple):
-    """An engine's requests and pace at one moment; taking it is quick, and any thread may read it.
+    """An engine's requests and pace at one moment. Taking it is quick, and any thread may read it.
 
     Attributes:
-        requests: at least one request; their tokens continue to be counted.
+        requests: at least one request. Their tokens continue to be counted.
         common: the shared blocks of the requests.
         step_ratio, slowdown, goodput: see `Observation`.
         is_missed: whether the goodput is significantly below the plan's quantile.
@@ -191,7 +191,7 @@ class Observer:
         """Whether the plan has been judged since the goodput fell below the quantile."""
         self._detector = ChangeDetector(plan.workload)
         self._judged_slowdown = plan.profile.slowdown
-        """The slowdown under which the plan was last judged; only a different slowdown leads to a new judgement."""
+        """The slowdown under which the plan was last judged. Only a different slowdown leads to a new judgement."""
         self._since_s = -inf
         """Arrival of the first request with the current lengths."""
         self._judged_share = 0.0 if plan.estimate.reuse is None else plan.estimate.reuse.share
@@ -199,7 +199,7 @@ class Observer:
         self._judged_common: list[Common] | None = None
         """The requests from which the judged share was computed. None means that the share is the plan's own."""
         self._judged_rate_per_s = 0.0
-        """The arrival rate at which the plan was last judged; a plan that maximises the rate is judged again if the
+        """The arrival rate at which the plan was last judged. A plan that maximises the rate is judged again if the
         rate rises.
         """
         self._looked_at_arrival = 0
@@ -224,7 +224,7 @@ class Observer:
         self._num_ended += 1
 
     def is_due(self, now_s: float) -> bool:
-        """Return whether to take a `snapshot` and to call `look` with it now; if so, the snapshot counts as taken."""
+        """Return whether to take a `snapshot` and to call `look` with it now. If so, the snapshot counts as taken."""
         if now_s - self._looked_s <= LOOK_INTERVAL_S:
             return False
         num_arrived = self.window.num_arrived

@@ -31,10 +31,10 @@ NARROWEST = (0.97, 1.05)
 
 
 def record(plan: Plan, pace: float) -> None:
-    """Remember a load's pace; do nothing if the cache cannot be written.
+    """Remember a load's pace. Do nothing if the cache cannot be written.
 
     Args:
-        plan: the plan that was served; it counts only if its profile is fitted to a served engine, since other profiles
+        plan: the plan that was served. It counts only if its profile is fitted to a served engine, since other profiles
             have a known error of their own.
         pace: measured time of its steps divided by their time in the profile.
     """
@@ -49,7 +49,7 @@ def record(plan: Plan, pace: float) -> None:
 def usual(device: str) -> tuple[float, float]:
     """Return the fastest and the slowest pace that loads on this machine usually have, relative to their profiles.
 
-    Until enough loads are remembered, these are the paces of idle virtual machines (`PACES_AT_REST`); afterwards, nine
+    Until enough loads are remembered, these are the paces of idle virtual machines (`PACES_AT_REST`). Afterwards, nine
     tenths of the remembered paces lie between the two.
 
     Args:

@@ -35,7 +35,7 @@ RATE_REQUESTS = 64
 rate.
 """
 LEAST_RATE_S, MOST_RATE_S = 1.0, 60.0
-"""Shortest and longest time over which arrivals are counted; a batch of prompts arrives at once."""
+"""Shortest and longest time over which arrivals are counted. A batch of prompts arrives at once."""
 MOST_ARRIVALS = 4096
 """Number of remembered arrivals."""
 FALSE_ALARM = 1e-4
@@ -115,7 +115,7 @@ class LengthWindow:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Requests of the window as columns; later requests have more weight.
+    """Requests of the window as columns. Later requests have more weight.
 
     Attributes:
         outputs: tokens so far.
@@ -133,8 +133,8 @@ class Sample:
     def of(cls, requests: Sequence[Seen]) -> Sample:
         """Return the sample of a window that is not empty.
 
-        This may run in another thread than the one that counts tokens. So it first reads which requests have finished;
-        then no request counts as finished with fewer tokens than it generated.
+        This may run in another thread than the one that counts tokens. So it first reads which requests have finished.
+        Then no request counts as finished with fewer tokens than it generated.
         """
         has_ended = np.array([seen.has_ended for seen in requests])
         return cls(
@@ -185,7 +185,7 @@ class Sample:
 
     @property
     def known_to(self) -> float:
-        """Output length up to which `output_histogram` is known; inf: it is known for all lengths."""
+        """Output length up to which `output_histogram` is known. inf means that it is known for all lengths."""
         longest = int(self.outputs.max())
         return inf if self.has_ended[self.outputs == longest].all() else longest
 
@@ -287,7 +287,7 @@ def surprise(
 
     Args:
         planned_size: number of requests from which the planned lengths were computed.
-        known_to: length from which on the observed histogram is not known; all lengths from there on count as longer.
+        known_to: length from which on the observed histogram is not known. All lengths from there on count as longer.
 
     Returns:
         The negative logarithm of the probability. Source: Wilks, Annals of Mathematical Statistics, 1938.

@@ -85,7 +85,7 @@ def vllm_draft(speculation: Speculation | None) -> list[str]:
 
 
 def _sglang_draft(speculation: Speculation | None) -> list[str]:
-    """Return SGLang's options for a draft without branches; SGLang uses the name EAGLE also for drafts with a layer of
+    """Return SGLang's options for a draft without branches. SGLang uses the name EAGLE also for drafts with a layer of
     the model.
     """
     if speculation is None:

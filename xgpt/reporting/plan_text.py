@@ -76,7 +76,7 @@ def objective_in_words(constraint: Constraint) -> str:
 
 
 def own_objective_in_words(plans: Mapping[str, Plan]) -> list[str]:
-    """Return a line with the value of a user's objective for each policy; nothing without such an objective."""
+    """Return a line with the value of a user's objective for each policy, or nothing without such an objective."""
     if next(iter(plans.values())).constraint.maximise is None:
         return []
     return [
@@ -89,7 +89,7 @@ def _process(constraint: Constraint) -> str:
 
 
 def engine_in_words(plan: Plan) -> list[str]:
-    """Return a line on the plan's engine and its effects on the prediction; nothing without an engine."""
+    """Return a line on the plan's engine and its effects on the prediction, or nothing without an engine."""
     engine = plan.engine
     if engine is None or engine.framework == "xgpt":
         return []
@@ -112,7 +112,7 @@ def engine_in_words(plan: Plan) -> list[str]:
 
 
 def ranges_from_rows(plan: Plan) -> list[str]:
-    """Return a line on the ranges of a plan's figures that follow from errors on published measurements; nothing if
+    """Return a line on the ranges of a plan's figures that follow from errors on published measurements, or nothing if
     steps were measured.
     """
     figures = {
@@ -130,7 +130,7 @@ def ranges_from_rows(plan: Plan) -> list[str]:
 
 
 def mixing_in_words(plan: Plan) -> list[str]:
-    """Return a line on the cost of mixed steps at which another policy would serve more; nothing if no such cost is
+    """Return a line on the cost of mixed steps at which another policy would serve more, or nothing if no such cost is
     known.
     """
     edge = plan.estimate.mixing_edge
@@ -187,7 +187,7 @@ def arrivals_in_words(plan: Plan) -> list[str]:
 
 
 def ranges_on_this_machine(plan: Plan) -> list[str]:
-    """Return a line on the ranges of the plan's figures on this machine; none if they are not known."""
+    """Return a line on the ranges of the plan's figures on this machine, or none if they are not known."""
     names = {
         "rate_per_s": "requests/s of arrivals",
         "throughput_rps": "requests/s saturated",
@@ -215,7 +215,7 @@ def _with_error(error: float | None) -> str:
 
 
 def classes_in_words(plan: Plan) -> list[str]:
-    """Return a line on the classes of requests with their bounds; none without classes."""
+    """Return a line on the classes of requests with their bounds, or none if there are no classes."""
     labels = {"latency_bound_s": "latency", "ttft_s": "TTFT", "tpot_s": "TPOT"}
     texts = []
     for each in plan.constraint.classes:
@@ -269,8 +269,8 @@ def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
 
 
 def log_in_words(workload: object, plan: Plan) -> list[str]:
-    """Return a line that compares the arrival rate in a log with the plan's rate; nothing if the workload is not a log
-    with times.
+    """Return a line that compares the arrival rate in a log with the plan's rate, or nothing if the workload is not a
+    log with times.
     """
     trace = load_trace(workload) if isinstance(workload, str) else None
     if trace is None or trace.timestamp_s is None or len(trace.input) < 2 or trace.timestamp_s[-1] <= 0:
@@ -435,7 +435,7 @@ def proof_in_words(plan: Plan) -> str:
 
 
 def speculation_in_words(plan: Plan, ahead: Mapping[int, float]) -> Iterator[str]:
-    """Yield the settings of speculative decoding, and the rate for each number of draft tokens; nothing without a
+    """Yield the settings of speculative decoding, and the rate for each number of draft tokens, or nothing without a
     draft.
 
     Args:

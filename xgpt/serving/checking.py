@@ -25,7 +25,7 @@ def check_devices(plan: Plan, num_nodes: int = 1) -> None:
     """Check that this machine has the devices of a plan.
 
     Raises:
-        MachineError: devices are missing; the message says which ones, and how to plan for the devices of this machine.
+        MachineError: devices are missing. The message says which ones, and how to plan for the devices of this machine.
     """
     planned, wanted = plan.cluster, plan.num_devices // num_nodes
     here = detect()
@@ -259,7 +259,7 @@ def check_vllm_runs(plan: Plan) -> None:
     """Check that vLLM with xgpt's scheduler can run a plan on some machine.
 
     Raises:
-        InputError: vLLM cannot run the plan; the message states the reason.
+        InputError: vLLM cannot run the plan. The message states the reason.
     """
     check_own_schedule(plan)
     if any(block.recurrent is not None for block in plan.model.kinds):

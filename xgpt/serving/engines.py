@@ -41,12 +41,12 @@ def build_engine(
     own. `close` ends these processes.
 
     Args:
-        batching: layout of whole batches; in rows, requests share no K/V.
+        batching: layout of whole batches. In rows, requests share no K/V.
         ray: address of the Ray cluster whose machines run the plan. None means that this machine runs it.
         reuse: whether requests share the K/V of prompt prefixes that they have in common.
 
     Raises:
-        InputError: the plan is for another engine, or cannot be combined with `batching`; or no Ray cluster answers.
+        InputError: the plan is for another engine, or cannot be combined with `batching`, or no Ray cluster answers.
         MachineError: the plan's devices are not on this machine, or not in the Ray cluster.
     """
     check_engine(plan, "xgpt")

@@ -37,7 +37,7 @@ HEAD_S, IDLE_S = 10, 120
 """Timeouts in seconds: for the head of a request, and between two requests of one connection."""
 START_S, STOP_S = 30.0, 40.0
 LOOK_S, HANG_S = 2.0, 15.0
-"""Seconds between two health checks of the gateway; seconds without an answer after which it counts as hanging."""
+"""Seconds between two health checks of the gateway, and seconds without an answer after which it counts as hanging."""
 DRAIN_S = 30.0
 ENDPOINT_FIELDS = (
     "api_key_file",
@@ -236,7 +236,7 @@ def parsers(plan: Plan) -> dict[str, str]:
 
 
 def _template(plan: Plan) -> str:
-    """Return the text of a checkpoint's chat template; empty if the checkpoint has none."""
+    """Return the text of a checkpoint's chat template. The result is empty if the checkpoint has none."""
     if plan.checkpoint is None:
         return ""
     directory = Path(plan.checkpoint)

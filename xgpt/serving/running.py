@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 def running(
     plan: Plan, request: ServeRequest, machines: Machines | None = None
 ) -> Iterator[tuple[EngineClient, ServedModel]]:
-    """Start the engine of a plan in a separate process, with its planner and its step log; end all of them with the
+    """Start the engine of a plan in a separate process, with its planner and its step log. End all of them with the
     context.
 
     Args:
@@ -119,7 +119,7 @@ def start_engine(plan: Plan, request: ServeRequest, machines: Machines | None = 
 
 
 def _planner(plan: Plan, request: ServeRequest) -> BackgroundPlanner | None:
-    """Return the planner for re-planning, or None if re-planning is off, and the log then says why."""
+    """Return the planner for re-planning, or None if re-planning is off. The log then says why."""
     replan = request.replan
     if request.engine == "vllm" and replan and plan.num_devices > 1:
         logger.warning("re-planning is off: vLLM cannot change to another plan on several devices")

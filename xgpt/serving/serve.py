@@ -69,7 +69,7 @@ class ServeRequest(ServeFields):
         return Classes(plan, self.answer_within_of)
 
     def limits(self, plan: Plan) -> Limits:
-        """Return the limits on requests; for an output without a maximum, that of the plan's checkpoint applies.
+        """Return the limits on requests. For an output without a maximum, that of the plan's checkpoint applies.
 
         Raises:
             InputError: the limits contradict each other.
@@ -101,7 +101,7 @@ class ServeRequest(ServeFields):
         """Check that a plan that counts on prefix reuse runs with it, since its figures would be wrong without it.
 
         Raises:
-            InputError: reuse is off; the message states the option that turns it off.
+            InputError: reuse is off. The message states the option that turns it off.
         """
 
         in_vllm = self.engine == "vllm"
@@ -266,8 +266,8 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, machines: Machines
 
 
 def open_tracer(endpoint: str | None) -> Tracer | None:
-    """Return a tracer that sends to an OTLP endpoint, given here or in OpenTelemetry's environment variables; None: no
-    traces.
+    """Return a tracer that sends to the OTLP endpoint given here or in OpenTelemetry's environment variables, or None
+    if neither gives one.
 
     Raises:
         InputError: the endpoint is not a URL, or OpenTelemetry is not installed.

@@ -151,7 +151,7 @@ class FarEnd(Protocol):
         """Return whether the far end runs or waits for a processor, according to the operating system."""
 
     def end(self, within_s: float) -> None:
-        """Wait until the far end has ended. Kill it after `within_s` (0: immediately)."""
+        """Wait until the far end has ended. Kill it after `within_s` seconds."""
 
 
 class EngineProcess:

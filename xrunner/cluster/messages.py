@@ -97,7 +97,7 @@ class Transfer(_Message):
 
 
 class StoreAnswer(_Message):
-    """The values of a `StoreCall`'s keys after the call; None for a key that does not exist."""
+    """The values of a `StoreCall`'s keys after the call, or None for a key that does not exist."""
 
     number: int
     values: list[bytes | None]

@@ -69,7 +69,7 @@ class _Shared:
         epoch: number of the current workers' epoch. All workers of an epoch are started together.
         prepared: errors in the answers to a `Prepare`, by the order's number and the worker's number.
         lost: the reason why a worker is lost, or None if no worker is lost.
-        unstarted: number of the machine whose launcher was lost before any of its workers had started; None for any
+        unstarted: number of the machine whose launcher was lost before any of its workers had started, or None for any
             other loss.
     """
 

@@ -149,7 +149,7 @@ def cut(day: Day, interval_s: float) -> Intervals:
 
 
 def _alike(requests: Requests, index: Ints, count: int) -> Ints:
-    """Group intervals with about the same mean lengths; return each interval's group. # [intervals]"""
+    """Group intervals with about the same mean lengths. Return each interval's group. # [intervals]"""
     arrived = np.maximum(np.bincount(index, minlength=count), 1)
     means, doubts = [], []
     for lengths in (requests.inputs, requests.outputs):

@@ -164,8 +164,9 @@ class LoadForecast:
         return sqrt(self._weight * self._season.square + (1 - self._weight) * self._trend.square)
 
     def most(self, from_s: float, to_s: float, deviations: float, factor: float) -> float:
-        """Return the highest rate for which to be ready between two future times. It includes reserves for the
-        forecast's error and for chance. These are independent, so the squares of the reserves' logarithms are added.
+        """Return the highest rate that the fleet must be able to serve between two future times. It includes reserves
+        for the forecast's error and for chance. These are independent, so the squares of the reserves' logarithms are
+        added.
 
         Args:
             deviations: number of standard errors of the forecast to reserve.

@@ -37,7 +37,7 @@ Ints = npt.NDArray[np.int64]
 FACTOR_STEP = 0.05
 """Smallest difference between two load factors that are tried."""
 MOST_TRIED = 10
-"""Largest number of load factors that are tried. They grow until enough requests keep the bounds; then factors between
+"""Largest number of load factors that are tried. They grow until enough requests keep the bounds. Then factors between
 the last two are tried.
 """
 SAVED_REQUESTS = 1_000_000

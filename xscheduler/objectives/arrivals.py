@@ -236,7 +236,7 @@ class Arrivals(Objective):
         return None if best is rival else best
 
     def _best_nearby(self, best: CapacitySearch) -> CapacitySearch:
-        """Move from the best plan to better neighbouring settings on its placement until there are none; return the
+        """Move from the best plan to better neighbouring settings on its placement until there are none, and return the
         last plan.
         """
         tried = {best.plan.policy}

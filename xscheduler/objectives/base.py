@@ -28,7 +28,7 @@ class Objective(ABC):
     better any other candidate could be.
 
     Args:
-        finish: completes a plan before it is simulated; for example, it sets the order of admission.
+        finish: completes a plan before it is simulated. For example, it sets the order of admission.
         progress: called for each part of the work.
     """
 

@@ -74,7 +74,7 @@ def objective_of(
     order: AdmissionOrder | None = None,
     progress: Progress | None = None,
 ) -> Objective:
-    """Return the objective of a problem; see `plan_each`."""
+    """Return the objective of a problem. See `plan_each`."""
     # If any plan sustains the requested rate, the plan with the highest rate does.
     if problem.constraint.arrival_rate_per_s is not None:
         problem = problem.under(problem.constraint.model_copy(update={"objective": "arrivals"}))

@@ -254,7 +254,7 @@ class Branches:
         branch.bound, branch.is_refined = min(branch.bound, self._refined[alike]), True
 
     def tighten(self, until: float) -> bool:
-        """Tighten the bounds of the branches that have the highest bounds; return False if the time ran out."""
+        """Tighten the bounds of the branches that have the highest bounds. Return False if the time ran out."""
         highest, closest = self.best_rate, dict[Hashable, float]()
         for branch in sorted(self.all, key=lambda one: -one.bound):
             if branch.bound <= (1 + CLOSE) * highest:

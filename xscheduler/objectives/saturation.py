@@ -37,7 +37,7 @@ exceed theirs by up to this factor.
 """
 LEAST_REQUESTS = 1000
 LIFETIMES = 16
-"""Number of simulated requests for each request of the decode batch; at least `LEAST_REQUESTS` are simulated."""
+"""Number of simulated requests for each request of the decode batch. At least `LEAST_REQUESTS` are simulated."""
 ABOUT = 1.25
 """The time per token at the quantile's length is averaged over outputs whose length differs by at most this factor."""
 LEAST_ALIKE = 30
@@ -58,7 +58,7 @@ class SaturatedFigures(NamedTuple):
         throughput_rps: throughput of all replicas together.
         latency_s: mean latency of a request of the quantile's length.
         ttft_s: mean time from admission to the first token.
-        tpot_s: mean time per output token of a request of about the quantile's length; like `latency_s`, it is None if
+        tpot_s: mean time per output token of a request of about the quantile's length. Like `latency_s`, it is None if
             too few requests have this length.
     """
 

@@ -253,7 +253,7 @@ def _decide_feasible(judge: Judge) -> Verdict:
 
 def _candidates(judge: Judge) -> tuple[Plan, Plan | None]:
     """Return the best plan on any placement of the server's devices, and the best plan that can take over between two
-    steps on the running plan's stages (None: no such plan keeps the bounds).
+    steps on the running plan's stages. The second is None if no such plan keeps the bounds.
 
     Raises:
         InfeasibleError: no plan keeps the bounds.

@@ -53,7 +53,7 @@ class Replanned:
     """The result of re-planning for other lengths.
 
     Attributes:
-        judged: the running plan; for a server, the plan that the server runs now.
+        judged: the running plan. In a server it is the plan that the server runs now.
         observation: the observed lengths.
         decision: the change of plan, with its gain and its cost.
         plan: the plan to run next.
@@ -165,7 +165,7 @@ def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
 
 
 class BackgroundPlanner:
-    """Runs the planner in a separate process at low priority; implements `xgpt.core.schema.Planner`.
+    """Implements `xgpt.core.schema.Planner`: runs the planner in a separate process at low priority.
 
     The process stays alive between questions, since loading the planner takes longer than planning.
     """

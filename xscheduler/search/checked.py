@@ -25,7 +25,7 @@ TOLERANCE = 0.02
 """If a point exceeds the bound of its box by more than this share, the bounds are not valid."""
 
 SWEPT = 100_000
-"""Spaces of up to this many points are searched exhaustively if bounds are not valid. This takes about a second; Optuna
+"""Spaces of up to this many points are searched exhaustively if bounds are not valid. This takes about a second. Optuna
 takes three.
 """
 

@@ -22,7 +22,7 @@ ACTIVATIONS = {
 MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers")
 """Names of the number of layers for multi-token prediction."""
 UNSAID = ("mimo_v2_flash", "qwen3_next")
-"""Families whose checkpoints have one layer for multi-token prediction although no field says so; vLLM's loaders assume
+"""Families whose checkpoints have one layer for multi-token prediction although no field says so. vLLM's loaders assume
 the same.
 """
 

@@ -30,7 +30,7 @@ WITHOUT_EFFECT = words("""
     shared_expert_sink short_conv_kernel_size sliding_window sliding_window_pattern sliding_window_size
     time_step_rank topk_group topk_method use_conv_bias use_expert_bias use_grouped_topk use_mamba_kernels
     """)
-"""Sizes that repeat others, or that control routing or scaling; they change neither weights nor memory."""
+"""Sizes that repeat others, or that control routing or scaling. They change neither weights nor memory."""
 
 
 class ReadFields(dict[str, Any]):
@@ -62,7 +62,7 @@ class ReadFields(dict[str, Any]):
         """Check that all sizes in `given`, except empty or zero ones, were read.
 
         Raises:
-            InputError: a size was not read; the message states the field.
+            InputError: a size was not read. The message states the field.
         """
         passed = self._read | BOOKKEEPING | TRAINING | SEARCH | COMMON | WITHOUT_EFFECT
         for name, value in given.items():

@@ -27,7 +27,7 @@ from xgpt.core.policies.request import Request
 from xgpt.core.schema import AdmissionOrder
 
 QueuePlace = Literal["front", "order", "overdue", "back"]
-"""The part of its account's queue from which a request enters; "overdue" means that it enters out of order."""
+"""The part of its account's queue from which a request enters. "overdue" means that it enters out of order."""
 
 
 class Queue:
@@ -160,7 +160,7 @@ class Queue:
         return [chosen.request for chosen in taken]
 
     def remove(self, id_: int) -> bool:
-        """Remove a waiting request; return whether it was waiting."""
+        """Remove a waiting request and return whether it was waiting."""
         request = self._waiting.get(id_) or self._returned.get(id_)
         if request is None:
             return False
@@ -169,7 +169,7 @@ class Queue:
         return True
 
     def expire(self, now_ns: int) -> list[Request]:
-        """Set the clock; remove and return all new requests whose deadline has passed.
+        """Set the clock. Remove and return all new requests whose deadline has passed.
 
         Source: TCB sec. 5.1: a request fails if it is not scheduled by its deadline.
         """
@@ -191,7 +191,7 @@ class Queue:
         """Remove and return, in order, the next requests whose prompts together fit in a row of `row_tokens` tokens.
 
         Args:
-            goes_on: whether the row continues a batch; `put_back` then accepts requests of all rows of the batch.
+            goes_on: whether the row continues a batch. `put_back` then accepts requests of all rows of the batch.
         """
         if not goes_on:
             self._taken.clear()
@@ -384,7 +384,7 @@ class _Account:
 def make_order(
     order: AdmissionOrder, row_tokens: int | None = None, first_tokens: FirstTokens | None = None, eta: float = ETA
 ) -> Order:
-    """Return an empty order of admission; `make_queue` explains the arguments."""
+    """Return an empty order of admission. `make_queue` explains the arguments."""
     match order:
         case "fcfs":
             return SortedOrder()

@@ -43,7 +43,7 @@ class Found(NamedTuple):
 
     Attributes:
         blocks: the blocks that hold the first tokens of the chain.
-        num_used: how many of these blocks some request uses; to share a used block takes no further memory.
+        num_used: how many of these blocks some request uses. To share a used block takes no further memory.
     """
 
     chain: Chain
@@ -75,7 +75,7 @@ class Blocks:
         request.
         """
         self._kept: OrderedDict[int, None] = OrderedDict()
-        """Cached blocks: they have a key, and no request uses them; in the order of their release."""
+        """Cached blocks, in the order of their release. They have a key, and no request uses them."""
         self._found: dict[int, Found] = {}
         """Results of `find` since keys or uses last changed, by the identity of the chain. They save time, since
         waiting requests are looked up at every step.
@@ -92,7 +92,7 @@ class Blocks:
         return len(self._kept)
 
     def find(self, chain: Chain, most: int) -> Found:
-        """Return the cached blocks, at most `most`, that hold the beginning of a sequence; nothing changes."""
+        """Return the cached blocks, at most `most`, that hold the beginning of a sequence. Nothing changes."""
         known = self._found.get(id(chain))
         if known is not None and known.chain is chain and known.most == most:
             return known
@@ -154,7 +154,7 @@ class Blocks:
         table.named = max(table.named, last)
 
     def forget(self, chain: Chain) -> None:
-        """Remove the keys of a chain, so that no later request shares its blocks; present users keep the blocks."""
+        """Remove the keys of a chain, so that no later request shares its blocks. Present users keep the blocks."""
         self._found.clear()
         for key in chain:
             block = self._by_key.pop(key, None)

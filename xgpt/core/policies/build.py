@@ -87,7 +87,7 @@ def row_tokens(plan: Plan) -> int:
 
 
 def _held(plan: Plan, name: str, other: int) -> int:
-    """Return the value to which the user fixed the variable `name`; `other` if the user did not fix this variable."""
+    """Return the value to which the user fixed the variable `name`, or `other` if the user did not fix it."""
     return other if plan.pinned is None else plan.pinned.fixed.get(name, other)
 
 
@@ -104,7 +104,7 @@ def settings_of(plan: Plan, policy: SingleLaneSettings) -> LaneSettings:
 
 
 def _slack(plan: Plan, policy: SingleLaneSettings) -> Slack | None:
-    """Return a policy's slack budget together with the plan's bound and step times; None without slack."""
+    """Return a policy's slack budget together with the plan's bound and step times, or None without slack."""
     budget = policy.slack if isinstance(policy, ChunkedSettings) else None
     if budget is None:
         return None
@@ -114,7 +114,9 @@ def _slack(plan: Plan, policy: SingleLaneSettings) -> Slack | None:
 
 
 def first_tokens(plan: Plan) -> FirstTokens | None:
-    """Return when first tokens are due by the plan's bound, and how long prompts take; None without order in-time."""
+    """Return when first tokens are due by the plan's bound, and how long prompts take, or None without order
+    in-time.
+    """
     if plan.admission.order != "in-time":
         return None
     times, ttft_ns = plan.estimate.step_times, plan.ttft_ns

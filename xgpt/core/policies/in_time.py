@@ -1,7 +1,7 @@
 """Implement order in-time, with which as many requests as possible get their first token within the bound.
 
 If not all waiting prompts can be encoded in time, as few as possible give way, the longest first. This is Moore and
-Hodgson's algorithm; prompts that are partly encoded take part in it.
+Hodgson's algorithm. Prompts that are partly encoded take part in it.
 
 Source: J. M. Moore, Management Science 15(1), 1968, pp. 102-109.
 """
@@ -95,7 +95,7 @@ def that_give_way(jobs: Iterable[Job], now_ns: int, pace: Pace) -> set[int]:
     """Return the ids of the requests that give way, so that as many others as possible are in time.
 
     Args:
-        jobs: the parts of prompts that are not encoded yet; the one that is due earliest comes first.
+        jobs: the parts of prompts that are not encoded yet. The one that is due earliest comes first.
     """
     token_ns, at_once = pace
     late: set[int] = set()
@@ -117,7 +117,7 @@ def that_give_way(jobs: Iterable[Job], now_ns: int, pace: Pace) -> set[int]:
 
 
 class InTimeOrder(Order):
-    """The order in-time. Among requests that do not give way, the one that is due earliest enters first; requests that
+    """The order in-time. Among requests that do not give way, the one that is due earliest enters first. Requests that
     give way follow in order of arrival.
 
     Before each step, `plan` decides which requests give way. A request that arrives later does not give way until the
@@ -129,7 +129,7 @@ class InTimeOrder(Order):
         self.first_tokens = first_tokens
         self._now_ns = 0
         self._jobs: list[Job] = []
-        """Jobs of the requests that could be in time; the one that is due earliest comes first."""
+        """Jobs of the requests that could be in time. The one that is due earliest comes first."""
         self._of: dict[int, tuple[Job, Request]] = {}
         self._late = SortedOrder()
         self._by_latest: list[Entry] = []

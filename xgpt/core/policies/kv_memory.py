@@ -17,12 +17,12 @@ class KvMemory:
         num_blocks: number of blocks of the lane that decodes.
         block_size: tokens of a block.
         kv: how memory is promised (see `Pool`).
-        encoder: whether an encoder reads the prompts; memory then also holds the decoder's start token.
+        encoder: whether an encoder reads the prompts. Memory then also holds the decoder's start token.
         is_whole: whether every request is promised memory for its maximum output, whatever its own `promised_output`.
 
     Attributes:
         decodes: blocks of the lane that decodes.
-        prompts: blocks of the lane that encodes; the same object as `decodes` unless a separate lane encodes.
+        prompts: blocks of the lane that encodes. It is the same object as `decodes` unless a separate lane encodes.
         num_promised: number of blocks that requests have been promised but do not have yet.
     """
 
@@ -38,7 +38,7 @@ class KvMemory:
 
     @property
     def num_reserved(self) -> int:
-        """Number of blocks in use or promised; shared blocks count once."""
+        """Number of blocks in use or promised. Shared blocks count once."""
         return self.decodes.num_used + self.num_promised
 
     @property
@@ -83,7 +83,7 @@ class KvMemory:
         request.table = self.decodes.share(self._find(self.decodes, request).blocks)
 
     def lacks(self, request: Request) -> bool:
-        """Return whether memory still has too few blocks for the promise to a request; call this after `open`."""
+        """Return whether memory still has too few blocks for the promise to a request. Call this after `open`."""
         assert request.table is not None
         return self.num_reserved + request.blocks - request.table.found > self.decodes.count
 
@@ -102,7 +102,7 @@ class KvMemory:
         request.encoded = request.cached = table.found * self.block_size
 
     def take_promised(self, request: Request) -> bool:
-        """Take one block from a request's promise; return False if no block was promised."""
+        """Take one block from a request's promise. Return False if no block was promised."""
         assert request.table is not None
         is_promised = len(request.table.blocks) < request.blocks
         self.num_promised -= is_promised
@@ -114,7 +114,9 @@ class KvMemory:
         return self.decodes.grow(request.table)
 
     def num_spare(self, request: Request) -> int:
-        """Return how many tokens fit in a request's blocks after its next step; negative if that step does not fit."""
+        """Return how many tokens fit in a request's blocks after its next step. The number is negative if that step
+        does not fit.
+        """
         assert request.table is not None
         return len(request.table.blocks) * self.block_size - self.num_cached(request)
 

@@ -26,8 +26,9 @@ class LaneSettings:
         mix: whether a step may both encode and decode.
         encode_every: number of decode iterations between two steps that encode (only without `mix`).
         encode_tokens: target for the mean number of prompt tokens in a step that encodes. None means no target.
-        carried_batch: planned mean number of decoding requests when a phase begins; used with `encode_tokens`.
-        decode_batch: planned mean number of decoding requests after a phase's encode step; used with `encode_tokens`.
+        carried_batch: planned mean number of decoding requests when a phase begins. It is used with `encode_tokens`.
+        decode_batch: planned mean number of decoding requests after a phase's encode step. It is used with
+            `encode_tokens`.
         token_budget: largest number of tokens in a step, to which prompts are cut. None means that prompts are never
             cut.
         max_batch: largest number of requests in the lane.
@@ -46,7 +47,7 @@ class LaneSettings:
         receive_steps: number of decode steps between two checks for new requests (only with `mix`).
         slack: limits a step's prompt tokens by the time until running requests are due their next tokens, instead of by
             `token_budget` (only with `mix`).
-        first_tokens: when first tokens are due; prompts whose first token cannot be in time give way. None means that
+        first_tokens: when first tokens are due. Prompts whose first token cannot be in time give way. None means that
             no prompt gives way.
     """
 
@@ -162,4 +163,4 @@ RULES: dict[str, Callable[[Any, float, float, float], LaneSettings]] = {
     "chunked": _chunked,
     "static": _static,
 }
-"""By policy: the function that derives `LaneSettings`; see `lane_settings`."""
+"""By policy: the function that derives `LaneSettings`. See `lane_settings`."""

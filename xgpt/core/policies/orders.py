@@ -1,7 +1,7 @@
 """Implement the orders of admission, which decide which of an account's waiting requests enters next.
 
 This file has first come, first served (fcfs), shortest prompt first (sjf), longest output first (lpt), earliest
-deadline first (edf), and TCB's deadline-aware scheduling (das); `in_time` has order in-time. All orders sort requests
+deadline first (edf), and TCB's deadline-aware scheduling (das). `in_time` has order in-time. All orders sort requests
 as they arrive, so the cost of a step depends on the number of requests that enter, not on the number that wait.
 """
 
@@ -97,7 +97,7 @@ class Order(ABC):
 
 
 class SortedOrder(Order):
-    """An order in which the request with the smallest key enters next; among equal keys, the first to arrive."""
+    """An order in which the request with the smallest key enters next. Among equal keys, the first to arrive enters."""
 
     def __init__(self, key: Callable[[Request], float] | None = None) -> None:
         super().__init__()

@@ -44,14 +44,14 @@ class Pool(Running):
         kv: how memory is promised.
         max_running: largest number of running requests; under "quantile", the number that fits in memory with the
             plan's probability.
-        hold_finished: whether finished requests keep their slots until the whole batch has finished (static batching);
-            only with "reserve".
+        hold_finished: whether finished requests keep their slots until the whole batch has finished (static batching).
+            It is only for "reserve".
         waiting: an empty queue for the waiting requests. None means that requests enter in order of arrival.
         encoder: whether an encoder reads the prompts. A preempted request then generates its output tokens again, since
             the encoder cannot read output tokens.
 
     Attributes:
-        forecast: predicts when running steps end and when tokens are due; used with slack.
+        forecast: predicts when running steps end and when tokens are due. It is used with slack.
     """
 
     def __init__(
@@ -132,11 +132,11 @@ class Pool(Running):
         self.waiting.push(request)
 
     def expire(self, now_ns: int) -> list[int]:
-        """Remove the waiting requests that have never run and whose deadline has passed; return their ids."""
+        """Remove the waiting requests that have never run and whose deadline has passed. Return their ids."""
         return [request.id for request in self.waiting.expire(now_ns)]
 
     def cancel(self, id_: int) -> list[int]:
-        """Remove a waiting or running request; ignore the id of a finished or unknown request.
+        """Remove a waiting or running request, and ignore the id of a finished or unknown request.
 
         A request in a running step stays until that step is settled.
 
@@ -166,7 +166,7 @@ class Pool(Running):
         return self.memory.num_missing(request, (table for table in overdrawn if table is not None)) <= 0
 
     def admit(self, batch: MicroBatch) -> Request | None:
-        """Admit and return the first waiting request; return None if none waits or the first one cannot enter."""
+        """Admit and return the first waiting request. Return None if none waits or the first one cannot enter."""
         if not self.can_admit():
             return None
         request = self.waiting.pop()
@@ -187,11 +187,11 @@ class Pool(Running):
         outputs: Mapping[int, Chain] = NO_CHAINS,
         failed: Collection[int] = (),
     ) -> list[int]:
-        """Record the tokens of an executed step; `finished` are the requests that ended in this step.
+        """Record the tokens of an executed step. `finished` are the requests that ended in this step.
 
         Args:
             outputs: for requests that ended, the keys of the blocks that follow the prompt's blocks.
-            failed: finished requests that ended in an error; later requests do not share their blocks.
+            failed: finished requests that ended in an error. Later requests do not share their blocks.
 
         Returns:
             The requests whose slot and K/V become free.
@@ -220,7 +220,7 @@ class Pool(Running):
         return freed
 
     def _settle_leaving(self, step: Step) -> list[int]:
-        """Remove the requests that were cancelled while this step ran; return their ids."""
+        """Remove the requests that were cancelled while this step ran, and return their ids."""
         gone = self.under_way.take_leaving(step)
         left = [id_ for id_ in gone if id_ in self.running and id_ not in self._batch_of(id_).held]
         for id_ in left:

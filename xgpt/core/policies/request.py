@@ -33,7 +33,7 @@ class Request:
     cached: int = 0
     """Number of tokens whose K/V was cached when the request last entered."""
     first_ns: int | None = None
-    """Time at which the first decode step was scheduled, when the first token was ready; set only with slack."""
+    """Time at which the first decode step was scheduled, when the first token was ready. It is set only with slack."""
     blocks: int = 0
     """Number of K/V blocks reserved for the request now, including shared blocks."""
     table: BlockTable | None = field(default=None, repr=False, compare=False)
@@ -47,11 +47,11 @@ class Request:
     base: int = field(default=0, repr=False)
     """Number of output tokens, not counting the tokens that `counter` counts."""
     counter: MicroBatch | None = field(default=None, repr=False, compare=False)
-    """The micro-batch whose iterations count the request's further tokens; None while the request gets none."""
+    """The micro-batch whose iterations count the request's further tokens, or None while the request gets none."""
 
     @property
     def generated(self) -> int:
-        """Number of output tokens computed so far; the step that encodes the end of the prompt computes the first."""
+        """Number of output tokens computed so far. The step that encodes the end of the prompt computes the first."""
         return self.base if self.counter is None else self.base + self.counter.iterations
 
     @generated.setter

@@ -45,7 +45,7 @@ class RowPool(Pool):
     """A pool of whole batches in rows. The next batch enters once the previous batch has ended or has freed slots.
 
     Args:
-        batching: how a batch is laid out; not "flat".
+        batching: layout of a batch, other than "flat".
         row_tokens: prompt tokens of a row.
     """
 
@@ -157,7 +157,7 @@ class RowPool(Pool):
 
     def _end_batch(self) -> list[int]:
         """Free the memory of finished requests and return their ids. With slots, a request is freed once all requests
-        of its slot have finished; otherwise, once its whole batch has finished.
+        of its slot have finished. Without slots, it is freed once its whole batch has finished.
         """
         freed: list[int] = []
         for number, rows in list(self._rows.items()):

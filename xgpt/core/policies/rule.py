@@ -39,10 +39,11 @@ class PromptBudget:
         self._adjustment = adjustment
         self._most_excess = adjustment * decode_batch
         self._credit = 0.0
-        """Number of tokens by which earlier phases fell short of the target; negative if they exceeded the target."""
+        """Number of tokens by which earlier phases fell short of the target. The number is negative if they exceeded
+        the target."""
 
     def open(self, excess: float = 0.0) -> None:
-        """Begin the next phase; `excess` is the number of requests in decode above the expected number."""
+        """Begin the next phase. `excess` is the number of requests in decode above the expected number."""
         target = self._target
         if abs(excess) > self._most_excess:
             target *= 1 - self._adjustment if excess > 0 else 1 + self._adjustment
@@ -86,7 +87,7 @@ class OneLaneRule:
         return not batch.num_running or self._iterations >= self.settings.encode_every
 
     def next_step(self, pool: Pool, batch: MicroBatch, *, may_encode: bool = True) -> Step | None:
-        """Admit waiting requests and return the next step; return None if nothing can run.
+        """Admit waiting requests and return the next step. Return None if nothing can run.
 
         A call that returns None changes nothing, since how often an engine asks in vain depends on its clock.
 
@@ -185,7 +186,7 @@ class OneLaneRule:
         self, room: PromptRoom, pool: Pool, batch: MicroBatch, giving_way: Collection[int]
     ) -> tuple[Chunk, ...]:
         """Return pieces of prompts that fill the step, and admit requests, at most `max_batch` in all. Partly encoded
-        prompts come first, then waiting ones; prompts that give way come last.
+        prompts come first, then waiting ones. Prompts that give way come last.
         """
         chunks: list[Chunk] = []
         begun = list(batch.encoding.values())

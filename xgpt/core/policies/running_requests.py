@@ -89,7 +89,7 @@ class Running:
         """By request: the blocks that it has been given since the last step, in order."""
 
     def add_batches(self, count: int, *, decodes: bool = True) -> tuple[MicroBatch, ...]:
-        """Add `count` empty micro-batches, which share this pool's queue and memory; return them."""
+        """Add `count` empty micro-batches, which share this pool's queue and memory. Return them."""
         added = tuple(MicroBatch(decodes=decodes) for _ in range(count))
         self.batches.extend(added)
         return added
@@ -115,7 +115,7 @@ class Running:
 
     @property
     def reserved_blocks(self) -> int:
-        """Number of blocks in use or promised; shared blocks count once."""
+        """Number of blocks in use or promised. Shared blocks count once."""
         return self.memory.num_reserved
 
     def _enter(self, request: Request, batch: MicroBatch) -> None:
@@ -138,7 +138,7 @@ class Running:
         batch.join(request, num_left if request.table is None else min(self.memory.num_spare(request), num_left))
 
     def make_room(self, batch: MicroBatch) -> None:
-        """Give each decoding request the block of its next token; preempt requests when no block is available.
+        """Give each decoding request the block of its next token. Preempt requests when no block is available.
 
         A promised block is given one token before it is needed, so that a worker may run a step ahead.
         """
@@ -215,7 +215,7 @@ class Running:
             self._advance(batch.assumed, batch)
 
     def _advance(self, step: Step, batch: MicroBatch) -> None:
-        """Count a step's tokens; a request that has ended since the step was scheduled gets no token."""
+        """Count a step's tokens. A request that has ended since the step was scheduled gets no token."""
         if step.decode:
             batch.advance()
         ended: list[Request] = []

@@ -39,7 +39,7 @@ class Schedule(ABC):
 
     Attributes:
         lanes: the groups of workers that run steps, in the order in which an engine asks for steps.
-        stages: the plan's stages; empty without a plan.
+        stages: the plan's stages, empty without a plan.
     """
 
     lanes: tuple[LaneName, ...]
@@ -65,11 +65,13 @@ class Schedule(ABC):
         return self.pool.cancel(id_)
 
     def expire(self, now_ns: int) -> list[int]:
-        """Remove waiting requests whose deadline has passed; return their ids. Call this before asking for steps."""
+        """Remove waiting requests whose deadline has passed, and return their ids. Call this before asking for
+        steps.
+        """
         return self.pool.expire(now_ns)
 
     def apply(self, other: Schedule) -> bool:
-        """Adopt another plan's settings before the next step; running requests continue.
+        """Adopt another plan's settings before the next step. Running requests continue.
 
         Args:
             other: the other plan's schedule, without requests.
@@ -95,13 +97,13 @@ class Schedule(ABC):
         outputs: Mapping[int, Chain] = NO_CHAINS,
         failed: Collection[int] = (),
     ) -> list[int]:
-        """Record the tokens of an executed step; `finished` are the requests that ended in this step.
+        """Record the tokens of an executed step. `finished` are the requests that ended in this step.
 
         Steps of one lane are settled in the order in which they began.
 
         Args:
             outputs: for requests that ended, the keys of the blocks that follow the prompt's blocks (see `Blocks`).
-            failed: finished requests that ended in an error; later requests do not share their blocks.
+            failed: finished requests that ended in an error. Later requests do not share their blocks.
 
         Returns:
             The ids of the requests whose slots and K/V become free.
@@ -122,7 +124,7 @@ class Schedule(ABC):
 
 
 class OneLane(Schedule):
-    """The schedule of rra, orca, chunked and static. Each micro-batch has its own rule; all share the queue and the K/V
+    """The schedule of rra, orca, chunked and static. Each micro-batch has its own rule. All share the queue and the K/V
     memory.
 
     A micro-batch without work is skipped. Under rra, all micro-batches begin a phase together, since a long encode step
@@ -176,7 +178,7 @@ class OneLane(Schedule):
         return None
 
     def _can_run_ahead(self, batch: MicroBatch) -> bool:
-        """Return whether the next step can be scheduled while a step runs; count the tokens of the running step."""
+        """Return whether the next step can be scheduled while a step runs, and count the tokens of the running step."""
         if not self.settings.ahead or batch.steps_under_way > 1:
             return False
         self.pool.assume(batch)

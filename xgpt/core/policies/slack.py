@@ -77,7 +77,7 @@ class Slack(NamedTuple):
         return first_ns + self.token_ns(own_ns) * (generated + self.budget.behind_tokens)
 
     def token_ns(self, own_ns: int | None = None) -> int:
-        """Return a request's planned nanoseconds per output token; `due_ns` explains `own_ns`."""
+        """Return a request's planned nanoseconds per output token. `due_ns` explains `own_ns`."""
         return self.tpot_ns if own_ns is None else round(self.budget.share * own_ns)
 
     def of_microbatch(self, count: int) -> Slack:

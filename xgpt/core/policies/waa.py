@@ -188,7 +188,7 @@ class TwoLane(Schedule):
         return count
 
     def _excess(self) -> float:
-        """Return by how much the number of decoding requests exceeds its mean; 0 without `adjustment`."""
+        """Return by how much the number of decoding requests exceeds its mean. Without `adjustment` the result is 0."""
         return self._num_decoding() - self.settings.decode_batch if self.settings.adjustment else 0.0
 
     def _length(self, request: Request) -> int:

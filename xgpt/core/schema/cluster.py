@@ -45,7 +45,7 @@ class Efficiency(Frozen):
     step_s: float = Field(ge=0)
     """Seconds of the serving loop for each step."""
     like: str | None = None
-    """Name of the similar device on which the shares were fitted; plans then warn of this and state wider ranges. None
+    """Name of the similar device on which the shares were fitted. Plans then warn of this and state wider ranges. None
     means this device.
     """
     source: str

@@ -21,7 +21,7 @@ SearchMethod = Literal["branch-and-bound", "exhaustive", "optuna"]
 
 
 class Goal(NamedTuple):
-    """Bounds that a share of all requests must keep together; times count from arrival.
+    """Bounds that a share of all requests must keep together. Times count from arrival.
 
     Attributes:
         quantile: the share.
@@ -117,7 +117,7 @@ class Constraint(Frozen):
 
     @property
     def all_bounds(self) -> Goal:
-        """A goal that contains all bounds together; the share of requests that keep all of them is the goodput."""
+        """A goal that contains all bounds together. The share of requests that keep all of them is the goodput."""
         return Goal(self.quantile, self.latency_bound_s, self.ttft_s, self.tpot_s)
 
     @property

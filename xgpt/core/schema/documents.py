@@ -39,11 +39,12 @@ class CompareOutput(Frozen):
     relaxed: list[Plan]
     """The best plan under each looser latency bound."""
     current: Plan | None
-    """The current deployment, scored as a plan; null: none was given."""
+    """The current deployment, scored as a plan. null means that none was given."""
     current_notes: list[str]
     """Assumptions about the current deployment."""
     gain: GainOutput | None
-    """Gain over the current deployment; null: no deployment was given, or it keeps the bounds at no arrival rate."""
+    """Gain over the current deployment. null means that no deployment was given, or that it keeps the bounds at no
+    arrival rate."""
     gain_ranges: dict[str, RangeOutput]
     """The range of each policy's gain over assumptions on the cost of mixed steps, pace, lengths and bursts."""
     keeps_current: bool = False
@@ -52,7 +53,8 @@ class CompareOutput(Frozen):
     """Sentences that say whether late requests are due to the current deployment's settings, from a replay of the log
     at its own times."""
     command: str | None = None
-    """The command with which the engine itself runs the best plan that it can run; null: it needs xgpt's scheduler."""
+    """The command with which the engine itself runs the best plan that it can run. null means that it needs xgpt's
+    scheduler."""
     measured: dict[str, BenchReport]
     """Figures of each plan measured on this machine, by policy."""
 
@@ -86,7 +88,7 @@ class CalibrateOutput(Frozen):
 
 
 class SimulateOutput(Frozen):
-    """Figures of a simulated run; times count from arrival with --arrival-rate, else from admission."""
+    """Figures of a simulated run. Times count from arrival with --arrival-rate, else from admission."""
 
     num_requests: int
     """Number of requests that finished in the window."""

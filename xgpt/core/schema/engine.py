@@ -40,7 +40,7 @@ class EngineSpec(Frozen):
     waiting_request_s: NonNegativeFloat = 0.0
     """Further seconds for each request in such a step."""
     mixes: bool = True
-    """Whether a step of orca and chunked both encodes and decodes; otherwise steps that encode come first."""
+    """Whether a step of orca and chunked both encodes and decodes. Otherwise steps that encode come first."""
     cuts_prompts: bool = True
     """Whether a step cuts a prompt that does not fit. Otherwise the prompt waits for a step with room for it."""
     admits_by_use: bool = False

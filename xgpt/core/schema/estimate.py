@@ -13,7 +13,7 @@ UNVERIFIED = ("max_arrival_rate_per_s", "arrival_rate_gap")
 
 
 class JointLengths(Frozen):
-    """Effect of the correlation of input and output lengths in a trace; closed forms assume independent lengths.
+    """Effect of the correlation of input and output lengths in a trace. Closed forms assume independent lengths.
 
     Figures are relative differences between two simulations of the same lengths.
     """
@@ -56,7 +56,7 @@ class Capacity(Frozen):
 
     A request keeps the bounds if its times from arrival to the last and to the first token, and its mean gap between
     tokens, are within the bounds reduced by the headroom. The rate is the highest at which the constraint's quantile of
-    `num_requests` simulated requests keeps the bounds; `warm_up_requests` earlier requests do not count. Lengths and
+    `num_requests` simulated requests keeps the bounds. `warm_up_requests` earlier requests do not count. Lengths and
     gaps between arrivals are drawn from `seed` and are the same at every rate.
     """
 

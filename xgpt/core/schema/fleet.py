@@ -20,7 +20,7 @@ class ReplicaKind(Frozen):
     plan: Plan
     """The plan of one replica."""
     price_per_hour: PositiveFloat
-    """Price of one replica for an hour; without prices, its number of devices."""
+    """Price of one replica for an hour, or its number of devices if there are no prices."""
     rates_per_s: tuple[NonNegativeFloat, ...]
     """Highest arrival rate of one replica within the bounds, for each of the fleet's `lengths`."""
     start_s: NonNegativeFloat
@@ -84,7 +84,7 @@ class FleetPlan(Frozen):
     """The content of fleet.json: for each interval of a day, the number of replicas of each plan with which the fleet
     serves the load at the least cost.
 
-    The fleet of the first interval already runs when the day begins; starting it costs nothing.
+    The fleet of the first interval already runs when the day begins. Starting it costs nothing.
     """
 
     schema_version: Literal[1] = 1
@@ -92,7 +92,7 @@ class FleetPlan(Frozen):
     name: str
     """Name of the day's load."""
     constraint: Constraint
-    """The bounds; the quantile is the share of all requests of the day that must keep them."""
+    """The bounds. The quantile is the share of all requests of the day that must keep them."""
     interval_s: PositiveFloat
     """Length of an interval, in seconds. The last one ends with the day."""
     least_stay_s: NonNegativeFloat
@@ -141,7 +141,7 @@ class FleetPlan(Frozen):
         return ", ".join(f"{count} {kind.name}" for count, kind in zip(replicas, self.kinds, strict=True) if count)
 
     def interval_at(self, time_s: float) -> FleetInterval:
-        """Return the interval at a time since the start of the day; days repeat."""
+        """Return the interval at a time since the start of the day. Days repeat."""
         return self.intervals[int(time_s % self.day_s // self.interval_s)]
 
     @model_validator(mode="after")

@@ -46,8 +46,8 @@ Family = Literal[
 StoredDType = Literal["float32", "float16", "bfloat16"]
 """Types in which a checkpoint's weights may be stored."""
 RunDType = Literal[StoredDType, "int8"]
-"""Types of matrix products; int8 only on CPUs, with one scale for each output channel of the weights and one for each
-token.
+"""Types of matrix products. int8 is only for CPUs, with one scale for each output channel of the weights and one for
+each token.
 """
 DType = Literal[RunDType, "float8"]
 """Types for which models are planned. float8, for weights and K/V, can be planned but not run."""
@@ -91,7 +91,7 @@ class Precision(NamedTuple):
         kv_dtype: DType | None = None,
         layouts: Collection[str] = (),
     ) -> Precision:
-        """Return the types that an engine (None: xgpt's own) uses for a dtype.
+        """Return the types that an engine uses for a dtype. An engine of None means xgpt's own.
 
         On CPUs xgpt's own engine uses float32 for everything except products and K/V. K/V has the smaller type because,
         with few rows, attention takes as long as reading K/V.
@@ -108,7 +108,7 @@ class Precision(NamedTuple):
 
 
 class ModelShape(Frozen):
-    """The sizes on which a model's step times depend; models that differ only in name share a profile.
+    """The sizes on which a model's step times depend. Models that differ only in name share a profile.
 
     `num_layers` counts decoder layers (all layers of a decoder-only model), `num_encoder_layers` those of the encoder.
     `head_dim` need not be hidden_size / num_heads.
@@ -176,7 +176,7 @@ class ModelShape(Frozen):
 
 
 class ModelSpec(ModelShape):
-    """A transformer; weights come from a checkpoint or from a seed.
+    """A transformer. Weights come from a checkpoint or from a seed.
 
     Encoder-decoders (t5) start their decoder with `bos_token_id` (default 0). Positions enter as a bias that depends on
     distance, in `relative_buckets` buckets for distances of up to `relative_max_distance` tokens. `head_scale`
@@ -265,7 +265,7 @@ class ModelSpec(ModelShape):
 
     @property
     def run_dtypes(self) -> tuple[RunDType, ...]:
-        """Data types that hold the model's activations; T5's published checkpoints overflow float16."""
+        """Data types that hold the model's activations. T5's published checkpoints overflow float16."""
         return tuple(dtype for dtype in get_args(RunDType) if dtype != "float16" or self.family != "t5")
 
     @property

@@ -50,7 +50,7 @@ class Attention(Frozen):
     is_gated: bool = False
     """Whether the output has a gate, computed with the queries."""
     has_values: bool = True
-    """Whether values have a projection; otherwise the keys serve as values."""
+    """Whether values have a projection. Otherwise the keys serve as values."""
     keeps: bool = True
     """Whether the layer stores keys and values. Otherwise it reads those of an earlier layer."""
     compression: PositiveInt = 1

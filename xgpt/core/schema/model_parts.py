@@ -35,7 +35,7 @@ class Experts(Frozen):
     num_groups: PositiveInt = 1
     """Number of groups of experts."""
     active_groups: PositiveInt = 1
-    """Number of groups among which experts are chosen for a token; groups are ranked by their highest score, or with
+    """Number of groups among which experts are chosen for a token. Groups are ranked by their highest score, or with
     sigmoid by their two highest."""
     weight_scale: PositiveFloat = 1.0
     """Factor on the weights of a token's experts."""
@@ -116,7 +116,7 @@ class Quantization(Frozen):
     eight_bit_parts: tuple[Part, ...] = ()
     """Parts with 8-bit weights, if the others have 4 bits."""
     finds_scales: bool = False
-    """Whether each step computes the scale of its activations (fp8); otherwise the checkpoint holds one for each
+    """Whether each step computes the scale of its activations (fp8). Otherwise the checkpoint holds one for each
     matrix."""
     group_size: PositiveInt = 128
     """Number of weights that share a scale (int4), or number of rows and of columns of a block that shares a scale

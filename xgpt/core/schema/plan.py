@@ -126,14 +126,13 @@ class Plan(Frozen):
     """The user's settings of the schedule."""
     speculation: Speculation | None = Field(default=None, exclude_if=lambda speculation: speculation is None)
     """Speculative decoding, or None. With it, a step of the schedule stands for that fraction of an engine step in
-    which a request gets one token on average; `Plan.step_tokens` computes an engine step's tokens.
+    which a request gets one token on average. `Plan.step_tokens` computes an engine step's tokens.
     """
     admission: Admission = Admission()
     """The order in which waiting requests enter, and the reservation of K/V memory."""
     api_servers: PositiveInt = Field(default=1, exclude_if=lambda number: number == 1)
-    """Number of API server processes that each command that starts the engine runs; they share the command's
-    requests.
-    """
+    """Number of API server processes that each command that starts the engine runs. They share the command's
+    requests."""
     replicas: PositiveInt = 1
     """Number of copies of the stages, each of which serves different requests."""
     block_size: PositiveInt = 16
@@ -245,7 +244,7 @@ class Plan(Frozen):
         return self._in_loop_ns(self.constraint.ttft_s, self.request_path_s)
 
     def account_of(self, request_class: RequestClass, key: str = "", share: float = 1.0) -> Account:
-        """Return the account of this class's requests that come with the API key named `key`; `share` is the key's
+        """Return the account of this class's requests that come with the API key named `key`. `share` is the key's
         share.
         """
         ttft_ns, tpot_ns = (

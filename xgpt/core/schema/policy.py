@@ -128,7 +128,7 @@ class SlackBudget(Frozen):
     longer than predicted, and in a pipeline for the steps of other micro-batches.
     """
     behind_tokens: NonNegativeInt = 0
-    """Number of tokens by which a running request may be late; the request catches up in steps that encode few prompt
+    """Number of tokens by which a running request may be late. The request catches up in steps that encode few prompt
     tokens.
     """
 

@@ -97,8 +97,9 @@ class Surface(Frozen):
     def filled(
         cls, measured: Mapping[tuple[int, int], float], batches: Sequence[int], lengths: Sequence[int]
     ) -> Surface:
-        """Build a surface from seconds by (batch, length); batches too large to measure are extrapolated in
-        proportion."""
+        """Build a surface from seconds by (batch, length). Batches too large to measure are extrapolated in
+        proportion.
+        """
         rows: list[list[float]] = []
         for i, batch in enumerate(batches):
             row = [
@@ -146,7 +147,7 @@ class LayerTimes(Frozen):
     decode_attention: Surface
     """Attention of one token of each request to its K/V, by (batch, context)."""
     cross: CrossTimes | None = None
-    """Cross-attention; only in encoder-decoders."""
+    """Cross-attention. Only encoder-decoders have it."""
     head: Curve | None = None
     """Times of the head if the group's devices divide it, in the form of the profile's `head`. None means the times on
     one device.
@@ -220,12 +221,12 @@ class Profile(Frozen):
     layers: tuple[LayerTimes, ...] = Field(min_length=1)
     """Times of a decoder layer, for each tensor-parallel degree and each expert-parallel degree with it."""
     encoder_layers: tuple[EncoderLayerTimes, ...] = ()
-    """Times of an encoder layer, for each tensor-parallel degree of `layers`; only in encoder-decoders."""
+    """Times of an encoder layer, for each tensor-parallel degree of `layers`. Only encoder-decoders have them."""
     embedding: Curve
     """Embedding, by tokens."""
     head: Curve
-    """Final norm, output head and sampling, by sampled tokens; if layers have a `last`, also the part of the last layer
-    after its attention."""
+    """Final norm, output head and sampling, by sampled tokens. If layers have a `last`, the times include the part of
+    the last layer after its attention."""
     overhead: Curve
     """Time of the loop for each step (scheduling, batch assembly, bookkeeping), by requests in the step."""
     hop: Curve | None = None

@@ -36,7 +36,7 @@ class Observation(Frozen):
     """The lengths of recent requests, weighted towards the most recent ones.
 
     Attributes:
-        workload: their lengths; an output that is still running counts as at least as long as it is now.
+        workload: their lengths. An output that is still running counts as at least as long as it is now.
         num_requests: number of requests that arrived.
         num_finished: number of these requests that have finished.
         weight: Kish's effective sample size of the weighted requests.
@@ -47,7 +47,7 @@ class Observation(Frozen):
         reuse: their prefix reuse, or None if not observed.
         goodput: share of the latest requests that kept their bounds. None means that there are no bounds, or too few
             requests.
-        cause: the change that led to the judgement; "asked": nothing changed, but a user asked for it.
+        cause: the change that led to the judgement, or "asked" if a user asked for it without a change.
         lengths: whether `workload` was observed or is the plan's own. It is the plan's own if nothing shows that
             lengths changed.
         recent_input_mean, recent_output_mean: mean lengths of the recent requests, whatever `workload` is. None means
@@ -95,7 +95,7 @@ class Decision(Frozen):
 
     Attributes:
         at: date and time, ISO 8601, UTC.
-        cause: the change that led to the judgement; "asked": nothing changed, but a user asked for it.
+        cause: the change that led to the judgement, or "asked" if a user asked for it without a change.
         cause_detail: the change in numbers, as text.
         reason: the reason for the decision, as text.
         lengths: whether `input_mean` and `output_mean` are the running plan's lengths or observed ones.
@@ -139,7 +139,7 @@ class FailedJudgement(Frozen):
     Attributes:
         at: date and time of the failure, ISO 8601, UTC.
         cause: what changed, so that the plan was judged.
-        reason: why there is no decision, as text; never empty.
+        reason: why there is no decision, as text.
         planning_s: seconds until the failure.
     """
 

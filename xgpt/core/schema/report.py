@@ -13,8 +13,8 @@ class Comparison(Frozen):
     """A predicted and a measured value of one figure.
 
     Attributes:
-        predicted: the plan's value for a long run; for loads other than the plan's, the value from a simulation of the
-            requests.
+        predicted: the plan's value for a long run. For other loads than the plan's, it is the value from a simulation
+            of the requests.
         at_pace: value from a simulation of the sent requests, with predicted step times multiplied by the pace
             (measured over predicted step time), or None if not known.
         low, high: lowest and highest value for these requests at the usual paces of this machine, or None if not known.
@@ -34,7 +34,7 @@ class Comparison(Frozen):
 
     @property
     def is_outside(self) -> bool:
-        """Whether the measured value is outside the range; false if there is no range."""
+        """Whether the measured value is outside the range. False if there is no range."""
         return self.low is not None and self.high is not None and not self.low <= self.measured <= self.high
 
     @property

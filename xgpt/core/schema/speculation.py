@@ -31,7 +31,7 @@ class Speculation(Frozen):
     tokens: PositiveInt = Field(le=MOST_AHEAD)
     """Draft tokens in a step."""
     acceptance: tuple[float, ...] = Field(min_length=1, max_length=MOST_AHEAD)
-    """Shares of steps in which at least one draft token is accepted, at least two, and so on; vLLM logs them as
+    """Shares of steps in which at least one draft token is accepted, at least two, and so on. vLLM logs them as
     acceptance by position.
     """
     draft: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 LaneName = Literal["both", "encode", "transfer", "decode"]
-"""The worker group that executes a step; "both" if there is only one group."""
+"""The worker group that executes a step. "both" means that there is only one group."""
 
 Chain = tuple[bytes, ...]
 """Keys of a sequence's full K/V blocks, in order: equal keys mean equal tokens up to that block, of the same
@@ -47,7 +47,7 @@ class Arrival(NamedTuple):
 
     Attributes:
         promised_output: output tokens for which K/V memory is reserved when it enters. None means `max_output`.
-        chain: keys of the prompt's blocks; empty if nothing is reused.
+        chain: keys of the prompt's blocks, empty if nothing is reused.
         is_scored: whether log probabilities of the prompt's tokens are computed.
     """
 
@@ -79,14 +79,14 @@ class StepRecord(NamedTuple):
         lane: the worker group that executed it.
         microbatch: the micro-batch within the lane.
         number: its position in the order in which steps were scheduled, from 0.
-        settled: number of steps whose results had been processed when this step was scheduled; together with `number`,
+        settled: number of steps whose results had been processed when this step was scheduled. Together with `number`,
             it gives the order of all events.
         outputs: (request, keys) pairs for requests that ended in this step. The keys are those of the blocks after the
             prompt's blocks.
         failed: requests that ended in this step with an error. The content of their blocks is no longer shared.
         cancelled_after: for each request in `cancelled`, the number of steps whose results had been processed when it
             was removed; in a log without it, the number when this step was scheduled.
-        replica: the replica that executed it; each replica numbers its steps.
+        replica: the replica that executed it. Each replica numbers its steps.
         core_wait_ns: the longest time for which a computing thread was ready to run while other threads used the cores,
             or None if not known.
     """

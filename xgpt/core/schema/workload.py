@@ -11,7 +11,7 @@ from xgpt.core.schema.base import Frozen
 
 
 class TruncatedNormal(Frozen):
-    """A normal distribution truncated to `min` and `max`; `mean` and `sd` are those of the distribution before
+    """A normal distribution truncated to `min` and `max`. `mean` and `sd` are those of the distribution before
     truncation.
     """
 
@@ -74,7 +74,7 @@ class RequestClass(Frozen):
     share: float = Field(gt=0, le=1)
     """Share of all requests."""
     priority: int = Field(default=0, ge=-100, le=100)
-    """Priority; requests of higher priority enter first."""
+    """Priority. Requests of higher priority enter first."""
     latency_bound_s: PositiveFloat | None = None
     """Bound on the time from arrival to the last token. None means no bound."""
     ttft_s: PositiveFloat | None = None

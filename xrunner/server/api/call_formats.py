@@ -271,7 +271,7 @@ def _written(value: Any) -> str:
 
 
 def _json_at(text: str, begin: int) -> tuple[Any, int]:
-    """Return the JSON value at `begin`, after spaces, and the index of its end; None and -1 if there is none."""
+    """Return the JSON value at `begin`, after spaces, and the index of its end, or None and -1 if there is none."""
     begin += len(text[begin:]) - len(text[begin:].lstrip())
     try:
         return json.JSONDecoder().raw_decode(text, begin)

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class TooLong(Exception):
-    """A text has more tokens than the model's context; at least `at_least`."""
+    """A text has more tokens than the model's context. It has at least `at_least`."""
 
     def __init__(self, at_least: int) -> None:
         super().__init__(at_least)
