@@ -73,26 +73,6 @@ class Inside:
         self.waiting: dict[int, None] = {}
         self.running: dict[int, None] = {}
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
-
-    @property
-    def num_running(self) -> int:
-        return len(self.running)
-
-    @property
-    def reserved_blocks(self) -> int:
-        return self.room.reserved_blocks
-
-    @property
-    def kept_blocks(self) -> int:
-        return self.room.kept_blocks
-
-    @property
-    def num_preemptions(self) -> int:
-        return self.room.num_preemptions
-
     def begin(self, ids: Sequence[int]) -> None:
         """Note that a step has started these requests."""
         for id_ in ids:

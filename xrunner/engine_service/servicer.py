@@ -162,7 +162,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
         """Return the state of this process."""
         pool = self._engine.remote.pool
         return pb.GetServerInfoResponse(
-            active_requests=pool.num_running + len(self._engine.backlog),
+            active_requests=len(pool.running) + len(self._engine.backlog),
             last_receive_timestamp=self._last_receive_s,
             uptime_seconds=time.monotonic() - self._since_s,
             server_type="vllm-grpc",
@@ -174,11 +174,11 @@ class Servicer(pb_grpc.VllmEngineServicer):
     async def GetLoads(self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadsResponse:
         """Return the load of the engine, of all of its replicas together."""
         pool, waiting = self._engine.remote.pool, len(self._engine.backlog)
-        used, total = pool.reserved_blocks * pool.limits.block_size, self._engine.capacity
+        used, total = pool.room.reserved_blocks * pool.limits.block_size, self._engine.capacity
         load = pb.SchedulerLoad(
-            num_running_reqs=pool.num_running,
+            num_running_reqs=len(pool.running),
             num_waiting_reqs=waiting,
-            num_total_reqs=pool.num_running + waiting,
+            num_total_reqs=len(pool.running) + waiting,
             num_used_tokens=min(used, total),
             max_total_num_tokens=total,
             token_usage=min(used / max(total, 1), 1.0),

@@ -99,9 +99,9 @@ class Live:
         pool = self._engine.pool
         return {
             **self._watch.recent.figures(),
-            "running": pool.num_running,
+            "running": len(pool.running),
             "waiting": len(self._backlog),
-            "kv_share": pool.reserved_blocks / pool.limits.kv_blocks,
+            "kv_share": pool.room.reserved_blocks / pool.limits.kv_blocks,
             "step_ratio": self._watch.step_ratio,
         }
 

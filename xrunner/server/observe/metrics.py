@@ -74,15 +74,19 @@ class Metrics:
         self.handover_s = buckets("xgpt_handover_seconds", text, OVERHEAD_BUCKETS_S)
         text = "Seconds from the end of the step that sampled a token until it is written: overhead of the server."
         self.delivery_s = buckets("xgpt_delivery_seconds", text, OVERHEAD_BUCKETS_S)
-        self._gauge("xgpt_requests_running", "Requests that are running.", lambda: engine.pool.num_running)
-        self._gauge("xgpt_requests_waiting", "Requests that wait to start.", lambda: engine.pool.num_waiting)
-        self._gauge("xgpt_kv_blocks_used", "K/V blocks reserved for requests.", lambda: engine.pool.reserved_blocks)
-        self._gauge("xgpt_kv_blocks_kept", "K/V blocks cached for later requests.", lambda: engine.pool.kept_blocks)
+        self._gauge("xgpt_requests_running", "Requests that are running.", lambda: len(engine.pool.running))
+        self._gauge("xgpt_requests_waiting", "Requests that wait to start.", lambda: len(engine.pool.waiting))
+        self._gauge(
+            "xgpt_kv_blocks_used", "K/V blocks reserved for requests.", lambda: engine.pool.room.reserved_blocks
+        )
+        self._gauge(
+            "xgpt_kv_blocks_kept", "K/V blocks cached for later requests.", lambda: engine.pool.room.kept_blocks
+        )
         self._gauge("xgpt_kv_blocks", "Blocks of K/V memory.", lambda: engine.pool.limits.kv_blocks)
         self._gauge(
             "xgpt_preemptions",
             "Number of preemptions since the start: a preempted request loses its K/V and is encoded again.",
-            lambda: engine.pool.num_preemptions,
+            lambda: engine.pool.room.num_preemptions,
         )
         self._registry.register(_Processes(engine))
         self._watch = watch

@@ -82,7 +82,7 @@ def test_every_request_has_its_own_tokens_and_leaves_nothing(plan: Plan, start: 
     got = run(engine, len(PROMPTS))
     assert [ids(got[id_]) for id_ in range(len(PROMPTS))] == [expected_tokens(prompt, 6) for prompt in PROMPTS]
     pool = engine.pool
-    assert (len(pool.waiting), pool.num_running, pool.reserved_blocks) == (0, 0, 0)
+    assert (len(pool.waiting), len(pool.running), pool.room.reserved_blocks) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("plan", few([ORCA, WAA]), ids=["one lane", "waa"])
@@ -93,7 +93,7 @@ def test_a_request_that_vllm_gives_up_fails_alone(plan: Plan, start: Start) -> N
     got = run(engine, len(prompts))
     assert {id_ for id_, tokens in got.items() if tokens[-1].finish == "error"} == {5}
     assert all(ids(got[id_]) == expected_tokens(prompts[id_], 6) for id_ in got if id_ != 5)
-    assert engine.pool.num_running == engine.pool.reserved_blocks == 0
+    assert len(engine.pool.running) == engine.pool.room.reserved_blocks == 0
 
 
 @pytest.mark.parametrize("plan", few([ORCA, WAA]), ids=["one lane", "waa"])
@@ -140,7 +140,7 @@ def test_a_vllm_that_ends_or_hangs_is_started_anew_and_no_request_is_lost(
     engine = start(plan)
     with running(fake_app(engine, Watch(plan))) as url:
         asked = answers(url, PROMPTS[:8], 60)
-        assert eventually(lambda: engine.pool.num_running == 8)
+        assert eventually(lambda: len(engine.pool.running) == 8)
         vllm, lost = engine._far_end, children(engine, number)
         for child in lost:
             os.kill(child, sent)
