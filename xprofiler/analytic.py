@@ -127,8 +127,8 @@ def groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]
 
 
 def shared_groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
-    """Return pairs of a tensor-parallel degree and a larger number of devices: several groups may spread the experts
-    over all devices of a node, or of all nodes.
+    """Return pairs (tensor-parallel degree, number of devices) for groups that together spread the experts over more
+    devices: all devices of a node, or of all nodes.
     """
     found = [kind.experts for kind in spec.kinds if kind.experts is not None]
     linked = cluster.num_devices if cluster.inter_node is not None else cluster.devices_per_node
@@ -273,7 +273,7 @@ class Kernels:
         return max(read, flops / (self._rate * self.efficiency.attention)) + self.efficiency.attention_s
 
     def index(self, pairs: float, read_bytes: float, indexer: Indexer) -> float:
-        """Return the seconds in which an index scores pairs of tokens, which it does in eight bits on every device."""
+        """Return the seconds in which an index scores pairs of tokens, in eight bits on every device."""
         flops = 2 * pairs * indexer.num_heads * indexer.head_dim
         read_s = read_bytes / (self._bandwidth * self.efficiency.kv)
         return max(read_s, flops / (self._eight_bits * self.efficiency.attention)) + self.efficiency.attention_s
@@ -361,7 +361,7 @@ def _layer(spec: ModelSpec, kernels: Kernels, t: int, ep: int) -> LayerTimes:
 
 
 def all_reduces(spec: ModelSpec) -> float:
-    """Return a layer's mean number of all-reduces: one follows attention or recurrence, one the feed-forward block."""
+    """Return a layer's mean number of all-reduces, which follow attention or recurrence and the feed-forward block."""
     if spec.is_encoder_decoder:
         return 3
     of_kind = [
@@ -377,7 +377,7 @@ def _share_with_experts(spec: ModelSpec) -> float:
 
 
 def mean_over_layers(spec: ModelSpec, values: Sequence[T]) -> T:
-    """Average over a model's layers a value that is given for each kind of layer."""
+    """Return the mean, over a model's layers, of a value that each kind of layer has."""
     if len(values) == 1:
         return values[0]
     counts = [len(kind.layers) for kind in spec.kinds]

@@ -25,13 +25,13 @@ LINEAR_COLUMNS = (
     *("d_model", "num_v_heads", "head_k_dim", "head_v_dim"),
 )
 DENSE_SIZES = (512, 1536, 64, 128, 192)
-"""Sizes in the tables of latent attention, which are DeepSeek-V3's: the ranks of K/V and of the query, then the widths
-of a head's rotated part, value and query."""
+"""Sizes of latent attention in the tables (DeepSeek-V3's): the ranks of K/V and of the query, then the widths of a
+head's rotated part, value and query."""
 SPARSE_MODELS: Mapping[tuple[int | None, ...], str] = {
     DENSE_SIZES: "DeepseekV32ForCausalLM",
     (512, 2048, 64, 256, 256): "GlmMoeDsaForCausalLM",
 }
-"""Names in the tables of models whose latent attention is sparse, by the same sizes."""
+"""The tables' names of models with sparse latent attention, by the same sizes."""
 LONGEST = 2**20
 
 
@@ -39,8 +39,8 @@ def latent_attention(
     tables: Tables, hidden: int, attention: Attention, t: int, dtype: str, slower: float
 ) -> tuple[Surface, Surface, Shapes] | None:
     """Return the seconds of latent attention for prompts and for decode on one of t devices. The third item has the
-    sizes (n, k) of those matrix products before and after attention that the seconds do not include. None if no table
-    has these sizes.
+    sizes (n, k) of those matrix products before and after attention that the seconds do not include. The result is None
+    if no table has these sizes.
 
     Raises:
         InputError: these sizes were not measured with this type of weights or K/V.
@@ -181,7 +181,7 @@ def within_window(surface: Surface, window: int | None, *, prompts: bool) -> Sur
     """Convert times of attention without a window to times with a sliding window.
 
     In a context longer than the window, decoding takes no longer than at the window's length. Each prompt token beyond
-    the window takes as long as the last one within it.
+    the window takes as long as the last token within the window.
     """
     if window is None:
         return surface

@@ -81,8 +81,8 @@ WARM_STEPS, LOOP_STEPS = 4, 12
 THREADS_ROUNDS = 3
 """Number of times that each number of threads is tried."""
 SUSTAINED_S, SUSTAINED_TOKENS = 0.15, 512
-"""Before a step of at least so many tokens is timed, a GPU repeats it for so many seconds, so that the clock falls to
-the rate that the power limit allows in service.
+"""A GPU repeats a step of at least `SUSTAINED_TOKENS` tokens for `SUSTAINED_S` before the step is timed, so that the
+clock falls to the rate that the power limit allows in service.
 """
 MIXED_DECODES, MIXED_CONTEXT, MIXED_PROMPTS, MIXED_LENGTH = 32, 56, 4, 120
 """Number of decodes, their context, number of prompts and their length, in a step that is measured in a GPU engine's
@@ -419,7 +419,7 @@ class Bench:
         return self._decoding(ModelFree(self.worker), num_requests)
 
     def _decoding(self, worker: Worker, num_requests: int) -> float:
-        """Return the seconds of a step of the engine's loop that only decodes."""
+        """Return the seconds of a decode step in the engine's loop."""
         engine = self._engine(worker, num_requests, prompt_length=8)
         for _ in range(WARM_STEPS):  # the first step encodes the prompts
             engine.step()
@@ -428,7 +428,7 @@ class Bench:
         return seconds
 
     def mixed_step(self) -> float:
-        """Return the seconds of a step of the engine that decodes and encodes prompts (see `MIXED_DECODES`)."""
+        """Return the seconds of an engine's step that both decodes and encodes prompts (see `MIXED_DECODES`)."""
         engine = self._engine(self.worker, MIXED_DECODES, MIXED_CONTEXT - LOOP_STEPS - WARM_STEPS)
         for _ in range(WARM_STEPS):
             engine.step()

@@ -208,8 +208,8 @@ def layers_of(spec: ModelSpec, degree: int, measured: Timings, alone: Timings) -
     """Return a decoder layer's and an encoder layer's times at one degree.
 
     Args:
-        alone: times on one device. A profile has the embedding's time for one device only, so a group's difference from
-            it is counted in the layers.
+        alone: times on one device. A profile has the embedding's time for one device only, so the difference for a
+            group is counted in the layers.
     """
     points = EncoderDecoderPoints.of(spec)
 

@@ -21,7 +21,7 @@ Array = npt.NDArray[np.float64]
 
 
 def chances(experts: Experts) -> Array:
-    """Return each expert's probability that a token is routed to it, highest first. The sum is `active`. # [experts]
+    """Return the probability that a token is routed to each expert, in falling order. The sum is `active`. # [experts]
 
     The experts' shares are quantiles of the power law x ** -skew between 1 and the number of experts, limited to a
     probability of 1.
@@ -46,9 +46,9 @@ def chances(experts: Experts) -> Array:
 class Routing:
     """Computes the load of a group's busiest device. Each device has `number / ep_degree` whole experts or slices.
 
-    Experts are assigned to devices in turn, the likeliest first. Chance makes the loads still less equal: if the tokens
-    are routed to r experts in all, the busiest of t devices gets about sqrt(2 r (t - 1) ln t) / t more of them than the
-    mean. The class counts this as further tokens.
+    Experts are assigned to devices in turn, the likeliest first. Chance makes the loads still less equal: with r pairs
+    of a token and its expert, the busiest of t devices has about sqrt(2 r (t - 1) ln t) / t more pairs than the mean.
+    These count as further tokens.
     """
 
     def __init__(self, experts: Experts, ep_degree: int = 1) -> None:
@@ -148,7 +148,7 @@ class ExpertTable:
         return float(np.exp(self._held[t, ep][1][-1]))
 
     def seconds(self, tokens: Array, t: int, ep: int) -> Array:
-        """Return the seconds of tokens that choose their experts independently of each other. # [n] -> [n]
+        """Return the seconds for numbers of tokens that choose their experts independently. # [n] -> [n]
 
         In tables with balanced routing, tokens were assigned to experts in turn. The devices then had equal loads, and
         more experts were used than with random choices.
@@ -190,7 +190,7 @@ def _of_groups(rows: Rows) -> dict[tuple[int, int], tuple[Array, Array]]:
 
 
 def _distribution(experts: Experts, kinds: set[str]) -> str | None:
-    """Return the measured distribution of tokens nearest to that of the model's experts, or None if there is none."""
+    """Return the measured distribution of tokens that is nearest to the model's, or None if there is none."""
     exponents = {name: float(name.removeprefix("power_law_")) for name in kinds if name.startswith("power_law_")}
     if "balanced" in kinds:
         exponents["balanced"] = 0.0

@@ -73,8 +73,8 @@ def profile(
     Args:
         kv_dtype: type of K/V. None means the dtype.
         engine: the engine. Its framework's kernels and the times of its loop are used.
-        folder: tables of one kind of device, or of several by the names in `SYSTEMS`. None means those of the installed
-            wheel.
+        folder: tables of one kind of device, or of several kinds by the names in `SYSTEMS`. None means the installed
+            wheel's tables.
 
     Raises:
         InputError: there are no tables for this device, framework, dtype or model, or pyarrow is not installed.

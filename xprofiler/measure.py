@@ -267,7 +267,7 @@ def _jitter(measured: Timings) -> Jitter:
 def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Timings, alone: Timings) -> LayerTimes:
     """Return a layer's times on one size of group.
 
-    A profile has the embedding's time for one device only, so a group's difference from it is counted in the layers.
+    A profile has the embedding's time for one device only, so the difference for a group is counted in the layers.
     """
     rest: Timings = {}
     for n, sequences in points.steps.items():

@@ -105,7 +105,7 @@ def gflops() -> float:
 def differences(profile: Profile) -> str | None:
     """Return one line about how this machine differs from its state during profiling.
 
-    None: this machine does not differ, or the profile does not contain the state.
+    None means that this machine does not differ, or that the profile does not contain the state.
     """
     if profile.gflops is None:
         return None

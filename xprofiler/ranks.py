@@ -199,7 +199,7 @@ def _meet(others: Sequence[Connection]) -> None:
 
 
 def _mean_of_ranks(measured: Mapping[Key, float], *, counts: bool = True) -> dict[Key, float]:
-    """Return the mean over the ranks with `counts`."""
+    """Return the mean over the ranks for which `counts` is true."""
     of_all = torch.tensor([*measured.values(), 1.0], dtype=torch.float64) * counts
     dist.all_reduce(of_all)
     *times, number = of_all.tolist()

@@ -27,7 +27,7 @@ class Tables:
 
     The roofline of a device is the time to compute at its peak rate, or to read weights and K/V at its memory
     bandwidth. Lower latencies are raised to the roofline: tables are measured in loops, in which data may stay in a
-    cache, as it does not between the steps of a model. `provenance` states how many points were raised.
+    cache, unlike between the steps of a model. `provenance` states how many points were raised.
 
     Args:
         device: the kind of device, for its roofline. None means that no latency is raised.
@@ -70,8 +70,8 @@ class Tables:
         """Return the seconds of the matrix product of [m, k] and [k, n].
 
         Products in FP8 were measured including the computation of the scale of [m, k], although a checkpoint may
-        already contain the scale. Computing the scale was also measured separately, so its time is subtracted if need
-        be. The result is at least the device's roofline.
+        already contain the scale. Computing the scale was also measured separately, so this time is subtracted if the
+        checkpoint contains the scale. The result is at least the device's roofline.
 
         Small products in FP8 with scales for blocks were measured with a launch for each product. They took tens of
         microseconds longer than products in half precision, although the latter read twice as many bytes. Captured
@@ -230,8 +230,8 @@ class Tables:
         return rows
 
     def _all_reduce_rows(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the rows of all-reduces, with sizes in half-precision elements. For vLLM, only rows from captured
-        graphs."""
+        """Return the rows of all-reduces, with sizes in half-precision elements. For vLLM, return only rows from
+        captured graphs."""
         names = ("num_gpus", "message_size", "kernel_source", "latency")
         rows = self._read("comm", "custom_allreduce", names)
         graph = np.char.endswith(rows["kernel_source"].astype(str), "_graph")

@@ -89,7 +89,7 @@ TASKS = Path("/proc/self/task")
 
 class CoreWaitMeter:
     """Adds to each step's record the longest time for which a thread of this process was ready to run but had no core,
-    and passes the record on. Must be called in the thread that executes steps.
+    and passes the record on. It must be called in the thread that executes steps.
 
     If another thread executes steps, the main thread is left out, since it answers requests and no step waits for it.
     Time for which a thread waited for a core between two steps counts towards the second step.

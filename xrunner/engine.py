@@ -133,7 +133,7 @@ class Engine:
         begin.
 
         Returns:
-            That step's tokens, and the ends of lost requests, or None if nothing could run.
+            The ended step's tokens, and the ends of lost requests, or None if nothing could run.
 
         Raises:
             MachineError: lost workers cannot be restarted.
@@ -267,7 +267,7 @@ class Engine:
             self.on_begin(taken_up)
 
     def _settle(self, step: Step, sampled: dict[int, int]) -> list[Token]:
-        """Account for the step's tokens. A static batch goes on computing requests that have ended. Their further
+        """Account for the step's tokens. A static batch continues to compute requests that have ended. Their further
         tokens are not returned.
         """
         logprobs, failed, pool = self.executor.logprobs, self.executor.failed, self._schedule.pool

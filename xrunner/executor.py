@@ -76,7 +76,7 @@ class Executor(Protocol):
         ended.
 
         Raises:
-            WorkerLost: the current steps will not end, and all K/V is lost.
+            WorkerLost: the current steps will not end, and all K/V are lost.
         """
 
     def interrupt(self) -> None:

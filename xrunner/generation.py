@@ -12,7 +12,7 @@ FinishReason = Literal["stop", "length", "error"]
 """`error` means that the engine could not continue the request. The request's last token then does not count."""
 
 NO_TOKEN = -1
-"""In place of a token if the logits contain NaN, or the highest logit is infinite."""
+"""Used in place of a token if the logits contain NaN, or the highest logit is infinite."""
 
 
 @dataclass(frozen=True, slots=True)

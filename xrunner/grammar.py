@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 MAX_BYTES = 1 << 16
 """Largest grammar in bytes. The grammars of usual tools are a tenth as large."""
 KEPT_S = 0.3
-"""Largest total of processor seconds that it took to compile the recently used grammars that are kept. Their memory is
-in proportion: one of the longest grammars takes 0.2 s and 15 MiB, and one for eight usual tools takes 8 ms.
+"""Largest total of the processor seconds in which the kept grammars, the most recently used ones, were compiled. Their
+memory is in proportion to this time: one of the longest grammars takes 0.2 s and 15 MiB, and one for eight usual tools
+takes 8 ms.
 """
 LONG_BYTES = 1 << 13
 """Length above which the process returns freed memory to the system, after a grammar was compiled and after an output
@@ -290,8 +291,8 @@ class GrammarState:
 
 def grammars_of(checkpoint: Path | None, spec: ModelSpec) -> Grammars | None:
     """Return the grammars for a checkpoint's tokens: one object for each process, so that a worker in the server's
-    process need not compile a grammar that the server has checked. None means that the checkpoint has no tokenizer, or
-    no token that ends an output.
+    process need not compile a grammar that the server has checked. The result is None if the checkpoint has no
+    tokenizer, or no token that ends an output.
     """
     path = None if checkpoint is None else checkpoint / "tokenizer.json"
     if path is None or not path.is_file() or not spec.eos_token_ids:

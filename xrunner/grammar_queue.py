@@ -38,8 +38,8 @@ class GrammarQueue:
     A grammar stays compiled until its last request has ended, even if that request is preempted in between. At most
     `AHEAD_BYTES` of grammars are compiled for requests that have not begun. Further requests wait in this queue. The
     next grammar comes from the account with the highest priority. Among equal accounts, it comes from the account whose
-    compiled grammars of such requests are the shortest relative to its share. An account without such grammars does not
-    wait for other accounts.
+    compiled grammars for requests that have not begun are the shortest relative to its share. An account without such
+    grammars does not wait for other accounts.
 
     Any thread may call the methods.
 

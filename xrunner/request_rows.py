@@ -15,7 +15,7 @@ class RequestRows:
 
     Attributes:
         last_token: the token to process next. # int64 [rows]
-        context: number of tokens whose K/V is in the cache. # int32 [rows]
+        context: number of tokens whose K/V are in the cache. # int32 [rows]
         prompt_len: number of tokens in the prompt. # int32 [rows]
         num_blocks: number of the request's blocks. # int32 [rows]
         tables: the blocks, in order. The rest of each row is arbitrary. # int32 [rows, blocks]

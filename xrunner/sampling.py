@@ -73,7 +73,7 @@ class Sampler:
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}
         """Biases by row: tokens, and what is added to their logits."""
         self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
-        """How often each token occurs in the output: a line for each request with a penalty."""
+        """How often each token occurs in the output, in one line for each request with a penalty."""
         self._prompted = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
         """Whether each token occurs in the prompt, in the same lines."""
         self._free_counts: list[int] = []
@@ -124,8 +124,8 @@ class Sampler:
             yield from at_once
 
     def start(self, row: int, params: SamplingParams, output: Sequence[int] = (), prompt: Sequence[int] = ()) -> None:
-        """Store the sampling parameters of a row's request. `output`: the tokens that it had generated before a
-        preemption.
+        """Store the sampling parameters of a row's request. `output`: the tokens that the request had generated before
+        a preemption.
         """
         if params.is_plain:
             return

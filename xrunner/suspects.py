@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 
 class EngineFailed(XgptError):
-    """Steps fail again and again, with any requests."""
+    """Steps fail repeatedly, whatever requests they contain."""
 
 
 class Suspects(Generic[T]):
     """The requests of a step that has failed.
 
     These requests are encoded again one after the other, each after the previous one has generated the token at which
-    the step failed. If a step then fails again, the only one of these requests in it is at fault.
+    the step failed. If a step then fails again, it contains only one of these requests, which is at fault.
     """
 
     def __init__(self) -> None:

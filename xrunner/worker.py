@@ -24,7 +24,8 @@ from xrunner.stage import StageModel
 from xrunner.transfer import CachePart, Cargo, EncoderOutputs
 
 SCORED_TOKENS = 128
-"""Largest slice of a step in which prompts are scored, since every token of such a slice needs logits."""
+"""Largest slice of a step in which prompts are scored, which is limited because every token of such a slice needs
+logits."""
 
 Run = Callable[[Batch, KvCache, AttentionBackend], Tensor | None]
 """Runs a step. In the last stage it returns logits. # [sampled, vocab]"""
@@ -78,8 +79,8 @@ class Worker(OneAtATime):
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         """Reserve a row for a request with these blocks.
 
-        If the model's decoder has a start token, it follows the prompt. It needs no further slot, since the last output
-        token is never fed to the model.
+        If the model's decoder has a start token, this token follows the prompt. The request needs no further slot,
+        since the last output token is never fed to the model.
         """
         lengths = (len(generation.prompt), generation.max_output)
         num_tokens = max(lengths) if self.model.decoder_start else sum(lengths)

@@ -123,7 +123,7 @@ class FrontEnd(Generic[T]):
         self._unsent = bytearray()
         self._shortened = Shortening()
         self._is_blocked = False
-        """Whether unsent bytes wait for room in the socket."""
+        """Whether unsent bytes wait for space in the socket's buffer."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(connected, selectors.EVENT_READ)
 
@@ -139,7 +139,7 @@ class FrontEnd(Generic[T]):
             self._selector.select(timeout_s)
 
     def send(self, message: object) -> None:
-        """Send a message now, or as soon as the socket has room."""
+        """Send a message now, or as soon as the socket's buffer has space."""
         is_first = not self._unsent
         self._unsent += _frame(self._shortened(message))
         if is_first:

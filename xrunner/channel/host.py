@@ -83,9 +83,9 @@ class HostedEngine(Protocol):
 
 
 Build = Callable[[Callable[[StepRecord], None]], HostedEngine]
-"""Builds an engine that passes each step's record to a function. It is called in the thread that executes steps,
-because OpenMP has a team of threads for each thread that uses OpenMP, and two teams on the same cores slow down each
-other's barriers.
+"""Builds an engine that passes each step's record to a function. The builder is called in the thread that executes
+steps, because OpenMP has a team of threads for each thread that uses OpenMP, and two teams on the same cores slow down
+each other's barriers.
 """
 
 

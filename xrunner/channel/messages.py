@@ -17,8 +17,8 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     """A request for the engine.
 
     Attributes:
-        transfer: only if each lane is a vLLM instance: where the prompt's K/V are, as reported by the other lane's
-            connector.
+        transfer: where the prompt's K/V are, as reported by the other lane's connector. Set only if each lane is a vLLM
+            instance.
         same_prompt, same_rules: whether the prompt, or the biases and grammar, are left out of the message, because the
             previous request has the same.
     """
@@ -73,11 +73,11 @@ class Began(msgspec.Struct, tag="began", array_like=True):
 
 
 class Stepped(msgspec.Struct, tag="stepped", array_like=True):
-    """A step has ended, or a request has ended without one.
+    """A step has ended, or a request has ended outside a step.
 
     Attributes:
         room: state of the K/V memory, or None if it is unchanged.
-        transfers: only if each lane is a vLLM instance: where the K/V of requests are, by request id.
+        transfers: where the K/V of requests are, by request id. Set only if each lane is a vLLM instance.
     """
 
     tokens: list[Token]

@@ -203,7 +203,7 @@ class Executing:
         self._mover: Mover | None = None
         self._cargo: Cargo | None = None
         self._num_transfers = 0
-        """Transfers of this deployment whose requests the worker has adopted."""
+        """Number of transfers of this deployment whose requests the worker has adopted."""
 
     def run(self) -> None:
         while True:

@@ -20,7 +20,7 @@ import zmq
 from xgpt.core.errors import MachineError
 
 CONTROL_BYTES = 1 << 20
-"""Largest message that the engine's process accepts from workers' regular reports."""
+"""Largest message that the engine's process accepts on its control socket."""
 DATA_BYTES = 256 << 20
 """Largest message with a step's requests, or its tokens and their log probabilities."""
 HANDSHAKE_S = 10

@@ -30,7 +30,7 @@ BUSY_S = 60.0
 on another machine.
 """
 START_S = 120.0
-"""Time in which all workers must have started, except for time in which their launcher is working."""
+"""Time in which all workers must start. Time in which their launcher is working does not count."""
 LOAD_S = 3600.0
 """Time in which all workers must have built their parts."""
 RESTARTS = 3

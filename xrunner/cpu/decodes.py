@@ -1,4 +1,4 @@
-"""Compute attention for one decoding query at a time. Memory limits its speed, so K/V are read in the order of
+"""Compute attention for one decoding query at a time. Memory limits the speed, so K/V are read in the order of
 addresses.
 
 The module also has types and constants that every CPU kernel uses, for keys, scoring and the softmax.

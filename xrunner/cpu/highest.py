@@ -32,9 +32,9 @@ MOST_REST = 63
 almost no time.
 """
 _AT_ONCE = 4096
-"""Outputs whose errors are measured together."""
+"""Number of outputs whose errors are measured together."""
 _BLOCK = 256
-"""Outputs that are skipped together if none is a candidate."""
+"""Number of outputs that are skipped together if none is a candidate."""
 _ROUNDING = 2.0**-20
 """Error of float32 itself, relative to the product of the two norms, for sums of thousands of products."""
 

@@ -6,8 +6,8 @@ prefetched between this panel's multiplications.
 
 A weight is stored in panels of WIDTH outputs, and a panel line by line: a line holds four consecutive inputs of each
 output. Sixteen lines of sixteen outputs fill a register. The sums of up to GROUP rows by WIDTH outputs stay in
-registers while all inputs are multiplied. Rows are rounded into a buffer whose lines are whole STEPs wide, padded with
-zeros. The threads are torch's OpenMP threads, as in attention.
+registers while all inputs are multiplied. Rows are rounded into a buffer whose rows are padded with zeros to a multiple
+of STEP bytes. The threads are torch's OpenMP threads, as in attention.
 
 Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18, and Intel's optimisation
 reference manual, chapter 20 (blocking).
@@ -33,7 +33,7 @@ from xrunner.cpu.simd import address, append_assembly, argument, enable_assembly
 from xrunner.cpu.threads import compiled, num_threads, run
 
 WIDTH = 32
-"""Outputs of a panel: two registers."""
+"""Number of outputs in a panel, which fill two registers."""
 HEIGHT = 16
 """Rows of a register."""
 GROUP = 32

@@ -39,7 +39,7 @@ from xrunner.cpu.simd import address, append_assembly, argument, at, enable_asse
 from xrunner.cpu.threads import num_threads
 
 WIDTH = 32
-"""Outputs of a panel: two registers."""
+"""Number of outputs in a panel, which fill two registers."""
 GROUP = 12
 """Number of rows whose sums stay in registers. Sums take 24 of the 32 registers, weights two, and inputs the others."""
 SLICE = 128

@@ -106,7 +106,7 @@ class Context(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """A `Scoring` with its factors in powers of two. An absent cap, window, bias or sinks is 0.
+    """A `Scoring` whose factors are for powers of two. An absent cap, window, bias or sinks is 0.
 
     Attributes:
         bias: bias of the K/V head, by query position minus key position. Each head has its own keys.
@@ -331,7 +331,7 @@ def _end_tile(way, span, head_dim, rules, space, tile, lanes):
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _pass(way, context, rules, space, span, piece, lanes):
-    """Attend from a tile's queries to a piece of keys.
+    """Compute the attention of a tile's queries to a piece of keys.
 
     Args:
         piece: the tile, the position of the piece's first key in the sequence, the number of its keys, and how many

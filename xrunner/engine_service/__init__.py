@@ -15,7 +15,7 @@ Contract of `Generate`:
     for the gateway stop, include_stop_str_in_output, skip_special_tokens, spaces_between_special_tokens.
     refused         a field that would change the output, but is not supported, gives INVALID_ARGUMENT with its name.
     answer          a stream: a chunk for each step, and `complete` for each output with all of its tokens; without
-                    `stream`, only the latter. The token that ends an output is included in the output, and is also its
+                    `stream`, only `complete`. The token that ends an output is included in the output, and is also its
                     `matched_token_id`.
 
 In addition to the messages, the metadata of a call (keys of `METADATA`) has values that schedules need and for which

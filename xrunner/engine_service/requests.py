@@ -29,7 +29,7 @@ NOT_OURS = frozenset(
 
 
 class TokensRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
-    """A request of a gateway: token ids, and a grammar in place of a constraint."""
+    """A gateway's request, with token ids, and with a grammar for its constraint."""
 
     PROMPT_FIELD = "input_ids"
     SCORES_FIELD = "prompt_logprobs"

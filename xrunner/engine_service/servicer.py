@@ -172,7 +172,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
         )
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadsResponse:
-        """Return the load of the engine, of all of its replicas together."""
+        """Return the load of all replicas of the engine together."""
         pool, waiting = self._engine.remote.pool, len(self._engine.backlog)
         used, total = pool.room.reserved_blocks * pool.limits.block_size, self._engine.capacity
         load = pb.SchedulerLoad(

@@ -1,8 +1,8 @@
 """Capture steps as CUDA graphs, one for each size: a replay is one launch instead of hundreds.
 
-A captured step reads its batch from fixed memory. A batch is copied to that memory and padded to the next size. A
-decode batch is padded with rows that belong to no request and use a separate K/V block. A step with prompts is padded
-with tokens that belong to no sequence. Source: vLLM's and nano-vllm's decode graphs.
+A captured step reads its batch from fixed memory. A batch is copied to that memory and padded to the next captured
+size. A decode batch is padded with rows that belong to no request and use a separate K/V block. A step with prompts is
+padded with tokens that belong to no sequence. Source: vLLM's and nano-vllm's decode graphs.
 """
 
 from __future__ import annotations

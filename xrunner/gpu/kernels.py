@@ -1,9 +1,9 @@
 """Triton kernels of `attention` and `fused`. This module needs triton.
 
-Of attention, one kernel serves decodes and pieces of prompts. A program computes a tile of queries that read one K/V
-head, with a row for each (token, head of the group). It goes over the sequence's blocks with an online softmax in
-powers of two. Sources: FlashAttention-2 (arXiv 2307.08691). Flash-Decoding for the split along the context.
-PagedAttention (arXiv 2309.06180) for the blocks.
+One attention kernel serves decodes and pieces of prompts. A program computes a tile of queries that read one K/V head,
+with a row for each (token, head of the group). It goes over the sequence's blocks with an online softmax in powers of
+two. Sources: FlashAttention-2 (arXiv 2307.08691); Flash-Decoding for the split along the context; PagedAttention (arXiv
+2309.06180) for the blocks.
 """
 
 from __future__ import annotations

@@ -19,9 +19,10 @@ Shape = tuple[int, int]
 
 
 HighestLinear = Callable[[Tensor, Tensor | None], Tensor]
-"""Returns sums for x and for numbers to add to the sums before the highest is chosen. The highest value in each row is
-at the output that is highest in float32. Other sums of the row may be wrong, but are never higher.
-# float32 [rows, in], [rows, out] -> [rows, out]"""
+"""Returns the sums for x plus the given numbers, of which only each row's highest is needed. The highest value in each
+row is at the output that is highest in float32. Other sums of the row may be wrong, but are never higher.
+# float32 [rows, in], [rows, out] -> [rows, out]
+"""
 
 
 class WeightLayout(NamedTuple):

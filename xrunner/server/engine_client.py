@@ -95,7 +95,7 @@ class TokenStream:
     tokens: list[Token]
     """Tokens so far, if the caller waits for the whole output."""
     cached_tokens: int = 0
-    """Number of prompt tokens whose K/V was already cached when the request began."""
+    """Number of prompt tokens whose K/V were already cached when the request began."""
     output_tokens: int = 0
     started_s: float = 0.0
     """Start of the step that first encoded a part of the prompt."""

@@ -212,7 +212,7 @@ class EngineOutputs:
         return promise
 
     def late(self, what: str) -> ApiError:
-        """Return the error for an answer that comes too late. `what` is what has not happened in time."""
+        """Return the error for an answer that comes too late. `what` states what has not happened in time."""
         if self.is_timeout:
             within_s = self._limits.request_timeout_s
             return ApiError(504, f"{what} within this server's limit of {within_s:g} s", code="timeout")

@@ -31,7 +31,7 @@ MASK_BYTES = 64 * 2**20
 """Largest size of the masks that are used together, including a bias for each head."""
 
 WIDENED_BYTES = 4 * 2**20
-"""Largest size of the keys and values that are converted together, so that they are read from a cache."""
+"""Largest size of the keys and values that are converted together, so that they fit in a processor's cache."""
 
 PADDING = -1
 """The owner of padding tokens."""
@@ -84,8 +84,8 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | Non
 
 
 def same_owner(queries: Tensor, keys: Tensor) -> Tensor:
-    """Return whether each query and key belong to the same request. Padding sees all keys, so that no sum of weights is
-    zero.
+    """Return whether each query and key belong to the same request. Padding may attend to all keys, so that no sum of
+    weights is zero.
 
     # int64 [slots, queries], [slots, keys] -> bool [slots, queries, keys]
     """
@@ -123,8 +123,8 @@ class Layout:
 
 
 class Rows(ABC):
-    """A batch on the device. Attention sees slots for `most` requests, including padding. The layers see only
-    requests.
+    """A batch on the device. Attention is computed for slots of `most` requests, including padding. The layers compute
+    only the requests.
     """
 
     def __init__(self, model: Model, layout: Layout, most_steps: int) -> None:
@@ -137,10 +137,10 @@ class Rows(ABC):
         numbers = torch.full((len(layout.owner), layout.most), PADDING, device=self._device)
         numbers[self._slot, self._number] = self._number
         self._sees_prompt = same_owner(numbers, self._owner)
-        """Which prompt tokens a request's generated tokens see."""
+        """The prompt tokens to which a request's generated tokens attend."""
         self._sees_own = torch.eye(layout.most, dtype=torch.bool, device=self._device).repeat(1, most_steps)[None]
-        """Which generated tokens a request's generated token sees. A step's tokens are adjacent, one for each of the
-        slot's `most` requests, so each request sees every `most`-th token. # bool [1, most, steps * most]
+        """The generated tokens to which a request's generated token attends. A step's tokens are adjacent, one for each
+        of the slot's `most` requests, so each request attends to every `most`-th token. # bool [1, most, steps * most]
         """
 
     @abstractmethod

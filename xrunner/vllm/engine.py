@@ -163,8 +163,8 @@ class VllmEngine(RemoteEngine):
     def resumes(self, generation: Generation) -> bool:
         """Return whether a request continues with the same tokens if its output so far is encoded with the prompt.
 
-        It does not if it has penalties, which would ignore the output so far, or samples at random, since the generator
-        would restart from the seed.
+        It does not if the request has penalties, which would ignore the output so far, or samples at random, since the
+        generator would restart from the seed.
         """
         sampling = generation.sampling
         is_penalised = sampling.presence_penalty or sampling.frequency_penalty
@@ -189,7 +189,7 @@ def limits_of(plan: Plan) -> KvLimits:
 def start_vllm(
     plan: Plan, *, reuse: bool, machines: Machines | None = None, is_over: Callable[[], bool] = lambda: False
 ) -> Instances:
-    """Start the processes that run a plan. They accept requests after their `Ready`.
+    """Start the processes that run a plan. They accept requests after they have sent `Ready`.
 
     Args:
         is_over: returns whether to stop waiting for other machines.

@@ -109,7 +109,7 @@ class WaaLanes(Lanes):
         self._inside: dict[int, _Inside] = {}
         self._batches: list[_Batch] = []
         self._untold: deque[Up] = deque()
-        """Messages of this object itself to the front."""
+        """Messages from this object itself to the front."""
         self._files = Path(directory) / FILES
         self._pruned_s = 0.0
 

@@ -201,7 +201,7 @@ def _up_to(text: str, content: Content) -> str:
 def load_chat_template(checkpoint: Path) -> ChatTemplate | None:
     """Return the templates of a checkpoint directory, or None if it has none.
 
-    They are chat_template.jinja and additional_chat_templates/*.jinja, or those of tokenizer_config.json.
+    The templates are chat_template.jinja and additional_chat_templates/*.jinja, or those of tokenizer_config.json.
 
     Raises:
         InputError: a file cannot be read, or a template is not valid.

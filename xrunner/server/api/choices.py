@@ -114,7 +114,7 @@ class Choice:
         return delta
 
     def _read(self, token: Token) -> Delta:
-        """Return what a token adds: to the reasoning, the answer and the calls."""
+        """Return what a token adds to the reasoning, the answer and the calls."""
         piece = "" if token.token in self._stop_token_ids else self._detokenizer.push(token.token)
         if token.finish is not None:
             piece += self._detokenizer.flush()

@@ -43,7 +43,7 @@ MAX_DEADLINE_S = 86400
 Prompt = str | list[int]
 Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
 MAX_INT = 2**31 - 1
-"""Largest count or token id in a request: control messages and tensors hold 64 bits, arrays of indices 32."""
+"""Largest count or token id in a request: control messages and tensors hold 64 bits, and arrays of indices hold 32."""
 MAX_DIGITS = len(str(MAX_INT))
 Count = Annotated[int, Meta(ge=1, le=MAX_INT)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
@@ -437,7 +437,9 @@ def _check_parts(messages: Sequence[ChatMessage]) -> None:
 
 
 def reasoning_switch(*, is_on: bool) -> dict[str, bool]:
-    """Return the variables by which templates switch reasoning: the first is Qwen's, the second DeepSeek's."""
+    """Return the variables by which templates switch reasoning on or off: the first is Qwen's, the second
+    DeepSeek's.
+    """
     return {"enable_thinking": is_on, "thinking": is_on}
 
 
@@ -596,7 +598,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         self.__dict__["fills_context"] = True
 
     def leave_free(self, name: str | None) -> None:
-        """Let a function be called with any arguments. None means that calls may be any text."""
+        """Let the function `name` be called with any arguments. None means that calls may be any text."""
         if name is None:
             self.__dict__["free"] = None
         else:

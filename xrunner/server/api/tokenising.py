@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 from xrunner.server.api.text import TextCodec
 
 NUM_THREADS, PER_ACCOUNT = 3, 2
-"""Number of threads, and number of threads for one account, because a chat may take `rendering.RENDER_S` until it is
-refused."""
+"""Number of threads, and largest number of threads for one account, which is smaller because a chat may take
+`rendering.RENDER_S` until it is refused."""
 NICENESS = 10
 """Niceness of these threads, so that the engine's threads have priority."""
 SECONDS_A_CHARACTER = 5e-6
 """Seconds by which each character of a text delays its turn, several times the tokenising time of a character. So short
-texts overtake long ones, but not without end.
+texts overtake long ones, but every long text gets its turn.
 """
 FIRST_LOOK = 8
 """Number of characters for each token of the context that are encoded first. Few texts have more characters for each
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class TooLong(Exception):
-    """A text has more tokens than the model's context. It has at least `at_least`."""
+    """A text has too many tokens for the model's context: at least `at_least`."""
 
     def __init__(self, at_least: int) -> None:
         super().__init__(at_least)

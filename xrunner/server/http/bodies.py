@@ -69,7 +69,7 @@ class RequestMemory:
         self._counted = counted
 
     def keep(self, num_bytes: int) -> None:
-        """Count `num_bytes` instead of the text's bytes, until `free`. Raises ApiError (503)."""
+        """Count `num_bytes` instead of the text's bytes, until `free` is called. Raises ApiError (503)."""
         self.free()
         self._budget = self._requests
         self.set(num_bytes)

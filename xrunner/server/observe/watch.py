@@ -1,5 +1,5 @@
-"""Observe how a served plan performs. When lengths or pace change, have a planner judge it, and switch to a better
-plan.
+"""Observe how a served plan performs. When lengths or pace change, have a planner judge the plan, and switch to a
+better one.
 
 This module runs in the event loop's thread. Planning (`xgpt.core.schema.Planner`), the test for changes and the summary
 of lengths run elsewhere. The event loop only lists the requests in the window.
