@@ -46,9 +46,7 @@ STAIR = 128
 of rows, so times rise in stairs."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = tuple(n - BLOCK_SIZE // 2 for n in (16, 64, 128, 256, 512, 1024, 2048))
-"""Contexts end in the middle of a block, since kernels read whole blocks: half a block more than the context, on
-average.
-"""
+"""Contexts end in the middle of a block, since kernels read whole blocks: on average half a block more."""
 PROMPTS = (8, 24, *CONTEXTS[1:])
 ENCODE_BATCHES = (1, 4, 16)
 STEP_PROMPT = 128
@@ -67,8 +65,8 @@ STEPS_A_STRETCH = 3
 """Number of consecutive typical steps in one mean: such means vary about as much as the mean over one request's
 steps."""
 WORST_ONE_IN, MORE_PASSES = 4, 6
-"""If measured times vary too much (`RESTLESS`), the quarter of the points with the largest errors is measured six more
-times.
+"""If measured times vary too much (`RESTLESS`), the quarter of the points with the largest errors is measured six times
+more.
 """
 BRIEF_PASSES, BRIEF_TOKENS = 2, 512
 """Number of passes, and tokens of the largest measured step, on a busy machine. Steps of more than 128 tokens compute

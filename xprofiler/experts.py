@@ -83,9 +83,7 @@ DIVIDED = 0.9
 FASTER = {"w4a16_mxfp4": ("w4a8_mxfp4_mxfp8",)}
 """Kernels for the same weights that round activations to eight bits, on devices that support this."""
 SHARED_FROM = "trtllm"
-"""A framework whose kernels other frameworks use through FlashInfer. Only this framework's tables contain the
-kernels.
-"""
+"""A framework whose kernels other frameworks use through FlashInfer. Only its own tables contain them."""
 EXPERT_COLUMNS = (
     *("moe_dtype", "num_tokens", "hidden_size", "inter_size", "topk", "num_experts"),
     *("moe_tp_size", "moe_ep_size", "distribution", "latency"),

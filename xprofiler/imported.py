@@ -192,8 +192,8 @@ class ImportedLayers:
             yield self._layer(group)
 
     def format_of(self, part: Part) -> tuple[str, bool]:
-        """Return the tables' name for the type of a part's products, and whether each step computes scales for the
-        part's activations.
+        """Return the tables' name for the type of a part's products, and whether each step scales the part's
+        activations.
         """
         stored = self._stored(part)
         return stored_as(stored, self.tables.dtype), stored is not None and stored.finds_scales

@@ -105,9 +105,7 @@ class Tables:
         return np.minimum(whole_s, np.maximum(saved_s, self._least_s("fp8", "fp8", 2 * rows * n * k, n * k)))
 
     def _quantizing_grid(self, operator: str) -> Grid2 | None:
-        """Return the milliseconds of rounding [m, k], or of computing its scale, or None if no table has these
-        times.
-        """
+        """Return the milliseconds of rounding [m, k], or of computing its scale, or None if no table has them."""
         if not self._found("quantize", operator, self.framework):
             return None
         rows = self._read("quantize", operator, ("m", "k", "quant_dtype", "latency"), may_be_zero=True)
@@ -364,9 +362,7 @@ def _usual(values: Array) -> npt.NDArray[np.bool_]:
 
 
 def _filled(grid: Array, axes: Sequence[Array]) -> Array:
-    """Fill in the missing points of a grid: each has the latency of the next smaller point, multiplied by the ratio of
-    sizes.
-    """
+    """Fill in the missing points of a grid: the latency of the next smaller point, multiplied by the ratio of sizes."""
     for place in map(tuple, np.argwhere(np.isnan(grid))):
         for d in range(grid.ndim):
             before = (*place[:d], place[d] - 1, *place[d + 1 :])

@@ -92,7 +92,7 @@ class Engine:
             self._hand_in(id_)
 
     def apply(self, schedule: Schedule) -> None:
-        """Adopt another plan's schedule: before the next step if the placement does not change, else when no request
+        """Adopt another plan's schedule: before the next step if the placement is the same, else when no request
         runs.
         """
         self._num_plans += 1
@@ -167,8 +167,8 @@ class Engine:
         return self._settle(*ended)
 
     def _take_in(self, now_ns: int) -> None:
-        """Add newly submitted requests to the pool, with the time of the step. Drop requests whose deadline has
-        passed.
+        """Add newly submitted requests to the pool, with the time of the step. Drop requests that are past their
+        deadline.
         """
         self._now_ns = now_ns
         for handed_in in self._inbox.drain():

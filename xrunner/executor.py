@@ -101,8 +101,8 @@ class Executor(Protocol):
         """
 
     def uses(self) -> list[Use]:
-        """Return the work of each process, the engine's own process first, or [] if there is only one process. Any
-        thread may call this.
+        """Return the work of each process, the engine's own first, or [] if there is only one. Any thread may call
+        this.
         """
 
     def close(self) -> None:

@@ -69,8 +69,8 @@ requests' seeds."""
 
 
 def of_choices(sampling: SamplingParams, seed: int, num_choices: int) -> Iterator[SamplingParams]:
-    """Yield the sampling parameters of each output of one request: the same parameters, with a different seed for each
-    output.
+    """Yield the sampling parameters of each output of one request: the same parameters, but a different seed for
+    each.
     """
     for index in range(num_choices):
         yield replace(sampling, seed=(seed + index * SEED_STRIDE) % 2**64)

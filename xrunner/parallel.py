@@ -169,9 +169,7 @@ class Part:
 
     @property
     def local(self) -> ModelSpec:
-        """The sizes of the model that this rank builds. They are not validated, since a part may have no encoder
-        layer.
-        """
+        """The sizes of the model that this rank builds. They are not validated: a part may have no encoder layer."""
         first, last = self.layers
         experts = self.spec.experts
         if experts is not None:
@@ -195,7 +193,7 @@ class Part:
 
 class VocabularyShare(Embedding):
     """The embedding's rows for a rank's share of the vocabulary. Tokens of other ranks give zero, and the group adds up
-    the results.
+    results.
     """
 
     def __init__(self, weight: nn.Parameter, first: int) -> None:

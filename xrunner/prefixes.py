@@ -30,7 +30,7 @@ class Prefixes:
         """The last prompt, its block size, account and chain: several choices of a request have the same prompt."""
 
     def of_prompt(self, generation: Generation, block_size: int) -> Chain:
-        """Return the keys of a prompt's full blocks, or () if the prompt is scored, since all its tokens must then be
+        """Return the keys of a prompt's full blocks, or () if the prompt is scored, since all its tokens must be
         computed.
         """
         if generation.is_scored:
@@ -42,8 +42,8 @@ class Prefixes:
         return chain
 
     def of_output(self, request: Request, sequence: Sequence[int], block_size: int) -> Chain:
-        """Return the keys of the full blocks that follow the prompt's. These blocks stay in the cache after the request
-        has ended.
+        """Return the keys of the full blocks that follow the prompt's. These blocks stay in the cache after the
+        request's end.
         """
         return self.extend(request.chain, sequence, block_size, request.account)
 

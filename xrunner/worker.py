@@ -184,7 +184,7 @@ class Worker(OneAtATime):
         return tokens
 
     def _joined(self, step: Step) -> Step:
-        """Return the step with requests that are new to this decode lane as prompts, since their K/V must be computed
+        """Return the step with requests that are new to this decode lane as prompts, whose K/V must be computed
         here.
         """
         joining = [id_ for id_ in step.decode if id_ in self.encoder_outputs]
@@ -208,8 +208,8 @@ class Worker(OneAtATime):
                 yield whole
 
     def _uncut(self, step: Step) -> Step:
-        """Return the step for a model that cannot cut prompts, in which each prompt runs as a whole when its last piece
-        is due.
+        """Return the step for a model that cannot cut prompts, in which a prompt runs as a whole with its last
+        piece.
         """
         ended = [id_ for id_, start, length in step.encode if start + length == self._rows.prompt_len[self._rows[id_]]]
         return Step(tuple(Chunk(id_, 0, len(self._prompts[id_])) for id_ in ended), step.decode)

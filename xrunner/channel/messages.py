@@ -60,8 +60,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
 
 class Alive(msgspec.Struct, tag="alive", array_like=True):
     """The engine's process is running. `uses` has the bytes sent and the seconds computed by each of the engine's
-    processes.
-    """
+    processes."""
 
     uses: list[Use]
 

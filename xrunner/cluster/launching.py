@@ -171,9 +171,7 @@ class LauncherProcess:
         return [what for what in heard if isinstance(what, Exited)]
 
     def is_at_work(self) -> bool:
-        """Return whether the launcher runs or waits for a processor, for example while it imports the modules that
-        workers need.
-        """
+        """Return whether the launcher runs or waits for a processor, for example while it imports modules."""
         return processes.is_at_work(self._process.pid)
 
     def excuse_silence(self) -> None:

@@ -36,9 +36,7 @@ from xrunner.cluster.launching import (
 )
 
 MEET_S = 600.0
-"""Seconds after the loss of a machine within which Ray must have enough machines for the replica, and Ray's head must
-answer.
-"""
+"""Seconds after the loss of a machine within which Ray must have enough machines, and Ray's head must answer."""
 AGAIN_S = 1.0
 """Time between two attempts to reach the head, or to start a launcher."""
 _connecting = threading.Lock()

@@ -49,9 +49,7 @@ class DeploymentRefused(XgptError):
 
 @dataclass(slots=True)
 class WorkerStatus:
-    """A worker's last report: the bytes that it has sent and the seconds that it has spent on steps, since its
-    start.
-    """
+    """A worker's last report: the bytes sent, and the seconds spent on steps, since the worker's start."""
 
     hello: m.Hello
     sender: bytes

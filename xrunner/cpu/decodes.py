@@ -161,9 +161,7 @@ def _(cache: Any, scales: Any, numbers: Any, place: Any) -> Any:
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _fetch(cache, start, count):
-    """Prefetch all cache lines of some elements, since processors do not read ahead from one block to the next by
-    themselves.
-    """
+    """Prefetch all cache lines of some elements, since processors do not read ahead from one block to the next."""
     for line in range(0, count, LINE_BYTES // cache.itemsize):
         fetch(cache, start + line)
 

@@ -24,13 +24,11 @@ from xrunner.eight_bits import quantise
 from xrunner.packing.base import PackedLinear
 
 MOST_CANDIDATES = 32
-"""At most one output in this many is multiplied in float32: reading more of them one by one would take as long as
-reading all outputs.
+"""At most one output in this many is multiplied in float32: reading more one by one would take as long as reading
+all.
 """
 MOST_REST = 63
-"""Largest number of calls without screening after screening has failed repeatedly, so that failed screening takes
-almost no time.
-"""
+"""Largest number of calls without screening after repeated failures, so that failed screening takes almost no time."""
 _AT_ONCE = 4096
 """Number of outputs whose errors are measured together."""
 _BLOCK = 256

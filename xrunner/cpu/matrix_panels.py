@@ -37,9 +37,7 @@ WIDTH = 32
 HEIGHT = 16
 """Rows of a register."""
 GROUP = 32
-"""Number of rows whose sums stay in registers. Sums take four of the eight registers. Weights and inputs take two
-each.
-"""
+"""Number of rows whose sums stay in registers: sums take four of the eight registers, weights and inputs two each."""
 STEP = 64
 """Bytes of a row in one multiplication."""
 SUMS_BYTES = 4 * GROUP * WIDTH

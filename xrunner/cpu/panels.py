@@ -288,9 +288,7 @@ def _round_shared(rows: Any, rounded: Any, how: Any, num_threads: Any) -> None:
 
 @njit(**OPTIONS, **INNER)
 def _round(rows: Any, rounded: Any, how: Any, first: Any, last: Any) -> None:
-    """Round the rows from `first` to `last`. Eight-bit results are shifted to unsigned numbers, as the instruction
-    requires.
-    """
+    """Round the rows from `first` to `last`. Eight-bit results become unsigned, as the instruction requires."""
     x, bits = rows
     numbers, scale = rounded
     size = 1 if how[1] == INT8 else 2

@@ -388,8 +388,8 @@ def _(way: Any, queries: Any, scratch: Any, head_dim: Any, lanes: Any) -> Any:
 def _prepare(
     way: Any, context: Context, space: ThreadScratch, before: int, num_held: int, begin: int, end: int
 ) -> None:
-    """Convert a piece's keys and values to the format of the products. Keys and values outside `begin` to `end` may get
-    any value.
+    """Convert a piece's keys and values to the format of the products. Those outside `begin` to `end` may get any
+    value.
     """
 
 

@@ -17,9 +17,7 @@ INFINITE = np.int32(0x7F800000)
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
 INNER: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-"""Options of a function that only kernels call: without an entry point for Python, compiling takes a fifth less
-time.
-"""
+"""Options of a function that only kernels call: compiling takes a fifth less time without an entry point for Python."""
 
 
 @njit(inline="always")

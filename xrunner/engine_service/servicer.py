@@ -138,9 +138,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetModelInfoResponse:
-        """Return the properties of the model that a gateway needs to render chats, to tokenise, and to refuse
-        requests.
-        """
+        """Return the model's properties that a gateway needs to render chats, to tokenise, and to refuse requests."""
         spec, model = self._model.spec, self._model
         return pb.GetModelInfoResponse(
             model_path=model.path or model.name,

@@ -22,8 +22,8 @@ from xrunner.gpu.fused import power_of_two
 
 MOST_SPLITS = 64
 PROGRAMS_A_PROCESSOR = 4
-"""Number of programs for each of the device's processors in a decode step. Contexts are split until there are so many
-programs.
+"""Number of programs for each of the device's processors in a decode step. Contexts are split until there are so
+many.
 """
 CAPTURED_SPLITS = 8
 """Largest number of splits in a captured step with prompts, in which only the device knows the number of decodes. With
@@ -142,8 +142,7 @@ class TritonAttention(AttentionBackend):
         is_decode: bool = False,
     ) -> None:
         """Compute attention for all pieces of prompts or all decodes. If decodes are split, write partial results and
-        weights.
-        """
+        weights."""
         num_kv_heads, block_size, head_dim = cache.shape[2:]
         group = q.shape[1] // num_kv_heads
         first = 0 if is_decode else batch.num_decodes

@@ -15,8 +15,8 @@ from xrunner.packing.base import Shape
 from xrunner.packing.choice import LAYOUTS, layouts_of, pack, pack_highest, shape_name
 
 ROWS = (1, 8, 32, 128, 512)
-"""Numbers of rows at which layouts are compared. At each of them, times are relative to the fastest layout, so all
-count equally.
+"""Numbers of rows at which layouts are compared. At each, times are relative to the fastest layout, so all count
+equally.
 """
 MOST_PRODUCT = 2**33
 """Largest product that is timed, in multiplications. A step has few rows for the head of a large vocabulary."""

@@ -47,9 +47,7 @@ come. Tokens arrive one at a time, or all together if the output is held back.
 
 
 class Promise(NamedTuple):
-    """The estimate of `answer_s` for a request, and the promised time of the answer, both in seconds after
-    submission.
-    """
+    """The estimate of `answer_s` for a request, and the promised time of the answer, in seconds after submission."""
 
     expected_s: float
     promised_s: float
@@ -203,9 +201,7 @@ class EngineClient:
             )
 
     def retry_after_s(self) -> int:
-        """Seconds after which a client should retry a refused request. By then, half of the waiting requests should
-        have started.
-        """
+        """Seconds after which to retry a refused request. By then, half of the waiting requests should have started."""
         rate = None if self.watch is None else self.watch.recent.rate_per_s()
         return 1 if not rate else min(MAX_RETRY_AFTER_S, max(1, round(len(self.backlog) / (2 * rate))))
 

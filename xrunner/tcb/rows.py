@@ -123,8 +123,8 @@ class Layout:
 
 
 class Rows(ABC):
-    """A batch on the device. Attention is computed for slots of `most` requests, including padding. The layers compute
-    only the requests.
+    """A batch on the device. Attention is computed for slots of `most` requests, including padding. Layers compute only
+    requests.
     """
 
     def __init__(self, model: Model, layout: Layout, most_steps: int) -> None:

@@ -52,7 +52,7 @@ class Launch:
     block_size: int = 0
 
     def command(self, python: str, directory: str) -> list[str]:
-        """Return the command that starts this vLLM with its own Python. It receives requests through a socket in
+        """Return the command that starts this vLLM with its own Python. It gets requests from a socket in
         `directory`.
         """
         return [python, "-m", HOST, f"--model={self.model}", *self.arguments, directory, self.lane]

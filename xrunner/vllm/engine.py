@@ -176,8 +176,8 @@ class VllmEngine(RemoteEngine):
 
 
 def limits_of(plan: Plan) -> KvLimits:
-    """Return the limits on one request's K/V memory when a plan runs in vLLM. Raises InputError if vLLM cannot run the
-    plan.
+    """Return the limits on one request's K/V memory when a plan runs in vLLM. Raises InputError if vLLM cannot run
+    it.
     """
     if len(plan.policy.lanes) > 1:
         check_waa(plan)

@@ -14,9 +14,7 @@ from xgpt.core.schema import Plan, WaaSettings
 from xrunner.channel.messages import Followed, Refused, Room
 
 LEAST_KV = 0.95
-"""Least share of a plan's K/V memory that vLLM, which itself chooses the size of its memory, must have to run the
-plan.
-"""
+"""Least share of a plan's K/V memory that vLLM, which itself chooses the size of its memory, must have to run it."""
 
 
 def settings_of(plan: Plan) -> LaneSettings:

@@ -194,9 +194,7 @@ class XgptScheduler(LoggedScheduler):
         return *self._mirror.found(request), 0, False
 
     def _tell_the_rule(self) -> None:
-        """Submit requests to the rule when they are ready. A request with a grammar is ready once the grammar is
-        compiled.
-        """
+        """Submit requests to the rule when they are ready. A grammar must be compiled before its request is ready."""
         if not self._untold or self._planned.is_emptying:
             return
         still_untold = []

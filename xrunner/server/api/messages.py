@@ -205,9 +205,7 @@ def _text(block: ContentBlock, field: str) -> str:
 
 
 def _messages(message: Message) -> list[ChatMessage]:
-    """Return a message as chat messages: first the results of calls, each as a separate message. Raises ApiError
-    (400).
-    """
+    """Return a message as chat messages: first each result of a call, as a separate message. Raises ApiError (400)."""
     if isinstance(message.content, str):
         return [ChatMessage(message.role, message.content)]
     results: list[ChatMessage] = []

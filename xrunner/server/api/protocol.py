@@ -437,9 +437,7 @@ def _check_parts(messages: Sequence[ChatMessage]) -> None:
 
 
 def reasoning_switch(*, is_on: bool) -> dict[str, bool]:
-    """Return the variables by which templates switch reasoning on or off: the first is Qwen's, the second
-    DeepSeek's.
-    """
+    """Return the variables by which templates switch reasoning on or off: Qwen's first, DeepSeek's second."""
     return {"enable_thinking": is_on, "thinking": is_on}
 
 

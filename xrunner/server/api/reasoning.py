@@ -34,8 +34,8 @@ MAX_SPACE = 64
 
 
 def marks_of(template: str, tokens: Container[str]) -> Marks | None:
-    """Return the marks around a model's reasoning, found in its chat template or its added tokens, or None if the model
-    has none.
+    """Return the marks around a model's reasoning, found in its chat template or its added tokens, or None if there are
+    none.
     """
     return next((m for m in ALL_MARKS if m.end in template or (m.begin.strip() in tokens and m.end in tokens)), None)
 

@@ -28,9 +28,7 @@ HEAD_S, COMMENT_S = 1.0, 15.0
 
 
 class Answer(Response):
-    """Submits a request's outputs when it is the request's turn, and removes them from the engine if the client
-    disconnects.
-    """
+    """Submits a request's outputs when it is the request's turn, and removes them if the client disconnects."""
 
     def __init__(
         self, outputs: Outputs, writer: AnswerWriter, memory: RequestMemory, metrics: Metrics, *, stream: bool

@@ -48,9 +48,8 @@ RESERVED_FILES = 64
 """Number of open files besides connections, such as logs, checkpoints and pipes, and connections that are accepted
 before another is closed."""
 SURPLUS = 16
-"""Number of connections beyond the limit for probes, which must see that the server runs even if all other connections
-are busy.
-"""
+"""Number of connections beyond the limit, for probes, which must see that the server runs even if all other connections
+are busy."""
 MAX_CONNECTIONS = 8192
 MAX_FILES = 1 << 16
 PROBE_S = 0.05, 1.0
@@ -378,8 +377,8 @@ class Protocol(H11Protocol):
         self.transport.close()
 
     def _on_demand(self, app: ASGIApp) -> Any:
-        """Return the app, changed so that a body's chunks are parsed when the app asks for them, after the key has been
-        checked.
+        """Return the app, changed so that a body's chunks are parsed when the app asks for them, after the check of the
+        key.
         """
 
         async def run(scope: Scope, receive: Receive, send: Send) -> None:

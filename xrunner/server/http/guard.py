@@ -173,9 +173,7 @@ class Guard:
 
 
 def _malformed(headers: Headers) -> ApiError | None:
-    """Return an error for a head that a proxy could interpret differently. The connection is closed after the
-    answer.
-    """
+    """Return an error for a head that a proxy could interpret differently. The answer closes the connection."""
     reason = None
     if "content-length" in headers and "transfer-encoding" in headers:
         reason = "a request must not have both Content-Length and Transfer-Encoding"

@@ -44,9 +44,7 @@ class Prompts:
         return tokens or refuse(field, "the prompt is empty; send a text with at least one token")
 
     async def text(self, info: RequestInfo, prompt: Prompt) -> str:
-        """Return the text of a prompt. Raise ApiError (400) if the prompt is token ids and the model has no
-        tokenizer.
-        """
+        """Return the text of a prompt. Raise ApiError (400) if it is token ids and the model has no tokenizer."""
         if isinstance(prompt, str):
             return prompt
         if self._codec is None or self.tokenising is None:
@@ -71,8 +69,8 @@ class Prompts:
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
     ) -> tuple[str, list[int]]:
-        """Return a chat rendered by the checkpoint's template, and the chat's tokens. Raise ApiError (400) if there is
-        no template.
+        """Return a chat rendered by the checkpoint's template, and its tokens. Raise ApiError (400) if there is no
+        template.
         """
         if self._codec is None or self._codec.chat_template is None or self.tokenising is None:
             raise ApiError(

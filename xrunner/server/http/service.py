@@ -269,9 +269,7 @@ class Service:
         check_support(request, self._model, self._engine)
 
     async def _check_grammar(self, info: RequestInfo, request: ChatRequest) -> None:
-        """Refuse grammars that outputs cannot follow. If a grammar is only for optional calls, drop the grammar
-        instead.
-        """
+        """Refuse grammars that outputs cannot follow. If a grammar is only for optional calls, drop it instead."""
         field = "tools" if must_call(request.chosen_tools) else "response_format"
         try:
             grammar = request.grammar

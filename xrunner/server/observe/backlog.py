@@ -110,9 +110,7 @@ class Backlog:
         return one
 
     def rate_per_s(self, now_s: float) -> float | None:
-        """Return how many prompt tokens start per second, or None if there are too few observations, or only old
-        observations.
-        """
+        """Return how many prompt tokens start per second, or None if there are too few recent observations."""
         is_told = self._seconds >= ENOUGH * self._memory_s and now_s < self._told_s + FORGOTTEN * self._memory_s
         return self._begun / self._seconds if is_told else None
 
@@ -181,9 +179,7 @@ def _tokens(waiting: Iterable[_Queued]) -> int:
 
 
 def _before_last(account: Account, num_tokens: float, waiting: list[_Queued]) -> float:
-    """Return how many prompt tokens of all accounts will have started when `num_tokens` of this account have
-    started.
-    """
+    """Return how many prompt tokens of all accounts will have started when `num_tokens` of this account have."""
     first = _tokens(one for one in waiting if one.account.priority > account.priority)
     equals = [one for one in waiting if one.account.priority == account.priority]
     own_tokens = num_tokens + _tokens(one for one in equals if one.account.name == account.name)

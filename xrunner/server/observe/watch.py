@@ -247,7 +247,7 @@ class Watch:
         self._observer.go_over_to(plan)
 
     def go_back(self, reason: str) -> None:
-        """Return to the previous plan, because the engine could not deploy the running one, which will not be tried
+        """Return to the previous plan, because the engine could not deploy the running one, which is not tried
         again.
         """
         before, refused = self._before, self.plan
@@ -278,8 +278,8 @@ class Watch:
         self.loop_s = max(self.loop_s, time.perf_counter() - now_s)
 
     async def _judge(self, planner: Planner, now: Snapshot) -> None:
-        """If lengths, pace or another observation has changed, let the planner judge the running plan, and carry out
-        its decision.
+        """If lengths, pace or another observation has changed, let the planner judge the running plan, and follow its
+        decision.
         """
         observation, begin_s = None, time.perf_counter()
         try:
