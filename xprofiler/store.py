@@ -265,8 +265,8 @@ def check_engine(plan: Plan, engine: str) -> None:
 
 
 def keep(profile: Profile) -> None:
-    """Store a profile in the cache, where plans made from it can find it, in place of a damaged copy. Do nothing if the
-    cache cannot be written.
+    """Store a profile in the cache, in place of a damaged copy, so that plans made from the profile can find it. Do
+    nothing if the cache cannot be written.
     """
     path = _path_of(content := sha256(profile))
     if file_sha256(path) != content:

@@ -353,8 +353,8 @@ class Grid2:
 
 
 def _usual(values: Array) -> npt.NDArray[np.bool_]:
-    """Return which points have a size at which about as many points were measured as at other sizes. Some tables
-    contain a few points at one model's unusual sizes. These are too few to interpolate.
+    """Return which points have a size that was measured about as often as the other sizes. Some tables contain a few
+    points at one model's unusual sizes. These are too few to interpolate.
     """
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     chosen: npt.NDArray[np.bool_] = (counts >= np.median(counts) / 4)[place]

@@ -120,7 +120,7 @@ class Engine:
 
     @property
     def is_changing(self) -> bool:
-        """Return whether a plan was handed in that the engine has neither adopted nor refused."""
+        """Return whether the engine has been given a plan that it has neither adopted nor refused."""
         return self._num_followed < self._num_plans
 
     def wait(self, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Find the request that makes steps fail, and decide when too many steps have failed to continue."""
+"""Find the request that makes steps fail, and give up if too many steps fail."""
 
 from __future__ import annotations
 

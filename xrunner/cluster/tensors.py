@@ -22,9 +22,7 @@ from xrunner.cluster.deployment import Deployment, Role
 from xrunner.transfer import Cargo, Moving, Piece, encoder_output_pieces, pieces
 
 MAX_UNDER_WAY = 8
-"""If more than this are under way, a send waits for the oldest. The number exceeds a pipeline's number of
-micro-batches.
-"""
+"""Largest number of tensors under way: further ones wait. It exceeds a pipeline's number of micro-batches."""
 MAX_MEMORIES = 64
 """Largest number of encoder outputs under way. A step's second pass receives one for each slice of the step."""
 

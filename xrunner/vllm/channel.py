@@ -104,7 +104,7 @@ class Lanes:
         self._taking: set[LaneName] = set()
         """Lanes whose host accepts requests."""
         self._alive: set[FrontEnd[Up]] = set()
-        """Hosts and engine cores that have reported since all of them had last reported."""
+        """Hosts and engine cores that have reported since the last time when all of them had reported."""
         self._following: set[FrontEnd[Up]] = set()
         """Engine cores that follow the last plan."""
         self._rooms: dict[FrontEnd[Up], Room] = {}
@@ -133,7 +133,7 @@ class Lanes:
                 end.send(message)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `receive` can do something."""
+        """Return a descriptor that is readable when `receive` has a message or a connection to process."""
         descriptor: int = self._selector.fileno()
         return descriptor
 

@@ -108,8 +108,8 @@ class VllmHost:
 def takes_seeds() -> bool:
     """Return whether vLLM supports a separate random generator for a request.
 
-    If a prompt is executed in pieces, vLLM resets the generator. Torch cannot do this on CPUs, where vLLM's engine
-    would end.
+    If a prompt is executed in pieces, vLLM resets the generator. On CPUs, torch cannot reset a generator, and vLLM's
+    engine would end.
     """
     return not current_platform.is_cpu()
 

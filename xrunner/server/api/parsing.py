@@ -103,7 +103,7 @@ def _in_text(body: Body) -> str | None:
 
 _type_info = cache(msgspec.inspect.type_info)
 VLLM_FIELDS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-"""Fields of present and earlier versions of vLLM that restrict an output."""
+"""Fields with which vLLM, in its present or an earlier version, restricts an output."""
 
 
 def _accepted(kind: Any, path: str) -> str:
