@@ -85,7 +85,7 @@ def test_a_gateway_that_ends_or_hangs_is_started_anew(number: signal.Signals, tm
     with served(served_plan, tmp_path, "--front", "smg") as server:
         body = {"model": served_plan.model.name, "prompt": "hi", "max_tokens": 8, "temperature": 0}
         before, lost = ask(server.url, "/v1/completions", body), gateway_pid(server.process.pid)
-        assert before[0] == 200
+        assert before[0] == 200, before
         # Its log filled a pipe that nobody read, until it would have waited for room in it.
         log, ours = (os.readlink(f"/proc/{pid}/fd/{fd}") for pid, fd in ((lost, 1), (server.process.pid, 2)))
         assert log == ours
