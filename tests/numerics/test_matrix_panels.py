@@ -47,7 +47,7 @@ def test_threads_share_a_product():
 
 
 def test_numbers_that_are_none_stay_in_their_row():
-    product = matrix_panels.pack(torch.ones(40, 70, dtype=torch.int8), torch.ones(40), relu=True)
+    product = matrix_panels.pack(torch.ones(40, 70, dtype=torch.int8), torch.ones(40))
     x = torch.ones(20, 70)
     x[3, 5], x[4, 0] = float("nan"), float("inf")
     found = product(x, None)

@@ -10,19 +10,18 @@ from torch import Tensor
 from xrunner.activations import GATES, IN_PLACE
 from xrunner.cpu import matrix_panels, panels
 from xrunner.cpu.highest import Screen
-from xrunner.cpu.panels import Finish
 from xrunner.eight_bits import quantise
 from xrunner.packing.base import PackedLinear, WeightLayout
 
-_FINISHES = {"none": Finish.NOTHING, "relu": Finish.RELU, GATES["silu"]: Finish.GATE}
-"""Activation functions that the kernels for panels apply themselves."""
+
+def _activated(product: PackedLinear, activation: str) -> PackedLinear:
+    activate = IN_PLACE[activation]
+    return product if activation == "none" else lambda x, bias: activate(product(x, bias))
 
 
-def _in_panels(pack: Callable[[Finish], PackedLinear], activation: str) -> PackedLinear:
-    if activation in _FINISHES:
-        return pack(_FINISHES[activation])
-    product, activate = pack(Finish.NOTHING), IN_PLACE[activation]
-    return lambda x, bias: activate(product(x, bias))
+def _in_panels(pack: Callable[..., PackedLinear], activation: str) -> PackedLinear:
+    """Return the product, followed by the activation function. Panels apply the most usual gate themselves."""
+    return pack(gated=True) if activation == GATES["silu"] else _activated(pack(), activation)
 
 
 def _panels(weight: Tensor, activation: str) -> PackedLinear:
@@ -42,8 +41,7 @@ def _int8_panels(weight: Tensor, activation: str) -> PackedLinear:
 
 
 def _int8_matrix_panels(weight: Tensor, activation: str) -> PackedLinear:
-    product, activate = matrix_panels.pack(*quantise(weight), relu=activation == "relu"), IN_PLACE[activation]
-    return product if activation == "relu" else lambda x, bias: activate(product(x, bias))
+    return _activated(matrix_panels.pack(*quantise(weight)), activation)
 
 
 def _highest(pack: Callable[[Tensor, str], PackedLinear]) -> Callable[[Tensor, PackedLinear], Screen]:

@@ -31,6 +31,7 @@ from xrunner.cpu import amx
 from xrunner.cpu.scalars import INNER, OPTIONS, round_row
 from xrunner.cpu.simd import address, append_assembly, argument, enable_assembly, inlined, pointers
 from xrunner.cpu.threads import compiled, num_threads, run
+from xrunner.packing.base import PackedLinear
 
 WIDTH = 32
 """Number of outputs in a panel, which fill two registers."""
@@ -41,9 +42,9 @@ GROUP = 32
 STEP = 64
 """Bytes of a row in one multiplication."""
 SUMS_BYTES = 4 * GROUP * WIDTH
-SCRATCH = SUMS_BYTES + 128
-"""Scratch memory of a thread, in bytes: for sums that leave the registers, the configuration of the registers, and the
-smallest allowed result.
+SCRATCH = SUMS_BYTES + 64
+"""Scratch memory of a thread, in bytes: for sums that leave the registers, and the configuration of the
+registers.
 """
 LINE = 4 * WIDTH
 """Bytes of a panel's line."""
@@ -56,10 +57,9 @@ cache.
 CHUNK_BYTES = 5 * 2**18
 
 INPUTS, INPUTS_STRIDE, WEIGHT, STEPS, SUMS, SOON, SOON_LINES, CONFIG = range(8)
-Y, Y_STRIDE, ROWS, OF_ROWS, OF_OUTPUTS, BIAS, LEAST = range(8, 15)
+Y, Y_STRIDE, ROWS, OF_ROWS, OF_OUTPUTS, BIAS = range(8, 14)
 """Positions of the inner loop's arguments in an array of int64: addresses, strides in bytes, and numbers. Each
-iteration prefetches SOON_LINES cache lines from SOON. After the loop, ROWS rows of sums are scaled and written. LEAST
-is the address of the smallest value that a result may have."""
+iteration prefetches SOON_LINES cache lines from SOON. After the loop, ROWS rows of sums are scaled and written."""
 
 
 def is_available() -> bool:
@@ -67,11 +67,8 @@ def is_available() -> bool:
     return amx.is_available("int8")
 
 
-Product = Callable[[Tensor, Tensor | None], Tensor]
-
-
-def pack(weight: Tensor, scales: Tensor, *, relu: bool = False) -> Product:
-    """Return the product x W^T + b of x and b, optionally clipped at zero. Each row of x is rounded to eight bits.
+def pack(weight: Tensor, scales: Tensor) -> PackedLinear:
+    """Return the product x W^T + b of x and b. Each row of x is rounded to eight bits.
 
     Args:
         weight: the weight. # int8 [out, in]
@@ -95,7 +92,7 @@ def pack(weight: Tensor, scales: Tensor, *, relu: bool = False) -> Product:
             return y[:, :num_outputs]
         added = no_bias if bias is None else (F.pad(bias, (0, missing)) if missing else bias).numpy()
         rows, of_rows = _rounded(x, inputs, -(-len(x) // HEIGHT) * HEIGHT)
-        _run(rows, packed, (of_rows, of_output, added), y.numpy(), relu)
+        _run(rows, packed, (of_rows, of_output, added), y.numpy())
         return y[:, :num_outputs].contiguous() if missing else y
 
     return product
@@ -126,38 +123,37 @@ def _round(x: Any, bits: Any, rounded: Any, scale: Any) -> None:
 _ROUND = compiled(_round, fastmath={"contract"})
 
 
-def _run(rows: np.ndarray, panels: np.ndarray, packed: Any, y: np.ndarray, relu: bool) -> None:
+def _run(rows: np.ndarray, panels: np.ndarray, packed: Any, y: np.ndarray) -> None:
     """# packed: scales of rows and of outputs, bias"""
     count = num_threads()
     # Allocated here: compiled code would free an array once it has taken its address.
     scratch = np.empty((count, SCRATCH), dtype=np.uint8)
     if count == 1:
-        _multiply_all(rows, panels, packed, y, relu, scratch)
+        _multiply_all(rows, panels, packed, y, scratch)
         return
     numba.set_num_threads(count)
-    _multiply_shared(rows, panels, packed, y, relu, scratch)
+    _multiply_shared(rows, panels, packed, y, scratch)
 
 
 @njit(cache=True, **OPTIONS)
-def _multiply_all(rows: Any, panels: Any, packed: Any, y: Any, relu: Any, scratch: Any) -> None:
-    _multiply((rows, panels, y), packed, relu, scratch[0], 0, y.shape[1] // WIDTH)
+def _multiply_all(rows: Any, panels: Any, packed: Any, y: Any, scratch: Any) -> None:
+    _multiply((rows, panels, y), packed, scratch[0], 0, y.shape[1] // WIDTH)
 
 
 @njit(cache=True, parallel=True, **OPTIONS)
-def _multiply_shared(rows: Any, panels: Any, packed: Any, y: Any, relu: Any, scratch: Any) -> None:
+def _multiply_shared(rows: Any, panels: Any, packed: Any, y: Any, scratch: Any) -> None:
     count, num_threads = y.shape[1] // WIDTH, len(scratch)
     for thread in prange(num_threads):
         first, last = count * thread // num_threads, count * (thread + 1) // num_threads
-        _multiply((rows, panels, y), packed, relu, scratch[thread], first, last)
+        _multiply((rows, panels, y), packed, scratch[thread], first, last)
 
 
 @njit(**OPTIONS, **INNER)
-def _multiply(arrays: Any, packed: Any, relu: Any, scratch: Any, first: Any, last: Any) -> None:
+def _multiply(arrays: Any, packed: Any, scratch: Any, first: Any, last: Any) -> None:
     """Compute the outputs in panels from `first` to `last`.
 
     Args:
         packed: scales of rows and of outputs, bias.
-        relu: whether to clip results at zero.
     """
     rows, panels, y = arrays
     of_rows, of_outputs, bias = packed
@@ -166,11 +162,10 @@ def _multiply(arrays: Any, packed: Any, relu: Any, scratch: Any, first: Any, las
     num_groups = (num_rows + GROUP - 1) // GROUP
     chunk = max(2, min(CHUNK, CHUNK_BYTES // (GROUP * stride)))
     _configure(scratch[SUMS_BYTES:], min(len(y), HEIGHT))
-    scratch[SUMS_BYTES + 64 :].view(np.float32)[0] = 0.0 if relu else -np.inf
-    arguments = np.empty(15, dtype=np.int64)
+    arguments = np.empty(14, dtype=np.int64)
     arguments[INPUTS_STRIDE], arguments[STEPS], arguments[Y_STRIDE] = stride, steps, 4 * y.shape[1]
     arguments[SUMS] = address(scratch)
-    arguments[CONFIG], arguments[LEAST] = arguments[SUMS] + SUMS_BYTES, arguments[SUMS] + SUMS_BYTES + 64
+    arguments[CONFIG] = arguments[SUMS] + SUMS_BYTES
     _begin(arguments)
     for start in range(0, num_groups, chunk):
         count = min(chunk, num_groups - start)
@@ -259,7 +254,7 @@ def _multiplication(two: bool) -> list[str]:
 def _finishing() -> list[str]:
     """Return assembly that scales the integer sums at %rsi, adds the bias, and writes the results."""
     total, factor, bias = ("%zmm0", "%zmm1"), ("%zmm2", "%zmm3"), ("%zmm4", "%zmm5")
-    code = [f"mov {argument(LEAST)}, %rax", "vbroadcastss (%rax), %zmm6", f"mov {argument(BIAS)}, %rax"]
+    code = [f"mov {argument(BIAS)}, %rax"]
     code += [f"vmovups {64 * half}(%rax), {bias[half]}" for half in (0, 1)]
     code += [f"mov {argument(OF_OUTPUTS)}, %rax"]
     code += [f"vmovups {64 * half}(%rax), {factor[half]}" for half in (0, 1)]
@@ -269,7 +264,6 @@ def _finishing() -> list[str]:
     code += [f"vcvtdq2ps {64 * half}(%rsi), {total[half]}" for half in (0, 1)]
     code += [f"vmulps {factor[half]}, {total[half]}, {total[half]}" for half in (0, 1)]
     code += [f"vfmadd213ps {bias[half]}, %zmm7, {total[half]}" for half in (0, 1)]
-    code += [f"vmaxps {total[half]}, %zmm6, {total[half]}" for half in (0, 1)]  # NaN stays
     code += [f"vmovups {total[half]}, {64 * half}(%r11)" for half in (0, 1)]
     return [*code, f"add $${LINE}, %rsi", "add %r12, %r11", "dec %r13", "jnz 5b"]
 

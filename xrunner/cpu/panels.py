@@ -19,10 +19,8 @@ Source: K. Goto and R. van de Geijn, Anatomy of High-Performance Matrix Multipli
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
-from enum import IntEnum
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import llvmlite.binding
 import numba
@@ -37,6 +35,7 @@ from xrunner import memory
 from xrunner.cpu.scalars import INNER, OPTIONS, gated, round_row
 from xrunner.cpu.simd import address, append_assembly, argument, at, enable_assembly, inlined, pointers
 from xrunner.cpu.threads import num_threads
+from xrunner.packing.base import PackedLinear
 
 WIDTH = 32
 """Number of outputs in a panel, which fill two registers."""
@@ -69,7 +68,7 @@ FLOAT32, BFLOAT16, INT8 = range(3)
 """Kinds of numbers."""
 FEATURES = {"float32": "avx512f", "bfloat16": "avx512bf16", "int8": "avx512vnni"}
 
-X, X_STRIDE, WEIGHT, TURNS, REST, BEGIN, BEGIN_STRIDE, Y, Y_STRIDE, SOON, SOON_LINES, NO_NEGATIVES = range(12)
+X, X_STRIDE, WEIGHT, TURNS, REST, BEGIN, BEGIN_STRIDE, Y, Y_STRIDE, SOON, SOON_LINES = range(11)
 """Positions of the inner loop's arguments in an array of int64: addresses, and strides in bytes. Sums start from the
 values at BEGIN. Each iteration prefetches SOON_LINES lines from SOON."""
 
@@ -85,34 +84,23 @@ def is_available(dtype: str = "float32") -> bool:
     return platform.machine() in {"x86_64", "AMD64"} and all(features.get(name) for name in wanted)
 
 
-Product = Callable[[Tensor, Tensor | None], Tensor]
+def pack(weight: Tensor, *, gated: bool = False) -> PackedLinear:
+    """Return the product x W^T + b of x and b. # float32 [out, in]
 
-
-class Finish(IntEnum):
-    """How sums are finished: unchanged, clipped at zero, or gated. If gated, the first half of the outputs gates the
-    second half (see `scalars.gated`), and the number of outputs is halved.
+    Args:
+        gated: whether the first half of the outputs gates the second half (see `scalars.gated`), which halves the
+            number of outputs.
     """
-
-    NOTHING = 0
-    RELU = 1
-    GATE = 2
+    return _packed(weight, None, None, FLOAT32, gated=gated)
 
 
-_RELU, _GATE = int(Finish.RELU), int(Finish.GATE)
-
-
-def pack(weight: Tensor, finish: Finish = Finish.NOTHING) -> Product:
-    """Return the product x W^T + b of x and b, finished as `finish` says. # float32 [out, in]"""
-    return product_of(lay_out(weight, finish))
-
-
-def pack_bfloat16(weight: Tensor, finish: Finish = Finish.NOTHING) -> Product:
+def pack_bfloat16(weight: Tensor, *, gated: bool = False) -> PackedLinear:
     """Return the product x W^T + b with a weight in bfloat16 [out, in]. The rows of x are rounded to bfloat16, and sums
     are float32."""
-    return _packed(lay_out(weight, finish), None, None, BFLOAT16)
+    return _packed(weight, None, None, BFLOAT16, gated=gated)
 
 
-def pack_int8(weight: Tensor, scales: Tensor, finish: Finish = Finish.NOTHING) -> Product:
+def pack_int8(weight: Tensor, scales: Tensor, *, gated: bool = False) -> PackedLinear:
     """Return the product x W^T + b with a weight in eight bits. Each row of x is rounded to eight bits.
 
     Args:
@@ -121,24 +109,20 @@ def pack_int8(weight: Tensor, scales: Tensor, finish: Finish = Finish.NOTHING) -
     """
     # 128 is added to the rows' numbers; the initial sums compensate for it.
     begin = weight.sum(dim=1, dtype=torch.int32) * -128
-    return _packed(lay_out(weight, finish), scales, begin.view(torch.float32), INT8)
+    return _packed(weight, scales, begin.view(torch.float32), INT8, gated=gated)
 
 
 class PanelOutputs:
     """The layout of a product's outputs in whole panels. Panels of gates alternate with panels of gated outputs.
 
     Attributes:
-        number, width: number of outputs after finishing, and this number rounded up to whole panels.
-
-    Args:
-        together: the number of panels after finishing is rounded up to a multiple of this.
+        number, width: number of outputs after gating, and this number rounded up to whole panels.
     """
 
-    def __init__(self, number: int, finish: Finish, together: int = 1) -> None:
-        self.finish = finish
-        self._parts = 2 if finish is Finish.GATE else 1
+    def __init__(self, number: int, *, gated: bool) -> None:
+        self._parts = 1 + gated
         self.number = number // self._parts
-        self.width = self.number + -self.number % (WIDTH * together)
+        self.width = self.number + -self.number % WIDTH
         self._no_bias = np.zeros(self._parts * self.width, dtype=np.float32)
 
     def in_panels(self, of_outputs: Tensor) -> Tensor:
@@ -154,41 +138,18 @@ class PanelOutputs:
         return self._no_bias if bias is None else self.in_panels(bias).numpy()
 
 
-class Panels(NamedTuple):
-    """A packed weight of any kind.
-
-    Attributes:
-        numbers: four bytes for each input, panel by panel. # [panels * WIDTH * in]
-        block: inputs of a block.
-    """
-
-    outputs: PanelOutputs
-    numbers: np.ndarray
-    block: int
-
-
-def lay_out(weight: Tensor, finish: Finish, together: int = 1) -> Panels:
-    """Pack a weight in float32, bfloat16 or int8. # [out, in]"""
-    outputs = PanelOutputs(len(weight), finish, together)
-    return Panels(outputs, *_laid_out(outputs.in_panels(weight)))
-
-
-def product_of(weight: Panels) -> Product:
-    """Return the product with a weight in float32."""
-    return _packed(weight, None, None, FLOAT32)
-
-
-def _packed(weight: Panels, scales: Tensor | None, begin: Tensor | None, kind: int) -> Product:
-    """Return the product with a packed weight.
+def _packed(weight: Tensor, scales: Tensor | None, begin: Tensor | None, kind: int, *, gated: bool) -> PackedLinear:
+    """Return the product with a weight of this kind. # [out, in]
 
     Args:
         scales: scale of each output. # [out]
         begin: initial value of each sum, as bits of the sums' type. None means the bias. # [out]
     """
-    outputs, panels, block = weight
+    outputs = PanelOutputs(len(weight), gated=gated)
+    panels, block = _laid_out(outputs.in_panels(weight))
     of_outputs = np.ones_like(outputs.bias(None)) if scales is None else outputs.in_panels(scales).numpy()
     start = None if begin is None else outputs.in_panels(begin).numpy()
-    how = int(outputs.finish), kind
+    how = gated, kind
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
         y = torch.empty(len(x), outputs.width)
@@ -224,8 +185,8 @@ def _block_depth(depth: int) -> int:
     return -(-depth // (count * STEPS)) * STEPS
 
 
-def _run(x: np.ndarray, packed: Any, y: np.ndarray, block: int, how: tuple[int, int]) -> None:
-    """# packed: panels, what sums begin with, scales of outputs, bias; how: the finish, and the kind"""
+def _run(x: np.ndarray, packed: Any, y: np.ndarray, block: int, how: tuple[bool, int]) -> None:
+    """# packed: panels, what sums begin with, scales of outputs, bias; how: whether outputs are gated, and the kind"""
     inputs, count = (x, _NO_SCALES), num_threads()
     if count == 1:
         _multiply_all(inputs, packed, y, block, how)
@@ -234,7 +195,7 @@ def _run(x: np.ndarray, packed: Any, y: np.ndarray, block: int, how: tuple[int, 
     _multiply_shared(inputs, packed, y, block, how, count)
 
 
-def _run_rounded(x: Tensor, packed: Any, y: np.ndarray, block: int, how: tuple[int, int]) -> None:
+def _run_rounded(x: Tensor, packed: Any, y: np.ndarray, block: int, how: tuple[bool, int]) -> None:
     width, count = len(packed[0]) // len(packed[2]), num_threads()
     rounded = np.empty((len(x), width), dtype=np.float32), np.empty(len(x), dtype=np.float32)
     rows = x.numpy(), x.view(torch.int32).numpy()
@@ -309,15 +270,14 @@ def _multiply(inputs: Any, packed: Any, y: Any, block: Any, how: Any, first: Any
     """
     x, scale = inputs
     panels, begin, of_outputs, bias = packed
-    finish, kind = how
+    is_gated, kind = how
     num_rows, depth = x.shape
-    is_gated = finish == _GATE
     sums = y
     if is_gated:
         columns = 2 * WIDTH if depth <= block else (last - first) * WIDTH
         sums = np.empty((min(num_rows, CHUNK), columns), dtype=np.float32)
     width = sums.shape[1]
-    arguments = np.empty(12, dtype=np.int64)
+    arguments = np.empty(11, dtype=np.int64)
     for row in range(0, num_rows, CHUNK):
         count = min(CHUNK, num_rows - row)
         length = SLICE if count <= GROUP else block
@@ -334,26 +294,25 @@ def _multiply(inputs: Any, packed: Any, y: Any, block: Any, how: Any, first: Any
                     _pass_slice(arrays, (row, count), width, between, how, arguments)
                 if end == depth and kind == INT8:
                     of_panel = at(of_outputs, column), at(bias, column), at(scale, row)
-                    _scale(at(sums, place), width, count, of_panel, finish == _RELU)
+                    _scale(at(sums, place), width, count, of_panel)
                 if end == depth and is_gated and (panel - first) % 2 == 1:
                     result = at(y, row * y.shape[1] + panel // 2 * WIDTH)
-                    apply_gates(at(sums, place - WIDTH), width, count, result, y.shape[1])
+                    _apply_gates(at(sums, place - WIDTH), width, count, result, y.shape[1])
 
 
 @njit(**OPTIONS, **INNER)
-def _scale(sums: Any, width: Any, count: Any, of_panel: Any, relu: Any) -> None:
+def _scale(sums: Any, width: Any, count: Any, of_panel: Any) -> None:
     """Scale a panel's sums in place. They are int32 bits."""
     of_outputs, bias, of_rows = of_panel
     for i in range(count):
         of_row = of_rows[i]
         for d in range(WIDTH):
             total = np.float32(np.float32(sums[i * width + d]).view(np.int32))
-            value = np.float32(total * of_outputs[d] * of_row + bias[d])
-            sums[i * width + d] = np.float32(0.0) if relu and value < np.float32(0.0) else value
+            sums[i * width + d] = np.float32(total * of_outputs[d] * of_row + bias[d])
 
 
 @njit(**OPTIONS, **INNER)
-def apply_gates(sums: Any, width: Any, count: Any, results: Any, results_width: Any) -> None:
+def _apply_gates(sums: Any, width: Any, count: Any, results: Any, results_width: Any) -> None:
     """Apply a panel of gates to the next panel."""
     for i in range(count):
         for d in range(WIDTH):
@@ -370,7 +329,7 @@ def _pass_slice(arrays: Any, rows: Any, width: Any, inputs: Any, how: Any, argum
     """
     x, panel, begin, sums = arrays
     row, count = rows
-    finish, kind = how
+    _, kind = how
     start, end, length = inputs
     depth = x.shape[1]
     num_groups = max((count + GROUP - 1) // GROUP, 1 if count <= FEW else 2)
@@ -379,7 +338,6 @@ def _pass_slice(arrays: Any, rows: Any, width: Any, inputs: Any, how: Any, argum
     soon = address(panel) + 4 * length * WIDTH
     arguments[X_STRIDE], arguments[Y_STRIDE] = 4 * depth, 4 * width
     arguments[WEIGHT], arguments[TURNS], arguments[REST] = address(panel), turns, rest
-    arguments[NO_NEGATIVES] = finish == _RELU and end == depth and kind != INT8
     for group in range(num_groups):
         first, stop = count * group // num_groups, count * (group + 1) // num_groups
         arguments[X] = address(x) + 4 * ((row + first) * depth + start)
@@ -389,7 +347,7 @@ def _pass_slice(arrays: Any, rows: Any, width: Any, inputs: Any, how: Any, argum
         arguments[SOON] = soon + 64 * lines * turns * group
         arguments[SOON_LINES] = lines if num_groups > 1 and lines * group < LINES else 0
         if kind == FLOAT32:
-            multiply_float32(arguments, stop - first)
+            _multiply_float32(arguments, stop - first)
         elif kind == BFLOAT16:
             _multiply_bfloat16(arguments, stop - first)
         else:
@@ -487,11 +445,9 @@ def _assembly(num_rows: int, instruction: str) -> str:
         *(*multiply(STEPS), "dec %r13", "jnz 2b"),
         *("5:", f"mov {argument(REST)}, %r13", "test %r13, %r13", "jz 7f"),
         *("6:", *multiply(1), "dec %r13", "jnz 6b"),
-        *("7:", f"mov {argument(NO_NEGATIVES)}, %rcx", "test %rcx, %rcx", "jz 8f", "vpxord %zmm0, %zmm0, %zmm0"),
-        *(f"vmaxps {total}, %zmm0, {total}" for pair in sums for total in pair),  # NaN stays
-        *("8:", *each_sum(Y, Y_STRIDE)),
+        *("7:", *each_sum(Y, Y_STRIDE)),
     ]
     return "\n".join(code)
 
 
-multiply_float32, _multiply_bfloat16, _multiply_int8 = map(_multiplying, INSTRUCTIONS)
+_multiply_float32, _multiply_bfloat16, _multiply_int8 = map(_multiplying, INSTRUCTIONS)
