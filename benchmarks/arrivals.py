@@ -17,10 +17,10 @@ from pathlib import Path
 import click
 
 from xgpt.comparing.compare import score_current
-from xgpt.comparing.read import read_current
+from xgpt.comparing.launched import read_current
 from xgpt.core.errors import XgptError
-from xgpt.core.rates import rate_of
 from xgpt.core.schema import Plan, Profile
+from xgpt.core.schema.plan import rate_of
 from xgpt.problems import resolve
 from xgpt.requests import plan_request
 from xscheduler.objectives.arrivals import SHARP

@@ -30,8 +30,8 @@ import numpy as np
 
 from tests.contract.test_claims import Case
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.rates import rate_of
 from xgpt.core.schema import Constraint, Plan, Profile
+from xgpt.core.schema.plan import rate_of
 from xscheduler.objectives.best_plans import best_by_rate, kinds_of, plan_each
 from xscheduler.objectives.saturation import with_simulated_figures
 from xscheduler.problem import Problem

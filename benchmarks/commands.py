@@ -27,10 +27,9 @@ import yaml
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from xgpt.comparing.compare import compare, gain_of
-from xgpt.comparing.launched import Launched, in_manifest, in_shell
-from xgpt.comparing.read import READERS
+from xgpt.comparing.launched import READERS, Launched, in_manifest, in_shell
 from xgpt.core.errors import InputError, XgptError
-from xgpt.core.rates import rate_of
+from xgpt.core.schema.plan import rate_of
 from xgpt.requests import plan_request
 from xgpt.resolve import load_cluster
 

@@ -33,11 +33,11 @@ from benchmarks import engines, roofline
 from xgpt import api
 from xgpt.benchmark import Load, bench_plan
 from xgpt.checkpoints.files import read_spec
-from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.io import dump_json, sha256, write_atomic
 from xgpt.core.policies import LaneSettings, OneLane, Pool
 from xgpt.core.schema import SERVED, DType, ModelSpec, RunDType
 from xgpt.core.schema.policy import PolicyChoice
+from xgpt.core.workload import ArrivalProcess
 from xgpt.problems import resolve
 from xgpt.reporting.plan_text import settings_text
 from xgpt.requests import plan_request

@@ -27,8 +27,8 @@ import numpy as np
 from xgpt.comparing.compare import score_current
 from xgpt.comparing.current import CurrentEngine
 from xgpt.core.errors import InfeasibleError, InputError
-from xgpt.core.rates import rate_of
 from xgpt.core.schema import EngineSpec, Plan
+from xgpt.core.schema.plan import rate_of
 from xgpt.problems import resolve
 from xgpt.requests import plan_request
 from xgpt.resolve import load_engine

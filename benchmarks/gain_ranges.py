@@ -15,7 +15,7 @@ import argparse
 from benchmarks.gain import default_of
 from xgpt.comparing.assumptions import keeps_current, ranges
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.rates import rate_of
+from xgpt.core.schema.plan import rate_of
 from xgpt.problems import resolve
 from xgpt.requests import plan_request
 from xscheduler.objectives.best_plans import plan_each

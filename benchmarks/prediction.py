@@ -29,11 +29,11 @@ from benchmarks.lib.alone import run_alone
 from xgpt import api
 from xgpt.benchmark import Load, bench_plan
 from xgpt.cli.render import progress_bar
-from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.io import sha256, write_atomic
 from xgpt.core.schema import SERVED, BenchReport, Constraint, Plan, Profile, RunDType
 from xgpt.core.schema.policy import PolicyChoice
+from xgpt.core.workload import ArrivalProcess
 from xgpt.problems import resolve
 from xgpt.reporting.plan_text import settings_text
 from xgpt.requests import plan_request

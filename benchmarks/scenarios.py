@@ -28,8 +28,8 @@ from benchmarks.papers.settings import faster_transformer
 from benchmarks.scheduler import SCENARIOS, task_problem
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.io import write_atomic
-from xgpt.core.rates import rate_of
 from xgpt.core.schema import Constraint, Plan
+from xgpt.core.schema.plan import rate_of
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.objectives.ladder import request_latency
 from xscheduler.problem import Problem

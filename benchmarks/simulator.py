@@ -20,8 +20,8 @@ import numpy as np
 
 import xgpt
 from xgpt.core.policies import OneLane, Pool, lane_settings
-from xgpt.core.rates import rate_of
 from xgpt.core.schema import ChunkedSettings, OrcaSettings, RraSettings, StaticSettings, WaaSettings
+from xgpt.core.schema.plan import rate_of
 from xgpt.core.workload import sample
 from xgpt.resolve import load_cluster, load_model, load_workload
 from xprofiler import analytic

@@ -35,8 +35,8 @@ from benchmarks.lib.ceiling import ceiling
 from xgpt.core import policies
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.io import dump_json
-from xgpt.core.rates import rate_of
 from xgpt.core.schema import AdmissionOrder, ChunkedSettings, Plan, Profile, RequestClass, SlackBudget
+from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.policy import PolicyChoice
 from xgpt.core.workload import gamma_arrivals, sample
 from xgpt.problems import resolve

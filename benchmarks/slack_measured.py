@@ -23,11 +23,11 @@ import numpy as np
 
 from benchmarks.slack import best_fixed, best_of
 from xgpt.benchmark import Load, bench_plan
-from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.io import dump_json
 from xgpt.core.policies.slack import StepClock
-from xgpt.core.rates import rate_of
 from xgpt.core.schema import EngineKind, Plan
+from xgpt.core.schema.plan import rate_of
+from xgpt.core.workload import ArrivalProcess
 from xgpt.problems import resolve
 from xgpt.reporting.plan_text import settings_text
 from xgpt.requests import plan_request

@@ -38,8 +38,7 @@ from xrunner.vllm.process import package_path, preload, python, started
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
-from xsimulator.costs.step_cost import LaneCost
-from xsimulator.costs.step_counts import StepCounts
+from xsimulator.costs.step_cost import LaneCost, StepCounts
 from xsimulator.run import simulate
 from xsimulator.stages import whole
 

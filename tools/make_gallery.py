@@ -18,8 +18,8 @@ from pathlib import Path
 from matplotlib import rcParams
 from matplotlib.figure import Figure
 
-from xgpt.core.rates import rate_of as rate
 from xgpt.core.schema import Plan
+from xgpt.core.schema.plan import rate_of as rate
 
 rcParams["svg.hashsalt"] = "xgpt"  # a picture of the same figures is the same file
 OUT = Path(__file__).parents[1] / "docs/gallery"

@@ -18,11 +18,11 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from xgpt.checkpoints import hub
-from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.errors import InputError
 from xgpt.core.io import load_json, parse_arguments
 from xgpt.core.schema import EngineKind, Pinned, Plan, Profile
 from xgpt.core.schema.fleet import FleetPlan
+from xgpt.core.workload import ArrivalProcess
 from xgpt.requests import (
     REQUESTS,
     AutoscaleRequest,

@@ -20,7 +20,6 @@ import numpy as np
 
 from xgpt.client import ClientRequest, ClientResult, replay
 from xgpt.connection import own_api_key
-from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.busy import busy_of_workers
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.io import dump_json, read_step_log, sha256
@@ -39,7 +38,7 @@ from xgpt.core.schema import (
     Workload,
 )
 from xgpt.core.schema.step_log import StepRecord
-from xgpt.core.workload import Floats, Ints, TraceLengths, sample
+from xgpt.core.workload import ArrivalProcess, Floats, Ints, TraceLengths, sample
 from xgpt.observation.paces import record, usual
 from xgpt.resolve import load_workload
 from xprofiler.others import differences, gflops

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import least_squares
 
-from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.errors import InputError, cut
 from xgpt.core.schema import EngineSpec, Plan, Profile, Workload
 from xgpt.core.schema.documents import CalibratedLoadOutput, CalibrateOutput
-from xgpt.core.workload import histogram_of
+from xgpt.core.workload import ArrivalProcess, histogram_of
 from xsimulator.run import run_simulation
 
 SCALES_S = {"s": 1.0, "sec": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}

@@ -15,13 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.benchmark import Drawn, Load, replayed
-from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.errors import XgptError
 from xgpt.core.machine import num_cores
 from xgpt.core.progress import Progress, silent
 from xgpt.core.schema import SERVED, ClusterSpec, Constraint, Histogram, Jitter, ModelSpec, Plan, Profile, Workload
 from xgpt.core.schema.step_log import StepRecord
-from xgpt.core.workload import sample
+from xgpt.core.workload import ArrivalProcess, sample
 from xprofiler.others import NOTABLE, Others
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.problem import Problem

@@ -20,8 +20,7 @@ from xgpt.serving.checking import check_planned
 from xprofiler.ranges import Cell, Quantity, cell_of, likely
 from xscheduler.expression import maximised
 from xscheduler.objectives.best_plans import UNIFORM_KINDS, check_held, is_uniform, plan_each, plan_uniform
-from xscheduler.objectives.capacities import predicted_rate, with_capacities
-from xscheduler.objectives.mixing import with_mixing_edge
+from xscheduler.objectives.capacities import predicted_rate, with_capacities, with_mixing_edge
 from xscheduler.objectives.reusing import PlanEach, with_reuse
 from xscheduler.objectives.sizing import ClusterChoice, cheapest, fewest_devices
 from xscheduler.problem import Problem

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.core.errors import nearest
-from xgpt.core.rates import rate_of
 from xgpt.core.schema import Plan
+from xgpt.core.schema.plan import rate_of
 
 Values = npt.NDArray[np.float64] | float
 

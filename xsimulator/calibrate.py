@@ -19,8 +19,7 @@ import numpy.typing as npt
 from xgpt.core.errors import InputError
 from xgpt.core.schema import Calibration, CrossTimes, Plan, Profile
 from xgpt.core.schema.step_log import StepRecord
-from xsimulator.costs.step_cost import LaneCost
-from xsimulator.costs.step_counts import StepParts
+from xsimulator.costs.step_cost import LaneCost, StepParts
 from xsimulator.executed import executed
 from xsimulator.stages import whole
 

@@ -23,8 +23,8 @@ from xsimulator.clock import LaneClock, TwoLaneClock
 from xsimulator.costs.step_cost import LaneCost, lanes_of
 from xsimulator.counts.arrivals import Array, GoalNs, KeptBounds, Run, Stream
 from xsimulator.counts.counted_run import counted_run
-from xsimulator.drafted import decoded
 from xsimulator.events import SimulatedEngine, SimulatedRequest
+from xsimulator.lengths import decoded
 from xsimulator.measures import RequestTimes
 
 LEAST_REQUESTS = 2000

@@ -14,8 +14,7 @@ from xgpt.core.policies import Step
 from xgpt.core.schema import Plan, Profile
 from xgpt.core.schema.step_log import StepRecord
 from xsimulator.clock import step_counts
-from xsimulator.costs.step_cost import lanes_of
-from xsimulator.costs.step_counts import StepCounts
+from xsimulator.costs.step_cost import StepCounts, lanes_of
 from xsimulator.events import replay
 
 Array = npt.NDArray[np.float64]

@@ -1,4 +1,4 @@
-"""Compute the means, mean squares and tails of a workload's lengths, for the closed forms."""
+"""Compute the means, mean squares and tails of a workload's lengths, for the closed forms, and lengths in decode steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from functools import cache, cached_property
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.core.schema import Workload
+from xgpt.core.reuse_distances import ReuseCurve
+from xgpt.core.schema import Speculation, Workload
 from xgpt.core.workload import quantile
 
 Array = npt.NDArray[np.float64]
@@ -175,3 +176,57 @@ def steady_decode_batch(lengths: Lengths, encode_batch: float, decode_iterations
     """
     decodes = lengths.outputs - 1
     return encode_batch * math.fsum(lengths.output_probabilities * phases(decodes, decode_iterations))
+
+
+def decoded(outputs: npt.ArrayLike, speculation: Speculation | None, rng: np.random.Generator) -> Ints:
+    """Return the output lengths with which the schedule simulates requests with a draft. # [requests]
+
+    A step of the schedule stands for that fraction of an engine step in which a request gets one token on average. The
+    first token comes with the prompt. Then engine steps emit 1, 2, ... tokens with the probabilities in
+    `Speculation.shares` until the output is complete. So a request whose drafts are rarely accepted takes more steps.
+    Without a draft, the lengths are unchanged.
+
+    Args:
+        outputs: output tokens. # [requests]
+    """
+    lengths = np.asarray(outputs)
+    if speculation is None:
+        return lengths
+    left, steps = lengths - 1, np.zeros(len(lengths), int)
+    ends = np.cumsum(speculation.shares)
+    while (going := np.flatnonzero(left > 0)).size:
+        left[going] -= 1 + np.minimum(np.searchsorted(ends, rng.random(going.size)), speculation.tokens)
+        steps[going] += 1
+    # The last step may emit more tokens than the output needs. All outputs are scaled to correct for this.
+    whole = speculation.tokens_per_step * steps
+    wanted, taken = float((lengths - 1).sum()), float(whole.sum())
+    return 1 + np.round(whole * (wanted / taken if taken else 1.0)).astype(int)
+
+
+KINDS = 200
+"""Largest number of kinds of requests that closed forms distinguish."""
+
+
+def reused_at(
+    curve: ReuseCurve, tokens: float, kept_tokens: float | None = None, *, holds_prompts: bool = True
+) -> Reused:
+    """Return the part of prompts that requests find in a cache of `tokens` tokens.
+
+    Requests are grouped by the number of tokens that remain to be encoded.
+
+    Args:
+        kept_tokens: memory, in tokens, that is reserved for the cache. None means `tokens`.
+    """
+    cached = curve.cached(tokens)
+    order = np.argsort(curve.inputs - cached, kind="stable")
+    groups = np.array_split(order, min(len(order), KINDS))
+    columns = [[float(values[group].mean()) for group in groups] for values in (curve.inputs, cached)]
+    shares = np.asarray([len(group) / len(order) for group in groups])
+    return Reused(
+        np.asarray(columns[0]),
+        np.asarray(columns[1]),
+        shares,
+        tokens if kept_tokens is None else kept_tokens,
+        curve.most,
+        holds_prompts,
+    )

@@ -12,22 +12,20 @@ from pathlib import Path
 import numpy as np
 
 from xgpt.core import policies
-from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.errors import InputError
 from xgpt.core.policies import Schedule
 from xgpt.core.policies.routing import share_of_replica
 from xgpt.core.schema import JointLengths, Plan, Profile, Workload
 from xgpt.core.schema.step_log import Account, StepRecord
 from xgpt.core.traces import read_lengths
-from xgpt.core.workload import Ints, TraceLengths, quantile, sample
+from xgpt.core.workload import ArrivalProcess, Ints, TraceLengths, quantile, sample
 from xgpt.resolve import load_trace, workload_of
 from xsimulator.clock import LaneClock, OnSpan, Span, TwoLaneClock
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.counts.arrivals import KeptBounds, Run, Stream
-from xsimulator.drafted import decoded
 from xsimulator.events import SimulatedClock, SimulatedEngine, SimulatedRequest
 from xsimulator.forecast import FORECASTS
-from xsimulator.lengths import Lengths
+from xsimulator.lengths import Lengths, decoded
 from xsimulator.measures import Measured, RequestTimes, measure, request_times
 from xsimulator.request_law import RequestLaw, SeenSteps, drawn_law, logged_law, request_law
 from xsimulator.timeline import Timeline, chrome_trace, idle_shares

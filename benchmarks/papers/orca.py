@@ -17,8 +17,7 @@ from xgpt.resolve import load_cluster
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xsimulator.costs.curves import Grid
-from xsimulator.costs.step_cost import LaneCost
-from xsimulator.costs.step_counts import StepCounts
+from xsimulator.costs.step_cost import LaneCost, StepCounts
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.memory import LaneMemory
 from xsimulator.run import clock_of

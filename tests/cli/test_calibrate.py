@@ -12,10 +12,10 @@ import pytest
 
 from tests.cli.commands import PROBLEM, Xgpt
 from xgpt.calibrating import read_loads, slowed, with_path
-from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.errors import InputError
 from xgpt.core.io import load_json
 from xgpt.core.schema import Plan, Profile
+from xgpt.core.workload import ArrivalProcess
 from xprofiler.store import profile_of
 from xsimulator.run import run_simulation
 

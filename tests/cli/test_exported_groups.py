@@ -23,7 +23,7 @@ from xgpt.core.io import dump_json
 from xgpt.core.schema import Plan
 from xgpt.exporting.export import export
 from xgpt.exporting.kubernetes import RAY_PORT
-from xgpt.exporting.packages import PORT
+from xgpt.exporting.pods import PORT
 from xgpt.resolve import load_cluster
 
 LANES = {

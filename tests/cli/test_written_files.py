@@ -12,7 +12,7 @@ import pytest
 from tests.cli.commands import PROBLEM, Xgpt
 from tests.fleets import fleet_of
 from xgpt.cli import COMMANDS, commands
-from xgpt.cli.outputs import WRITTEN
+from xgpt.cli.options import WRITTEN
 from xgpt.core.errors import InputError
 from xgpt.core.io import dump_json
 from xgpt.core.output_files import OutputFile, check_step_log, is_recorded, record

@@ -16,8 +16,8 @@ from tests.contract.spaces import EVERY_KIND, SEEDS, Spaces
 from tests.contract.test_claims import Case
 from tests.rings import few
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.rates import rate_of
 from xgpt.core.schema import ChunkedSettings, Constraint, Histogram, Plan, SearchCertificate, Workload
+from xgpt.core.schema.plan import rate_of
 from xgpt.requests import plan_request
 from xscheduler.arrival_bounds import PromptSteps, Waits, _waits_for_one_of, loosened
 from xscheduler.arrival_rate import closed_rate

@@ -11,7 +11,7 @@ from tests.rings import few
 from xgpt.core.schema import Curve, RraSettings
 from xscheduler.box_bounds import box_bounds
 from xscheduler.lower_tables import lowered
-from xscheduler.search import branch_and_bound, checked, exhaustive
+from xscheduler.search import branch_and_bound, checked
 from xscheduler.search.branch_and_bound import THROUGHPUT_TOLERANCE
 from xsimulator.costs.curves import Grid, Line
 
@@ -139,7 +139,7 @@ def test_a_bound_that_is_none_is_caught(
     monkeypatch.setattr(checked, "SWEPT", swept)
     spaces = Spaces(kind, 1, monotone=True)
     tried = spaces.spaces()
-    best = exhaustive.search(spaces.spaces()).throughput
+    best = checked.exhaustive(spaces.spaces()).throughput
     for space in tried:
         space.bound = 0.5 * best
     found = checked.search(tried)
@@ -156,7 +156,7 @@ def test_a_wrong_direction_loses_throughput(monkeypatch: pytest.MonkeyPatch) -> 
     for seed in FEW:
         spaces = Spaces("rra", seed, monotone=True)
         bound = spaces.bounds()[2]
-        best = exhaustive.search(spaces.spaces(bound))
+        best = checked.exhaustive(spaces.spaces(bound))
         losses.append(1 - branch_and_bound.search(spaces.spaces(bound)).throughput / best.throughput)
     assert max(losses) > 10 * THROUGHPUT_TOLERANCE
 

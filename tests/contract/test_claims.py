@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tests.contract.scenarios import random_profile
 from tests.rings import ALL, known
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.rates import rate_of
 from xgpt.core.schema import Constraint, Histogram, Plan, Workload
 from xgpt.core.schema.constraint import Objective, Sla
+from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.policy import PolicyChoice
 from xgpt.resolve import load_cluster, load_model
 from xscheduler.objectives.arrivals import COARSE

@@ -28,7 +28,7 @@ from xgpt.core.schema.policy import SingleLane
 from xgpt.core.schema.step_log import StepRecord
 from xrunner.engine import Engine
 from xrunner.generation import Generation
-from xscheduler.replanning.reestimate import reestimate
+from xscheduler.replanning.situation import reestimate
 from xscheduler.schedule import Scheduler
 from xsimulator.capacity import Trial
 from xsimulator.costs.curves import Array

@@ -9,8 +9,8 @@ import pytest
 
 from tests.contract.scenarios import problem
 from tests.rings import few
-from xgpt.core.rates import rate_of
 from xgpt.core.schema import Constraint, Plan
+from xgpt.core.schema.plan import rate_of
 from xscheduler.objectives.arrivals import SHARP
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.objectives.capacities import with_capacities

@@ -19,7 +19,7 @@ from xgpt.core.io import dump_json
 from xgpt.core.schema import Constraint, Plan, StaticSettings
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
-from xscheduler.search import branch_and_bound, exhaustive, optuna_search
+from xscheduler.search import branch_and_bound, checked, optuna_search
 from xscheduler.search.branch_and_bound import THROUGHPUT_TOLERANCE
 
 ROUNDING = 1e-9
@@ -64,7 +64,7 @@ def test_branch_and_bound_agrees_with_exhaustive(kind: str, seed: int) -> None:
     """Where tables are even and directions hold, to within the tolerance with which blocks are dropped."""
     spaces = Spaces(kind, seed, monotone=True)
     for bound in spaces.bounds():
-        best = exhaustive.search(spaces.spaces(bound))
+        best = checked.exhaustive(spaces.spaces(bound))
         found = branch_and_bound.search(spaces.spaces(bound))
         assert (found.settings is None) == (best.settings is None)
         assert found.throughput <= best.throughput * (1 + ROUNDING)
@@ -79,7 +79,7 @@ def test_certificate_holds(kind: str, seed: int, monotone: bool) -> None:
     spaces = Spaces(kind, seed, monotone=monotone)
     for bound in spaces.bounds():
         found = branch_and_bound.search(spaces.spaces(bound))
-        best = exhaustive.search(spaces.spaces(bound))
+        best = checked.exhaustive(spaces.spaces(bound))
         if found.settings is None or found.space is None:
             continue
         assert found.gap is not None
@@ -137,7 +137,7 @@ def test_optuna_is_repeatable_and_never_beats_exhaustive(kind: str) -> None:
     spaces = Spaces(kind, 5, monotone=True)
     bound = spaces.bounds()[2]
     first, second = (optuna_search.search(spaces.spaces(bound), num_trials=40) for _ in range(2))
-    best = exhaustive.search(spaces.spaces(bound))
+    best = checked.exhaustive(spaces.spaces(bound))
     assert first == second
     assert first.gap is None
     assert 0 < first.throughput <= best.throughput * (1 + ROUNDING)

@@ -15,8 +15,7 @@ from xprofiler import encoder_decoder, measure
 from xprofiler.bench import jitter_of
 from xrunner.cluster.workers import Workers
 from xscheduler.schedule import Problem
-from xsimulator.costs.step_cost import LaneCost
-from xsimulator.costs.step_counts import StepCounts
+from xsimulator.costs.step_cost import LaneCost, StepCounts
 from xsimulator.stages import whole
 
 

@@ -64,7 +64,7 @@ MAY_IMPORT_TORCH = (
     "xrunner",
     *(f"xprofiler.{name}" for name in ("bench", "compile_attention", "encoder_decoder", "measure", "ranks")),
 )
-LIGHT = {"xgpt.cli", *(f"xgpt.cli.{name}" for name in ("commands", "options", "outputs", "values"))}
+LIGHT = {"xgpt.cli", *(f"xgpt.cli.{name}" for name in ("commands", "options", "values"))}
 """What help and shell completion import."""
 HEAVY = {"torch", "numpy", "scipy", "numba", "pydantic", "optuna", "starlette", "transformers", "matplotlib"}
 

@@ -19,9 +19,8 @@ from xgpt.resolve import load_cluster, load_engine, load_model
 from xgpt.serving.checking import check_runs
 from xprofiler.analytic import profile
 from xsimulator.costs.speculating import speculating
-from xsimulator.costs.step_cost import LaneCost
-from xsimulator.costs.step_counts import StepCounts
-from xsimulator.drafted import decoded
+from xsimulator.costs.step_cost import LaneCost, StepCounts
+from xsimulator.lengths import decoded
 from xsimulator.run import run_simulation
 from xsimulator.stages import whole
 

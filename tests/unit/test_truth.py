@@ -14,7 +14,7 @@ from benchmarks.truth.loads import Served, all_at_once, closed_loop, open_loop
 from benchmarks.truth.score import plot, table
 from benchmarks.truth.sources import ALIGNED, Row, budget_of, cell_of, of_backend, repeated
 from xgpt.resolve import load_engine
-from xsimulator.costs.step_counts import StepCounts
+from xsimulator.costs.step_cost import StepCounts
 
 INPUT, OUTPUT = 512, 64
 SERVED = Served("llama-3.1-8b", "h100x8", "bfloat16", 2, "xgpt", 64, 8192, imported=False)

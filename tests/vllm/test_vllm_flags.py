@@ -10,7 +10,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from xgpt.comparing.flags import tables
-from xgpt.comparing.read import read_current
+from xgpt.comparing.launched import read_current
 from xgpt.comparing.vllm_command import GPU_SHARE, TABLE
 from xgpt.comparing.vllm_flags import REFUSED
 from xgpt.resolve import load_cluster

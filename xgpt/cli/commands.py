@@ -1,4 +1,4 @@
-"""The arguments and help of each command. `run` in the module with the command's name does the work.
+"""The arguments and help of each command. The function with its name in another file of this package does the work.
 
 Only click is imported here, so that help and shell completion answer at once.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 import click
 
 from xgpt.cli import options
-from xgpt.cli.options import json_option
-from xgpt.cli.outputs import force_option, output_option
+from xgpt.cli.options import force_option, json_option, output_option
 from xgpt.cli.values import Whole
 
 

@@ -8,8 +8,7 @@ import click
 
 from xgpt import api
 from xgpt.cli import options, render
-from xgpt.cli.options import refuse_idle
-from xgpt.cli.outputs import output_file, write
+from xgpt.cli.options import output_file, refuse_idle, write
 from xgpt.comparing.compare import NOT_RELAXED, gain_in_words
 from xgpt.core.io import dump_json, sha256
 from xgpt.core.schema.documents import CompareOutput, GainOutput, RangeOutput
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
     from xgpt.core.schema import Plan
 
 
-def run(output: str | None, force: bool, as_json: bool, current: str | None, measure: bool, **_: Any) -> None:
-    """Run the command. See `xgpt.cli.commands`."""
+def compare(output: str | None, force: bool, as_json: bool, current: str | None, measure: bool, **_: Any) -> None:
+    """Run the command that `commands.py` declares."""
     if current is None:
         refuse_idle(["output"], "it needs --current: only the current deployment is written")
     if not measure:

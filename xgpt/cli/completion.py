@@ -8,8 +8,8 @@ from click.shell_completion import get_completion_class
 from xgpt.cli import cli
 
 
-def run(shell: str) -> None:
-    """Run the command. See `xgpt.cli.commands`."""
+def completion(shell: str) -> None:
+    """Run the command that `commands.py` declares."""
     completion = get_completion_class(shell)
     assert completion is not None
     click.echo(completion(cli, {}, "xgpt", "_XGPT_COMPLETE").source())

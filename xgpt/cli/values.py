@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -31,18 +32,12 @@ class Decimal(click.FloatRange):
             self.fail(f"{value!r} is not a number, such as 0.5 or 12", param, ctx)
 
 
-class OfClass(click.ParamType):
-    """A number above zero for all requests, or CLASS=NUMBER for one class. The value becomes a pair: the class (or "")
-    and the number.
-    """
-
-    name = "[class=]seconds"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, float]:
-        of_class, equals, number = str(value).rpartition("=")
-        if equals and not of_class:
-            self.fail(f"{value!r} has no class before =; give S or CLASS=S", param, ctx)
-        return of_class, Decimal(0, min_open=True).convert(number, param, ctx)
+def of_class(value: str) -> tuple[str, float]:
+    """Return the class (or "" for all requests) and the number in CLASS=NUMBER, or in a number above zero."""
+    name, equals, number = value.rpartition("=")
+    if equals and not name:
+        raise click.BadParameter(f"{value!r} has no class before =; give S or CLASS=S")
+    return name, Decimal(0, min_open=True).convert(number, None, None)
 
 
 LONG_S = {"latency_bound_s": 600, "ttft_s": 60, "tpot_s": 2}
@@ -70,23 +65,19 @@ class Seconds(click.ParamType):
         return seconds
 
 
-class Rates(click.ParamType):
-    """Arrivals a second: R, or stages R:SECONDS,R:SECONDS,R."""
-
-    name = "rates"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        stages = []
-        for part in str(value).split(","):
-            rate, colon, seconds = part.strip().partition(":")
-            try:
-                stage = decimal(rate), decimal(seconds) if colon else None
-            except ValueError:
-                self.fail(f"{part!r} is not accepted; write R, or stages R:SECONDS,R:SECONDS,R", param, ctx)
-            if any(number is not None and not number > 0 for number in stage):
-                self.fail(f"{part!r} is not accepted; rates and seconds must be above 0", param, ctx)
-            stages.append(stage)
-        return stages
+def rates(value: str) -> list[tuple[float, float | None]]:
+    """Return arrivals a second: R, or stages R:SECONDS,R:SECONDS,R."""
+    stages = []
+    for part in value.split(","):
+        rate, colon, seconds = part.strip().partition(":")
+        try:
+            stage = decimal(rate), decimal(seconds) if colon else None
+        except ValueError:
+            raise click.BadParameter(f"{part!r} is not accepted; write R, or stages R:SECONDS,R:SECONDS,R") from None
+        if any(number is not None and not number > 0 for number in stage):
+            raise click.BadParameter(f"{part!r} is not accepted; rates and seconds must be above 0")
+        stages.append(stage)
+    return stages
 
 
 class SecondsOrNone(Decimal):
@@ -96,111 +87,85 @@ class SecondsOrNone(Decimal):
         return super().convert(value, param, ctx) or None
 
 
-class Prices(click.ParamType):
-    """Clusters with their prices, CLUSTER=PRICE,CLUSTER=PRICE."""
-
-    name = "prices"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for part in str(value).split(","):
-            name, _, text = part.strip().rpartition("=")
-            try:
-                price = decimal(text)
-            except ValueError:
-                price = 0.0
-            if not name or name in found or not (math.isfinite(price) and price > 0):
-                raise InputError("among", part, "write CLUSTER=PRICE,CLUSTER=PRICE with prices above 0")
-            found[name] = price
-        return found
-
-
-class Devices(click.ParamType):
-    """A number of devices, or auto. The API rejects other text."""
-
-    name = "devices"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        return int(value) if str(value).isdecimal() else str(value)
-
-
-class RequestsOrAll(click.ParamType):
-    """A number of requests, or all."""
-
-    name = "requests"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        if value == "all":
-            return "all"
+def prices(value: str) -> dict[str, float]:
+    """Return clusters with their prices, CLUSTER=PRICE,CLUSTER=PRICE."""
+    found: dict[str, float] = {}
+    for part in value.split(","):
+        name, _, text = part.strip().rpartition("=")
         try:
-            found = whole(str(value))
+            price = decimal(text)
         except ValueError:
-            found = 0
-        if found < 1:
-            raise InputError("num_requests", value, "give a whole number of at least 1, or all")
-        return found
+            price = 0.0
+        if not name or name in found or not (math.isfinite(price) and price > 0):
+            raise InputError("among", part, "write CLUSTER=PRICE,CLUSTER=PRICE with prices above 0")
+        found[name] = price
+    return found
 
 
-class DevicesOfEach(click.ParamType):
-    """A number of devices, for all clusters or for each: N, or CLUSTER=N,CLUSTER=N."""
-
-    name = "counts"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | dict[str, int]:
-        found: dict[str, int] = {}
-        for part in str(value).split(","):
-            name, _, count = part.strip().rpartition("=")
-            try:
-                found[name] = whole(count)
-            except ValueError:
-                found[name] = 0
-            if found[name] < 1 or (not name and "," in value):
-                raise InputError("devices", part, "write N, or CLUSTER=N,CLUSTER=N with whole numbers of at least 1")
-        return found.get("", found)
+def devices(value: str) -> int | str:
+    """Return a number of devices, or auto. The API rejects other text."""
+    return int(value) if value.isdecimal() else value
 
 
-class Held(click.ParamType):
-    """A control variable and its value, NAME=N, as a pair."""
+def requests_or_all(value: str) -> int | str:
+    """Return a number of requests, or all."""
+    if value == "all":
+        return "all"
+    try:
+        found = whole(value)
+    except ValueError:
+        found = 0
+    if found < 1:
+        raise InputError("num_requests", value, "give a whole number of at least 1, or all")
+    return found
 
-    name = "held"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
-        name, _, text = (part.strip() for part in str(value).partition("="))
+def devices_of_each(value: str) -> int | dict[str, int]:
+    """Return a number of devices, for all clusters or for each: N, or CLUSTER=N,CLUSTER=N."""
+    found: dict[str, int] = {}
+    for part in value.split(","):
+        name, _, count = part.strip().rpartition("=")
         try:
-            number = whole(text)
+            found[name] = whole(count)
         except ValueError:
-            number = -1
-        if not name or number < 0:
-            raise InputError("--fix", value, "write NAME=N, with a whole number")
-        return name, number
+            found[name] = 0
+        if found[name] < 1 or (not name and "," in value):
+            raise InputError("devices", part, "write N, or CLUSTER=N,CLUSTER=N with whole numbers of at least 1")
+    return found.get("", found)
 
 
-class Acceptance(click.ParamType):
-    """Shares of draft tokens that are accepted, SHARE or SHARE,SHARE. Anything else is a file."""
-
-    name = "acceptance"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from xgpt.core.numbers import decimal
-
-        try:
-            shares = [decimal(part) for part in str(value).split(",")]
-        except ValueError:
-            return str(value)
-        return shares[0] if len(shares) == 1 else tuple(shares)
+def held(value: str) -> tuple[str, int]:
+    """Return a control variable and its value, NAME=N, as a pair."""
+    name, _, text = (part.strip() for part in value.partition("="))
+    try:
+        number = whole(text)
+    except ValueError:
+        number = -1
+    if not name or number < 0:
+        raise InputError("--fix", value, "write NAME=N, with a whole number")
+    return name, number
 
 
-KINDS: dict[str, click.ParamType] = {
-    "acceptance": Acceptance(),
+def acceptance(value: str) -> float | tuple[float, ...] | str:
+    """Return the shares of draft tokens that are accepted, SHARE or SHARE,SHARE, or the name of a file."""
+    try:
+        shares = [decimal(part) for part in value.split(",")]
+    except ValueError:
+        return value
+    return shares[0] if len(shares) == 1 else tuple(shares)
+
+
+KINDS: dict[str, click.ParamType | Callable[[str], object]] = {
+    "acceptance": acceptance,
     "bound": Seconds(allow_inf=True),
-    "counts": DevicesOfEach(),
-    "devices": Devices(),
-    "held": Held(),
-    "of_class": OfClass(),
+    "counts": devices_of_each,
+    "devices": devices,
+    "held": held,
+    "of_class": of_class,
     "positive": Decimal(0, min_open=True),
-    "prices": Prices(),
-    "requests": RequestsOrAll(),
-    "rates": Rates(),
+    "prices": prices,
+    "requests": requests_or_all,
+    "rates": rates,
     "seconds": Seconds(),
     "seconds_or_0": SecondsOrNone(0),
 }

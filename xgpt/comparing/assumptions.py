@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.core.rates import rate_of
 from xgpt.core.schema import Plan, Profile, Workload
+from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.workload import Histogram
 from xgpt.core.workload import TraceLengths, histogram_of
 from xgpt.resolve import load_engine

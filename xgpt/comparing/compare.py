@@ -13,15 +13,13 @@ import numpy as np
 from xgpt.benchmark import Load, bench_plan
 from xgpt.checkpoints import hub
 from xgpt.comparing.assumptions import Range, keeps_current, ranges
-from xgpt.comparing.current import CurrentEngine, check_model
-from xgpt.comparing.drafts import planned_with
+from xgpt.comparing.current import CurrentEngine, check_model, planned_with
 from xgpt.comparing.flags import VARIABLE
+from xgpt.comparing.launched import read_current
 from xgpt.comparing.own_times import answer
-from xgpt.comparing.read import read_current
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.io import config_names
 from xgpt.core.progress import Progress
-from xgpt.core.rates import rate_of
 from xgpt.core.schema import (
     BenchReport,
     ChunkedSettings,
@@ -33,6 +31,7 @@ from xgpt.core.schema import (
     Profile,
     SearchMethod,
 )
+from xgpt.core.schema.plan import rate_of
 from xgpt.problems import resolve
 from xgpt.requests import PlanRequest
 from xgpt.resolve import load_cluster, load_engine, load_trace, version_of

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from xgpt.comparing.current import CurrentEngine
-from xgpt.comparing.drafts import sglang_drafts
+from xgpt.comparing.current import CurrentEngine, sglang_drafts
 from xgpt.comparing.flags import (
     CAPTURED,
     DRAFTS,

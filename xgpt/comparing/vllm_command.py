@@ -6,8 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 
-from xgpt.comparing.current import CurrentEngine
-from xgpt.comparing.drafts import vllm_drafts
+from xgpt.comparing.current import CurrentEngine, vllm_drafts
 from xgpt.comparing.flags import (
     CAPTURED,
     DTYPES,

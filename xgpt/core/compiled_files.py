@@ -1,7 +1,7 @@
 """Load compiled code from disk for numba, but never another user's files, and replace unreadable files.
 
 numba unpickles the files that it finds, and unpickling runs code. When numba first searches for compiled code, it
-imports this module, whose name `compiled_code.set_directory` has set; from then on, numba compiles as `emitting`
+imports this module, whose name `compiled_code.set_directory` has set; from then on, numba compiles as `Library`
 describes.
 """
 
@@ -11,9 +11,8 @@ import logging
 import os
 from typing import Any
 
-from numba.core import caching
-
-from xgpt.core import emitting
+from numba.core import caching, codegen
+from numba.core.compiler_lock import global_compiler_lock
 
 logger = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -80,5 +79,78 @@ class Files(caching.IndexDataCacheFile):
             _tell(self._cache_path, f"it cannot be written ({error.strerror}), so functions are compiled each time")
 
 
+REPLACED = (
+    "_optimize_final_module",
+    "_finalize_final_module",
+    "_finalize_dynamic_globals",
+    "_verify_declare_only_symbols",
+    "_get_compiled_object",
+    "get_pointer_to_function",
+)
+"""Methods of numba on which this depends. A version without one of them compiles as usual."""
+LOOP_BODY = "__numba_parfor_gufunc"
+"""A text that occurs in the names of functions that hold the body of a parallel loop. Only the function with the loop
+calls them.
+"""
+_set_env = codegen.JITCPUCodegen.set_env
+
+
+class Library(codegen.JITCodeLibrary):
+    """A function's code, which is optimised and emitted when its address is first needed.
+
+    By default numba optimises and emits each function as soon as it is compiled, together with a copy of every function
+    that it calls. A helper four levels below the function that Python calls is optimised and emitted four times, and
+    only the last copy runs. Here a function is linked into its callers as it is, and optimised together with them.
+    """
+
+    _is_emitted = False
+
+    def _optimize_final_module(self) -> None:
+        """Do nothing: `_emit` optimises."""
+
+    def _finalize_final_module(self) -> None:
+        """Make the code ready to be linked into other code. Code that was loaded from disk is also ready to run."""
+        if self._shared_module is not None:
+            self._is_emitted = True
+            super()._finalize_final_module()
+            return
+        self._finalize_dynamic_globals()
+        self._verify_declare_only_symbols()
+        self._finalized = True
+
+    def _emit(self) -> None:
+        """Make the code ready to run."""
+        with global_compiler_lock:
+            if not self._is_emitted:
+                self._is_emitted = True
+                super()._optimize_final_module()
+                self._final_module.verify()
+                super()._finalize_final_module()
+
+    def get_pointer_to_function(self, name: str) -> int:
+        """Return the address of a function, or 0 if this code does not define it, or if it is the body of a loop."""
+        self._ensure_finalized()
+        if LOOP_BODY in name:
+            return 0
+        if any(function.name == name for function in self.get_defined_functions()):
+            self._emit()
+        address: int = super().get_pointer_to_function(name)
+        return address
+
+    def _get_compiled_object(self) -> Any:
+        """Return the machine code to keep on disk."""
+        self._ensure_finalized()
+        self._emit()
+        return super()._get_compiled_object()
+
+
+def set_env(self: Any, env_name: str, env: object) -> None:
+    """Set a function's environment if its code has been emitted. Before that, there is no place to store it."""
+    if self._engine.is_symbol_defined(env_name):
+        _set_env(self, env_name, env)
+
+
 caching.IndexDataCacheFile = Files  # type: ignore[misc]
-emitting.install()
+if all(hasattr(codegen.JITCodeLibrary, name) for name in REPLACED):
+    codegen.JITCPUCodegen._library_class = Library
+    codegen.JITCPUCodegen.set_env = set_env  # type: ignore[method-assign]

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from xgpt.comparing.compare import gain_in_words, score_current
-from xgpt.comparing.read import read_current
+from xgpt.comparing.launched import read_current
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
 from xgpt.core.io import dump_json
-from xgpt.core.rates import rate_of
 from xgpt.core.schema import Plan
+from xgpt.core.schema.plan import rate_of
 from xgpt.problems import resolve
 from xgpt.reporting import figures, plan_text
 from xgpt.requests import PlanRequest, plan_request

@@ -15,8 +15,7 @@ from xgpt.exporting.kubernetes import (
     num_nodes,
     replica_files,
 )
-from xgpt.exporting.packages import PORT
-from xgpt.exporting.pods import MAX_CONFIG_BYTES, USER, Names, Object, container_security, of_secret, to_yaml
+from xgpt.exporting.pods import MAX_CONFIG_BYTES, PORT, USER, Names, Object, container_security, of_secret, to_yaml
 
 PLACE = "/etc/xgpt/fleet"
 METRIC_PORT = 8471

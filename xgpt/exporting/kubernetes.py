@@ -13,11 +13,11 @@ from xgpt.checkpoints import hub
 from xgpt.core.errors import InputError
 from xgpt.core.schema import Plan
 from xgpt.core.version import __version__
-from xgpt.exporting.packages import PORT, vllm_dockerfile
 from xgpt.exporting.pods import (
     DRAIN_S,
     ETC,
     LEAVE_S,
+    PORT,
     USER,
     Names,
     Object,
@@ -30,6 +30,7 @@ from xgpt.exporting.pods import (
     pod,
     service,
     to_yaml,
+    vllm_dockerfile,
 )
 from xgpt.serving.checking import check_vllm_runs, nodes_of
 from xprofiler.store import check_engine

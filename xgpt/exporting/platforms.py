@@ -25,8 +25,7 @@ from xgpt.exporting.kubernetes import (
     serving_command,
     weights_note,
 )
-from xgpt.exporting.packages import vllm_dockerfile
-from xgpt.exporting.pods import ETC, MODEL_PATH, Names, Object, PodSpec, of_pod, of_secret
+from xgpt.exporting.pods import ETC, MODEL_PATH, Names, Object, PodSpec, of_pod, of_secret, vllm_dockerfile
 from xgpt.reporting.engine_command import vllm_draft
 from xgpt.serving.checking import check_vllm_runs
 from xprofiler.store import check_engine

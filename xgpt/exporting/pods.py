@@ -1,4 +1,5 @@
-"""Pods that run a plan: the common parts of objects for Kubernetes, Dynamo and llm-d.
+"""Pods that run a plan: the common parts of objects for Kubernetes, Dynamo and llm-d, and the packages in their
+images.
 
 Pods run as a user without privileges on a read-only root. The plan comes from a ConfigMap, keys from a Secret, weights
 from a volume claim or, for a model named by its Hugging Face id, from the hub.
@@ -11,6 +12,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import yaml
@@ -19,6 +21,8 @@ from xgpt.checkpoints import hub
 from xgpt.core.errors import InputError
 from xgpt.core.io import dump_json
 from xgpt.core.schema import Plan
+from xgpt.core.version import __version__
+from xrunner.vllm import TESTED_VERSION
 
 Object = dict[str, Any]
 
@@ -317,3 +321,44 @@ def to_yaml(objects: Sequence[Object], comment: str = "") -> str:
     lines = (line if line.startswith("#") else f"# {line}" for line in comment.splitlines())
     documents = yaml.dump_all(json.loads(json.dumps(objects)), Dumper=Dumper, sort_keys=False)
     return "".join(f"{line}\n" for line in lines) + documents
+
+
+WHEEL = f"xgpt_serve-{__version__}-py3-none-any.whl"
+MAKE_WHEEL = "# (pip wheel --no-deps . makes it in xgpt's repository)\n"
+BESIDE_VLLM = ("click", "optuna", "rich", "scipy")
+"""Packages that serving needs and vLLM does not install."""
+PORT = 8000
+NIXL_PACKAGE = "nixl==1.5.1"
+"""Package that moves K/V from GPU to GPU under WAA."""
+
+
+def beside_vllm(plan: Plan) -> list[str]:
+    """Return the requirements that pip installs next to vLLM."""
+    moves_kv = plan.cluster.device.type == "gpu" and len(plan.policy.lanes) > 1
+    return [*map(pinned, BESIDE_VLLM), *[NIXL_PACKAGE] * moves_kv]
+
+
+def vllm_dockerfile(plan: Plan, image: str, user: int, base: str | None = None) -> str:
+    """Return the Dockerfile of an image with xgpt next to vLLM.
+
+    Args:
+        base: an image with vLLM, whose version is checked during the build. None means vLLM's own image.
+    """
+    check = (
+        f"RUN python3 -c \"import vllm; assert vllm.__version__.startswith('{TESTED_VERSION}'), vllm.__version__\"\n"
+    )
+    return (
+        f"# docker build -t {image} . (with {WHEEL} in this directory)\n{MAKE_WHEEL}"
+        f"FROM {base or f'vllm/vllm-openai:v{TESTED_VERSION}'}\n{'' if base is None else check}"
+        f"COPY {WHEEL} /tmp/\n"
+        f"RUN pip install {' '.join(beside_vllm(plan))} && pip install --no-deps /tmp/{WHEEL}\n"
+        f"USER {user}\n"
+    )
+
+
+def pinned(name: str) -> str:
+    """Return a requirement pinned to the installed version, or without a version if the package is not installed."""
+    try:
+        return f"{name}=={version(name).partition('+')[0]}"
+    except PackageNotFoundError:
+        return name

@@ -10,8 +10,8 @@ from collections import deque
 from math import exp, fsum, inf, log, sqrt
 from typing import NamedTuple
 
-from xgpt.core.rates import rate_of
 from xgpt.core.schema import LEAST_HEADROOM, Observation, Plan, ProfileRef
+from xgpt.core.schema.plan import rate_of
 from xgpt.observation.reuse import Common, ReuseWindow, changed, observed_reuse, share_of
 from xgpt.observation.windows import CERTAIN, ChangeDetector, Goodput, LengthWindow, Sample, Seen, observe
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.errors import InputError
 from xgpt.core.io import sha256
-from xgpt.core.rates import rate_of
 from xgpt.core.schema import Constraint, Histogram, Plan, Profile
+from xgpt.core.schema.plan import rate_of
 from xgpt.core.version import __version__
+from xgpt.core.workload import ArrivalProcess
 from xgpt.pages import charts, render
 from xgpt.reporting import figures
 from xgpt.reporting.engine_command import command_in_words

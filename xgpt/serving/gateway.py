@@ -11,24 +11,29 @@ import asyncio
 import json
 import logging
 import signal
+import socket
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
 
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.processes import free_port, too_often
 from xgpt.core.schema import Plan
-from xgpt.serving.admin import admin_server
 from xgpt.serving.running import running
-from xrunner.server import EngineClient, Limits, ServedModel
+from xrunner.server import AllowedHosts, EngineClient, Limits, ServedModel
+from xrunner.server.http.app import create_admin_app
 from xrunner.server.lasting_engine import PERIOD_S, RESTARTS
 
 if TYPE_CHECKING:
     from xgpt.serving.serve import ServeRequest
+
 
 logger = logging.getLogger(__name__)
 
@@ -273,3 +278,44 @@ async def _started(arguments: list[str]) -> Process:
 
 def _shown(host: str) -> str:
     return f"[{host}]" if ":" in host else host
+
+
+ADMIN_HOST = "127.0.0.1"
+
+
+@asynccontextmanager
+async def admin_server(engine: EngineClient, model: ServedModel, port: int) -> AsyncIterator[int]:
+    """Serve the engine's pages, and yield the port.
+
+    Args:
+        port: port to listen on. 0 means any free port.
+
+    Raises:
+        MachineError: the port is taken.
+    """
+    app = create_admin_app(engine, model, AllowedHosts(ADMIN_HOST, ()))
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((ADMIN_HOST, port))
+        except OSError as error:
+            raise MachineError(f"port {port} of this machine is not available: {error}") from None
+        config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, ws="none", lifespan="off")
+        server = _Server(config)
+        serving = asyncio.create_task(server.serve([listener]))
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await serving
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process."""
+
+    def install_signal_handlers(self) -> None:
+        """Install none."""
+
+    def capture_signals(self) -> Any:
+        """Capture none."""
+        return nullcontext()

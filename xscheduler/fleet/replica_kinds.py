@@ -16,7 +16,7 @@ from xscheduler.objectives.best_plans import kinds_of
 from xscheduler.objectives.capacities import with_capacity
 from xscheduler.problem import Problem
 from xscheduler.replanning.decide import weights_loading_s
-from xscheduler.replanning.reestimate import reestimate
+from xscheduler.replanning.situation import reestimate
 from xscheduler.schedule import scheduler
 
 WORTH = 1.02

@@ -10,8 +10,8 @@ import numpy as np
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
-from xgpt.core.rates import rate_of
 from xgpt.core.schema import Constraint, Plan, Profile, SearchCertificate
+from xgpt.core.schema.plan import rate_of
 from xscheduler.arrival_rate import (
     MOST_PLACEMENTS,
     Rated,

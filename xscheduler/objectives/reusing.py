@@ -22,7 +22,7 @@ from xgpt.core.schema import Plan
 from xgpt.core.workload import TraceLengths
 from xscheduler.expression import maximised
 from xscheduler.problem import Problem
-from xsimulator.reuse import reused_at
+from xsimulator.lengths import reused_at
 
 STEPS = 4
 """Number of cache sizes between which the cached share grows by equal amounts."""

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.rates import rate_of
 from xgpt.core.schema import Constraint, Plan, Profile
+from xgpt.core.schema.plan import rate_of
 from xgpt.core.workload import Ints, quantile, sample
 from xscheduler.expression import objective_value
 from xscheduler.objectives.base import BOUNDS, TOGETHER, Objective, Ranked, simulating

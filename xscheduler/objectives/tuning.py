@@ -20,8 +20,8 @@ import numpy as np
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
-from xgpt.core.rates import rate_of
 from xgpt.core.schema import AdmissionOrder, Plan, Profile, SlackBudget
+from xgpt.core.schema.plan import rate_of
 from xscheduler.objectives.arrivals import DRAWS, Arrivals
 from xscheduler.objectives.capacities import with_capacity
 from xscheduler.schedule import Scheduler

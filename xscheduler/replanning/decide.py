@@ -14,8 +14,7 @@ from xscheduler.objectives.best_plans import variables_of
 from xscheduler.objectives.ladder import request_latency, request_law, with_law
 from xscheduler.placement import Placement
 from xscheduler.replanning.judge import ArrivalsJudge, Judge, SaturatedJudge, Terms, replaced
-from xscheduler.replanning.reestimate import reestimate
-from xscheduler.replanning.situation import Situation
+from xscheduler.replanning.situation import Situation, reestimate
 from xscheduler.space import runnable
 from xsimulator.capacity import PRECISION
 from xsimulator.forecast import CHOICES, FORECASTS, TUNED

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from xgpt.core.errors import InfeasibleError, InputError
-from xgpt.core.rates import rate_of
 from xgpt.core.schema import Admission, Outcome, Plan, Profile
+from xgpt.core.schema.plan import rate_of
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.objectives.capacities import with_capacity
 from xscheduler.objectives.reusing import promising
 from xscheduler.problem import Problem
-from xscheduler.replanning.reestimate import reestimate
-from xscheduler.replanning.situation import Situation
+from xscheduler.replanning.situation import Situation, reestimate
 from xscheduler.schedule import Scheduler
 from xsimulator.costs.step_times import with_step_times
 from xsimulator.run import check_fits

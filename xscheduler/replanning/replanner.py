@@ -26,15 +26,14 @@ import httpx
 from xgpt.connection import own_api_key
 from xgpt.core.errors import InputError, MachineError, XgptError
 from xgpt.core.io import parse, sha256
-from xgpt.core.rates import rate_of
 from xgpt.core.reuse_distances import ReuseCurve
 from xgpt.core.schema import Decision, Observation, Plan, Profile, Proposal
+from xgpt.core.schema.plan import rate_of
 from xgpt.core.traces import read_lengths
 from xgpt.observation.observer import slowdown_to_plan_with
 from xgpt.observation.reuse import most_kept, summary_of
 from xgpt.observation.windows import observe_lengths
-from xsimulator.costs.step_cost import LaneCost
-from xsimulator.costs.step_counts import StepCounts
+from xsimulator.costs.step_cost import LaneCost, StepCounts
 from xsimulator.stages import whole
 
 if TYPE_CHECKING:

@@ -10,7 +10,10 @@ import numpy as np
 from xgpt.core.schema import Histogram, Observation, ObservedReuse, Plan, Profile, ReuseEstimate, Workload
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem, reused_by
-from xsimulator.lengths import Reused
+from xsimulator.costs.step_cost import lanes_of
+from xsimulator.forecast import FORECASTS
+from xsimulator.lengths import Lengths, Reused
+from xsimulator.memory import capacity
 
 PARTS = (0.3, 0.5, 0.65, 0.8, 0.9, 0.95)
 """Shares of K/V memory to try for cached blocks."""
@@ -150,3 +153,25 @@ def _without_idle_tail(workload: Workload, max_context: int) -> Histogram:
     if room > lengths[-1]:
         lengths, probabilities = (*lengths, room), (*probabilities, 0.0)
     return Histogram(lengths=lengths, probabilities=probabilities)
+
+
+def reestimate(
+    plan: Plan, profile: Profile, workload: Workload, quantile: float, ratio: float = 1.0
+) -> dict[str, float]:
+    """Return a plan's predictions for other lengths, with its computed numbers unchanged.
+
+    Args:
+        ratio: factor by which the closed form's latency is multiplied.
+    """
+    lengths = Lengths(workload, reused_by(plan, workload))
+    lanes = lanes_of(plan, profile)
+    blocks = min(stage.kv_blocks for stage in plan.stages if stage.lane != "encode")
+    kept = 0
+    if plan.estimate.reuse is not None and plan.policy.lanes == ("both",):
+        kept = plan.estimate.reuse.kept_blocks
+    inside = float(capacity(lengths, blocks, plan.block_size, plan.admission.kv, kept))
+    inside = max(1.0, min(inside, plan.admission.max_running or np.inf))
+    forecast = FORECASTS[plan.policy.kind]
+    model = forecast.model(*(lanes[name] for name in plan.policy.lanes), lengths, quantile)
+    found = forecast.reestimate(plan, model, inside)
+    return found | {"throughput": plan.replicas * found["throughput"], "latency": ratio * found["latency"]}

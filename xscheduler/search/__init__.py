@@ -1,13 +1,14 @@
 """Methods that search a policy's spaces, by the names that `--search` accepts."""
 
-from xgpt.core.schema import SearchMethod
-from xscheduler.search import checked, exhaustive, optuna_search
-from xscheduler.search.base import Search, SearchResult
+from collections.abc import Callable, Sequence
 
-SEARCHES: dict[SearchMethod, Search] = {
+from xgpt.core.schema import SearchMethod
+from xscheduler.search import checked, optuna_search
+from xscheduler.search.branch_and_bound import SearchResult
+from xscheduler.space import Space
+
+SEARCHES: dict[SearchMethod, Callable[[Sequence[Space]], SearchResult]] = {
     "branch-and-bound": checked.search,
-    "exhaustive": exhaustive.search,
+    "exhaustive": checked.exhaustive,
     "optuna": optuna_search.search,
 }
-
-__all__ = ["SEARCHES", "Search", "SearchResult"]

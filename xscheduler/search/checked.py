@@ -15,8 +15,8 @@ from dataclasses import replace
 import numpy as np
 
 from xscheduler.box_bounds import breach
-from xscheduler.search import branch_and_bound, exhaustive, optuna_search
-from xscheduler.search.base import SearchResult
+from xscheduler.search import branch_and_bound, optuna_search
+from xscheduler.search.branch_and_bound import SearchResult
 from xscheduler.space import Space
 
 NUM_BOXES = 12
@@ -42,8 +42,24 @@ def search(spaces: Sequence[Space]) -> SearchResult:
         gap = None if found.gap is None else (1 + found.gap) * (1 + worst) - 1
         return replace(found, evaluations=evaluations, gap=gap)
     if sum(space.num_points for space in spaces) <= SWEPT:
-        return exhaustive.search(spaces)
+        return exhaustive(spaces)
     other = optuna_search.search(spaces)
     best = other if other.throughput > found.throughput else replace(found, evaluations=other.evaluations)
     bound = "none: a sampled point beats the bound of its box"
     return replace(best, method="optuna", gap=None, bound=bound)
+
+
+EVERY_POINT = "every point was predicted"
+
+
+def exhaustive(spaces: Sequence[Space]) -> SearchResult:
+    """Return the best allowed point of all spaces, proven by predicting every point."""
+    best, highest = SearchResult(None, None, {}, 0, 0.0, EVERY_POINT), -np.inf
+    for space in spaces:
+        for columns, evaluation in space.sweep():
+            score = np.where(evaluation.feasible, evaluation.score, -np.inf)
+            index = int(score.argmax())
+            if score[index] > highest:
+                highest = float(score[index])
+                best = SearchResult(space, space.settings(columns, index), evaluation.at(index), 0, 0.0, EVERY_POINT)
+    return replace(best, method="exhaustive", evaluations=sum(space.evaluations for space in spaces))

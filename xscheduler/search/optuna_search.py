@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xscheduler.search.base import SearchResult
+from xscheduler.search.branch_and_bound import SearchResult
 from xscheduler.space import Space
 from xsimulator.forecast.base import Ints
 

@@ -6,8 +6,7 @@ import numpy as np
 
 from xgpt.core.policies.slack import StepClock
 from xgpt.core.schema import Plan, Profile, StepTimes
-from xsimulator.costs.step_cost import LaneCost, lanes_of
-from xsimulator.costs.step_counts import StepCounts
+from xsimulator.costs.step_cost import LaneCost, StepCounts, lanes_of
 
 NUM_POINTS = 32
 """Number of points of a fitted table."""

@@ -7,9 +7,8 @@ from typing import ClassVar
 import numpy as np
 
 from xgpt.core.policies.waa import TwoLaneSettings
-from xsimulator.costs.step_cost import LaneCost
+from xsimulator.costs.step_cost import LaneCost, TransferCost
 from xsimulator.costs.step_tables import NUM_PARTS, line_value, pass_stages, step_ns, step_tables
-from xsimulator.costs.transfer import TransferCost
 from xsimulator.counts.arrivals import DECODE, ENCODE, NONE, TRANSFER, Kv, Run, Stream
 from xsimulator.counts.compiled import borrowed, helper, kept
 from xsimulator.counts.counting import (

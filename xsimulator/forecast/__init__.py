@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from xgpt.core.schema import PolicySettings
-from xsimulator.forecast.base import Forecast
-from xsimulator.forecast.mixed import Chunked, Orca
+from xsimulator.forecast.base import Forecast, Performance
+from xsimulator.forecast.mixes import Chunked, Orca
 from xsimulator.forecast.one_lane import OneLaneModel
-from xsimulator.forecast.performance import Performance
 from xsimulator.forecast.rra import Rra
 from xsimulator.forecast.static import Static
 from xsimulator.forecast.two_lanes import TwoLaneModel

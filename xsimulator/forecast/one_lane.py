@@ -13,9 +13,8 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from xsimulator.costs.curves import ContextTable, Table
+from xsimulator.costs.curves import Array, ContextTable, Table
 from xsimulator.costs.step_cost import LaneCost
-from xsimulator.forecast.all_requests import AllRequests
 from xsimulator.forecast.pipeline import Pipeline
 from xsimulator.lengths import Lengths
 
@@ -70,3 +69,53 @@ class OneLaneModel:
         whole = alone + Table(hop.points, np.repeat(hop.values[:, None], len(contexts), axis=1))
         through = self.pipeline.all_stages(whole.values)[None]
         return ContextTable(whole.points, contexts, np.concatenate([alone(whole.points), through, whole.values]))
+
+
+DEVIATES = np.asarray([-np.sqrt(3.0), 0.0, np.sqrt(3.0)])[:, None, None]
+WEIGHTS = np.asarray([1 / 6, 2 / 3, 1 / 6])[:, None, None]
+HALVINGS = 12
+
+
+class AllRequests:
+    """Computes a quantile of all requests' latencies in closed form, since prompts and decode steps vary.
+
+    A request takes a time to its first token, which depends on its prompt and on the step that encodes it, and then D
+    decode steps; D follows the distribution of output lengths. With steps of mean t and standard deviation s,
+    independent of each other,
+
+        P(latency > x) = sum_jk p_j w_k P(D > d_jk),   first_j + t d_jk + z_k s sqrt(d_jk) = x,
+
+    where z_k and w_k represent a normal distribution (Gauss-Hermite). The left side falls with x, so bisection finds
+    the quantile. If the time to the first token is constant and s is 0, it is the latency of a request of the
+    quantile's length.
+
+    Args:
+        quantile: share of all requests whose latency the result bounds.
+    """
+
+    def __init__(self, lengths: Lengths, quantile: float) -> None:
+        self._above = np.concatenate([lengths.survival, [0.0]])  # P(D > d)
+        self._late = 1 - quantile
+        self._decodes = lengths.decodes_at(quantile)
+
+    def latency(self, first: Array, shares: Array, step: Array, deviation: Array) -> Array:
+        """Return the quantile of all requests' latencies, s. # [n]
+
+        Args:
+            first, shares: possible seconds to the first token, and their probabilities. # [values, n] each
+            step, deviation: mean and standard deviation of a decode step's seconds. # [n]
+        """
+        spread = DEVIATES * deviation  # [3, 1, n]
+        step = np.maximum(step, 1e-12)
+        weights = WEIGHTS * shares
+        low = first.min(axis=0)
+        high = first.max(axis=0) + self._decodes * step + 1.8 * deviation * np.sqrt(self._decodes)
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            left = middle - first  # [values, n]
+            root = np.sqrt(spread**2 + 4 * step * np.maximum(left, 0.0)) - spread
+            decodes = np.minimum((root / (2 * step)) ** 2, len(self._above) - 1).astype(int)
+            late = np.where(left < 0, 1.0, self._above[decodes])
+            breaks = (weights * late).sum(axis=(0, 1)) > self._late
+            low, high = np.where(breaks, middle, low), np.where(breaks, high, middle)
+        return high

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from xgpt.core.policies.rule import ADJUSTMENT
 from xsimulator.costs.curves import Array
-from xsimulator.forecast.performance import upper_deviate
+from xsimulator.forecast.base import upper_deviate
 from xsimulator.lengths import Lengths
 
 Counts = npt.NDArray[np.int_]

@@ -22,12 +22,10 @@ import numpy.typing as npt
 
 from xgpt.core.errors import InputError
 from xsimulator.costs.curves import Array
-from xsimulator.costs.step_cost import LaneCost
-from xsimulator.costs.transfer import TransferCost
-from xsimulator.forecast.decode_lane import DecodeLane
-from xsimulator.forecast.encode_lane import EncodeLane
+from xsimulator.costs.step_cost import LaneCost, TransferCost
+from xsimulator.forecast.base import Performance
 from xsimulator.forecast.lane_balance import FINER, GRID, LEVELS, LanePair, Stays, Waiting, locate, size_for
-from xsimulator.forecast.performance import Performance
+from xsimulator.forecast.waa_lanes import DecodeLane, EncodeLane
 from xsimulator.lengths import Lengths
 
 FEW_BATCHES = 4

@@ -10,9 +10,8 @@ import numpy.typing as npt
 
 from xgpt.core.schema import Plan, WaaSettings
 from xsimulator.costs.curves import Array
-from xsimulator.forecast.base import Columns, Forecast, Ints, PlacementLimits, Stations, column
+from xsimulator.forecast.base import Columns, Forecast, Ints, Performance, PlacementLimits, Stations, column
 from xsimulator.forecast.lane_balance import as_interpolated
-from xsimulator.forecast.performance import Performance
 from xsimulator.forecast.placements import BoundTerms, LeastSteps
 from xsimulator.forecast.two_lanes import TwoLaneModel, is_tight
 

@@ -20,11 +20,10 @@ from tests.rings import examples, few
 from xgpt.benchmark import Load, bench, bench_plan, draw
 from xgpt.cli import render
 from xgpt.client import ClientResult
-from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.errors import MachineError
 from xgpt.core.io import StepLogWriter
 from xgpt.core.schema import SERVED, BenchReport, Capacity, Constraint, Plan, Profile, StepRecord, UrlReport
-from xgpt.core.workload import TraceLengths
+from xgpt.core.workload import ArrivalProcess, TraceLengths
 from xgpt.demo import num_requests
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.schedule import Scheduler

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.fleets import fleet_of
-from xgpt.cli.fleet_tables import costs_table, kinds_table
+from xgpt.cli.render import costs_table, kinds_table
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.reporting.fleet import fleet_report
 

@@ -10,8 +10,7 @@ from xgpt.core.schema import ModelSpec, Profile, ProfileRef
 from xgpt.resolve import load_model
 from xprofiler import measure, store
 from xprofiler.bench import MIXED_CONTEXT, MIXED_DECODES, MIXED_LENGTH, MIXED_PROMPTS, Points, jitter_of
-from xsimulator.costs.step_cost import LaneCost
-from xsimulator.costs.step_counts import StepCounts
+from xsimulator.costs.step_cost import LaneCost, StepCounts
 from xsimulator.stages import whole
 
 

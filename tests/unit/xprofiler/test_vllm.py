@@ -10,8 +10,7 @@ from xgpt.resolve import load_cluster, load_model
 from xprofiler import vllm
 from xprofiler.measurement_order import PASSES, in_passes
 from xprofiler.vllm import BESIDE_CONTEXT, NUM_DECODES, PIECES, SHORT, Probe
-from xsimulator.costs.step_cost import LaneCost
-from xsimulator.costs.step_counts import StepCounts
+from xsimulator.costs.step_cost import LaneCost, StepCounts
 from xsimulator.stages import whole
 
 SLOW = 10.0

@@ -11,8 +11,7 @@ from xscheduler.replanning.replanner import BackgroundPlanner
 from xscheduler.schedule import Scheduler
 from xsimulator.calibrate import PARTS, calibrate, corrected, steps_of
 from xsimulator.clock import Span
-from xsimulator.costs.step_cost import LaneCost
-from xsimulator.costs.step_counts import StepCounts
+from xsimulator.costs.step_cost import LaneCost, StepCounts
 from xsimulator.executed import paces, paces_of_workers
 from xsimulator.run import simulate
 from xsimulator.stages import whole

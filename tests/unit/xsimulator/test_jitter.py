@@ -14,8 +14,7 @@ from xgpt.core.schema import Constraint, Jitter, Profile
 from xgpt.core.workload import TraceLengths
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.schedule import Scheduler
-from xsimulator.clock import Span
-from xsimulator.jitter import NUM_DRAWN, JitteredTimes
+from xsimulator.clock import NUM_DRAWN, JitteredTimes, Span
 from xsimulator.run import run_requests, simulate
 
 STALLS = Jitter(seconds=0.01, ratios=(*[0.95] * 90, *[1.0] * 8, 2.0, 4.5))

@@ -321,3 +321,11 @@ class Plan(Frozen):
         encoder would have to read the prompt again.
         """
         return not (self.policy.holds_finished or self.model.is_encoder_decoder)
+
+
+def rate_of(plan: Plan) -> float:
+    """Return the simulated arrival rate up to which a plan keeps its bounds, or its throughput if there are no
+    bounds.
+    """
+    found = plan.estimate.capacity
+    return plan.estimate.throughput_rps if found is None else found.rate_per_s

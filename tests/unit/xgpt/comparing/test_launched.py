@@ -12,8 +12,8 @@ import yaml
 from tests.rings import few
 from xgpt.comparing.compare import Compared, compare, engine_name
 from xgpt.comparing.current import CurrentEngine, is_model
+from xgpt.comparing.launched import read_current
 from xgpt.comparing.other_engines import SGLANG
-from xgpt.comparing.read import read_current
 from xgpt.comparing.vllm_command import TABLE
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.requests import plan_request

@@ -9,7 +9,7 @@ import pytest
 
 from tests.contract.scenarios import problem
 from xgpt.comparing.compare import check_current, score_current
-from xgpt.comparing.read import read_current
+from xgpt.comparing.launched import read_current
 from xgpt.comparing.vllm_command import TABLE
 from xgpt.comparing.vllm_flags import REFUSED
 from xgpt.core.errors import InputError

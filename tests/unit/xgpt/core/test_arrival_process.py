@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.errors import InputError
+from xgpt.core.workload import ArrivalProcess
 
 
 def times(process: ArrivalProcess, n: int, share: float = 1.0) -> np.ndarray:

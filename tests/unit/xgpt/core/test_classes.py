@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from xgpt.core import policies
-from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.errors import InputError
-from xgpt.core.rates import rate_of
 from xgpt.core.schema import Plan
+from xgpt.core.schema.plan import rate_of
+from xgpt.core.workload import ArrivalProcess
 from xgpt.reporting.report import report
 from xgpt.requests import plan_request
 from xgpt.solving import Planned, solve

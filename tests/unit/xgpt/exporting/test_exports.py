@@ -31,8 +31,7 @@ from xgpt.core.schema.model_blocks import Block, Recurrent
 from xgpt.exporting.export import Target, export
 from xgpt.exporting.pods import to_yaml
 from xgpt.resolve import load_cluster
-from xgpt.serving.machines import share_of
-from xgpt.serving.serve import ServeRequest
+from xgpt.serving.serve import ServeRequest, share_of
 from xrunner.vllm import TESTED_VERSION
 from xrunner.vllm.machines import Machines
 

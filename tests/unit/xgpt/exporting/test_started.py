@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import xgpt
+from xgpt.comparing.launched import read_current
 from xgpt.comparing.other_engines import SGLANG
-from xgpt.comparing.read import read_current
 from xgpt.comparing.vllm_command import TABLE
 from xgpt.core.errors import InputError
 from xgpt.core.schema import Plan, Speculation

@@ -22,8 +22,8 @@ from xgpt.observation.observer import (
 )
 from xgpt.observation.windows import Seen
 from xscheduler.replanning.decide import judged
-from xscheduler.replanning.reestimate import reestimate
 from xscheduler.replanning.replanner import BackgroundPlanner, propose
+from xscheduler.replanning.situation import reestimate
 from xscheduler.schedule import Scheduler
 
 OF = problem("opt-13b", "h200x1", "summarization", 4.0)

@@ -17,7 +17,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc  # noqa: E4
 
 from benchmarks.lib.engine_threads import in_threads  # noqa: E402
 from tests.fakes import SPEC, FakeExecutor, expected_tokens, fake_engine, fake_plan  # noqa: E402
-from xgpt.serving.admin import admin_server  # noqa: E402
+from xgpt.serving.gateway import admin_server  # noqa: E402
 from xrunner.engine_service.server import service as grpc_service  # noqa: E402
 from xrunner.server import Classes, EngineClient, Limits, ServedModel, Watch  # noqa: E402
 

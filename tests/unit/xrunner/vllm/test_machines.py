@@ -17,8 +17,7 @@ from tests.fakes import eventually, expected_tokens
 from tests.unit.xrunner.vllm.test_engine import ORCA, PROMPTS, ids, run, submit
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.schema import ClusterSpec, Plan, Stage
-from xgpt.serving.machines import share_of
-from xgpt.serving.serve import ServeRequest
+from xgpt.serving.serve import ServeRequest, share_of
 from xrunner.channel import EngineLost
 from xrunner.vllm import machines
 from xrunner.vllm.command import launch

@@ -10,11 +10,11 @@ import pytest
 
 from tests.contract.scenarios import problem
 from tests.rings import ALL, few
-from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schema import Constraint, Histogram, Plan
 from xgpt.core.schema.constraint import Sla
 from xgpt.core.schema.policy import PolicyChoice
+from xgpt.core.workload import ArrivalProcess
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.objectives.ladder import request_law
 from xscheduler.objectives.sizing import cheapest

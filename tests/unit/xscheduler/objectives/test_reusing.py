@@ -61,7 +61,7 @@ def test_no_division_of_memory_exceeds_the_bound(plan: Plan, path: Path) -> None
     from xgpt.problems import resolve
     from xgpt.requests import plan_request
     from xscheduler.objectives.best_plans import plan_each
-    from xsimulator.reuse import reused_at
+    from xsimulator.lengths import reused_at
 
     assert plan.search.gap is not None
     most = plan.estimate.throughput_rps * (1 + plan.search.gap) * (1 + 1e-9)

@@ -32,9 +32,8 @@ from xscheduler.objectives.ladder import request_latency
 from xscheduler.placement import Placement
 from xscheduler.replanning.decide import Verdict, decide, judged, loading_s, within_pins
 from xscheduler.replanning.judge import SaturatedJudge, Terms
-from xscheduler.replanning.reestimate import reestimate
 from xscheduler.replanning.replanner import in_numbers, propose
-from xscheduler.replanning.situation import Situation, within_context
+from xscheduler.replanning.situation import Situation, reestimate, within_context
 from xscheduler.schedule import Scheduler
 from xsimulator.forecast import CHOICES, FORECASTS
 from xsimulator.run import simulate

@@ -13,8 +13,8 @@ from tests.contract.scenarios import problem
 from tests.rings import few
 from xgpt.core import policies
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.rates import rate_of
 from xgpt.core.schema import Constraint, Observation, OrcaSettings, Outcome, Pinned, Plan
+from xgpt.core.schema.plan import rate_of
 from xgpt.core.workload import sample
 from xgpt.observation.observer import Observer
 from xgpt.observation.windows import observe_lengths

@@ -9,8 +9,7 @@ from xgpt.core.schema import Surface
 from xgpt.resolve import load_cluster, load_model
 from xprofiler import analytic
 from xsimulator.costs.curves import Grid, Line
-from xsimulator.costs.step_cost import LaneCost
-from xsimulator.costs.step_counts import StepCounts
+from xsimulator.costs.step_cost import LaneCost, StepCounts
 from xsimulator.stages import lane, whole
 
 UNEVEN = Line([1, 4, 16, 64, 100], [1.0, 1.5, 7.0, 8.0, 20.0])

@@ -1,0 +1,73 @@
+"""Run the commands that print lines; `commands.py` declares them."""
+
+from __future__ import annotations
+
+import html
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xgpt import api
+from xgpt.cli import options
+from xgpt.cli.options import unchecked_file, write
+from xgpt.exporting.export import start_command
+
+if TYPE_CHECKING:
+    from xgpt.exporting.export import Target
+
+
+def serve(plan_path: str, answer_within_s: tuple[tuple[str, float], ...], dry_run: bool, force: bool, **_: Any) -> None:
+    """Serve a plan."""
+
+    def note(line: str) -> None:
+        click.echo(line, err=True)
+
+    within = dict(answer_within_s)
+    if len(within) < len(answer_within_s):
+        raise click.UsageError("--answer-within is given twice for the same requests; give it once")
+    asked = options.given() | {"answer_within_s": within.pop("", None), "answer_within_of": within, "force": force}
+    api.serve(plan_path, **asked, on_note=note)
+    if dry_run:
+        note(f"{plan_path} can be served here")
+
+
+def export(plan_path: str, target: Target, output: str, force: bool) -> None:
+    """Write the files with which another platform starts a plan."""
+    files = api.export(plan_path, target)
+    written = {name: unchecked_file(Path(output) / name) for name in files}
+    for name, file in written.items():
+        file.check(files[name])  # all files are checked before the first is written
+    for name, file in written.items():
+        write(file, files[name])
+    click.echo(f"next: run `{start_command(target)}` in {output}")
+
+
+def ui(port: int, no_browser: bool) -> None:
+    """Serve the planning page, and print its address."""
+    # A file that only its owner can read, since all users can see a browser's arguments, with the token.
+    with tempfile.NamedTemporaryFile("w", prefix="xgpt-ui-", suffix=".html") as opening:
+
+        def show(url: str) -> None:
+            click.echo(f"planning at {url} (Ctrl-C ends it)", err=True)
+            if not no_browser:
+                opening.write(f'<meta http-equiv="refresh" content="0; url={html.escape(url)}">\n')
+                opening.flush()
+                click.launch(opening.name)
+
+        api.ui(port=port, on_ready=show)
+
+
+def doctor(as_json: bool) -> None:
+    """Print what was found about this machine."""
+    findings = api.doctor()
+    if as_json:
+        click.echo(json.dumps([finding.model_dump() for finding in findings], indent=2))
+        return
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        click.echo(f"{finding.name:{width}}  {finding.value}")
+        if finding.advice is not None:
+            click.echo(f"{'':{width}}  -> {finding.advice}")

@@ -1,0 +1,280 @@
+"""Run the commands that print tables; `commands.py` declares them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xgpt import api
+from xgpt.checkpoints import hub
+from xgpt.cli import options, render
+from xgpt.cli.options import output_file, refuse_idle, write
+from xgpt.core.errors import InputError
+from xgpt.core.io import dump_json, load_json, sha256
+from xgpt.core.schema import Plan, UrlReport
+from xgpt.core.schema.documents import SimulateOutput
+from xgpt.core.schema.fleet import FleetPlan
+from xgpt.reporting import plan_text
+from xgpt.reporting.engine_command import command_in_words
+from xgpt.reporting.plan_text import settings_text
+from xgpt.resolve import load_trace
+from xprofiler.others import differences
+
+if TYPE_CHECKING:
+    from xgpt.solving import Planned
+
+
+def plan(output: str, force: bool, as_json: bool, **_: Any) -> None:
+    """Write plan.json, and print the plans."""
+    file = output_file(output)
+    with render.progress_bar() as progress:
+        planned = api.solve(**{"latency_bound_s": None, **options.given()}, progress=progress)
+    text = dump_json(planned.best)
+    write(file, text)
+    if as_json:
+        click.echo(text, nl=False)
+    else:
+        next_command = "serve" if planned.best.cluster.is_local else "report"
+        render.show(*_summary(planned), f"next: xgpt {next_command} {output}")
+
+
+def _summary(planned: Planned) -> Iterator[object]:
+    """Yield the subject, each policy's plan, and the evidence for the chosen one."""
+    problem, best = planned.problem, planned.best
+    bound_s = best.constraint.latency_bound_s
+    bound = "no latency bound" if bound_s is None else f"latency bound {bound_s:g} s"
+    yield (
+        f"{problem.model.name} on {problem.cluster.name} ({problem.cluster.device.name}), workload "
+        f"{problem.workload.name}, {bound}"
+    )
+    yield f"maximised: {plan_text.objective_in_words(best.constraint)}; planned in {planned.planning_s:.1f} s"
+    yield from plan_text.own_objective_in_words(planned.plans)
+    yield from plan_text.classes_in_words(best)
+    yield from plan_text.headroom_in_words(best)
+    yield from plan_text.engine_in_words(best)
+    yield from plan_text.ranges_from_rows(best)
+    if planned.choices:
+        yield render.choices_table(planned.choices)
+    yield render.plans_table(planned.plans)
+    yield from plan_text.missing_in_words(planned.request.policy, planned.plans)
+    yield f"chosen: {best.policy.kind}: {plan_text.schedule_in_words(best)}"
+    if planned.why_not_fewer:
+        yield planned.why_not_fewer
+    if problem.cluster.num_devices > 1:
+        yield f"placement: {plan_text.placement_in_words(best)}"
+    yield f"proof: {plan_text.proof_in_words(best)}"
+    yield from plan_text.arrivals_in_words(best)
+    yield from plan_text.ranges_on_this_machine(best)
+    yield from plan_text.speculation_in_words(best, planned.ahead)
+    yield from plan_text.log_in_words(planned.request.workload, best)
+    yield from command_in_words(planned.plans)
+    yield from plan_text.reuse_in_words(best)
+    yield from plan_text.mixing_in_words(best)
+    yield from plan_text.joint_in_words(best)
+    if (uneven := planned.best_uneven()) is not None:
+        yield plan_text.uneven_in_words(best, uneven)
+    if planned.may_be_uneven:
+        yield plan_text.uniform_in_words(best, planned.best_uniform())
+    yield plan_text.profile_in_words(best)
+    if best.cluster.is_local and (line := differences(problem.profile)) is not None:
+        yield line
+    yield from (f"warning: {warning}" for warning in best.estimate.warnings)
+    if best.seeded_weights and best.cluster.is_local:
+        yield f"warning: {best.seeded_weights}; to serve real weights, plan with --model DIRECTORY"
+    elif best.seeded_weights:
+        name = hub.id_of_shipped(best.model.name) or "DIRECTORY or --model ORGANISATION/NAME"
+        yield f"weights: the plan names no checkpoint; to export it, plan with --model {name}"
+
+
+SHORT_S = 120
+"""Length of an interval below which a note on the unit is printed, since such a number usually means minutes."""
+
+
+def fleet(output: str, force: bool, as_json: bool, interval_s: float, **_: Any) -> None:
+    """Write fleet.json, and print the day's tables."""
+    if interval_s < SHORT_S:
+        click.echo(
+            f"note: --interval {interval_s:g} means {interval_s:g} seconds; for minutes give {60 * interval_s:g}",
+            err=True,
+        )
+    file = output_file(output)
+    with render.progress_bar() as progress:
+        found = api.fleet(**{"latency_bound_s": None, **options.given()}, progress=progress)
+    text = dump_json(found)
+    write(file, text)
+    if as_json:
+        click.echo(text, nl=False)
+    else:
+        render.show(*render.fleet_summary(found), f"next: xgpt report {output}")
+
+
+def profile(output: str | None, force: bool, as_json: bool, engine: str, import_from: str | None, **_: Any) -> None:
+    """Write the profile, and print a summary of it."""
+    if engine == "vllm" and import_from is None and output is None and not as_json:
+        raise InputError("output", None, "give -o FILE, then plan for vLLM with `xgpt plan --profile FILE`")
+    file = None if output is None else output_file(output)
+    with render.progress_bar() as progress:
+        profile = api.profile(**options.given(), progress=progress)
+    if file is not None:
+        write(file, dump_json(profile))
+    if as_json:
+        click.echo(dump_json(profile), nl=False)
+        return
+    layer, num_layers = profile.layers[0], profile.model.num_layers
+    rows = [
+        [str(n), f"{1000 * num_layers * s:.2f}", f"{n / (num_layers * s):.0f}" if s else "-"]
+        for n, s in zip(layer.rest.points, layer.rest.seconds, strict=True)
+    ]
+    render.show(
+        render.table("all layers except attention", ["tokens", "ms", "tokens/s"], rows),
+        f"{profile.source} on {profile.device}, {profile.num_threads or '-'} threads, spread "
+        f"{100 * profile.spread:.1f}%, sha256 {sha256(profile)[:12]}",
+        *(
+            [f"warning: {profile.unrest}; measure again when the machine is idle"]
+            if profile.is_restless and profile.source == "measured"
+            else []
+        ),
+        *(f"{part}: {source}" for part, source in profile.provenance.items()),
+    )
+
+
+def simulate(plan_path: str, timeline: str | None, force: bool, as_json: bool, **asked: Any) -> None:
+    """Simulate a plan, and print its figures."""
+    file = None if timeline is None else output_file(timeline, "timeline")
+    with render.at_work("simulating"):
+        run = api.simulate(plan_path, keep_steps=file is not None, **options.given())
+    if file is not None:
+        write(file, run.chrome_trace())
+    if asked["own_times"]:
+        _tell_share(asked)
+    if as_json:
+        found = SimulateOutput.model_validate({**run.figures, "goodput_by_class": run.kept or None})
+        click.echo(found.model_dump_json(indent=1, exclude_none=True))
+    else:
+        render.show(*render.simulated_tables(run))
+        if not run.steps:
+            click.echo(
+                "note: with so many requests, single steps are not simulated, so gaps between tokens and idle shares "
+                "are not known; --timeline simulates every step",
+                err=True,
+            )
+
+
+def _tell_share(asked: dict[str, Any]) -> None:
+    """Print on standard error how much of the trace was replayed, unless all of it was."""
+    trace, num_requests = load_trace(asked["workload"]), asked.get("num_requests") or 2000
+    if trace is None or num_requests == "all":
+        return
+    count = len(trace.since(asked["since_s"]).input)
+    if count > num_requests:
+        share = f"only the first {num_requests} of {count} requests"
+        click.echo(f"note: the figures cover {share}; --requests all replays the whole trace", err=True)
+
+
+def autoscale(fleet_path: str, as_json: bool, simulated_trace: str | None, look_s: float, once: bool, **_: Any) -> None:
+    """Recommend a fleet's replicas."""
+    asked = options.given()
+    if simulated_trace is not None:
+        refuse_idle(set(asked) - {"look_s"}, "it cannot be combined with --simulate")
+        with render.at_work("simulating"):
+            figures: dict[str, Any] = dict(api.simulate_autoscale(fleet_path, simulated_trace, look_s=look_s).figures)
+        rows = [[name, f"{value:.4g}"] for name, value in figures.items()]
+        title, columns = "the day on the simulated clock", ["figure", "value"]
+    elif once:
+        refuse_idle({"host", "port"}, "it cannot be combined with --once, which publishes nothing")
+        with render.at_work("reading the load"):
+            found = api.autoscale(fleet_path, **asked)
+        if found is None:
+            return
+        kinds = load_json(Path(fleet_path), FleetPlan, "fleet").kinds
+        wanted = {kind.name: number for kind, number in zip(kinds, found.replicas, strict=True)}
+        figures = {"replicas": wanted, "need_per_s": found.need_per_s}
+        rows = [[name, str(number)] for name, number in wanted.items()]
+        title, columns = f"replicas for {found.need_per_s:.3g} requests/s", ["kind", "replicas"]
+    else:
+        if as_json:
+            raise InputError("--json", as_json, "it needs --simulate or --once")
+        api.autoscale(fleet_path, **asked, on_note=lambda line: click.echo(line, err=True))
+        return
+    if as_json:
+        click.echo(json.dumps(figures, indent=1))
+    else:
+        render.show(render.table(title, columns, rows))
+
+
+def bench(target: str, calibrate: str | None, force: bool, as_json: bool, **_: Any) -> None:
+    """Measure a server, and print predicted and measured figures."""
+    if target.startswith(("http://", "https://")):
+        refuse_idle(["engine"], "it applies only to a plan file: a server at a URL already runs an engine")
+        refuse_idle(["saturated"], "it applies only to a plan file: for a URL give --arrival-rate or --concurrency")
+    else:
+        refuse_idle(
+            ["concurrency"],
+            "it applies only to a URL: for a plan file, as many requests as the plan can run are always outstanding",
+        )
+    file = None if calibrate is None else output_file(calibrate, "calibrate")
+    with render.progress_bar() as progress:
+        found = api.bench(target, progress=progress, calibrate=calibrate is not None, **options.given())
+    report = found.report
+    if file is not None and found.profile is not None:
+        write(file, dump_json(found.profile))
+    if as_json:
+        click.echo(dump_json(report), nl=False)
+    elif isinstance(report, UrlReport):
+        render.show(*render.url_report(report))
+    else:
+        render.show(*render.bench_report(report))
+
+
+def calibrate(
+    plan_path: str,
+    measured: tuple[str, ...],
+    output: str | None,
+    engine_output: str | None,
+    force: bool,
+    as_json: bool,
+    **_: Any,
+) -> None:
+    """Fit a profile, and print the errors before and after the fit."""
+    file = None if output is None else output_file(output)
+    engine_file = None if engine_output is None else output_file(engine_output, "engine_output")
+    with render.at_work("simulating the measured loads"):
+        found = api.calibrate(plan_path, measured, **options.given())
+    if file is not None:
+        write(file, dump_json(found.profile))
+    if engine_file is not None:
+        write(engine_file, dump_json(found.engine))
+    if as_json:
+        click.echo(dump_json(found.output), nl=False)
+    else:
+        render.show(*render.calibrated_tables(found.output))
+
+
+def replan(plan_path: str, output: str | None, force: bool, as_json: bool, **_: Any) -> None:
+    """Decide whether another plan should run, and print the decision."""
+    file = None if output is None else output_file(output)
+    given = load_json(Path(plan_path), Plan, "plan")
+    with render.at_work("searching for better plans"):
+        found = api.replan(given, **options.given())
+    if file is not None:
+        write(file, dump_json(found.plan))
+    if as_json:
+        click.echo(dump_json(found.decision), nl=False)
+    else:
+        notes = render.decision_notes(found.decision, found.observation)
+        if found.judged.model_copy(update={"pinned": given.pinned}) != given:
+            says = f"{given.policy.kind}: {settings_text(given)}"
+            notes.insert(0, f"judged: the plan that the server runs now, which differs from {plan_path} ({says})")
+        render.show(render.decision_table(found.decision), *notes)
+
+
+def report(plan_path: str, output: str, force: bool, **_: Any) -> None:
+    """Write the page of a plan or a fleet."""
+    file = output_file(output)
+    with render.at_work("simulating, and drawing"):
+        page = api.report(plan_path, **options.given())
+    write(file, page)
