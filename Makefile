@@ -12,7 +12,7 @@ NIXL_PACKAGES := nixl==1.5.1 nixl-cu12==1.5.1
 .PHONY: demo docs gallery test test-times test-all attack test-triton test-vllm test-clients lint clean
 
 demo: $(VENV)/.installed
-	$(BIN)/python -m xgpt.demo
+	$(BIN)/python -m tools.demo
 
 # A file of tests stays in one process: its fixtures are made once. Three processes keep two cores busy, since many tests
 # wait.

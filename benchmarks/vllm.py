@@ -110,7 +110,7 @@ def default_plan(subject: Problem) -> Plan:
     evaluation = planner.candidates.space("chunked", placement).evaluate(columns)
     kept = np.flatnonzero(evaluation.feasible)
     if not len(kept):
-        raise InfeasibleError("vLLM's default keeps no such bound", nearest_bound_s=None, binding="latency_bound_s")
+        raise InfeasibleError("vLLM's default keeps no such bound", binding="latency_bound_s")
     best = kept[np.argmax(evaluation.throughput[kept])]
     settings = ChunkedSettings(token_budget=DEFAULT_TOKEN_BUDGET, max_batch=int(batches[best]))
     return planner.score(settings, placement)

@@ -107,7 +107,8 @@ def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
         raise
     plans = _annotate(plans, problem, trace)
     plans = {name: with_api_servers(plan, request.api_servers) for name, plan in plans.items()}
-    _check(plans, problem)
+    if problem.cluster.is_local:
+        check_planned(next(iter(plans.values())))
     return Planned(request, problem, plans, choices, time.perf_counter() - started, ahead, why_not_fewer)
 
 
@@ -208,16 +209,6 @@ def _with_likely_ranges(plan: Plan, cell: Cell) -> Plan:
     return plan.with_estimate(ranges=ranges, ranges_from=rows)
 
 
-def _check(plans: dict[str, Plan], problem: Problem) -> None:
-    """Check that this machine can run the best plan, if it is for this machine.
-
-    Raises:
-        MachineError: this machine cannot run the plan.
-    """
-    if problem.cluster.is_local:
-        check_planned(next(iter(plans.values())))
-
-
 def _with_busy_machine_warning(plan: Plan, problem: Problem) -> Plan:
     """Return the plan with a warning that its profile was measured on a busy machine.
 
@@ -256,7 +247,6 @@ def _resolve(request: PlanRequest, progress: Progress | None) -> tuple[Problem, 
         raise InfeasibleError(
             "arrival_rate_per_s: no cluster of `among` sustains it. "
             + " ".join(f"{choice.problem.cluster.name}: {choice.why_not}." for choice in choices),
-            nearest_bound_s=None,
             binding="arrival_rate_per_s",
         )
     return replace(best.problem, max_devices=best.num_devices), tuple(choices), best.why_not_fewer

@@ -181,7 +181,6 @@ def measured_profile(
             f"memory: the weights of {spec.name} in {dtype} are {needed / 2**30:.1f} GiB, but this machine "
             f"(`cluster={cluster.name}`) has {offered / 2**30:.1f}; give the `cluster` to plan for, such as "
             "`cluster=h100x8`",
-            nearest_bound_s=None,
             binding="memory",
         )
     with Ahead(spec, dtype, kv_dtype, is_cpu=cluster.device.type == "cpu") as compiling:

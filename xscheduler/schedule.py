@@ -92,7 +92,6 @@ class Scheduler:
             raise InfeasibleError(
                 f"memory: {evaluation.performance.peak_requests[0]:.0f} requests do not fit at the same time, but only "
                 f"{space.capacity:.0f}",
-                nearest_bound_s=None,
                 binding="memory",
             )
         given = SearchCertificate(

@@ -39,7 +39,6 @@ def infeasible(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
         return InfeasibleError(
             f"devices: {', '.join(kinds)} needs at least 2 devices with links between them, but "
             f"{candidates.problem.cluster.name} has {num_devices}; take a larger cluster or another policy",
-            nearest_bound_s=None,
             binding="devices",
         )
     if not nearest:
@@ -136,7 +135,6 @@ def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[s
     return InfeasibleError(
         f"{binding}: no schedule of {', '.join(kinds)} keeps {asked} together on "
         f"{candidates.problem.cluster.name}; the nearest bounds that can be kept are {nearest}",
-        nearest_bound_s=None,
         binding=binding,
     )
 
@@ -149,15 +147,14 @@ def _not_held(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
     parts = [problem.fixed["ep"]] if "ep" in problem.fixed else [1, tp]
     reasons = [why_not_divided(problem.model, problem.engine, tp, ep) for ep in parts]
     if reasons[0] is not None and None not in reasons:
-        return InfeasibleError(f"fix: {fixed}: {reasons[0]}", nearest_bound_s=None, binding="fix")
+        return InfeasibleError(f"fix: {fixed}: {reasons[0]}", binding="fix")
     needed = math.prod(problem.fixed.get(name, 1) for name in ("tp", "pp", "replicas"))
     if needed > candidates.placements.num_devices:
         have = f"but the plan is for {candidates.placements.num_devices} devices of {problem.cluster.name}"
-        return InfeasibleError(f"fix: {fixed} needs {needed} devices, {have}", nearest_bound_s=None, binding="fix")
+        return InfeasibleError(f"fix: {fixed} needs {needed} devices, {have}", binding="fix")
     leave_out = "leave one of these out" if len(problem.fixed) > 1 else "leave it out"
     return InfeasibleError(
         f"fix: no schedule of {', '.join(kinds)} on {problem.cluster.name} fits in memory with {fixed}; {leave_out}",
-        nearest_bound_s=None,
         binding="fix",
     )
 
@@ -171,14 +168,13 @@ def _no_memory(candidates: Candidates) -> InfeasibleError:
         return InfeasibleError(
             f"speculative: {number} devices of {device} hold {problem.model.name} only as a pipeline, and drafts are "
             "planned only without pipeline stages; give another number of `devices`, or leave `speculative` out",
-            nearest_bound_s=None,
             binding="speculative",
         )
     enough = "" if needed is None or needed <= number else f"; {needed} devices of {device} would be enough"
     says = "memory: the K/V of a single request does not fit; take devices with more memory, or shorter requests"
     if isinstance(memory, InfeasibleError):
         says = str(memory)
-    return InfeasibleError(says + enough, nearest_bound_s=None, binding="memory")
+    return InfeasibleError(says + enough, binding="memory")
 
 
 def _slowest_points(space: Space) -> dict[str, Ints]:

@@ -154,8 +154,8 @@ NUM_DRAWN = 2**16
 class JitteredTimes:
     """Draws a random time for a step with a given mean time. Equal sequences of calls give equal results.
 
-    A profile's tables contain means, which are enough for sums of many steps. The longest gaps between tokens, however,
-    are single steps.
+    A profile's tables contain means, which suffice to predict the total time of many steps. The longest gaps between
+    tokens, however, depend on single steps.
 
     A step is divided into parts that are about as long as the steps whose variation was measured. The time of each part
     is multiplied by a ratio that is drawn from the measured ratios, so a step of n parts varies 1/sqrt(n) times as

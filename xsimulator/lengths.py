@@ -1,4 +1,4 @@
-"""Compute the means, mean squares and tails of a workload's lengths, for the closed forms, and lengths in decode steps."""
+"""Compute the means, mean squares and tails of a workload's lengths, and lengths in decode steps."""
 
 from __future__ import annotations
 

@@ -242,7 +242,6 @@ class LaneMemory:
             raise InfeasibleError(
                 f"memory: {spec.name} needs {needed:.1f} GiB {weights} on a device of stage {worst} before any K/V, "
                 f"but {cluster.name} offers {offered:.1f} GiB; take more devices, larger ones or a smaller model",
-                nearest_bound_s=None,
                 binding="memory",
             )
 

@@ -11,7 +11,7 @@ from xgpt.cli import options, render
 from xgpt.cli.options import output_file, refuse_idle, write
 from xgpt.comparing.compare import NOT_RELAXED, gain_in_words
 from xgpt.core.io import dump_json, sha256
-from xgpt.core.schema.documents import CompareOutput, GainOutput, RangeOutput
+from xgpt.core.schema.documents import CompareOutput
 from xgpt.reporting.engine_command import command_in_words, engine_command
 from xgpt.reporting.plan_text import limit_in_words, settings_text
 from xscheduler.expression import maximised
@@ -48,8 +48,8 @@ def compare(output: str | None, force: bool, as_json: bool, current: str | None,
             relaxed=list(found.relaxed.values()),
             current=found.current,
             current_notes=list(found.notes),
-            gain=None if found.gain is None else GainOutput(**found.gain._asdict()),
-            gain_ranges={kind: RangeOutput(**each._asdict()) for kind, each in found.ranges.items()},
+            gain=found.gain,
+            gain_ranges=found.ranges,
             keeps_current=found.keeps_current,
             answer=found.answer,
             command=next(filter(None, (engine_command(plan, found.kept_words) for plan in found.plans.values())), None),

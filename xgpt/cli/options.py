@@ -26,7 +26,7 @@ FILES = dict.fromkeys(("serve", "export", "ui", "doctor"), "plain") | {
     "compare": "compare",
     "completion": "completion",
 }
-"""The files that run commands, if not run.py; they import less of xgpt, or more."""
+"""The files that run commands, if not run.py. They import less of xgpt, or more."""
 OUTPUT = "Output"
 """The group of options that are not fields of a request."""
 

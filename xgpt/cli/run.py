@@ -1,4 +1,4 @@
-"""Run the commands that print tables; `commands.py` declares them."""
+"""Run the commands that print tables, which `commands.py` declares."""
 
 from __future__ import annotations
 

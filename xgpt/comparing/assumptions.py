@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.schema import Plan, Profile, Workload
+from xgpt.core.schema.documents import RangeOutput
 from xgpt.core.schema.plan import rate_of
 from xgpt.core.schema.workload import Histogram
 from xgpt.core.workload import TraceLengths, histogram_of
@@ -40,19 +41,6 @@ class Assumption(NamedTuple):
     mixing: float = 0.0
     pace: float = 1.0
     workload: Workload | None = None
-
-
-class Range(NamedTuple):
-    """The range of a gain over all assumptions.
-
-    Attributes:
-        least, most: the smallest and the largest gain.
-        worst: the assumption with the smallest gain.
-    """
-
-    least: float
-    most: float
-    worst: str
 
 
 def assumptions(workload: Workload, trace: TraceLengths | None) -> list[Assumption]:
@@ -98,7 +86,7 @@ def changes(plan: Plan, profile: Profile, among: Sequence[Assumption]) -> list[f
 
 def ranges(
     plans: Mapping[str, Plan], profile: Profile, current: Plan, current_profile: Profile, trace: TraceLengths | None
-) -> dict[str, Range]:
+) -> dict[str, RangeOutput]:
     """Return the range of each plan's gain per device over the current deployment."""
     among = assumptions(current.workload, trace)
     names = [*(each.name for each in among), f"gaps between arrivals vary {BURSTS:g} times as much"]
@@ -107,11 +95,12 @@ def ranges(
     for kind, plan in plans.items():
         gain = rate_of(plan) / plan.num_devices / (rate_of(current) / current.num_devices)
         each = gain * np.asarray(changes(plan, profile, among)) / np.maximum(now, 1e-9)
-        by_policy[kind] = Range(min(gain, float(each.min())), max(gain, float(each.max())), names[int(each.argmin())])
+        least, most = min(gain, float(each.min())), max(gain, float(each.max()))
+        by_policy[kind] = RangeOutput(least=least, most=most, worst=names[int(each.argmin())])
     return by_policy
 
 
-def keeps_current(gains: Mapping[str, Range]) -> bool:
+def keeps_current(gains: Mapping[str, RangeOutput]) -> bool:
     """Return whether the current deployment should be kept, because no plan gains under every assumption."""
     return bool(gains) and max(each.least for each in gains.values()) < 1
 

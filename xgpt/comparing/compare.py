@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import floor
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from xgpt.benchmark import Load, bench_plan
 from xgpt.checkpoints import hub
-from xgpt.comparing.assumptions import Range, keeps_current, ranges
+from xgpt.comparing.assumptions import keeps_current, ranges
 from xgpt.comparing.current import CurrentEngine, check_model, planned_with
 from xgpt.comparing.flags import VARIABLE
 from xgpt.comparing.launched import read_current
@@ -31,6 +31,7 @@ from xgpt.core.schema import (
     Profile,
     SearchMethod,
 )
+from xgpt.core.schema.documents import GainOutput, RangeOutput
 from xgpt.core.schema.plan import rate_of
 from xgpt.problems import resolve
 from xgpt.requests import PlanRequest
@@ -47,20 +48,6 @@ RELAXATIONS = (1.25, 1.5, 2.0, None)
 NOT_RELAXED = "gains from a looser bound are not known"
 OnStart = Callable[[Plan], None]
 """A function that is called with each plan before it is measured."""
-
-
-class Gain(NamedTuple):
-    """The factor by which the best plan's highest arrival rate exceeds that of the current deployment.
-
-    Attributes:
-        per_device: that factor for the rate per device.
-        num_devices, current_devices: devices of the best plan, and of the current deployment.
-    """
-
-    arrivals: float
-    per_device: float
-    num_devices: int
-    current_devices: int
 
 
 @dataclass(frozen=True)
@@ -83,7 +70,7 @@ class Compared:
     current: Plan | None = None
     notes: tuple[str, ...] = ()
     measured: dict[str, BenchReport] = field(default_factory=dict)
-    ranges: dict[str, Range] = field(default_factory=dict)
+    ranges: dict[str, RangeOutput] = field(default_factory=dict)
     answer: tuple[str, ...] = ()
     kept_words: tuple[str, ...] = ()
 
@@ -98,7 +85,7 @@ class Compared:
         return keeps_current(self.ranges)
 
     @property
-    def gain(self) -> Gain | None:
+    def gain(self) -> GainOutput | None:
         """The best plan's gain over the current deployment. None means that no deployment was given, or it keeps the
         bounds at no rate.
         """
@@ -172,7 +159,7 @@ def compare(
             raise
         scored_profile = running_problem.profile
     plans = with_capacities(plan_each(problem, request.policy, request.search), problem.profile)
-    gains: dict[str, Range] = {}
+    gains: dict[str, RangeOutput] = {}
     if scored is not None and rate_of(scored) > 0:
         gains = ranges(plans, problem.profile, scored, scored_profile, trace)
         kind = max(plans, key=lambda kind: gains[kind].least)  # the first of equals
@@ -197,7 +184,7 @@ def compare(
     return found
 
 
-def _what_holds(plans: dict[str, Plan], gains: dict[str, Range], kind: str) -> list[str]:
+def _what_holds(plans: dict[str, Plan], gains: dict[str, RangeOutput], kind: str) -> list[str]:
     """Return up to two notes. One says that `kind`, the plan with the largest gain in its worst case, is not the plan
     with the largest gain. The other says that no plan gains in its worst case.
     """
@@ -313,7 +300,7 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
     return with_capacity(plan, problem.profile, predicted_rate(plan, problem.profile))
 
 
-def gain_of(best: Plan, current: Plan) -> Gain | None:
+def gain_of(best: Plan, current: Plan) -> GainOutput | None:
     """Return a plan's gain over the current deployment, or None if the deployment keeps the bounds at no arrival
     rate.
     """
@@ -321,10 +308,11 @@ def gain_of(best: Plan, current: Plan) -> Gain | None:
         return None
     devices = [plan.num_devices for plan in (best, current)]
     gain = rate_of(best) / rate_of(current)
-    return Gain(gain, gain * devices[1] / devices[0], devices[0], devices[1])
+    per_device = gain * devices[1] / devices[0]
+    return GainOutput(arrivals=gain, per_device=per_device, num_devices=devices[0], current_devices=devices[1])
 
 
-def gain_in_words(best: Plan, current: Plan, range_: Range | None = None) -> str:
+def gain_in_words(best: Plan, current: Plan, range_: RangeOutput | None = None) -> str:
     """Return a sentence that compares the arrival rates of plan and current deployment, in total and per device.
 
     Args:
@@ -341,7 +329,7 @@ def gain_in_words(best: Plan, current: Plan, range_: Range | None = None) -> str
     )
 
 
-def _in_words(gain: Range) -> str:
+def _in_words(gain: RangeOutput) -> str:
     return f"{gain.least:.2f} to {gain.most:.2f} times as many (worst case: {gain.worst})"
 
 
@@ -365,7 +353,7 @@ def _check_room(current: CurrentEngine, problem: Problem, holds: float, longest:
             f"the current deployment would {will}: its K/V memory holds {holds:.0f} tokens, but {where} needs {needs}; "
             "lower this number, use more devices, or let the engine use more of their memory"
         )
-        raise InfeasibleError(message, nearest_bound_s=None, binding="memory")
+        raise InfeasibleError(message, binding="memory")
 
 
 def check_current(problem: Problem, current: CurrentEngine, longest: int | None = None) -> None:

@@ -125,7 +125,6 @@ def quick(search: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, fl
         name = next(name for name in BOUNDS if getattr(search.problem.constraint, name) is not None)
         raise InfeasibleError(
             f"{name}: by the closed forms, no schedule keeps the bounds once waiting is included",
-            nearest_bound_s=None,
             binding=name,
         )
     return {kind: (plan, rate) for kind, plan, rate in sorted(rated, key=lambda item: -item[2])}

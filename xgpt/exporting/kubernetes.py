@@ -7,7 +7,7 @@ leader: by vLLM's own flags, or as a Ray cluster.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from xgpt.checkpoints import hub
 from xgpt.core.errors import InputError
@@ -62,11 +62,6 @@ def kubernetes_files(plan: Plan) -> dict[str, str]:
     return replica_files(plan, names) | _autoscaler(plan, names)
 
 
-def replica_files(plan: Plan, names: Names) -> dict[str, str]:
-    """Return the files of `kubernetes_files` except the autoscaler, with these names of the objects."""
-    return _leader_worker_set(plan, names) if num_nodes(plan) > 1 else _deployment(plan, names)
-
-
 def check_deployable(plan: Plan, target: str) -> None:
     """Check that a plan is for GPUs and has weights.
 
@@ -89,86 +84,64 @@ def num_nodes(plan: Plan) -> int:
     return nodes_of(plan, plan.devices_per_replica)
 
 
-def _deployment(plan: Plan, names: Names) -> dict[str, str]:
-    """Return a Deployment with a pod for each replica."""
-    in_vllm = plan.profile.engine != "xgpt"
-    check_engine(plan, "vllm" if in_vllm else "xgpt")
-    if in_vllm:
-        check_vllm_runs(plan.model_copy(update={"replicas": 1}))
-    image = f"xgpt-vllm:{__version__}-{TESTED_VERSION}" if in_vllm else f"xgpt:{__version__}"
-    work = PodSpec(
-        image,
-        serving_command(names, PORT, ["--engine", "vllm"] if in_vllm else []),
-        plan.devices_per_replica,
-        ports={"http": PORT},
-        probed="http",
-        env=[of_pod("NAMESPACE", "metadata.namespace")],
-    )
-    template = {"metadata": {"labels": names.meta()["labels"]}, "spec": pod(plan, names, work)}
-    spec = {"replicas": plan.replicas, "selector": {"matchLabels": names.selector}, "template": template}
-    objects = [
-        config_map(plan, names),
-        {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": names.meta(), "spec": spec},
-        service(names),
-        disruption_budget(names),
-        network_policy(plan, names, [{"protocol": "TCP", "port": "http"}]),
-    ]
-    extra_files = {"Dockerfile": vllm_dockerfile(plan, image, USER)} if in_vllm else {}
-    origin = "comes from the Dockerfile next to this file" if in_vllm else _OWN_IMAGE
-    return (
-        _files(plan, names, objects, f"vLLM {TESTED_VERSION}" if in_vllm else "its own engine", image, origin)
-        | extra_files
-    )
+def replica_files(plan: Plan, names: Names) -> dict[str, str]:
+    """Return the files of `kubernetes_files` except the autoscaler, with these names of the objects.
 
-
-_OWN_IMAGE = "comes from the Dockerfile of xgpt's repository, built with PyTorch for CUDA"
-
-
-def _leader_worker_set(plan: Plan, names: Names) -> dict[str, str]:
-    """Return a LeaderWorkerSet with a group of pods for each replica, in which all pods compute and the leader answers
-    requests.
+    They have a Deployment with a pod for each replica; or, if a replica spans nodes, a LeaderWorkerSet with a group of
+    pods for each replica, in which all pods compute and the leader answers requests.
     """
-    in_vllm = plan.profile.engine != "xgpt"
+    in_vllm, nodes = plan.profile.engine != "xgpt", num_nodes(plan)
     check_engine(plan, "vllm" if in_vllm else "xgpt")
-    nodes = num_nodes(plan)
-    devices = plan.devices_per_replica // nodes
-    image = f"xgpt-vllm:{__version__}-{TESTED_VERSION}" if in_vllm else f"xgpt:{__version__}"
-    instructions = "# The cluster needs the LeaderWorkerSet controller.\n"
     if in_vllm:
         check_vllm_runs(plan.model_copy(update={"replicas": 1}))
-        if len(plan.policy.lanes) > 1:
+        if nodes > 1 and len(plan.policy.lanes) > 1:
             accepted = "its lanes need separate groups: use `--to llm-d` or `--to dynamo`"
             raise InputError("plan.policy", plan.policy.kind, accepted)
-        meet, env = ["--engine", "vllm", *MEET], list[Object]()
-        leads, follows = serving_command(names, PORT, meet), follower_command(meet)
-    else:
-        leads = ["sh", "-c", f"{RAY_HEAD} && exec {shlex.join(serving_command(names, PORT, ['--ray', 'auto']))}"]
-        follows = RAY_WORKER
+    image = f"xgpt-vllm:{__version__}-{TESTED_VERSION}" if in_vllm else f"xgpt:{__version__}"
+    engine, instructions, env = f"vLLM {TESTED_VERSION}" if in_vllm else "its own engine", "", list[Object]()
+    meet = ["--engine", "vllm", *(MEET if nodes > 1 else ())] if in_vllm else ["--ray", "auto"] if nodes > 1 else []
+    leads, follows = serving_command(names, PORT, meet), follower_command(meet)
+    if nodes > 1:
+        engine += f", a replica on {nodes} nodes"
+        instructions = "# The cluster needs the LeaderWorkerSet controller.\n"
+    if nodes > 1 and not in_vllm:
+        leads, follows = ["sh", "-c", f"{RAY_HEAD} && exec {shlex.join(leads)}"], RAY_WORKER
         env = [{"name": "RAY_AUTH_MODE", "value": "token"}, of_secret(TOKEN_VARIABLE, f"{names.name}-cluster", "token")]
         instructions = (
             f"# The pods of a group are a Ray cluster, whose members share a token:\n#   kubectl create secret generic "
             f"{names.name}-cluster --from-literal=token=$(openssl rand -hex 32)\n{instructions}"
         )
-    leader = PodSpec(
-        image,
-        leads,
-        devices,
-        ports={"http": PORT},
-        probed="http",
-        env=[of_pod("NAMESPACE", "metadata.namespace"), *env],
-    )
-    worker = PodSpec(image, follows, devices, mounts_keys=False, env=env)
+    namespace = of_pod("NAMESPACE", "metadata.namespace")
+    devices, ports = plan.devices_per_replica // nodes, {"http": PORT}
+    leader = pod(plan, names, PodSpec(image, leads, devices, ports=ports, probed="http", env=[namespace, *env]))
+    if nodes > 1:
+        worker = pod(plan, names, PodSpec(image, follows, devices, mounts_keys=False, env=env))
+        replicas = group_of_pods(plan, names, nodes, leader, worker, names.meta())
+    else:
+        replicas = deployment(plan, names.selector, leader, names.meta())
     objects = [
         config_map(plan, names),
-        group_of_pods(plan, names, nodes, pod(plan, names, leader), pod(plan, names, worker), names.meta()),
-        service(names, LEADER_LABELS),
+        replicas,
+        service(names, LEADER_LABELS if nodes > 1 else None),
         disruption_budget(names),
-        network_policy(plan, names, [{"protocol": "TCP", "port": "http"}], among=True),
+        network_policy(plan, names, [{"protocol": "TCP", "port": "http"}], among=nodes > 1),
     ]
-    files = {"Dockerfile": vllm_dockerfile(plan, image, USER)} if in_vllm else {}
-    engine = f"{f'vLLM {TESTED_VERSION}' if in_vllm else 'its own engine'}, a replica on {nodes} nodes"
-    origin = "comes from the Dockerfile next to this file" if in_vllm else _OWN_IMAGE
-    return _files(plan, names, objects, engine, image, origin, instructions) | files
+    origin = "next to this file" if in_vllm else "of xgpt's repository, built with PyTorch for CUDA"
+    comment = (
+        f"# A plan by xgpt {__version__} on {engine}. The image {image}\n# comes from the Dockerfile {origin};\n"
+        f"# {weights_note(plan, names)};\n# the clients' keys come from a secret:\n"
+        f"#   kubectl create secret generic {names.name}-keys --from-file=keys=keys.txt\n{instructions}"
+        "# Only pods of this namespace may send requests (NetworkPolicy). Start: kubectl apply -k .\n"
+    )
+    files = {"xgpt.yaml": to_yaml(objects, comment), "kustomization.yaml": kustomization(["xgpt.yaml"])}
+    return files | ({"Dockerfile": vllm_dockerfile(plan, image, USER)} if in_vllm else {})
+
+
+def deployment(plan: Plan, selector: Mapping[str, str], spec: Object, meta: Object) -> Object:
+    """Return a Deployment with a pod for each replica of a plan."""
+    template = {"metadata": {"labels": meta["labels"]}, "spec": spec}
+    deployed = {"replicas": plan.replicas, "selector": {"matchLabels": selector}, "template": template}
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": meta, "spec": deployed}
 
 
 def group_of_pods(plan: Plan, names: Names, size: int, leader: Object, worker: Object, meta: Object) -> Object:
@@ -226,12 +199,8 @@ def _autoscaler(plan: Plan, names: Names) -> dict[str, str]:
         "maxReplicas": max(plan.replicas, plan.cluster.num_devices // plan.devices_per_replica),
         "metrics": [{"type": "Pods", "pods": metric}],
     }
-    document = {
-        "apiVersion": "autoscaling/v2",
-        "kind": "HorizontalPodAutoscaler",
-        "metadata": names.meta(),
-        "spec": spec,
-    }
+    head = {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler"}
+    document = {**head, "metadata": names.meta(), "spec": spec}
     comment = (
         "# Add it to the resources of kustomization.yaml if no other controller sets the replicas. It needs an "
         "adapter\n# for Prometheus that offers the pods' xgpt_arrival_rate as a custom metric. The target is the "
@@ -239,18 +208,6 @@ def _autoscaler(plan: Plan, names: Names) -> dict[str, str]:
         "smaller changes.\n"
     )
     return {"autoscaler.yaml": to_yaml([document], comment)}
-
-
-def _files(
-    plan: Plan, names: Names, objects: list[Object], engine: str, image: str, origin: str, instructions: str = ""
-) -> dict[str, str]:
-    comment = (
-        f"# A plan by xgpt {__version__} on {engine}. The image {image}\n# {origin};\n"
-        f"# {weights_note(plan, names)};\n# the clients' keys come from a secret:\n"
-        f"#   kubectl create secret generic {names.name}-keys --from-file=keys=keys.txt\n{instructions}"
-        "# Only pods of this namespace may send requests (NetworkPolicy). Start: kubectl apply -k .\n"
-    )
-    return {"xgpt.yaml": to_yaml(objects, comment), "kustomization.yaml": kustomization(["xgpt.yaml"])}
 
 
 def kustomization(resources: list[str]) -> str:

@@ -18,6 +18,7 @@ from xgpt.exporting import pods
 from xgpt.exporting.kubernetes import (
     MEET,
     check_deployable,
+    deployment,
     follower_command,
     group_of_pods,
     kustomization,
@@ -242,9 +243,7 @@ def _llmd_lane(plan: Plan, names: Names, image: str, lane: LaneName, role: str) 
         worker = replace(answers, command=follows, ports={}, probed=None, mounts_keys=False)
         return group_of_pods(plan, names, nodes, spec, pods.pod(plan, names, worker, fetches=with_xgpt), meta)
     chosen = names.selector | ({} if lane == "both" else {"llm-d.ai/role": role})
-    template = {"metadata": {"labels": meta["labels"]}, "spec": spec}
-    deployed = {"replicas": plan.replicas, "selector": {"matchLabels": chosen}, "template": template}
-    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": meta, "spec": deployed}
+    return deployment(plan, chosen, spec, meta)
 
 
 def _with_xgpt(plan: Plan, names: Names, image: str, lane: LaneName, nodes: int) -> PodSpec:

@@ -300,7 +300,7 @@ def share_of(plan: Plan, request: ServeRequest) -> tuple[Plan, Machines | None]:
     machine.
 
     A machine serves the replicas for which it has devices, or a part of one replica. Each replica has a separate
-    endpoint on its first machine, so that replicas are independent; a gateway in front of them distributes the
+    endpoint on its first machine, so that replicas are independent. A gateway in front of them distributes the
     requests.
 
     Raises:

@@ -212,7 +212,6 @@ def _settled(
         raise InfeasibleError(
             f"attain: only {100 * share:.2f}% of the requests keep the bounds even with {factor:.2g} times the "
             f"replicas that the load needs; ask for less than {quantile:g}, or give shorter intervals",
-            nearest_bound_s=None,
             binding="quantile",
         )
     return best

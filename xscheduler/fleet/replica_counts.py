@@ -240,7 +240,6 @@ def _check(problem: FleetProblem) -> None:
         raise InfeasibleError(
             f"trace: with the lengths of interval {int(np.argmax(unheld))}, no kind of replica keeps the bounds at any "
             "rate; loosen the bounds or give other devices",
-            nearest_bound_s=None,
             binding="latency_bound_s",
         )
 
@@ -249,7 +248,6 @@ def _not_held(problem: FleetProblem) -> InfeasibleError:
     limits = " and ".join(str(limit.most) for limit in problem.limits)
     return InfeasibleError(
         f"devices: {limits} devices cannot serve the peak of {problem.needs.max():.4g} requests/s; allow more",
-        nearest_bound_s=None,
         binding="devices",
     )
 

@@ -129,6 +129,5 @@ def _never_kept(problem: Problem) -> InfeasibleError:
     return InfeasibleError(
         f"{binding}: no replica on one node of {problem.cluster.name} keeps {kept} at any arrival rate, "
         "waiting included; loosen the bounds, or ask `xgpt plan` for the nearest bound that can be kept",
-        nearest_bound_s=None,
         binding=binding,
     )

@@ -48,7 +48,7 @@ def never_kept(
     asked = " and ".join(_named(given))
     where = f"no schedule of {', '.join(kinds)} keeps {asked} on {scheduler.problem.cluster.name}, waiting included"
     if found is None:
-        return InfeasibleError(f"{binding}: {where}", nearest_bound_s=None, binding=binding)
+        return InfeasibleError(f"{binding}: {where}", binding=binding)
     nearest = found.bounds
     binding = next(iter(nearest))
     kept = " and ".join(_named(nearest)) if len(given) > 1 else f"{nearest[binding]:g} s"
@@ -69,7 +69,6 @@ def rate_not_kept(scheduler: Scheduler, kinds: tuple[str, ...], highest: float) 
         f"arrival_rate_per_s: no schedule of {', '.join(kinds)} on {num_devices} of the {problem.cluster.num_devices} "
         f"devices of {problem.cluster.name} keeps the bounds at {problem.constraint.arrival_rate_per_s:g} requests/s, "
         f"waiting included; the best one keeps them up to {highest:.4g} requests/s: take more devices or a lower rate",
-        nearest_bound_s=None,
         binding="arrival_rate_per_s",
     )
 

@@ -172,7 +172,6 @@ class Saturated(Objective):
         if not stable:
             raise InfeasibleError(
                 f"arrival_rate_per_s: no schedule serves {rate:g} requests/s; take more devices or a lower rate",
-                nearest_bound_s=None,
                 binding="arrival_rate_per_s",
             )
         return stable

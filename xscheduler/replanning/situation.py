@@ -160,6 +160,9 @@ def reestimate(
 ) -> dict[str, float]:
     """Return a plan's predictions for other lengths, with its computed numbers unchanged.
 
+    Requests are assumed to be always waiting (saturation). The computed numbers are, for example, rra's planned number
+    of prompt tokens in a phase, which it encodes whatever the number of requests.
+
     Args:
         ratio: factor by which the closed form's latency is multiplied.
     """

@@ -77,17 +77,17 @@ HALVINGS = 12
 
 
 class AllRequests:
-    """Computes a quantile of all requests' latencies in closed form, since prompts and decode steps vary.
+    """Computes a quantile of all requests' latencies in closed form, with random prompts and random step times.
 
-    A request takes a time to its first token, which depends on its prompt and on the step that encodes it, and then D
-    decode steps; D follows the distribution of output lengths. With steps of mean t and standard deviation s,
-    independent of each other,
+    The time to a request's first token depends on its prompt and on the step that encodes the prompt. Then come D
+    decode steps, where D has the distribution of output lengths. If step times are independent, with mean t and
+    standard deviation s, then
 
         P(latency > x) = sum_jk p_j w_k P(D > d_jk),   first_j + t d_jk + z_k s sqrt(d_jk) = x,
 
-    where z_k and w_k represent a normal distribution (Gauss-Hermite). The left side falls with x, so bisection finds
-    the quantile. If the time to the first token is constant and s is 0, it is the latency of a request of the
-    quantile's length.
+    where z_k and w_k represent a normal distribution (Gauss-Hermite). The probability falls with x, so bisection finds
+    the quantile. If the time to the first token is constant and s is 0, the quantile is the latency of a request whose
+    output length is at the quantile.
 
     Args:
         quantile: share of all requests whose latency the result bounds.

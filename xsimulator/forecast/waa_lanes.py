@@ -1,6 +1,4 @@
-"""Predict WAA's lanes: the times of an encode batch and of its transfer, and the seconds of an iteration of all
-micro-batches of the decode lane.
-"""
+"""Predict how long batches and their transfers take in the encode lane of waa, and iterations in its decode lane."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ import pytest
 from tests.contract.scenarios import problem
 from tests.fakes import fake_plan
 from tests.rings import examples, few
+from tools.demo import num_requests
 from xgpt.benchmark import Load, bench, bench_plan, draw
 from xgpt.cli import render
 from xgpt.client import ClientResult
@@ -24,7 +25,6 @@ from xgpt.core.errors import MachineError
 from xgpt.core.io import StepLogWriter
 from xgpt.core.schema import SERVED, BenchReport, Capacity, Constraint, Plan, Profile, StepRecord, UrlReport
 from xgpt.core.workload import ArrivalProcess, TraceLengths
-from xgpt.demo import num_requests
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.schedule import Scheduler
 from xsimulator.run import outstanding_requests, read_log, requests_to_end, run_requests

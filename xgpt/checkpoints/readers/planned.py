@@ -447,7 +447,7 @@ class ReadFields(dict[str, Any]):
         """Check that all sizes in `given`, except empty or zero ones, were read.
 
         Raises:
-            InputError: a size was not read; the message states the field.
+            InputError: a size was not read. The message states the field.
         """
         passed = self._read | BOOKKEEPING | TRAINING | SEARCH | COMMON | WITHOUT_EFFECT
         for name, value in given.items():

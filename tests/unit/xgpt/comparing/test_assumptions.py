@@ -7,9 +7,10 @@ import pytest
 
 import xgpt
 from xgpt.comparing import compare as comparing
-from xgpt.comparing.assumptions import Range, assumptions, changes, ranges
+from xgpt.comparing.assumptions import assumptions, changes, ranges
 from xgpt.comparing.compare import compare, gain_in_words
 from xgpt.core.schema import Plan, Profile
+from xgpt.core.schema.documents import RangeOutput
 from xgpt.core.workload import TraceLengths
 from xgpt.problems import resolve
 from xgpt.requests import plan_request
@@ -58,8 +59,8 @@ def test_what_holds_up_in_the_worst_case_is_chosen(
     monkeypatch.setattr(comparing, "with_capacities", lambda plans, _: plans)
     monkeypatch.setattr(comparing, "relax", lambda *_: {})
     given = {
-        "chunked": Range(0.95, 1.4, "mixed steps slow decodes by 20 points more"),
-        "rra": Range(1.1, 1.2, "bursts"),
+        "chunked": RangeOutput(least=0.95, most=1.4, worst="mixed steps slow decodes by 20 points more"),
+        "rra": RangeOutput(least=1.1, most=1.2, worst="bursts"),
     }
     monkeypatch.setattr(comparing, "ranges", lambda *_: given)
     request = plan_request(**ASKED, objective="saturated")
@@ -72,5 +73,7 @@ def test_what_holds_up_in_the_worst_case_is_chosen(
     assert found.current is not None
     said = gain_in_words(found.best, found.current, found.ranges["rra"])
     assert said.endswith("under varied assumptions, per device 1.10 to 1.20 times as many (worst case: bursts)")
-    monkeypatch.setattr(comparing, "ranges", lambda *_: given | {"rra": Range(0.9, 1.2, "bursts")})
+    monkeypatch.setattr(
+        comparing, "ranges", lambda *_: given | {"rra": RangeOutput(least=0.9, most=1.2, worst="bursts")}
+    )
     assert "keep the current deployment" in compare(request, "vllm serve m --max-num-seqs 64").notes[-1]

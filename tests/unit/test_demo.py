@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from xgpt import demo
+from tools import demo
 
 
 @pytest.mark.parametrize(
