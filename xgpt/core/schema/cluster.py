@@ -10,13 +10,13 @@ from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.model import DType
 
 MOST = 1024
-"""Largest number of nodes, and of devices in a node. Larger ones are rejected as typing errors."""
+"""Largest number of nodes, and of devices in a node. Larger numbers are rejected as typing errors."""
 
 
 class Efficiency(Frozen):
-    """The shares of a datasheet's rates that kernels achieve: one set for a kind of device, for all models.
+    """The shares of a datasheet's rates that kernels achieve on a kind of device, with any model.
 
-    Profiles computed from a datasheet use them. Fields without a unit are shares of a rate.
+    Profiles computed from a datasheet use these shares. Fields without a unit are shares of a rate.
     """
 
     matrix: float = Field(gt=0, le=1)
@@ -39,14 +39,15 @@ class Efficiency(Frozen):
     """Least seconds of an attention call."""
     all_reduce_s: float | None = Field(default=None, ge=0)
     """Least seconds of an all-reduce, over any number of devices. None means that they are computed from the hops of a
-    ring."""
+    ring all-reduce.
+    """
     layer_s: float = Field(ge=0)
-    """Seconds of a layer's small kernels, and of launches not counted above."""
+    """Seconds of a layer's small kernels, and of kernel launches not counted above."""
     step_s: float = Field(ge=0)
     """Seconds of the serving loop for each step."""
     like: str | None = None
-    """Name of the similar device on which the shares were fitted. Plans then warn of this and state wider ranges. None
-    means this device.
+    """Name of the similar device on which the shares were fitted. Plans then have a warning and state wider ranges.
+    None means that the shares were fitted on this device.
     """
     source: str
     """Source of these figures."""
@@ -62,13 +63,13 @@ class DeviceKind(Frozen):
     memory_bytes: PositiveInt
     """Bytes of memory of one device."""
     flops_per_s: dict[DType, PositiveFloat] = Field(default_factory=dict)
-    """Datasheet's FLOP/s of each type."""
+    """The datasheet's FLOP/s for each data type."""
     memory_bandwidth_bytes_per_s: PositiveFloat | None = None
-    """Datasheet's memory bandwidth."""
+    """The datasheet's memory bandwidth."""
     efficiency: Efficiency | None = None
-    """Shares of these rates that kernels achieve. None means that those of an A40 are assumed."""
+    """Shares of these rates that kernels achieve. None means that the shares of an A40 are assumed."""
     efficiency_float8: Efficiency | None = None
-    """Shares of the rates that kernels achieve in eight bits. None means the same as `efficiency`."""
+    """Shares of these rates that kernels achieve in eight bits. None means the same as `efficiency`."""
     usable_memory: float = Field(default=0.9, gt=0, le=1)
     """Largest share of the memory for weights, K/V and workspace together."""
 
@@ -88,7 +89,7 @@ class ClusterSpec(Frozen):
     name: str
     """Name of the cluster."""
     device: DeviceKind
-    """The kind of its devices."""
+    """The kind of device in the cluster."""
     num_nodes: PositiveInt = Field(default=1, le=MOST)
     """Number of machines."""
     devices_per_node: PositiveInt = Field(default=1, le=MOST)
@@ -98,7 +99,7 @@ class ClusterSpec(Frozen):
     inter_node: Link | None = None
     """Link between machines."""
     host: Link | None = None
-    """Link between the memory of a device and that of its host, over which keys and values move under WAA."""
+    """Link between a device's memory and its host's memory, over which K/V moves under waa."""
     price_per_device_hour: PositiveFloat | None = None
     """Price of one device for an hour, in any currency."""
 

@@ -1,4 +1,4 @@
-"""A plan's constraint, with its objective and bounds, and its admission of requests."""
+"""Define a plan's constraint, which has the objective and the bounds, and its admission of requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.workload import RequestClass, check_classes
 
 SPARED_TAIL = 0.1
-"""Share of the permitted bound violations that a plan does not use, under sla "request"."""
+"""Under sla "request", a plan leaves this share of the permitted bound violations unused."""
 
 KvPromise = Literal["reserve", "quantile"]
 AdmissionOrder = Literal["fcfs", "in-time", "sjf", "lpt", "edf", "das"]
@@ -24,10 +24,10 @@ class Goal(NamedTuple):
     """Bounds that a share of all requests must keep together. Times count from arrival.
 
     Attributes:
-        quantile: the share.
+        quantile: share of all requests that must keep the bounds.
         latency_bound_s: bound on the time to the last token. None means no bound.
         ttft_s: bound on the time to the first token.
-        tpot_s: bound on the mean gap between the request's tokens.
+        tpot_s: bound on the mean gap between a request's tokens.
     """
 
     quantile: float
@@ -39,14 +39,14 @@ class Goal(NamedTuple):
 class Constraint(Frozen):
     """The objective and the bounds of a plan.
 
-    Under sla "length" the bound holds for a request whose output length is at the quantile; under "request" it holds
-    for that quantile of all requests (ExeGPT sec. 7.6, (b) and (a)). By default `headroom` is that of the profile
-    (`Profile.headroom`).
+    Under sla "length", the bound holds for a request whose output length is at the quantile. Under sla "request", the
+    bound holds for the quantile of all requests (ExeGPT sec. 7.6, (b) and (a)). By default, `headroom` is
+    `Profile.headroom`.
 
     The plan maximises the `objective`. "arrivals" is the highest arrival rate at which the quantile of all requests
-    keeps the bounds, waiting included (`Capacity`), under either sla. "saturated" is throughput while requests are
-    always waiting, with latency from admission, as in the papers. Files without the field `objective` were made for
-    "saturated".
+    keeps the bounds, waiting included (`Capacity`), whatever the sla. "saturated" is the throughput while requests are
+    always waiting, where latency counts from admission, as in the papers. Files without the field `objective` were made
+    for "saturated".
     """
 
     objective: Objective = "saturated"
@@ -57,34 +57,34 @@ class Constraint(Frozen):
     quantile: float = Field(default=0.99, gt=0, lt=1)
     """Share of requests that must keep the bounds."""
     sla: Sla = "length"
-    """The latency that is bounded under objective "saturated"."""
+    """Meaning of the latency bound under objective "saturated"."""
     ttft_s: PositiveFloat | None = None
     """Bound on the time to first token. None means no bound."""
     tpot_s: PositiveFloat | None = None
     """Bound on the mean time per output token. None means no bound."""
     ttft_quantile: float | None = Field(default=None, gt=0, lt=1)
-    """Share of requests that must keep `ttft_s`. None means that `quantile` of them must keep all bounds together."""
+    """Share of requests that must keep `ttft_s`. None means that a share `quantile` must keep all bounds together."""
     tpot_quantile: float | None = Field(default=None, gt=0, lt=1)
-    """Share of requests that must keep `tpot_s`. None means that `quantile` of them must keep all bounds together."""
+    """Share of requests that must keep `tpot_s`. None means that a share `quantile` must keep all bounds together."""
     arrival_rate_per_s: PositiveFloat | None = None
     """Arrival rate to sustain. None means as high as possible."""
     burstiness: float = Field(default=1.0, gt=0, le=100)
-    """Coefficient of variation of the gaps between arrivals: 1 for Poisson, above 1 for bursts."""
+    """Coefficient of variation of the gaps between arrivals, which is 1 for Poisson arrivals and above 1 for bursts."""
     classes: tuple[RequestClass, ...] = ()
-    """Classes of requests with separate bounds. The bounds above are then the tightest of each kind."""
+    """Classes of requests with separate bounds. Each bound above is then the tightest of all classes."""
     headroom: float = Field(default=0.0, ge=0, lt=1)
     """Share by which steps may take longer than predicted before a bound is broken."""
     maximise: str | None = Field(default=None, exclude_if=lambda text: text is None)
-    """An expression over the plan's figures (`xscheduler.expression`) that is maximised in place of throughput, under
-    objective "saturated". None means throughput."""
+    """Under objective "saturated", an expression over the plan's figures (`xscheduler.expression`) to maximise in place
+    of throughput. None means throughput.
+    """
 
     @property
     def planned_quantile(self) -> float:
-        """The share of requests for which a plan is made to keep the bound. Under sla "request" it is slightly above
-        the quantile.
+        """The share of requests for which a plan is made to keep the bound.
 
-        Latency jumps when one more token falls into the next encode phase, so a share that is only just reached is
-        easily missed.
+        Under sla "request", this share is slightly above the quantile. Latency jumps when one more token falls into the
+        next encode phase, so a share that is only just reached would easily be missed.
         """
         return self.quantile + (SPARED_TAIL * (1 - self.quantile) if self.sla == "request" else 0.0)
 
@@ -95,7 +95,7 @@ class Constraint(Frozen):
 
     @property
     def counts_from(self) -> str:
-        """Start of the time that the latency bound limits: "arrival" or "admission"."""
+        """When the bounded latency begins, which is "arrival" or "admission"."""
         return "arrival" if self.maximises_arrivals else "admission"
 
     @property
@@ -105,26 +105,23 @@ class Constraint(Frozen):
 
     @property
     def allowed_latency_s(self) -> float:
-        """The predicted latency up to which the bound is kept with its headroom. Infinite means no bound."""
+        """The largest predicted latency with which the bound is kept, headroom subtracted. Infinite means no bound."""
         return math.inf if self.latency_bound_s is None else self.latency_bound_s / (1 + self.headroom)
 
     def less(self, path_s: float) -> Constraint:
-        """Return the constraint with `path_s`, the seconds that a request spends outside the engine, subtracted from
-        its bounds."""
+        """Return the constraint with tighter bounds: a request spends `path_s` seconds outside the engine."""
         names = ("latency_bound_s", "ttft_s")
         left = {name: max(bound - path_s, 1e-9) for name in names if (bound := getattr(self, name)) is not None}
         return self.model_copy(update=left) if path_s else self
 
     @property
     def all_bounds(self) -> Goal:
-        """A goal that contains all bounds together. The share of requests that keep all of them is the goodput."""
+        """The goal with all bounds. The share of requests that keep this goal is the goodput."""
         return Goal(self.quantile, self.latency_bound_s, self.ttft_s, self.tpot_s)
 
     @property
     def goals(self) -> tuple[Goal, ...]:
-        """The goals of arriving requests: one for all bounds that have no quantile of their own, and one for each bound
-        that has one.
-        """
+        """The goals for arriving requests: one for each bound with its own quantile, and one for all other bounds."""
         together, apart = self.all_bounds, []
         if self.ttft_quantile is not None and self.ttft_s is not None:
             together = together._replace(ttft_s=None)
@@ -140,7 +137,7 @@ class Constraint(Frozen):
         return Goal(self.quantile, request_class.latency_bound_s, request_class.ttft_s, request_class.tpot_s)
 
     def with_classes(self, classes: tuple[RequestClass, ...]) -> Constraint:
-        """Return the constraint with these classes and, as bounds for all requests, the tightest of each kind."""
+        """Return the constraint with these classes. Each of its own bounds is then the tightest of all classes."""
         kinds = ("latency_bound_s", "ttft_s", "tpot_s")
         bounds = {kind: [bound for each in classes if (bound := getattr(each, kind)) is not None] for kind in kinds}
         tightest = {kind: min(found) for kind, found in bounds.items() if found}
@@ -161,40 +158,41 @@ class Constraint(Frozen):
 class Admission(Frozen):
     """The order in which waiting requests enter, and the reservation of K/V memory.
 
-    "reserve" reserves a request's maximum (ORCA Algorithm 1). "quantile" admits up to `max_running` requests, the
-    number that fits 99.9% of the time, and preempts some when they do not fit.
+    With `kv` "reserve", memory is reserved for a request's maximum output (ORCA Algorithm 1). With "quantile", up to
+    `max_running` requests enter, which is the number that fits in memory 99.9% of the time. If running requests do not
+    fit, some are preempted.
 
     Orders in which waiting requests enter:
 
     - "fcfs": by arrival;
-    - "in-time": the order in which most requests keep the bound on the time to first token, by the plan's step times;
+    - "in-time": the order with which, by the plan's step times, the most requests keep the bound on TTFT;
     - "sjf": shortest prompt first;
     - "lpt": largest possible output first, which finishes a given set of requests soonest;
     - "edf": earliest deadline first;
-    - "das": TCB's deadline-aware scheduling over `row_tokens` prompt tokens at a time.
+    - "das": TCB's deadline-aware scheduling, for rows of `row_tokens` prompt tokens.
 
     A request that has waited for longer than `patience` times the plan's latency is overdue. While there are overdue
-    requests, every second request to enter is the one that has been overdue longest, so that no request starves. None
-    means that no request is ever overdue.
+    requests, every second request that enters is the one that has been overdue longest, so that no request starves.
 
     If a request states no maximum, memory is reserved for the quantile `promise_quantile` of the plan's output lengths.
-    A longer output continues. It is preempted when other requests need the memory that it uses beyond its reservation.
+    A longer output continues, but it is preempted if other requests need the memory that it uses beyond its
+    reservation.
     """
 
     order: AdmissionOrder = "fcfs"
     """Order in which waiting requests enter."""
     row_tokens: PositiveInt | None = None
-    """Prompt tokens of a row, for "das" only."""
+    """Number of prompt tokens in a row, for "das" only."""
     eta: float = Field(default=0.5, gt=0, lt=1, exclude_if=lambda eta: eta == 0.5)
-    """Share of a row that "das" fills by utility only, before deadlines count."""
+    """Share of a row's requests that "das" chooses only by utility, before deadlines count."""
     kv: KvPromise = "reserve"
     """How K/V memory is reserved."""
     max_running: PositiveInt | None = None
-    """Largest number of running requests. None means as many as fit."""
+    """Largest number of running requests. None means as many as fit in memory."""
     patience: PositiveFloat | None = 8.0
-    """Multiple of the plan's latency after which a waiting request is overdue. None means never."""
+    """Multiple of the plan's latency after which a waiting request is overdue. None means that no request is."""
     promise_quantile: float = Field(default=0.99, gt=0, lt=1)
-    """Quantile of output lengths for which memory is reserved."""
+    """Quantile of output lengths for which memory is reserved if a request states no maximum."""
 
     @model_validator(mode="after")
     def _check(self) -> Admission:

@@ -1,4 +1,4 @@
-"""The documents that commands print with --json, except xgpt's own files."""
+"""Define the documents that commands print with --json, except the documents that xgpt also stores in files."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ class GainOutput(Frozen):
     """The factor by which the best plan's highest arrival rate exceeds that of the current deployment."""
 
     arrivals: float
-    """The factor."""
+    """The best plan's highest arrival rate divided by that of the current deployment."""
     per_device: float
-    """The factor for each device."""
+    """The same factor for arrival rates per device."""
     num_devices: int
-    """Devices of the best plan."""
+    """Number of devices of the best plan."""
     current_devices: int
-    """Devices of the current deployment."""
+    """Number of devices of the current deployment."""
 
 
 class RangeOutput(Frozen):
-    """The range of the gain for each device over all assumptions."""
+    """The range of the gain per device over all assumptions."""
 
     least: float
     """The smallest gain."""
@@ -35,39 +35,37 @@ class CompareOutput(Frozen):
     """The best plan of every policy under one bound."""
 
     plans: dict[str, Plan]
-    """The best plan of each policy, the best of all first."""
+    """The best plan of each policy. The best plan of all comes first."""
     relaxed: list[Plan]
     """The best plan under each looser latency bound."""
     current: Plan | None
-    """The current deployment, scored as a plan. null means that none was given."""
+    """The current deployment, evaluated as a plan. Null means that no deployment was given."""
     current_notes: list[str]
     """Assumptions about the current deployment."""
     gain: GainOutput | None
-    """Gain over the current deployment. null means that no deployment was given, or that it keeps the bounds at no
-    arrival rate."""
+    """Gain over the current deployment. Null means that none was given, or that it keeps the bounds at no rate."""
     gain_ranges: dict[str, RangeOutput]
-    """The range of each policy's gain over assumptions on the cost of mixed steps, pace, lengths and bursts."""
+    """The range of each policy's gain, over assumptions about the cost of mixed steps, the pace, lengths and bursts."""
     keeps_current: bool = False
-    """Whether no plan gains over the current deployment under every assumption, so that it should be kept."""
+    """Whether the current deployment should be kept, because no plan is better under every assumption."""
     answer: tuple[str, ...] = ()
     """Sentences that say whether late requests are due to the current deployment's settings, from a replay of the log
     at its own times."""
     command: str | None = None
-    """The command with which the engine itself runs the best plan that it can run. null means that it needs xgpt's
-    scheduler."""
+    """The command with which the engine runs its best plan by itself. Null means that it needs xgpt's scheduler."""
     measured: dict[str, BenchReport]
-    """Figures of each plan measured on this machine, by policy."""
+    """By policy, the figures of each plan that were measured on this machine."""
 
 
 class CalibratedLoadOutput(Frozen):
     """A measured load and its prediction."""
 
     source: str
-    """Benchmark and file."""
+    """The benchmark and its file."""
     used: bool
-    """Whether the fit used it. Otherwise it shows the fit's error."""
+    """Whether the fit used this load. Otherwise the load shows the error of the fit."""
     measured: dict[str, float]
-    """Measured requests a second, and mean seconds to the first token and between tokens."""
+    """Measured requests a second, mean TTFT and mean gap between tokens (in seconds)."""
     before: dict[str, float]
     """Relative error of each figure before the fit."""
     after: dict[str, float]
@@ -75,7 +73,7 @@ class CalibratedLoadOutput(Frozen):
 
 
 class CalibrateOutput(Frozen):
-    """The correction by a fit to benchmarks, and the errors before and after it."""
+    """The correction by a fit to benchmarks, and the errors before and after the correction."""
 
     pace: float
     """Factor on all step times."""
@@ -84,11 +82,11 @@ class CalibrateOutput(Frozen):
     path_s: float
     """Fitted seconds that each request spends outside the engine's loop."""
     loads: tuple[CalibratedLoadOutput, ...]
-    """The loads."""
+    """The measured loads."""
 
 
 class SimulateOutput(Frozen):
-    """Figures of a simulated run. Times count from arrival with --arrival-rate, else from admission."""
+    """The figures of a simulated run. Times count from arrival with --arrival-rate, otherwise from admission."""
 
     num_requests: int
     """Number of requests that finished in the window."""
@@ -103,30 +101,30 @@ class SimulateOutput(Frozen):
     preemptions: int
     """Number of times that a request was preempted and lost its keys and values."""
     encode_batch: float
-    """Mean number of requests encoded in a step that encodes."""
+    """Mean number of requests in a step that encodes."""
     decode_batch: float
-    """Mean number of requests decoded in a step that decodes."""
+    """Mean number of requests in a step that decodes."""
     idle_share: float | None = None
     """Share of time in which a stage is idle, or None in a simulation by counts."""
     latency_s: float | None = None
     """Mean time from admission to the last token of requests whose output length is at the quantile."""
     request_latency_s: float | None = None
-    """Quantile over requests of the time from admission to the last token."""
+    """Quantile, over all requests, of the time from admission to the last token."""
     ttft_s: float | None = None
     """Mean time from admission to the first token."""
     reused_share: float | None = None
-    """Share of prompt tokens whose keys and values were in the cache."""
+    """Share of prompt tokens whose K/V was in the cache."""
     goodput: float | None = None
-    """Share of requests that keep every bound, or those of their class."""
+    """Share of requests that keep every bound of the plan, or of their class."""
     goodput_by_class: dict[str, float] | None = None
-    """Share of each class's requests that keep the bounds of the class."""
+    """For each class, the share of its requests that keep the bounds of the class."""
     ttft_mean_s: float | None = None
     """Mean time from arrival to the first token, followed by its quantiles."""
     ttft_p50_s: float | None = None
     ttft_p90_s: float | None = None
     ttft_p99_s: float | None = None
     tpot_mean_s: float | None = None
-    """Mean over requests of the mean gap between their tokens, followed by its quantiles."""
+    """Mean, over all requests, of the mean gap between tokens, followed by its quantiles."""
     tpot_p50_s: float | None = None
     tpot_p90_s: float | None = None
     tpot_p99_s: float | None = None

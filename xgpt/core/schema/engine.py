@@ -1,4 +1,4 @@
-"""The costs and the scheduling of one version of an engine. The costs add to the step times of a model."""
+"""Define the costs and the scheduling of one version of an engine. The costs are added to a model's step times."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model
 from xgpt.core.schema.base import Frozen
 
 UNSOURCED = frozenset({"name", "framework", "version", "scheduler", "sources"})
-"""Fields of an engine that are not figures, and so need no source."""
+"""Fields of an engine that are not figures and so need no source."""
 
 TIMED = ("layer_s", "step_s", "request_s", "uncaptured", "mixing", "before_admission_s", "layer_path_s", "tokenise_s")
-"""Figures of an engine on which step times and times to first token depend."""
+"""Figures of an engine on which step times and TTFT depend."""
 
 
 class EngineSpec(Frozen):
@@ -30,19 +30,17 @@ class EngineSpec(Frozen):
     version: str
     """Version of that engine."""
     schedules_ahead: bool = False
-    """Whether a step is scheduled while the step before it runs, before that step's tokens are known."""
+    """Whether a step is scheduled while the previous step runs, before the tokens of the previous step are known."""
     scheduler: Literal["own", "xgpt"] = "own"
-    """Whether the engine's own scheduler or xgpt's scheduler class schedules steps."""
+    """The scheduler: the engine's own, or xgpt's scheduler class."""
     waiting_step_s: NonNegativeFloat = 0.0
-    """Further seconds of the loop for each step that is scheduled only after the previous step has ended, as xgpt's
-    scheduler does.
-    """
+    """Further seconds of the loop for each step if it is scheduled after the previous one, as by xgpt's scheduler."""
     waiting_request_s: NonNegativeFloat = 0.0
     """Further seconds for each request in such a step."""
     mixes: bool = True
-    """Whether a step of orca and chunked both encodes and decodes. Otherwise steps that encode come first."""
+    """Whether a step of orca and chunked may both encode and decode. Otherwise separate steps encode prompts first."""
     cuts_prompts: bool = True
-    """Whether a step cuts a prompt that does not fit. Otherwise the prompt waits for a step with room for it."""
+    """Whether a step may encode a part of a prompt. Otherwise a prompt waits until a step can take all of it."""
     admits_by_use: bool = False
     """Whether requests enter as long as K/V memory is free, and the last request is preempted if memory runs out.
     Otherwise memory for each request's maximum is reserved.
@@ -52,13 +50,13 @@ class EngineSpec(Frozen):
     once the step would have `batch_wait_tokens` tokens.
     """
     batch_wait_tokens: NonNegativeInt = 0
-    """Prompts wait no longer once the tokens of decodes and waiting prompts reach this number."""
+    """Number of tokens of decodes and waiting prompts from which on prompts wait no longer."""
     receive_steps: PositiveInt = 1
     """Number of decode steps between two checks for new requests. The step after a step that encodes also checks."""
     layer_s: NonNegativeFloat | None = None
-    """Seconds of a layer outside its operators: gaps between kernels, and the smallest kernels."""
+    """Seconds of a layer for gaps between kernels and for the smallest kernels, which profiles do not count."""
     step_s: NonNegativeFloat | None = None
-    """Seconds of the loop for each step, without those that overlap with the device's work."""
+    """Seconds of the loop for each step, not counting seconds in which the device works."""
     request_s: NonNegativeFloat | None = None
     """Seconds of the loop for each request in a step."""
     uncaptured: float | None = Field(default=None, ge=1)
@@ -66,19 +64,17 @@ class EngineSpec(Frozen):
     captured_tokens: NonNegativeInt | None = None
     """Largest number of tokens of a step that runs as a captured graph."""
     rounds_activations: bool = False
-    """Whether products with 4-bit weights round activations to 8 bits, on devices that have kernels for it."""
+    """Whether products with 4-bit weights round activations to 8 bits, on devices that have kernels for this."""
     mixing: NonNegativeFloat = 0.0
     """Extra time of a step that both encodes and decodes, as a share of the time of a step with only its decodes."""
     before_admission_s: NonNegativeFloat = 0.0
-    """Seconds from a request's arrival at the server until the scheduler sees it, without `tokenise_s`."""
+    """Seconds from a request's arrival at the server until the scheduler sees the request, without `tokenise_s`."""
     tokenise_s: NonNegativeFloat = 0.0
     """Further seconds, for each token of the prompt, until the scheduler sees the request."""
     stream_s: NonNegativeFloat = 0.0
-    """Seconds that an API server works on each token that it streams, on one core, or 0 if not known."""
+    """Seconds of one core for each token that an API server streams, or 0 if not known."""
     layer_path_s: NonNegativeFloat = 0.0
-    """Further seconds, for each of the model's layers, before the first token: the host launches the kernels of a
-    prompt one by one.
-    """
+    """Further seconds before the first token, for each layer, since the host launches a prompt's kernels one by one."""
     after_token_s: NonNegativeFloat = 0.0
     """Seconds from the end of a step until its tokens have left the server."""
     memory_share: float | None = Field(default=None, gt=0, le=1)
@@ -86,38 +82,36 @@ class EngineSpec(Frozen):
     shares_rest: bool = False
     """Whether `memory_share` is a share of the memory that weights leave free."""
     shares_only_cache: bool = False
-    """Whether `memory_share` is for weights and K/V only, and activations of a step use the rest."""
+    """Whether `memory_share` is only for weights and K/V, and the rest for activations of a step."""
     kept_bytes: NonNegativeInt | None = None
-    """Bytes of the engine's memory for anything except weights, K/V and activations. None means the planner's
-    allowance."""
+    """Bytes that the engine uses besides weights, K/V and activations. None means the planner's allowance."""
     group_bytes: NonNegativeInt = 0
-    """Further bytes on each device of a tensor-parallel group: buffers of all-reduces."""
+    """Further bytes on each device of a tensor-parallel group, for buffers of all-reduces."""
     sampling_bytes: NonNegativeFloat = 0.0
     """Bytes of logits and sampling for each token of the vocabulary and each request of `max_batch`."""
     keeps_expert_buffers: bool = False
-    """Whether the buffers between the products of experts stay allocated while tokens are sampled."""
+    """Whether the buffers between the experts' matrix products stay allocated while tokens are sampled."""
     expert_multiple: PositiveInt = 1
-    """On each device the width of an expert in MXFP4 is padded to a multiple of this number."""
+    """On each device, the width of an expert in MXFP4 is padded to a multiple of this number."""
     marlin_multiples: tuple[PositiveInt, PositiveInt] | None = None
     """On devices older than Hopper and on GeForce, Marlin's kernels pad the hidden size to a multiple of the first
     number and the width of an expert to a multiple of the second. None means the same as on other devices.
     """
     drops_windows: bool = False
-    """Whether keys and values outside the attention window of a layer are freed."""
+    """Whether K/V outside the attention window of a layer is freed."""
     block_size: PositiveInt = 16
-    """Tokens of a K/V block."""
+    """Number of tokens in a K/V block."""
     max_batch: PositiveInt | None = None
-    """Default largest number of requests in a step. Plans do not exceed it unless `--fix` sets more."""
+    """Default largest number of requests in a step. Plans do not exceed this number unless `--fix` sets more."""
     token_budget: PositiveInt | None = None
-    """Default largest number of tokens in a step: the limit of orca, and the largest budget of chunked unless `--fix`
-    sets more."""
+    """Default largest number of tokens in a step. It limits orca, and chunked unless `--fix` sets more."""
     sources: dict[str, str] = Field(default_factory=dict)
-    """Source of each figure, by the field's name."""
+    """By field name, the source of each figure."""
 
     @model_validator(mode="before")
     @classmethod
     def _forget(cls, data: Any) -> Any:
-        """Drop a field of older files that no prediction used."""
+        """Drop a field of older files that no prediction uses."""
         return {k: v for k, v in data.items() if k != "stream_interval"} if isinstance(data, dict) else data
 
     @model_validator(mode="after")
@@ -133,7 +127,7 @@ class EngineSpec(Frozen):
 
     @property
     def borrowed(self) -> tuple[str, ...]:
-        """Names of times that were taken from another engine or version: their sources say "as ..." or "borrowed"."""
+        """Names of times that come from another engine or version, whose sources say "as ..." or "borrowed"."""
         return tuple(name for name in TIMED if re.match(r"as |.*borrowed", self.sources.get(name, "")))
 
     @property
@@ -145,7 +139,7 @@ class EngineSpec(Frozen):
         return self.model_copy(update={**name, "schedules_ahead": False})
 
     def started_for(self, kind: str) -> EngineSpec:
-        """Return the engine as it is started for a policy: with xgpt's scheduler class if its own scheduler lacks the
+        """Return the engine that runs a policy, with xgpt's scheduler class if the engine's own scheduler lacks the
         policy.
 
         Only vLLM accepts such a class. Its own scheduler runs only chunked prompts under a token budget.

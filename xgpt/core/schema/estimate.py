@@ -1,4 +1,4 @@
-"""The estimate in a plan: predicted figures, the highest rate within the bounds, and the proof of the search."""
+"""Define the estimate in a plan: predicted figures, the highest rate within the bounds, and the search's proof."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ UNVERIFIED = ("max_arrival_rate_per_s", "arrival_rate_gap")
 
 
 class JointLengths(Frozen):
-    """Effect of the correlation of input and output lengths in a trace. Closed forms assume independent lengths.
+    """The effect of correlated input and output lengths in a trace, since closed forms assume independent lengths.
 
-    Figures are relative differences between two simulations of the same lengths.
+    Figures are relative differences between two simulations of the same lengths, as in the trace and independent.
     """
 
     correlation: float
     """Pearson's correlation of input and output length."""
     throughput: float
-    """Relative difference of throughput."""
+    """Relative difference in throughput."""
     latency: float
-    """Relative difference of latency."""
+    """Relative difference in latency."""
 
 
 class MixingEdge(Frozen):
-    """The cost of mixed steps above which (or below which) another policy's plan has the higher throughput."""
+    """The cost of mixed steps at which another policy's plan begins to have the higher throughput."""
 
     mixing: float
     """Extra time of a mixed step, as a share of the time of a step with only its decodes (see `EngineSpec.mixing`)."""
@@ -36,39 +36,36 @@ class MixingEdge(Frozen):
 
 
 class ReuseEstimate(Frozen):
-    """The prefix reuse that a plan expects: the cached share of prompts, and the memory that holds it.
+    """The prefix reuse that a plan expects, and the memory for it.
 
-    A block that holds prompts for later requests is not available to outputs.
+    A block that is kept for later requests is not available for outputs.
     """
 
     share: float = Field(ge=0, le=1)
-    """Share of all prompt tokens whose K/V is in the cache, from earlier requests."""
+    """Share of all prompt tokens whose K/V is in the cache because an earlier request had them."""
     most_share: float = Field(ge=0, le=1)
     """The same share with unlimited memory."""
     kept_blocks: NonNegativeInt
-    """Number of K/V blocks of each encoding stage that hold prompts of running and earlier requests."""
+    """Number of K/V blocks, on each stage that encodes, with prompts of running and earlier requests."""
     alone: float | None = None
-    """The objective, in requests a second, of the best plan without reuse, or None if not planned."""
+    """Requests a second (the objective) of the best plan without reuse, or None if not planned."""
 
 
 class Capacity(Frozen):
     """The highest arrival rate at which a plan keeps its bounds, waiting included, by simulation.
 
-    A request keeps the bounds if its times from arrival to the last and to the first token, and its mean gap between
-    tokens, are within the bounds reduced by the headroom. The rate is the highest at which the constraint's quantile of
-    `num_requests` simulated requests keeps the bounds. `warm_up_requests` earlier requests do not count. Lengths and
-    gaps between arrivals are drawn from `seed` and are the same at every rate.
+    A request keeps the bounds if its time from arrival to the last token, its TTFT and its mean gap between tokens are
+    within the bounds, reduced by the headroom. At the highest rate, the constraint's quantile of `num_requests`
+    simulated requests keeps the bounds. The `warm_up_requests` before these do not count. Lengths and gaps between
+    arrivals are drawn from `seed` and are the same at every rate.
     """
 
     rate_per_s: float
     """Requests a second."""
     error: float | None = None
-    """Relative standard deviation of the rate over further draws of lengths and arrivals. None means that there was
-    only one draw."""
+    """Relative standard deviation of the rate over several draws of lengths and arrivals. None means only one draw."""
     rate_under_tighter_per_s: float | None = None
-    """The rate under bounds that are 5% tighter, or None if not simulated (it is simulated only for the chosen plan,
-    and not for policy slack).
-    """
+    """The rate under bounds that are 5% tighter, or None if not simulated, as for slack and for plans not chosen."""
     rate_under_looser_per_s: float | None = None
     """The rate under bounds that are 5% looser."""
     whole_s: float
@@ -80,24 +77,24 @@ class Capacity(Frozen):
     num_requests: int
     """Number of simulated requests that count."""
     warm_up_requests: int
-    """Number of simulated requests before those."""
+    """Number of simulated requests before the requests that count."""
     seed: int = 0
-    """Seed of lengths and arrivals."""
+    """Seed from which lengths and arrivals are drawn."""
 
 
 class Estimate(Frozen):
-    """The predicted figures of a plan: at saturation, and in `capacity` for Poisson arrivals."""
+    """The predicted figures of a plan at saturation. `capacity` has the figures for random arrivals."""
 
     throughput_rps: NonNegativeFloat
     """Requests a second at saturation."""
     output_tokens_per_s: NonNegativeFloat
     """Output tokens a second at saturation."""
     latency_s: NonNegativeFloat
-    """Latency from admission: of a request whose output length is at the quantile (sla "length"), or the quantile over
-    all requests (sla "request")."""
+    """Latency from admission. Under sla "length", it is that of a request whose output length is at the quantile. Under
+    sla "request", it is the quantile over all requests.
+    """
     latency_error: float | None = None
-    """Relative standard error of a simulated latency (sla "request"). None means that the latency is the closed
-    form's."""
+    """Relative standard error of a simulated latency (sla "request"). None means a latency from the closed form."""
     ttft_s: NonNegativeFloat
     """Time to first token, from admission."""
     tpot_s: NonNegativeFloat
@@ -105,9 +102,9 @@ class Estimate(Frozen):
     itl_p99_s: NonNegativeFloat
     """99th percentile of the gap between two tokens of a request."""
     encode_batch: NonNegativeFloat
-    """Mean number of requests encoded in a step that encodes."""
+    """Mean number of requests in a step that encodes."""
     decode_batch: NonNegativeFloat
-    """Mean number of requests in decode at the start of a phase, when it is highest."""
+    """Mean number of decoding requests. In policies with phases, the number at the start of a phase counts."""
     encode_tokens: NonNegativeFloat
     """Mean number of prompt tokens in a step that encodes."""
     cycle_s: NonNegativeFloat
@@ -115,18 +112,19 @@ class Estimate(Frozen):
     bubble_fraction: float = 0.0
     """Share of the devices' time in which their stage is idle."""
     memory_bytes: tuple[NonNegativeInt, ...] = Field(min_length=1)
-    """Memory of each device of a replica."""
+    """Bytes of memory in use on each device of a replica."""
     cost_per_million_tokens: float | None = None
     """Cost of a million output tokens at saturation. None means that the price is not known."""
     capacity: Capacity | None = None
-    """The highest arrival rate within the bounds. None means that there is no bound (any rate below the throughput is
-    sustained), or it has not been simulated."""
+    """The highest arrival rate within the bounds. None means that the rate was not simulated, or that there is no
+    bound, so that any rate below the throughput is sustained.
+    """
     mixing_edge: MixingEdge | None = None
     """The cost of mixed steps at which the best policy changes. None means that no cost from 0 to 0.4 changes it, or
     that mixed steps were measured.
     """
     joint_lengths: JointLengths | None = None
-    """Effect of correlated lengths. None means that the workload is not a trace, or its lengths are all equal."""
+    """Effect of correlated lengths. None means that the workload is not a trace, or that its lengths are all equal."""
     reuse: ReuseEstimate | None = None
     """The expected prefix reuse. None means that the plan does not count on K/V of earlier requests."""
     simulated: tuple[str, ...] = ()
@@ -134,20 +132,20 @@ class Estimate(Frozen):
     step_times: StepTimes | None = None
     """Step times that the scheduling rule uses, or None."""
     ranges: dict[str, tuple[float, float]] = Field(default_factory=dict, exclude_if=lambda ranges: not ranges)
-    """By figure, including the capacity's `rate_per_s`: the lowest and highest value in nine of ten cases. If the
-    profile is fitted to a served engine, the cases are loads on this machine while it is otherwise idle. If not, they
-    are the published measurements in `ranges_from`.
+    """For each figure and for the capacity's `rate_per_s`, the range of nine of ten cases. If the profile is fitted to
+    a served engine, the cases are loads on this machine while it is otherwise idle. If not, they are the published
+    measurements in `ranges_from`.
     """
     ranges_from: dict[str, str] = Field(default_factory=dict, exclude_if=lambda rows: not rows)
-    """By figure, the published measurements whose prediction errors give its range. Empty means that ranges are those
-    of this machine, or are not known.
+    """For each figure, the published measurements whose prediction errors give the range. Empty means that the ranges
+    are from this machine, or are not known.
     """
     warnings: tuple[str, ...] = ()
     """Warnings to read before using the plan."""
 
     @property
     def predicts_rate(self) -> bool:
-        """Whether throughput is predicted. A plan written by hand may have zeros here."""
+        """Whether throughput is predicted. A plan that was written by hand may have zeros instead."""
         return min(self.throughput_rps, self.encode_batch, self.encode_tokens) > 0
 
     @model_validator(mode="before")
@@ -162,24 +160,24 @@ class Estimate(Frozen):
 class SearchCertificate(Frozen):
     """How the plan was found, and the proof that no plan of the search space is better by more than `gap`.
 
-    Under objective "arrivals" there are two separate uncertainties: the plan's rate is simulated, with the error
-    `estimate.capacity.error`, and the gap is the distance from that rate to an upper bound in closed form. Method
-    "given": the settings were given, and only their figures were computed. Method "grid": settings along load curves
-    were ranked by closed forms, which proves nothing.
+    Under objective "arrivals", two uncertainties are separate. The plan's rate is simulated, with the error
+    `estimate.capacity.error`. The gap is the distance from this rate to an upper bound in closed form. Method "given":
+    the settings were given, and only their figures were computed. Method "grid": settings along load curves were ranked
+    by closed forms, which proves nothing.
     """
 
     method: Literal["branch-and-bound", "exhaustive", "optuna", "grid", "given"]
     """The search method."""
     evaluations: int
-    """Number of points of the search space that were predicted, each counted once."""
+    """Number of points of the search space that were predicted."""
     space_size: int
     """Number of points of the search space."""
     simulations: int = 0
-    """Number of plans that were simulated to decide which ones keep the bound."""
+    """Number of plans that were simulated to decide which plans keep the bound."""
     seconds: float
     """Duration of the search."""
     gap: float | None
-    """Largest share by which the best plan of the search space can exceed this one, or None if not proven."""
+    """Largest share by which the best plan of the search space can exceed this plan, or None if not proven."""
     bound: str
     """The upper bound that the gap refers to, in words."""
     rival: str | None = None

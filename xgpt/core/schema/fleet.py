@@ -1,4 +1,4 @@
-"""fleet.json: the number of replicas of each plan in each interval of a day."""
+"""Define fleet.json, which has the number of replicas of each plan in each interval of a day."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from xgpt.core.schema.workload import Workload
 
 
 class ReplicaKind(Frozen):
-    """A kind of replica: one plan on some devices."""
+    """A kind of replica, which runs one plan on some devices."""
 
     name: str
-    """Name of the kind: cluster, and number of devices."""
+    """Name of the kind, which states the cluster and the number of devices."""
     plan: Plan
     """The plan of one replica."""
     price_per_hour: PositiveFloat
-    """Price of one replica for an hour, or its number of devices if there are no prices."""
+    """Price of one replica for an hour, or its number of devices if devices have no price."""
     rates_per_s: tuple[NonNegativeFloat, ...]
-    """Highest arrival rate of one replica within the bounds, for each of the fleet's `lengths`."""
+    """For each of the fleet's `lengths`, the highest arrival rate of one replica within the bounds."""
     start_s: NonNegativeFloat
-    """Time from ordering a replica until it serves, which includes starting and loading weights."""
+    """Seconds from ordering a replica until it serves, including the time to start and to load weights."""
     drain_s: NonNegativeFloat
-    """Time from the last request that a replica accepts until all its requests have ended."""
+    """Seconds from the last request that a replica accepts until all its requests have ended."""
 
     @property
     def num_devices(self) -> int:
@@ -47,13 +47,13 @@ class FleetInterval(Frozen):
     rate_per_s: NonNegativeFloat
     """Mean number of requests that arrive each second."""
     peak_per_s: NonNegativeFloat
-    """Mean rate in the busiest third of the interval. The fleet is planned for this rate."""
+    """Mean arrival rate in the busiest third of the interval. The fleet is planned for this rate."""
     lengths: NonNegativeInt
-    """Index of the interval's request lengths in the fleet's `lengths`."""
+    """Index in the fleet's `lengths` of the interval's request lengths."""
     replicas: tuple[NonNegativeInt, ...]
     """Replicas of each kind."""
     share_kept: float | None = None
-    """Simulated share of the interval's requests that keep the bounds. None means that no requests arrive."""
+    """By simulation, the share of the interval's requests that keep the bounds. None means that no requests arrive."""
 
 
 class FleetFigures(Frozen):
@@ -64,11 +64,11 @@ class FleetFigures(Frozen):
     device_hours: NonNegativeFloat
     """Device hours of all replicas, including the time in which they start and drain."""
     starts: NonNegativeInt
-    """Replicas started during the day."""
+    """Number of replicas that are started during the day."""
     share_kept: float
-    """Share of all requests of the day that keep the bounds reduced by the headroom, by simulation."""
+    """By simulation, the share of the day's requests that keep the bounds, reduced by the headroom."""
     share_within: float
-    """Share of all requests of the day that keep the full bounds, without headroom, by simulation."""
+    """By simulation, the share of the day's requests that keep the full bounds, without headroom."""
 
 
 class ConstantFleet(Frozen):
@@ -81,10 +81,10 @@ class ConstantFleet(Frozen):
 
 
 class FleetPlan(Frozen):
-    """The content of fleet.json: for each interval of a day, the number of replicas of each plan with which the fleet
-    serves the load at the least cost.
+    """The content of fleet.json, which states for each interval of a day how many replicas of each plan serve the load
+    at the least cost.
 
-    The fleet of the first interval already runs when the day begins. Starting it costs nothing.
+    The fleet of the first interval already runs when the day begins, so its start costs nothing.
     """
 
     schema_version: Literal[1] = 1
@@ -92,16 +92,16 @@ class FleetPlan(Frozen):
     name: str
     """Name of the day's load."""
     constraint: Constraint
-    """The bounds. The quantile is the share of all requests of the day that must keep them."""
+    """The bounds. The quantile is the share of the day's requests that must keep the bounds."""
     interval_s: PositiveFloat
-    """Length of an interval, in seconds. The last one ends with the day."""
+    """Length of an interval, in seconds. The last interval ends with the day."""
     least_stay_s: NonNegativeFloat
     """Least time for which a started replica runs."""
     least_replicas: NonNegativeInt
     """Least number of replicas at any time."""
     load_factor: PositiveFloat
-    """Factor by which the load is multiplied before replicas are planned: the smallest one with which the simulation
-    keeps the quantile.
+    """Factor by which the load is multiplied before replicas are planned. It is the smallest factor with which the
+    simulated fleet keeps the quantile.
     """
     kinds: tuple[ReplicaKind, ...] = Field(min_length=1)
     """Kinds of replicas."""
@@ -114,9 +114,7 @@ class FleetPlan(Frozen):
     constant: ConstantFleet
     """The cheapest fleet that never changes, for comparison."""
     least_cost: NonNegativeFloat
-    """Lower bound on the cost of any fleet that serves the planned load: the cost if changes were free and
-    instantaneous.
-    """
+    """Lower bound on the cost of any fleet for the planned load: the cost if changes were free and instantaneous."""
     gap: NonNegativeFloat
     """Largest share by which the planned cost, with all changes, can exceed the optimum for a known load."""
     num_requests: PositiveInt
@@ -128,7 +126,7 @@ class FleetPlan(Frozen):
 
     @property
     def is_priced(self) -> bool:
-        """Whether devices have prices. Without, costs are device-hours."""
+        """Whether devices have prices. Without prices, costs are device-hours."""
         return any(kind.plan.cluster.price_per_device_hour is not None for kind in self.kinds)
 
     @property
@@ -141,7 +139,7 @@ class FleetPlan(Frozen):
         return ", ".join(f"{count} {kind.name}" for count, kind in zip(replicas, self.kinds, strict=True) if count)
 
     def interval_at(self, time_s: float) -> FleetInterval:
-        """Return the interval at a time since the start of the day. Days repeat."""
+        """Return the interval `time_s` seconds after the start of the day. Days repeat."""
         return self.intervals[int(time_s % self.day_s // self.interval_s)]
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The shape of a model: all sizes that planning and running need."""
+"""Define the shape of a model, which has all sizes that planning and running need."""
 
 from __future__ import annotations
 
@@ -41,39 +41,37 @@ Family = Literal[
     "deepseek_v3",
     "other",
 ]
-"""Families that xgpt runs, or whose shapes it reads completely. A model of family "other" is planned from its
-`blocks`."""
+"""Families that xgpt runs or whose shapes it reads completely. Models of family "other" are planned from `blocks`."""
 StoredDType = Literal["float32", "float16", "bfloat16"]
 """Types in which a checkpoint's weights may be stored."""
 RunDType = Literal[StoredDType, "int8"]
-"""Types of matrix products. int8 is only for CPUs, with one scale for each output channel of the weights and one for
-each token.
+"""Types of matrix products. int8, only on CPUs, has a scale for each output channel of the weights and for each
+token.
 """
 DType = Literal[RunDType, "float8"]
-"""Types for which models are planned. float8, for weights and K/V, can be planned but not run."""
+"""Types for which models are planned. xgpt's own engine does not run float8, for weights and K/V."""
 
 BYTES_PER_ELEMENT: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8": 1}
 
 
 HEAD = "head"
-"""Key of `layouts` in profiles and plans for an output head that is also stored in 8 bits, to find the highest
-logits."""
+"""Key in `layouts` for an 8-bit copy of the output head, with which an engine finds the highest logits."""
 
 
 SCALE_BYTES = 4
-"""Bytes of the scale that each 8-bit key and each 8-bit value of a token has in each head."""
+"""Bytes of a scale. In each head, each 8-bit key and each 8-bit value of a token has a scale."""
 
 
 class Precision(NamedTuple):
     """Data types of a model's parts in memory.
 
     Attributes:
-        weights: type of the projections.
+        weights: type of the weights of projections.
         state: type of activations and the embedding table.
         kv: type of K/V.
-        packs: whether projections are stored in a layout for the device's kernels. A tied head is then a copy of the
+        packs: whether weights are stored in a layout for the device's kernels. A tied output head is then a copy of the
             embedding.
-        screens: whether the head is stored twice: in 8 bits, and as it was read.
+        screens: whether the output head is stored twice, in 8 bits and as in the checkpoint.
     """
 
     weights: DType
@@ -91,12 +89,13 @@ class Precision(NamedTuple):
         kv_dtype: DType | None = None,
         layouts: Collection[str] = (),
     ) -> Precision:
-        """Return the types that an engine uses for a dtype. An engine of None means xgpt's own.
+        """Return the types that an engine uses for a dtype.
 
-        On CPUs xgpt's own engine uses float32 for everything except products and K/V. K/V has the smaller type because,
-        with few rows, attention takes as long as reading K/V.
+        On CPUs, xgpt's own engine uses float32 for everything except products and K/V. K/V has the smaller type
+        because, for few tokens, attention takes as long as reading K/V.
 
         Args:
+            engine: the engine. None means xgpt's own.
             kv_dtype: type of K/V. None means the engine's default.
             layouts: keys of the weights that have a special layout on a CPU.
         """
@@ -110,8 +109,8 @@ class Precision(NamedTuple):
 class ModelShape(Frozen):
     """The sizes on which a model's step times depend. Models that differ only in name share a profile.
 
-    `num_layers` counts decoder layers (all layers of a decoder-only model), `num_encoder_layers` those of the encoder.
-    `head_dim` need not be hidden_size / num_heads.
+    `num_layers` counts decoder layers, which are all layers of a decoder-only model. `num_encoder_layers` counts the
+    layers of the encoder. `head_dim` need not be hidden_size / num_heads.
     """
 
     name: str
@@ -119,15 +118,15 @@ class ModelShape(Frozen):
     family: Family
     """Architecture."""
     num_layers: PositiveInt
-    """Decoder layers."""
+    """Number of decoder layers."""
     num_encoder_layers: int = Field(default=0, ge=0)
-    """Encoder layers."""
+    """Number of encoder layers."""
     hidden_size: PositiveInt
     """Width of hidden states."""
     num_heads: PositiveInt
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: PositiveInt
-    """Key and value heads."""
+    """Number of key and value heads."""
     head_dim: PositiveInt
     """Width of a head."""
     ffn_size: PositiveInt
@@ -137,33 +136,32 @@ class ModelShape(Frozen):
     activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = "relu"
     """Activation of the feed-forward block."""
     vocab_size: PositiveInt
-    """Tokens of the vocabulary."""
+    """Number of tokens in the vocabulary."""
     max_context: PositiveInt
     """Largest number of tokens of prompt and output together."""
     attention_bias: bool = False
     """Whether projections of attention have biases."""
     experts: Experts | None = None
-    """Experts that replace the feed-forward block of a layer. None means no experts."""
+    """Experts, which replace the feed-forward block of a layer. None means no experts."""
     latent: LatentAttention | None = None
-    """Latent attention, which stores one vector in place of keys and values. None means that keys and values are
-    stored."""
+    """Latent attention, which stores one vector per token, or None if keys and values are stored."""
     sliding_window: PositiveInt | None = None
     """Number of last tokens that a token attends to, itself included. None means all."""
     full_attention_layers: tuple[int, ...] = ()
-    """Layers whose tokens attend to all tokens, if other layers have a sliding window."""
+    """Numbers of the layers without a sliding window, if other layers have one."""
     attention_sinks: bool = False
-    """Whether each head has an attention sink: a learned score that belongs to no token."""
+    """Whether each head has an attention sink, which is a learned score that belongs to no token."""
     quantization: Quantization | None = None
     """Format of quantised weights in the checkpoint. None means that weights are stored in the dtype."""
 
     layer_embedding_params: NonNegativeInt = 0
-    """Number of weights of embeddings that layers add to their inputs, over all layers."""
+    """Number of weights, over all layers, of embeddings that layers add to their inputs."""
     blocks: tuple[Block, ...] = ()
-    """Layers of different kinds. Empty means that all layers have the sizes above."""
+    """The blocks of different layers. Empty means that all layers have the sizes above."""
 
     @property
     def shape(self) -> ModelShape:
-        """The shape, without the fields of subclasses."""
+        """This shape without the fields of subclasses."""
         return ModelShape(**{name: getattr(self, name) for name in ModelShape.model_fields})
 
     def differs_from(self, other: ModelShape) -> str | None:
@@ -176,11 +174,11 @@ class ModelShape(Frozen):
 
 
 class ModelSpec(ModelShape):
-    """A transformer. Weights come from a checkpoint or from a seed.
+    """A transformer, whose weights come from a checkpoint or from a seed.
 
-    Encoder-decoders (t5) start their decoder with `bos_token_id` (default 0). Positions enter as a bias that depends on
-    distance, in `relative_buckets` buckets for distances of up to `relative_max_distance` tokens. `head_scale`
-    multiplies the input of the output head.
+    The decoder of an encoder-decoder (t5) starts with `bos_token_id` (default 0). Its attention adds a bias that
+    depends on the distance between tokens, in `relative_buckets` buckets for distances of up to `relative_max_distance`
+    tokens.
     """
 
     tie_embeddings: bool = True
@@ -197,27 +195,27 @@ class ModelSpec(ModelShape):
     """Base of the unscaled rotary embeddings in layers with a sliding window. None means the same as in other
     layers."""
     score_scale: PositiveFloat | None = None
-    """Factor on attention's scores. None means 1 over the square root of head_dim."""
+    """Factor on attention scores. None means 1 over the square root of head_dim."""
     score_softcap: PositiveFloat | None = None
-    """Limit of attention's scores, by tanh. None means no limit."""
+    """Limit of attention scores, by tanh. None means no limit."""
     logit_softcap: PositiveFloat | None = None
     """Limit of logits, by tanh. None means no limit."""
     relative_buckets: int = Field(default=32, ge=4)
-    """Buckets of relative positions (t5)."""
+    """Number of buckets of relative positions (t5)."""
     relative_max_distance: PositiveInt = 128
     """Largest distance, in tokens, with a separate bucket (t5)."""
     head_scale: float = Field(default=1.0, gt=0)
     """Factor on the hidden states that enter the output head."""
     bos_token_id: int | None = None
-    """First token of a decoder."""
+    """First token of the decoder."""
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end an output."""
     mtp_layers: NonNegativeInt = Field(default=0, exclude_if=lambda number: not number)
-    """Number of layers for multi-token prediction, which can draft for `speculation`. Other steps do not use them."""
+    """Number of layers for multi-token prediction, which only a draft uses (see `speculation`)."""
     default_dtype: DType = "float16"
     """Data type that plans use by default."""
     tower_params: NonNegativeInt = 0
-    """Number of weights of encoders of images and sound, which other engines load with the language model."""
+    """Number of weights of encoders for images and sound, which other engines load with the language model."""
 
     @model_validator(mode="after")
     def _check(self) -> ModelSpec:
@@ -250,7 +248,7 @@ class ModelSpec(ModelShape):
 
     @property
     def special_attention(self) -> str | None:
-        """Name of the first field that makes attention differ from a softmax over all keys, or None."""
+        """Name of the first field with which attention differs from a softmax over all keys, or None."""
         names = ("sliding_window", "attention_sinks", "score_softcap", "latent")
         return next((name for name in names if getattr(self, name)), None)
 
@@ -260,17 +258,17 @@ class ModelSpec(ModelShape):
 
     @property
     def norms_span_heads(self) -> bool:
-        """Whether queries and keys are normalised over all heads together, even if devices divide the heads."""
+        """Whether queries and keys are normalised over all heads together, even if heads are on several devices."""
         return self.family == "minimax_m2"
 
     @property
     def run_dtypes(self) -> tuple[RunDType, ...]:
-        """Data types that hold the model's activations. T5's published checkpoints overflow float16."""
+        """Data types that suffice for the model's activations. T5's published checkpoints overflow float16."""
         return tuple(dtype for dtype in get_args(RunDType) if dtype != "float16" or self.family != "t5")
 
     @property
     def kinds(self) -> tuple[Block, ...]:
-        """The kinds of decoder layers, each with its layers."""
+        """The kinds of decoder layers, each with the numbers of its layers."""
         full = self.full_attention_layers if self.sliding_window else ()
         return self.blocks or _kinds(
             self.num_layers,
@@ -288,7 +286,7 @@ class ModelSpec(ModelShape):
 
     @property
     def sizes(self) -> Sizes:
-        """Sizes on which the numbers of weights of all kinds depend."""
+        """Sizes of the model on which the numbers of weights of all kinds depend."""
         return Sizes(hidden=self.hidden_size, products=3 if self.gated_ffn else 2)
 
     @property
@@ -322,7 +320,7 @@ class ModelSpec(ModelShape):
         return self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2) + self.layer_embedding_params
 
     def kv_bytes_of(self, kind: Block, dtype: DType, group: int = 1) -> float:
-        """Return the K/V bytes of a token in a layer of this kind on one device of a group."""
+        """Return the K/V bytes of a token in a layer of kind `kind`, on one device of a group."""
         if (attention := kind.attention) is None or not attention.keeps:
             return 0.0
         vectors = 1 if attention.latent is not None else 2 * max(attention.num_kv_heads / group, 1.0)
@@ -330,12 +328,12 @@ class ModelSpec(ModelShape):
         return attention.kept_elements(group) * BYTES_PER_ELEMENT[dtype] + scales + attention.index_bytes
 
     def kv_bytes_per_token(self, dtype: DType) -> int:
-        """Return the K/V bytes of a token in all decoder layers, as long as the token is within their windows."""
+        """Return the K/V bytes of a token in all decoder layers, while the token is within every window."""
         return sum(len(kind.layers) * int(self.kv_bytes_of(kind, dtype)) for kind in self.kinds)
 
     @property
     def unpacked(self) -> ModelSpec:
-        """The same model without quantisation: its weights have the dtype of products."""
+        """The same model without quantisation. Its weights have the dtype of products."""
         return self if self.quantization is None else self.model_copy(update={"quantization": None})
 
     def layer_weight_bytes(self, dtype: DType, first: int = 0, last: int | None = None) -> float:
@@ -361,13 +359,13 @@ class ModelSpec(ModelShape):
         return total * self.bytes_per_weight(dtype, "experts")
 
     def unshared_bytes(self, dtype: DType, first: int = 0, last: int | None = None) -> float:
-        """Return the bytes of decoder layers' weights that every device of a tensor-parallel group holds in full."""
+        """Return the bytes of weights in decoder layers that every device of a tensor-parallel group has in full."""
         last = self.num_layers if last is None else last
         unshared = sum(kind.count(first, last) * self.sizes.unshared(kind) for kind in self.kinds)
         return unshared * self.bytes_per_weight(dtype, "attention")
 
     def bytes_per_weight(self, dtype: DType, part: Part) -> float:
-        """Return the bytes of a weight of one part of a layer."""
+        """Return the bytes of one weight in a part of a layer."""
         stored = None if self.quantization is None else self.quantization.of(part)
         size = float(BYTES_PER_ELEMENT[dtype])
         return size if stored is None else min(size, stored.bytes_per_weight)

@@ -1,4 +1,4 @@
-"""The blocks of a decoder: the parts of each layer with their sizes, independent of the model family."""
+"""Define the blocks of a decoder, which are the parts of layers with their sizes, whatever the model family."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from xgpt.core.schema.model_parts import Experts, LatentAttention
 
 
 class Indexer(Frozen):
-    """The index of sparse attention: it scores all earlier tokens, and attention reads only the tokens with the best
+    """The index of sparse attention, which scores all earlier tokens. Attention reads only the tokens with the best
     scores.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556) sec. 2.1.
     """
 
     num_heads: PositiveInt
-    """Heads that score tokens."""
+    """Number of heads that score tokens."""
     head_dim: PositiveInt
-    """Width of a head of the index, and of the 8-bit key that the index stores for each token."""
+    """Width of a head of the index, which is also the width of the 8-bit key that it stores for each token."""
     top_k: PositiveInt
     """Largest number of tokens that attention reads."""
     pool: PositiveInt = 1
     """Number of tokens for each key of the index."""
     is_shared: bool = False
-    """Whether the layer has no index, and uses the choice of an earlier layer's index."""
+    """Whether the layer has no index of its own, and reads the tokens that an earlier layer's index has chosen."""
 
 
 class Attention(Frozen):
-    """Softmax attention over all earlier tokens, over the last ones, or over those that an index selects."""
+    """Softmax attention over all earlier tokens, over the last tokens, or over the tokens that an index selects."""
 
     num_heads: PositiveInt
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: PositiveInt
-    """Key and value heads."""
+    """Number of key and value heads."""
     head_dim: PositiveInt
     """Width of a query and a key."""
     value_dim: PositiveInt | None = None
@@ -44,22 +44,21 @@ class Attention(Frozen):
     window: PositiveInt | None = None
     """Number of last tokens that a token attends to, itself included. None means all."""
     latent: LatentAttention | None = None
-    """Latent attention, which stores one vector in place of keys and values."""
+    """Latent attention, which stores one vector per token in place of keys and values."""
     indexer: Indexer | None = None
     """The index of sparse attention. None means that attention reads all tokens of its window."""
     is_gated: bool = False
-    """Whether the output has a gate, computed with the queries."""
+    """Whether the output has a gate that is computed together with the queries."""
     has_values: bool = True
-    """Whether values have a projection. Otherwise the keys serve as values."""
+    """Whether values have a projection. Otherwise the keys are also the values."""
     keeps: bool = True
-    """Whether the layer stores keys and values. Otherwise it reads those of an earlier layer."""
+    """Whether the layer stores keys and values. Otherwise it reads the keys and values of an earlier layer."""
     compression: PositiveInt = 1
-    """Number of tokens for each stored entry. The last tokens, in `window`, have one entry each."""
+    """Number of tokens for each stored entry. Each of the last tokens, in `window`, has its own entry."""
     weights: PositiveInt | None = None
-    """Number of weights of all projections, if their shapes are unusual. None means that the number follows from the
-    sizes."""
+    """Number of weights of all projections if shapes are unusual, or None if the number follows from the sizes."""
     other_params: NonNegativeInt = 0
-    """Number of further weights of the block, which devices divide."""
+    """Number of further weights of the block, which are divided over devices."""
 
     @property
     def values(self) -> int:
@@ -91,13 +90,13 @@ class Attention(Frozen):
         return (rank or hidden) * width + hidden * (self.indexer.head_dim + self.indexer.num_heads)
 
     def unshared_params(self, hidden: int) -> int:
-        """Return the number of weights that every device of a tensor-parallel group holds in full."""
+        """Return the number of weights that every device of a tensor-parallel group has in full."""
         if self.latent is None:
             return 0
         return hidden * ((self.latent.q_rank or 0) + self.latent.kept_per_token) + self.index_params(hidden)
 
     def kept_elements(self, group: int = 1) -> float:
-        """Return the number of K/V elements of a token on one device of a group, without the index's key."""
+        """Return the number of K/V elements of a token on one device of a group, without the key of the index."""
         if not self.keeps:
             return 0.0
         if self.latent is not None:
@@ -106,38 +105,36 @@ class Attention(Frozen):
 
     @property
     def index_bytes(self) -> int:
-        """Bytes that the index stores for a token: its 8-bit key, and a scale."""
+        """Bytes that the index stores for a token, which are an 8-bit key and a scale."""
         if self.indexer is None or self.indexer.is_shared:
             return 0
         return -(-(self.indexer.head_dim + 4) // (self.compression * self.indexer.pool))
 
 
 class Recurrent(Frozen):
-    """A recurrent block (linear attention, a state-space layer or a short convolution): each request has one state of
-    constant size.
-    """
+    """A block with one state of constant size per request: linear attention, a state-space layer or a convolution."""
 
     num_heads: PositiveInt
-    """Heads, which a tensor-parallel group divides."""
+    """Number of heads, which are divided over a tensor-parallel group."""
     weights: PositiveInt
-    """Number of weights of all products of the block."""
+    """Number of weights in all matrix products of the block."""
     state_elements: PositiveInt
-    """Elements of a request's state, which each token updates."""
+    """Number of elements of a request's state, which each token updates."""
     state_bytes: PositiveInt
     """Bytes of a request's state, including the last inputs of convolutions."""
 
 
 class Block(Frozen):
-    """Layers that are equal: the part that mixes tokens, and the feed-forward block."""
+    """Equal layers, with the part that mixes tokens and the feed-forward block."""
 
     layers: tuple[int, ...]
     """Numbers of the layers, from 0."""
     attention: Attention | None = None
-    """Attention. None means that only a recurrent block mixes tokens, or nothing does."""
+    """The attention. None means that a recurrent block mixes tokens, or that nothing does."""
     recurrent: Recurrent | None = None
     """A block with a state of constant size, in place of attention or together with it."""
     ffn_size: NonNegativeInt = 0
-    """Inner width of the feed-forward block to which every token goes. 0 means that there is no such block."""
+    """Inner width of the feed-forward block to which every token goes. 0 means no such block."""
     experts: Experts | None = None
     """Experts to which tokens are routed."""
 
@@ -148,7 +145,7 @@ class Block(Frozen):
         return self
 
     def count(self, first: int, last: int) -> int:
-        """Return how many of these layers are in [first, last)."""
+        """Return how many of the block's layers are in [first, last)."""
         ordered = _ordered(self.layers)
         return bisect_left(ordered, last) - bisect_left(ordered, first)
 
@@ -159,12 +156,12 @@ def _ordered(layers: tuple[int, ...]) -> list[int]:
 
 
 class Sizes(Frozen):
-    """Sizes of the model on which a block's numbers of weights depend, besides the block's own sizes."""
+    """Sizes of the model on which the number of weights in a block depends, besides the block's own sizes."""
 
     hidden: PositiveInt
     """Width of hidden states."""
     products: PositiveInt
-    """Number of products of a feed-forward block: three with a gate, two without."""
+    """Number of matrix products of a feed-forward block, which is three with a gate and two without."""
 
     def mixer(self, block: Block) -> int:
         """Return the number of weights that mix tokens."""
@@ -172,7 +169,7 @@ class Sizes(Frozen):
         return attention + (0 if block.recurrent is None else block.recurrent.weights)
 
     def unshared(self, block: Block) -> int:
-        """Return the number of weights that mix tokens and that every device of a group holds in full."""
+        """Return the number of weights that mix tokens and that every device of a group has in full."""
         return 0 if block.attention is None else block.attention.unshared_params(self.hidden)
 
     def dense(self, block: Block) -> int:

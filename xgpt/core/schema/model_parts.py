@@ -1,4 +1,4 @@
-"""Parts that only some models have: experts, latent attention, quantised weights, scaled rotary embeddings."""
+"""Define parts that only some models have: experts, latent attention, quantised weights, scaled rotary embeddings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xgpt.core.schema.base import Frozen
 
 
 class Experts(Frozen):
-    """A mixture of experts: feed-forward blocks among which a router chooses for each token.
+    """A mixture of experts, which are feed-forward blocks from which a router chooses some for each token.
 
     A layer has `number` experts of width `ffn_size`, and each token is routed to `active` of them. Each token also goes
     to the shared experts, which together are one block of width `shared_ffn_size`.
@@ -23,11 +23,11 @@ class Experts(Frozen):
     ffn_size: PositiveInt
     """Width between the two products of an expert."""
     shared_ffn_size: int = Field(default=0, ge=0)
-    """Width of all shared experts together. Every token goes to them."""
+    """Width of all shared experts together. Every token goes to the shared experts."""
     dense_layers: tuple[int, ...] = ()
-    """Layers without experts, which have one feed-forward block of the model's `ffn_size`."""
+    """Numbers of the layers without experts, which have one feed-forward block of the model's `ffn_size`."""
     skew: float = Field(default=0.0, ge=0)
-    """Exponent of the power law of the experts' shares of tokens. 0 means that all experts are equally busy."""
+    """Exponent of the power law by which tokens are spread over experts. 0 means that all experts are equally busy."""
     normalised: bool = True
     """Whether the weights of a token's experts add up to one."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
@@ -35,15 +35,16 @@ class Experts(Frozen):
     num_groups: PositiveInt = 1
     """Number of groups of experts."""
     active_groups: PositiveInt = 1
-    """Number of groups among which experts are chosen for a token. Groups are ranked by their highest score, or with
-    sigmoid by their two highest."""
+    """Number of groups from which experts are chosen for a token. Groups are ranked by their highest score, or with
+    sigmoid by their two highest scores.
+    """
     weight_scale: PositiveFloat = 1.0
     """Factor on the weights of a token's experts."""
     bias: bool = Field(default=False, exclude_if=lambda bias: not bias)
-    """Whether the products of an expert have biases."""
+    """Whether the matrix products of an expert have biases."""
     latent_size: PositiveInt | None = None
-    """Width to which tokens are projected before the routed experts. After them, they are projected back. None means
-    the hidden size, without projections.
+    """Width to which tokens are projected before the routed experts, and from which they are projected back afterwards.
+    None means the hidden size, without projections.
     """
 
     @model_validator(mode="after")
@@ -63,18 +64,18 @@ class Experts(Frozen):
 
 
 class LatentAttention(Frozen):
-    """Multi-head latent attention: keys and values of all heads are computed from one small vector for each token.
+    """Multi-head latent attention, which computes the keys and values of all heads from one small vector per token.
 
-    The cache stores that vector, and a rotated key that all heads share. Source: DeepSeek-V2
-    (arXiv 2405.04434) sec. 2.1.
+    The cache stores this vector and a rotated key that all heads share. Source: DeepSeek-V2 (arXiv 2405.04434) sec.
+    2.1.
     """
 
     kv_rank: PositiveInt
     """Width of the vector from which keys and values are computed."""
     q_rank: PositiveInt | None = None
-    """Width of the vector from which queries are computed. None means that they are computed from the hidden state."""
+    """Width of the vector from which queries are computed, or None if they are computed from the hidden state."""
     rope_head_dim: NonNegativeInt
-    """Width of the part of a head's query and key that is rotated by position. 0 means no part."""
+    """Width of the part of a head's query and key that is rotated by position. 0 means that no part is rotated."""
     value_head_dim: PositiveInt
     """Width of a head's value."""
     rope_interleaved: bool = True
@@ -87,8 +88,9 @@ class LatentAttention(Frozen):
 
 
 Part = Literal["attention", "dense", "shared", "experts"]
-"""Parts of a layer whose weights may be stored in different formats: blocks that mix tokens, dense feed-forward blocks,
-shared experts, and routed experts."""
+"""Parts of a layer, whose weights may be stored in different formats: blocks that mix tokens, dense feed-forward
+blocks, shared experts, and routed experts.
+"""
 EIGHT_BITS = ("fp8", "fp8_block", "int8", "mxfp8")
 _BITS = {"fp8": 8.0, "fp8_block": 8.0, "int8": 8.0, "mxfp8": 8.25, "mxfp4": 4.25, "nvfp4": 4.5}
 
@@ -112,14 +114,13 @@ class Quantization(Frozen):
     experts_only: bool = False
     """Whether attention, shared experts and dense blocks stay in the dtype."""
     kept: tuple[Part, ...] = ()
-    """Further parts whose weights stay in the dtype."""
+    """Other parts whose weights stay in the dtype."""
     eight_bit_parts: tuple[Part, ...] = ()
-    """Parts with 8-bit weights, if the others have 4 bits."""
+    """Parts with 8-bit weights, if other parts have 4-bit weights."""
     finds_scales: bool = False
-    """Whether each step computes the scale of its activations (fp8). Otherwise the checkpoint holds one for each
-    matrix."""
+    """Whether each step computes the scale of its activations (fp8). Otherwise the checkpoint has one per matrix."""
     group_size: PositiveInt = 128
-    """Number of weights that share a scale (int4), or number of rows and of columns of a block that shares a scale
+    """Number of weights with a common scale (int4), or number of rows and of columns of a block with a common scale
     (fp8_block).
     """
     has_zero_points: bool = False
@@ -129,18 +130,18 @@ class Quantization(Frozen):
 
     @property
     def computes_in_eight_bits(self) -> bool:
-        """Whether products run in 8 bits. Otherwise weights are unpacked for products in the dtype."""
+        """Whether matrix products run in 8 bits. Otherwise weights are unpacked for products in the dtype."""
         return self.kind in EIGHT_BITS
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes of a weight, including its share of scales."""
+        """Mean bytes of a weight, including scales."""
         if self.kind == "int4":
             return (4 + (16 + 4 * self.has_zero_points) / self.group_size) / 8
         return _BITS[self.kind] / 8
 
     def of(self, part: Part) -> Quantization | None:
-        """Return the format of a part, or None if it stays in the dtype."""
+        """Return the format of a part's weights, or None if they stay in the dtype."""
         if part in self.kept or (self.experts_only and part != "experts"):
             return None
         if part in self.eight_bit_parts:
@@ -164,7 +165,7 @@ class RopeScaling(Frozen):
 
 
 class LinearRope(Frozen):
-    """Linear scaling: all wavelengths are multiplied by a factor."""
+    """Linear scaling, which multiplies all wavelengths by a factor."""
 
     kind: Literal["linear"] = "linear"
     """Kind of scaling."""
@@ -173,8 +174,8 @@ class LinearRope(Frozen):
 
 
 class YarnRope(Frozen):
-    """YaRN scaling: long wavelengths are multiplied by a factor, short ones are unchanged, and queries and keys are
-    scaled.
+    """YaRN scaling, which multiplies long wavelengths by a factor, keeps short wavelengths, and scales queries and
+    keys.
 
     Source: arXiv 2309.00071.
     """
@@ -186,9 +187,9 @@ class YarnRope(Frozen):
     original_max_position: PositiveInt
     """Context before scaling."""
     beta_fast: PositiveFloat = 32.0
-    """Dimensions that rotate more often than this within the original context are not scaled."""
+    """Dimensions that rotate more than this number of times within the original context are not scaled."""
     beta_slow: PositiveFloat = 1.0
-    """Dimensions that rotate less often than this within the original context are scaled fully."""
+    """Dimensions that rotate less than this number of times within the original context are scaled fully."""
     truncate: bool = True
     """Whether the two limits are rounded to whole dimensions."""
     attention_factor: PositiveFloat
@@ -196,7 +197,8 @@ class YarnRope(Frozen):
 
 
 class LongRope(Frozen):
-    """LongRoPE: each wavelength has two factors, one for contexts up to the original one and one for longer ones.
+    """LongRoPE, with which each wavelength has two factors: one for contexts up to the original length, one for longer
+    contexts.
 
     Source: arXiv 2402.13753.
     """
@@ -204,9 +206,9 @@ class LongRope(Frozen):
     kind: Literal["longrope"] = "longrope"
     """Kind of scaling."""
     short_factor: tuple[PositiveFloat, ...]
-    """Factors up to the original context."""
+    """Factors for contexts up to the original length."""
     long_factor: tuple[PositiveFloat, ...]
-    """Factors beyond the original context."""
+    """Factors for contexts beyond the original length."""
     original_max_position: PositiveInt
     """Context before scaling."""
     attention_factor: PositiveFloat

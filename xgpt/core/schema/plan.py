@@ -1,4 +1,4 @@
-"""plan.json: the schedule that `xgpt plan` writes and `xgpt serve` executes."""
+"""Define plan.json, the schedule that `xgpt plan` writes and `xgpt serve` executes."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ HUB = "hf://"
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9]([A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?")
 
 SLICE_TOKENS = 2048
-"""Largest number of tokens that go through the layers at once. Larger steps run in slices, to limit activations."""
+"""Largest number of tokens that go through the layers together. Larger steps run in slices, to limit activations."""
 
 NEVER_NS = 10**15
-"""The bound that the scheduling rule uses for requests without a bound: eleven days."""
+"""The bound (eleven days) that the scheduling rule uses for requests without a bound."""
 
 EngineKind = Literal["xgpt", "vllm"]
 SPECULATIVE_POLICIES = ("chunked", "orca")
-"""Policies that support speculative decoding: every step decodes all running requests."""
+"""Policies that support speculative decoding, because every step decodes all running requests."""
 Batching = Literal["flat", "padded", "rows", "slots"]
-"""Layout of a whole batch. flat: without padding; padded: one request in each row; rows: several requests in each row,
-concatenated; slots: rows divided into slots.
+"""Layout of a whole batch: without padding ("flat"), with one request in each row ("padded"), with several concatenated
+requests in each row ("rows"), or with rows that are divided into slots ("slots").
 """
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether the Hugging Face Hub allows a name: ORGANISATION/MODEL, in letters, digits and - . _"""
+    """Return whether the Hugging Face Hub allows a name, which is ORGANISATION/MODEL in letters, digits and - . _"""
     return _HUB_ID.fullmatch(name) is not None and not ("--" in name or ".." in name or name.endswith(".git"))
 
 
 class Stage(Frozen):
-    """One pipeline stage: its devices, and the layers [first, last) that these devices hold.
+    """One pipeline stage, with its devices and with the layers [first, last) on these devices.
 
-    The encode lane of an encoder-decoder has no decoder layers: its K/V blocks hold the encoder's hidden states of
-    prompts that the decode lane has not received yet.
+    The encode lane of an encoder-decoder has no decoder layers. Its K/V blocks contain the encoder's hidden states of
+    prompts, until the decode lane has received them.
     """
 
     lane: StageLane = "both"
-    """Lane of the stage."""
+    """The lane to which the stage belongs."""
     devices: tuple[int, ...]
     """Devices of the stage, by number."""
     encode_layers: tuple[int, int] | None = None
@@ -61,16 +61,16 @@ class Stage(Frozen):
     tp: PositiveInt = 1
     """Tensor-parallel degree."""
     ep: PositiveInt = 1
-    """Number of parts into which the devices divide a layer's experts. The devices of a part hold slices of its
-    experts. If it exceeds `tp`, several replicas run in step and divide the experts among them, so that each device
-    holds whole experts. Each replica still has its own attention and K/V (attention by data parallelism).
+    """Number of parts into which a layer's experts are divided. The devices of a part hold slices of its experts. If
+    the number exceeds `tp`, several replicas run in step and divide the experts among them, so that each device holds
+    whole experts. Each replica still has its own attention and K/V (attention by data parallelism).
     """
     kv_blocks: PositiveInt
-    """Number of K/V blocks of the stage's layers."""
+    """Number of K/V blocks on the stage."""
 
 
 class ProfileRef(Frozen):
-    """The profile from which the plan was made. Its model, dtype and device are those of the plan.
+    """The profile from which the plan was made. Model, dtype and device are the same as in the plan.
 
     Attributes:
         sha256: Hash of the profile's content, which identifies it.
@@ -80,7 +80,7 @@ class ProfileRef(Frozen):
     """
 
     source: Literal["measured", "analytic", "imported"]
-    """Origin of its times."""
+    """Origin of the profile's times."""
     sha256: str
     engine: str | None = None
     engine_version: str | None = None
@@ -88,32 +88,33 @@ class ProfileRef(Frozen):
     num_threads: PositiveInt | None = None
     """Number of threads during the measurement."""
     layouts: dict[str, str] = Field(default_factory=dict)
-    """Layout of the weights of each shape (OUTxIN) on a CPU; under `head`, the layout of the head's 8-bit copy; under
-    `prompts` and `decodes`, the number of keys that attention reads at a time."""
+    """On a CPU, the layout of weights by shape (OUTxIN). `head` has the layout of the output head's 8-bit copy, and
+    `prompts` and `decodes` have the number of keys that attention reads at a time.
+    """
     spread: float = 0.0
     """Share by which slow periods of the measurement exceed the mean."""
     slowdown: PositiveFloat = 1.0
     provenance: dict[str, str] = Field(default_factory=dict)
-    """Source of each part's numbers."""
+    """For parts of the profile, the source of the numbers."""
 
 
 class Plan(Frozen):
-    """The content of plan.json: every number that a run needs, so that the runner computes none."""
+    """The content of plan.json, which has every number that a run needs, so that the runner computes none."""
 
     schema_version: Literal[1] = 1
     """Version of this format."""
     model: ModelSpec
     """The model's shape."""
     checkpoint: str | None = None
-    """Directory of the weights, or hf:// and a Hugging Face id. None means that weights are drawn from `seed`."""
+    """Directory of the checkpoint, or hf:// and a Hugging Face id. None means that weights are drawn from `seed`."""
     seed: int = 0
-    """Seed of weights without a checkpoint, and of sampling."""
+    """Seed for sampling, and for weights without a checkpoint."""
     dtype: DType
     """Data type of matrix products."""
     kv_dtype: DType | None = None
     """Data type of keys and values. None means the default for `dtype`."""
     cluster: ClusterSpec
-    """The devices that the plan is for."""
+    """The devices for which the plan was made."""
     engine: EngineSpec | None = None
     """The engine that runs the plan. None means an engine without a description."""
     workload: Workload
@@ -123,44 +124,39 @@ class Plan(Frozen):
     policy: PolicySettings
     """The schedule and its control variables."""
     pinned: Pinned = Pinned()
-    """The user's settings of the schedule."""
+    """The settings of the schedule that the user fixed."""
     speculation: Speculation | None = Field(default=None, exclude_if=lambda speculation: speculation is None)
-    """Speculative decoding, or None. With it, a step of the schedule stands for that fraction of an engine step in
-    which a request gets one token on average. `Plan.step_tokens` computes an engine step's tokens.
+    """Speculative decoding, or None. With speculative decoding, a step of the schedule stands for that fraction of an
+    engine step in which a request gets one token on average. `Plan.step_tokens` computes the tokens of an engine step.
     """
     admission: Admission = Admission()
     """The order in which waiting requests enter, and the reservation of K/V memory."""
     api_servers: PositiveInt = Field(default=1, exclude_if=lambda number: number == 1)
-    """Number of API server processes that each command that starts the engine runs. They share the command's
-    requests."""
+    """Number of API server processes for each engine command. The processes share the command's requests."""
     replicas: PositiveInt = 1
     """Number of copies of the stages, each of which serves different requests."""
     block_size: PositiveInt = 16
-    """Tokens of a K/V block."""
+    """Number of tokens in a K/V block."""
     stages: tuple[Stage, ...] = Field(min_length=1)
     """Stages of one replica, in the order in which a step goes through them."""
     estimate: Estimate
     """The predicted figures."""
     search: SearchCertificate
-    """How the plan was found, and its proof."""
+    """How the plan was found, and the proof that it is nearly optimal."""
     profile: ProfileRef
     """The profile from which the figures were predicted."""
 
     def with_estimate(self, **figures: object) -> Plan:
-        """Return the plan with the given figures in its estimate."""
+        """Return the plan with these fields of its estimate replaced."""
         return self.model_copy(update={"estimate": self.estimate.model_copy(update=figures)})
 
     @property
     def sharing_replicas(self) -> int:
-        """Number of replicas that hold the experts together (attention by data parallelism). 1 means that each replica
-        holds all experts.
-        """
+        """Number of replicas that divide the experts among them, or 1 if each replica has all experts."""
         return max(1, self.stages[0].ep // self.stages[0].tp)
 
     def step_tokens(self, budget: int) -> int:
-        """Return the largest number of tokens of a whole step, given the largest number of tokens of a step of the
-        schedule.
-        """
+        """Return the largest number of tokens in an engine step if a step of the schedule has up to `budget`."""
         if self.speculation is None:
             return budget
         each, most = self.speculation.tokens_per_step, getattr(self.policy, "max_batch", 0)
@@ -168,8 +164,7 @@ class Plan(Frozen):
 
     @property
     def request_path_s(self) -> float:
-        """Seconds that a request with the mean prompt spends neither waiting nor in steps, from its engine's
-        figures."""
+        """Seconds that a request with the mean prompt spends neither waiting nor in steps, by the engine's figures."""
         return (
             0.0 if self.engine is None else self.engine.request_path_s(self.workload.input.mean, self.model.num_layers)
         )
@@ -225,8 +220,7 @@ class Plan(Frozen):
             raise ValueError("admission.order: in-time needs a bound on the time to first token, and step_times")
 
     def _check_layers(self, lane: str) -> None:
-        """Check that the layers of a lane's stages follow each other, and that a lane that decodes has all decoder
-        layers."""
+        """Check that the layers of a lane's stages are consecutive, and that a decoding lane has all decoder layers."""
         before = 0
         for first, last in (stage.decode_layers for stage in self.stages if stage.lane == lane):
             if first != before or last < first or (first == last and lane != "encode"):
@@ -244,9 +238,7 @@ class Plan(Frozen):
         return self._in_loop_ns(self.constraint.ttft_s, self.request_path_s)
 
     def account_of(self, request_class: RequestClass, key: str = "", share: float = 1.0) -> Account:
-        """Return the account of this class's requests that come with the API key named `key`. `share` is the key's
-        share.
-        """
+        """Return the account of this class's requests with the API key named `key`, whose share is `share`."""
         ttft_ns, tpot_ns = (
             self._in_loop_ns(request_class.ttft_s, self.request_path_s),
             self._in_loop_ns(request_class.tpot_s, 0.0),
@@ -256,7 +248,7 @@ class Plan(Frozen):
 
     @property
     def tpot_ns(self) -> int | None:
-        """Largest mean nanoseconds between a request's tokens, headroom subtracted. None means no bound."""
+        """Bound on a request's mean nanoseconds between tokens, headroom subtracted. None means no bound."""
         return self._in_loop_ns(self.constraint.tpot_s, 0.0)
 
     def _in_loop_ns(self, bound_s: float | None, outside_s: float) -> int | None:
@@ -264,9 +256,7 @@ class Plan(Frozen):
 
     @property
     def vllm_shares_prompts(self) -> bool:
-        """Whether vLLM can share the K/V of equal prompts under this plan: it needs a plan of one lane and a model
-        without attention windows.
-        """
+        """Whether vLLM can share the K/V of equal prompts, as in plans of one lane without attention windows."""
         return self.policy.lanes == ("both",) and self.model.sliding_window is None
 
     @property
@@ -278,7 +268,7 @@ class Plan(Frozen):
 
     @property
     def seeded_weights(self) -> str | None:
-        """The warning for a plan without a checkpoint. None means that it has one."""
+        """The warning for a plan without a checkpoint, or None if the plan has a checkpoint."""
         if self.checkpoint is not None:
             return None
         return f"no checkpoint: weights are random (seed {self.seed}), so the output tokens mean nothing"
@@ -302,12 +292,12 @@ class Plan(Frozen):
 
     @property
     def patience_ns(self) -> int | None:
-        """Nanoseconds that a request may wait before it is overdue. None means that it never is."""
+        """Nanoseconds that a request may wait before it is overdue. None means that no request is ever overdue."""
         return round(1e9 * (self.admission.patience or 0.0) * self.estimate.latency_s) or None
 
     @property
     def promised_output(self) -> int:
-        """Output tokens for which memory is reserved if a request states no maximum."""
+        """Number of output tokens for which memory is reserved if a request states no maximum."""
         shares = accumulate(self.workload.output.probabilities)
         most = self.admission.promise_quantile
         pairs = zip(self.workload.output.lengths, shares, strict=True)
@@ -317,8 +307,8 @@ class Plan(Frozen):
     def may_outgrow(self) -> bool:
         """Whether an output may exceed its reservation.
 
-        An output may not exceed its reservation in a static batch, whose memory is reserved as a whole, or if an
-        encoder would have to read the prompt again.
+        An output may not exceed its reservation in a static batch, whose memory is reserved as a whole, or in an
+        encoder-decoder, since an encoder would have to read the prompt again.
         """
         return not (self.policy.holds_finished or self.model.is_encoder_decoder)
 

@@ -1,7 +1,7 @@
-"""The settings of every policy, including the control variables that the search varies.
+"""Define the settings of every policy, including the control variables that the search varies.
 
-Each class declares its variables once, with the direction in which throughput and latency change. The search space and
-the contract tests read them here.
+Each class declares its variables, with the directions in which throughput and latency change. The search space and the
+contract tests read these declarations.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ StageLane = Literal["both", "encode", "decode"]
 
 
 class Variable(NamedTuple):
-    """A control variable, and how throughput and latency change as it grows.
+    """A control variable, and how throughput and latency change when it grows.
 
-    A policy has at most two. A variable whose latency is "none" should have few values (see `Forecast.values`), since
-    each of them is searched separately. The other variables are searched by branch and bound.
+    A policy has at most two variables. If `latency` is "none", the variable should have few values (see
+    `Forecast.values`), since each value is searched separately. Other variables are searched by branch and bound.
     """
 
     name: str
@@ -30,12 +30,10 @@ class Variable(NamedTuple):
 
 
 class TensorParallel(Frozen):
-    """Tensor parallelism of a lane: `devices` of its devices form groups of `degree`. Each of its other devices is a
-    stage by itself.
-    """
+    """Tensor parallelism of a lane: `devices` devices form groups of `degree`. Each other device is a stage."""
 
     degree: PositiveInt = 1
-    """Number of devices of a group."""
+    """Number of devices in a group."""
     devices: int = Field(default=0, ge=0)
     """Number of the lane's devices that are in groups."""
     ep_degree: PositiveInt = 1
@@ -43,40 +41,40 @@ class TensorParallel(Frozen):
 
 
 class SingleLane(Frozen):
-    """Settings of all single-lane policies: `tp_devices` of the devices form groups of `tp_degree`. Each other device
-    is a stage by itself.
+    """Settings of all single-lane policies. `tp_devices` devices form groups of `tp_degree`. Each other one is a
+    stage.
     """
 
     tp_degree: PositiveInt = 1
-    """Number of devices of a tensor-parallel group."""
+    """Number of devices in a tensor-parallel group."""
     tp_devices: int = Field(default=0, ge=0)
-    """Number of devices in such groups."""
+    """Number of devices in tensor-parallel groups."""
     ep_degree: PositiveInt = 1
-    """Number of parts into which such a group divides the experts of a layer."""
+    """Number of parts into which a tensor-parallel group divides the experts of a layer."""
 
     tuned: ClassVar[tuple[str, ...]] = ()
-    """Settings of the scheduling rule that are neither control variables nor part of the placement."""
+    """Names of the scheduling rule's settings that are neither control variables nor part of the placement."""
     steadying: ClassVar[tuple[str, ...]] = ()
-    """Numeric settings of the scheduling rule, 0 by default, that `--fix` can set."""
+    """Names of numeric settings of the scheduling rule that `--fix` can set. The default is 0."""
     lanes: ClassVar[tuple[StageLane, ...]] = ("both",)
-    """Lanes of a replica's stages."""
+    """The lanes of a replica."""
     holds_finished: ClassVar[bool] = False
     """Whether finished requests keep their slots until the whole batch has finished."""
 
 
 class RraSettings(SingleLane):
-    """Alternately encode `encode_batch` requests and run `decode_iterations` decode iterations.
+    """Encode `encode_batch` requests, run `decode_iterations` decode iterations, and repeat this.
 
-    Source: ExeGPT sec. 4.1. `encode_batch` is a mean number of requests, since the scheduling rule fills steps by
-    tokens (sec. 5.2).
+    `encode_batch` is a mean number of requests, since the scheduling rule fills steps by tokens (ExeGPT sec. 5.2).
+    Source: ExeGPT sec. 4.1.
     """
 
     kind: Literal["rra"] = "rra"
     """The policy."""
     encode_batch: PositiveInt
-    """Mean number of requests encoded in a phase (B_E)."""
+    """Mean number of requests that a phase encodes (B_E)."""
     decode_iterations: PositiveInt
-    """Decode iterations in a phase (N_D)."""
+    """Number of decode iterations in a phase (N_D)."""
     microbatches: PositiveInt = 1
     """Number of micro-batches that pass through the pipeline in turn."""
     variables: ClassVar[tuple[Variable, ...]] = (
@@ -94,7 +92,8 @@ class RraSettings(SingleLane):
 
 
 class OrcaSettings(SingleLane):
-    """Iteration-level scheduling: at each step waiting requests fill all free slots, and encode whole prompts.
+    """Iteration-level scheduling: at each step, waiting requests fill all free slots, and their whole prompts are
+    encoded.
 
     Source: ORCA Algorithm 1.
     """
@@ -112,11 +111,11 @@ class OrcaSettings(SingleLane):
 
 
 class SlackBudget(Frozen):
-    """A budget of prompt tokens in a step, from the slack of running requests.
+    """A limit on the prompt tokens of a step, from the slack of running requests.
 
-    A running request's next token is due when its mean time per token would reach the plan's bound. A step contains as
-    many prompt tokens as it can and still end, by the plan's step times, before any token is due. Source: FairBatching,
-    arXiv 2510.14392; in xgpt, deadlines count from the first token.
+    A running request's next token is due when the request's mean time per token would reach the plan's bound. A step
+    gets as many prompt tokens as possible, if by the plan's step times it still ends before any token is due. Source:
+    FairBatching, arXiv 2510.14392. In xgpt, deadlines count from the first token.
     """
 
     least_tokens: PositiveInt
@@ -124,13 +123,11 @@ class SlackBudget(Frozen):
     most_tokens: PositiveInt
     """Largest number of prompt tokens in a step, even if running requests have more slack."""
     share: float = Field(default=0.95, gt=0, le=1)
-    """Share of the bound on time per token after which a token is due. The rest of the bound allows for steps that take
+    """Share of the bound on TPOT after which a token is due. The rest of the bound is a margin for steps that take
     longer than predicted, and in a pipeline for the steps of other micro-batches.
     """
     behind_tokens: NonNegativeInt = 0
-    """Number of tokens by which a running request may be late. The request catches up in steps that encode few prompt
-    tokens.
-    """
+    """Number of tokens by which a running request may be late. It catches up in steps with few prompt tokens."""
 
     @model_validator(mode="after")
     def _check(self) -> SlackBudget:
@@ -149,20 +146,21 @@ def most_running(token_budget: Any, microbatches: int) -> Any:
 
 
 class ChunkedSettings(SingleLane):
-    """Decode all running requests in every step, and fill it up to `token_budget` tokens with chunks of prompts."""
+    """Decode all running requests in every step, and fill it with chunks of prompts up to `token_budget` tokens."""
 
     kind: Literal["chunked"] = "chunked"
     """The policy."""
     token_budget: PositiveInt
-    """Largest number of tokens in the steps of all micro-batches together; with `slack`, which then sets the prompt
-    tokens of each step, the number of tokens of a step at saturation."""
+    """Largest number of tokens in the steps of all micro-batches together. With `slack`, which limits the prompt tokens
+    of each step instead, the number of tokens in a step at saturation.
+    """
     max_batch: PositiveInt
     """Largest number of running requests over all micro-batches. A step has the share of one micro-batch."""
     microbatches: PositiveInt = 1
     """Number of micro-batches that pass through the pipeline in turn."""
     tuned: ClassVar[tuple[str, ...]] = ("slack",)
     slack: SlackBudget | None = None
-    """Budget of prompt tokens from the slack of running requests. None means only `token_budget`."""
+    """Limit on prompt tokens from the slack of running requests. None means that only `token_budget` limits them."""
 
     variables: ClassVar[tuple[Variable, ...]] = (
         Variable("token_budget", "none", "none", "largest number of tokens in a step"),
@@ -209,17 +207,19 @@ class WaaSettings(Frozen):
     allocation: Literal["compute", "memory"] = "compute"
     """Division of devices between the lanes: by compute or by memory (WAA-C, WAA-M)."""
     encode_batch: PositiveInt
-    """Number of requests encoded at once (B_E)."""
+    """Number of requests that are encoded together (B_E)."""
     max_decode_batch: PositiveInt
-    """Largest number of requests in decode."""
+    """Largest number of requests in both lanes."""
     decode_microbatches: PositiveInt = 1
     """Number of micro-batches of the decode lane."""
     buffer_iterations: NonNegativeInt = 0
-    """Least number of decode iterations from the start of an encode batch until it joins the decode batch, so that
-    batches join at regular intervals. 0 means that each joins once it has been transferred."""
+    """Least number of decode iterations from the start of an encode batch until its requests decode, so that batches
+    join at regular intervals. 0 means that requests join once their K/V has been transferred.
+    """
     adjustment_percent: int = Field(default=0, ge=0, lt=100, exclude_if=lambda percent: not percent)
-    """Percentage by which the number of requests in decode may differ from its mean before an encode batch is made
-    smaller or larger by the same percentage (ExeGPT sec. 5.2). 0 means that it never is."""
+    """If the number of decoding requests differs from its mean by more than this percentage, the next encode batch is
+    made smaller or larger by the same percentage (ExeGPT sec. 5.2). 0 means that encode batches are never adjusted.
+    """
     encode_tp: TensorParallel = TensorParallel()
     """Tensor parallelism of the encode lane."""
     decode_tp: TensorParallel = TensorParallel()
@@ -245,13 +245,15 @@ POLICY_GROUPS: dict[str, tuple[str, ...]] = {
     "exegpt": ("rra", "waa-c", "waa-m"),
     "waa": ("waa-c", "waa-m"),
 }
-"""The policies in each choice that names several."""
+"""By name, the choices that stand for several policies."""
 
 
 class Pinned(Frozen):
-    """The user's settings of the schedule, which re-planning keeps. Others are in `constraint` and `admission`."""
+    """The settings of the schedule that the user fixed, which re-planning keeps. See also `constraint` and
+    `admission`.
+    """
 
     policy: PolicyChoice = "auto"
     """The policy, or the group of policies."""
     fixed: dict[str, NonNegativeInt] = Field(default_factory=dict)
-    """Fixed values of control variables and of placement variables."""
+    """Values of the control variables and the placement variables that the user fixed."""

@@ -1,4 +1,4 @@
-"""Step times of one model on one kind of device, from which all predictions are made."""
+"""Define profiles, the step times of one model on one kind of device, from which all predictions are made."""
 
 from __future__ import annotations
 
@@ -19,39 +19,42 @@ KNOWN_ERROR = {"measured": 0.05, "imported": 0.10, "analytic": 0.12}
 - analytic: that error and the median error of the datasheet's operators against those tables, 6 to 9%: sqrt(9.5^2 +
   7^2).
 
-The error of closed forms against the simulated engine, a median of 0.2% of latency, is small in comparison.
+The error of closed forms against the simulated engine (a median of 0.2% of latency) is small in comparison.
 """
 
 UNSERVED_ERROR = 0.10
-"""Known relative error of step times that were measured one by one and not fitted to a served engine: an endpoint and
+"""Known relative error of step times that were measured one by one and not fitted to a served engine. An endpoint and
 its clients on the same cores, and memory that is written for the first time, make steps up to 12% longer
-(docs/results/prediction.md)."""
+(docs/results/prediction.md).
+"""
 SERVED = "served"
 """Key in a profile's provenance that describes its fit to the steps of a served engine."""
 PACES_AT_REST = (0.90, 1.10)
-"""Range of measured over predicted step times on an idle machine, for a fitted profile: it contains 64 of 69 loads, in
-three number types (docs/results/prediction.md)."""
+"""Range of the pace on an idle machine, for a fitted profile. The range contains 64 of 69 loads, in three number types
+(docs/results/prediction.md).
+"""
 
 LEAST_HEADROOM = KNOWN_ERROR["measured"]
-"""Least headroom of plans from measured profiles, even with a small spread: a minute of measuring shows neither slow
-drift nor the load of clients on the same machine. A running server re-plans only at larger deviations."""
+"""Least headroom of plans from measured profiles, even with a small spread, since a minute of measuring shows neither
+slow drift nor the load of clients on the same machine. A running server re-plans only at larger deviations.
+"""
 
 
 RESTLESS = 0.15
-"""Spread above which a profile counts as measured on a busy machine, with other work in its times."""
+"""Spread above which the machine counts as busy with other work while the profile was measured."""
 MOST_HEADROOM = 0.20
-"""Largest headroom that a profile's spread or other processes cause. A disturbed measurement should not lead to plans
-that waste more of the machine.
+"""Largest headroom that a profile's spread or other processes cause, since a disturbed measurement should not lead to
+plans that waste more of the machine.
 """
 
 
 class Curve(Frozen):
-    """Seconds as a function of one size: `seconds[i]` at `points[i]`, linear between points."""
+    """Seconds as a function of one size, with `seconds[i]` at `points[i]`. Between points, it is linear."""
 
     points: tuple[int, ...] = Field(min_length=2)
     """Sizes, rising."""
     seconds: tuple[float, ...]
-    """Time at each size."""
+    """Seconds at each size."""
 
     @model_validator(mode="after")
     def _check(self) -> Curve:
@@ -71,14 +74,14 @@ class Curve(Frozen):
 
 
 class Surface(Frozen):
-    """Seconds as a function of batch and length: `seconds[i][j]` at `batches[i]` and `lengths[j]`, bilinear between."""
+    """Seconds as a bilinear function of batch and length, with `seconds[i][j]` at `batches[i]` and `lengths[j]`."""
 
     batches: tuple[int, ...] = Field(min_length=1)
     """Batch sizes, rising."""
     lengths: tuple[int, ...] = Field(min_length=2)
     """Lengths, rising."""
     seconds: tuple[tuple[float, ...], ...]
-    """A row of times for each batch size."""
+    """For each batch size, a row with the seconds at each length."""
 
     @model_validator(mode="after")
     def _check(self) -> Surface:
@@ -97,9 +100,7 @@ class Surface(Frozen):
     def filled(
         cls, measured: Mapping[tuple[int, int], float], batches: Sequence[int], lengths: Sequence[int]
     ) -> Surface:
-        """Build a surface from seconds by (batch, length). Batches too large to measure are extrapolated in
-        proportion.
-        """
+        """Return a surface from seconds by (batch, length). Batches that were too large to measure are extrapolated."""
         rows: list[list[float]] = []
         for i, batch in enumerate(batches):
             row = [
@@ -118,9 +119,9 @@ class CrossTimes(Frozen):
     """Times of cross-attention in one decoder layer, at one tensor-parallel degree."""
 
     keys_values: Curve
-    """Computation of keys and values from the encoder's output, once for each request, by input tokens."""
+    """Times to compute keys and values from the encoder's output, once for each request, by number of input tokens."""
     attention: Surface
-    """Attention of one token of each request to its input's keys and values, by (batch, input length)."""
+    """Times of attention of one token of each request to the keys and values of its input, by (batch, input length)."""
 
 
 class LayerTimes(Frozen):
@@ -132,25 +133,26 @@ class LayerTimes(Frozen):
     tp_degree: PositiveInt = 1
     """Number of devices of the group."""
     ep_degree: PositiveInt = 1
-    """Number of parts into which a layer's experts are divided. The devices of each part hold slices of its experts. If
-    it exceeds `tp_degree`, several groups divide the experts, and each group processes the same number of tokens.
+    """Number of parts into which a layer's experts are divided. The devices of a part have slices of its experts. If
+    the number exceeds `tp_degree`, several groups divide the experts, and each group processes the same number of
+    tokens.
     """
     rest: Curve
     """Everything except attention, by tokens."""
     last: Curve | None = None
-    """Everything except attention in the model's last layer, for tokens whose logits are not needed: of these tokens,
-    the layer computes only keys and values. Its work for tokens with logits is then part of `head`. None means that the
-    last layer is like all others.
+    """Times of everything except attention in the model's last layer, for tokens whose logits are not needed. For
+    these, the layer computes only keys and values, and its work for tokens with logits is part of `head`. None means
+    that the last layer is like all others.
     """
     encode_attention: Surface
-    """Causal attention of whole prompts, by (batch, prompt length)."""
+    """Times of causal attention of whole prompts, by (batch, prompt length)."""
     decode_attention: Surface
-    """Attention of one token of each request to its K/V, by (batch, context)."""
+    """Times of attention of one token of each request to its K/V, by (batch, context)."""
     cross: CrossTimes | None = None
-    """Cross-attention. Only encoder-decoders have it."""
+    """Times of cross-attention, only in encoder-decoders."""
     head: Curve | None = None
-    """Times of the head if the group's devices divide it, in the form of the profile's `head`. None means the times on
-    one device.
+    """Times of the output head if the group's devices divide it, in the form of the profile's `head`. None means the
+    times on one device.
     """
 
 
@@ -162,16 +164,16 @@ class EncoderLayerTimes(Frozen):
     rest: Curve
     """Everything except attention, by tokens."""
     attention: Surface
-    """Attention of all tokens of a prompt to all tokens of the prompt, by (batch, prompt length)."""
+    """Times of attention of all tokens of a prompt to all of its tokens, by (batch, prompt length)."""
 
 
 class Jitter(Frozen):
-    """The variation of the times of equal steps: from the clock, stalls and other processes."""
+    """The variation of the times of equal steps, which comes from the clock, stalls and other processes."""
 
     seconds: float = Field(gt=0)
     """Mean time of the measured steps."""
     ratios: tuple[NonNegativeFloat, ...] = Field(min_length=1)
-    """Times of single steps divided by their mean, at evenly spaced quantiles, in rising order."""
+    """Times of single steps divided by their mean, at evenly spaced quantiles from the lowest to the highest."""
 
     @model_validator(mode="after")
     def _check(self) -> Jitter:
@@ -182,14 +184,14 @@ class Jitter(Frozen):
         return self
 
     def times(self, factor: float) -> Jitter:
-        """Return the jitter for steps that take `factor` times as long."""
+        """Return the jitter of steps that take `factor` times as long."""
         return self.model_copy(update={"seconds": factor * self.seconds})
 
 
 class Profile(Frozen):
-    """The step times of a model on a kind of device: measured, computed or imported.
+    """The step times of a model on a kind of device, which are measured, computed or imported.
 
-    `spread` is the share by which slow periods of the measurement (the 90th percentile) exceed the mean: predictions
+    `spread` is the share by which slow periods of the measurement (the 90th percentile) exceed the mean. Predictions
     from a correct profile may have an error of this size.
     """
 
@@ -206,7 +208,7 @@ class Profile(Frozen):
     device: str
     """Name of the device."""
     devices_per_node: PositiveInt = 1
-    """Devices in a node of the cluster. The profile covers tensor-parallel degrees up to this number."""
+    """Number of devices in a node of the cluster. The profile covers tensor-parallel degrees up to this number."""
     engine: str | None = None
     """The engine whose steps were timed: "xgpt", "vllm" or another framework. None means that times are from a
     datasheet, for any engine."""
@@ -215,49 +217,49 @@ class Profile(Frozen):
     num_threads: PositiveInt | None = None
     """Number of threads during the measurement."""
     layouts: dict[str, str] = Field(default_factory=dict)
-    """Fastest layout of weights of each shape (OUTxIN) on this CPU, in xgpt's own engine; under `head`, the layout of
-    an 8-bit copy of the head, which makes greedy sampling faster; under `prompts` and `decodes`, the number of keys
-    that attention reads at a time."""
+    """Fastest layout of weights on this CPU in xgpt's own engine, by shape (OUTxIN). `head` has the layout of an 8-bit
+    copy of the output head, which makes greedy sampling faster. `prompts` and `decodes` have the number of keys that
+    attention reads at a time.
+    """
     layers: tuple[LayerTimes, ...] = Field(min_length=1)
-    """Times of a decoder layer, for each tensor-parallel degree and each expert-parallel degree with it."""
+    """Times of a decoder layer, for each pair of tensor-parallel and expert-parallel degree."""
     encoder_layers: tuple[EncoderLayerTimes, ...] = ()
     """Times of an encoder layer, for each tensor-parallel degree of `layers`. Only encoder-decoders have them."""
     embedding: Curve
-    """Embedding, by tokens."""
+    """Times of the embedding, by tokens."""
     head: Curve
-    """Final norm, output head and sampling, by sampled tokens. If layers have a `last`, the times include the part of
-    the last layer after its attention."""
+    """Times of final norm, output head and sampling, by sampled tokens. If layers have `last`, these times include the
+    part of the last layer after its attention.
+    """
     overhead: Curve
-    """Time of the loop for each step (scheduling, batch assembly, bookkeeping), by requests in the step."""
+    """Times of the engine's loop for each step (scheduling, batch assembly, bookkeeping), by requests in the step."""
     hop: Curve | None = None
-    """Transfer of hidden states from one pipeline stage to the next on the same node, by tokens, or None if not
-    known."""
+    """Times to transfer hidden states to the next pipeline stage on the same node, by tokens, or None if not known."""
     inter_node_hop: Curve | None = None
-    """Transfer of hidden states to a stage on another node, by tokens, or None if not known."""
+    """Times to transfer hidden states to a stage on another node, by tokens, or None if not known."""
     kv_transfer: Curve | None = None
-    """Transfer of the K/V of all layers from one device through host memory to another, by tokens.
+    """Times to transfer the K/V of all layers from one device through host memory to another, by tokens.
 
-    For a device with a share of the layers or heads, take that share of the tokens.
+    For a device with a share of the layers or heads, take this share of the tokens.
     """
     load_bytes_per_s: float | None = Field(default=None, gt=0, exclude_if=lambda rate: rate is None)
-    """Rate at which a device loads weights from a checkpoint in host memory, in bytes a second, or None if not
-    known."""
+    """Bytes a second at which a device loads weights from a checkpoint in host memory, or None if not known."""
     spread: float = Field(default=0.0, ge=0)
     """Share by which slow periods of the measurement exceed the mean."""
     others: dict[str, float] = Field(default_factory=dict, exclude_if=lambda others: not others)
-    """By name, the mean number of cores that each other process used during the measurement, if at least 0.05; "steal"
-    is time that the host of a virtual machine gave to others.
+    """By name, the mean number of cores that other processes used during the measurement, if at least 0.05. "steal" is
+    the time that the host of a virtual machine gave to other machines.
     """
     is_brief: bool = Field(default=False, exclude_if=lambda is_brief: not is_brief)
-    """Whether fewer points were measured, and less often, because other processes used the machine. The other points
-    are interpolated.
+    """Whether fewer points were measured, and less often, because other processes used the machine. Others are
+    interpolated.
     """
     gflops: float | None = Field(default=None, gt=0, exclude_if=lambda gflops: gflops is None)
-    """GFLOP/s of a fixed matrix product on all cores when the measurement began, which shows the clock rate."""
+    """GFLOP/s of a fixed matrix product on all cores at the start of the measurement, which shows the clock rate."""
     jitter: Jitter | None = Field(default=None, exclude_if=lambda jitter: jitter is None)
-    """The variation of short steps around their mean, or None if not known, so that all steps take the mean time."""
+    """The variation of short steps around their mean. If it is None (not known), all steps take the mean time."""
     provenance: dict[str, str] = Field(default_factory=dict)
-    """Sources of parts of the profile, in addition to `source`."""
+    """By name, the sources of parts of the profile, in addition to `source`."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Versions of the software during the measurement."""
 
@@ -289,12 +291,11 @@ class Profile(Frozen):
 
     @property
     def headroom(self) -> float:
-        """Default headroom of plans. It is the larger of the profile's spread and a sum: the known error of the source
-        plus the share of the engine's cores that other processes used during the measurement. Spread and other
-        processes raise it to at most `MOST_HEADROOM`.
+        """Default headroom of plans from this profile.
 
-        The measured times already contain the time that other processes took. These may take as much again while the
-        plan runs.
+        It is the larger of two numbers. One is the profile's spread. The other is the known error of the source, plus
+        the share of the engine's cores that other processes used during the measurement, since they may take as much
+        again while the plan runs. Spread and other processes raise the headroom to at most `MOST_HEADROOM`.
         """
         is_unserved = self.source == "measured" and self.engine == "xgpt" and not self.is_served
         known = UNSERVED_ERROR if is_unserved else KNOWN_ERROR[self.source]
@@ -308,12 +309,12 @@ class Profile(Frozen):
 
     @property
     def is_restless(self) -> bool:
-        """Whether the machine was busy with other work while it was measured."""
+        """Whether the machine was busy with other work during the measurement."""
         return self.spread > RESTLESS or self.is_brief
 
     @property
     def unrest(self) -> str:
-        """A description of the other work during a measurement on a busy machine."""
+        """A description of the other work on the machine during the measurement."""
         slow = f"steps in slow periods took {100 * self.spread:.0f}% longer than on average"
         text = f"the profile was measured on a busy machine: {slow}"
         if self.is_brief:
@@ -370,7 +371,7 @@ Table = TypeVar("Table", bound=Frozen)
 
 
 def _slowed(table: Table, factor: float) -> Table:
-    """Return a copy with all curves, surfaces and jitters in it, at any depth, multiplied by `factor`."""
+    """Return a copy in which all curves, surfaces and jitters, at any depth, are multiplied by `factor`."""
 
     def of(value: Any) -> Any:
         if isinstance(value, Curve | Surface | Jitter):

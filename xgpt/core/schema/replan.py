@@ -1,4 +1,4 @@
-"""Re-planning: a server's observation, its decision, and the interface of its planner."""
+"""Define the data of re-planning: a server's observation, its decision, and the interface of its planner."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LengthsFrom = Literal["planned", "observed"]
 
 
 class ObservedReuse(Frozen):
-    """Prefix reuse of recent requests, and their reuse with other cache sizes.
+    """The prefix reuse of recent requests, with the present cache and with caches of other sizes.
 
     Attributes:
         share: share of prompt tokens that were in the cache.
         sizes: cache sizes, in tokens.
-        shares: share of prompt tokens that are in a cache of each of these sizes.
-        most: share of prompt tokens that are in an unlimited cache.
+        shares: for each of these sizes, the share of prompt tokens that would be in the cache.
+        most: share of prompt tokens that would be in an unlimited cache.
     """
 
     share: float = Field(ge=0, le=1)
@@ -36,20 +36,21 @@ class Observation(Frozen):
     """The lengths of recent requests, weighted towards the most recent ones.
 
     Attributes:
-        workload: their lengths. An output that is still running counts as at least as long as it is now.
+        workload: lengths of the recent requests. An output that is still running counts as longer than its present
+            length.
         num_requests: number of requests that arrived.
         num_finished: number of these requests that have finished.
         weight: Kish's effective sample size of the weighted requests.
         arrival_rate_per_s: requests a second. None means that there were too few requests.
-        input_distance, output_distance: Wasserstein distance between observed and planned lengths, in tokens.
-        step_ratio: measured over predicted step times of the running plan, or None if not known.
-        slowdown: measured step times over the profile's. None means that too few steps have been compared.
-        reuse: their prefix reuse, or None if not observed.
+        input_distance, output_distance: Wasserstein distances between observed and planned lengths, in tokens.
+        step_ratio: measured step times divided by the running plan's predicted step times, or None if not known.
+        slowdown: measured step times divided by the profile's. None means that too few steps have been compared.
+        reuse: prefix reuse of the recent requests, or None if not observed.
         goodput: share of the latest requests that kept their bounds. None means that there are no bounds, or too few
             requests.
-        cause: the change that led to the judgement, or "asked" if a user asked for it without a change.
-        lengths: whether `workload` was observed or is the plan's own. It is the plan's own if nothing shows that
-            lengths changed.
+        cause: the change because of which the plan is judged. "asked" means that a user asked for it.
+        lengths: whether `workload` was observed or is the plan's workload, as it is if nothing shows that lengths
+            changed.
         recent_input_mean, recent_output_mean: mean lengths of the recent requests, whatever `workload` is. None means
             the same as in `workload`.
     """
@@ -77,10 +78,11 @@ class Outcome(Frozen):
 
     Attributes:
         latency_s: the latency that is compared with the bound.
-        keeps_bound: whether the plan keeps the bound, at the observed arrival rate if the plan maximises that. None
-            means that there is no bound.
-        arrival_rate_per_s: simulated highest arrival rate within the bounds, at which `latency_s` is then the quantile
-            of the time from arrival to the last token. None means that the plan does not maximise the arrival rate.
+        keeps_bound: whether the plan keeps the bound. If the plan maximises the arrival rate, this is meant at the
+            observed rate. None means that there is no bound.
+        arrival_rate_per_s: simulated highest arrival rate within the bounds. `latency_s` is then the quantile of the
+            time from arrival to the last token at this rate. None means that the plan does not maximise the arrival
+            rate.
     """
 
     policy: PolicySettings
@@ -95,7 +97,7 @@ class Decision(Frozen):
 
     Attributes:
         at: date and time, ISO 8601, UTC.
-        cause: the change that led to the judgement, or "asked" if a user asked for it without a change.
+        cause: the change because of which the plan was judged. "asked" means that a user asked for it.
         cause_detail: the change in numbers, as text.
         reason: the reason for the decision, as text.
         lengths: whether `input_mean` and `output_mean` are the running plan's lengths or observed ones.
@@ -105,9 +107,9 @@ class Decision(Frozen):
         running: figures of the plan that ran until the decision.
         best: figures of the best plan for these lengths. None means that no plan keeps the bound.
         slowdown: factor on the profile's times in the predictions of both plans.
-        gain: relative gain of the best plan over the running one in throughput, or in arrival rate if the plan
-            maximises that.
-        pause_s: seconds for which the switch would delay requests.
+        gain: relative gain of the best plan over the running plan, in throughput, or in the arrival rate if plans
+            maximise that.
+        pause_s: seconds for which a change of plan would delay requests.
         plan_sha256: hash of the plan that runs after the decision.
         planning_s: seconds that planning took.
     """
@@ -134,12 +136,12 @@ class Decision(Frozen):
 
 
 class FailedJudgement(Frozen):
-    """A judgement of the running plan that failed, so that the plan stays.
+    """A judgement of the running plan that failed, so that the plan keeps running.
 
     Attributes:
         at: date and time of the failure, ISO 8601, UTC.
-        cause: what changed, so that the plan was judged.
-        reason: why there is no decision, as text.
+        cause: the change because of which the plan was judged.
+        reason: why there is no decision, as text that is never empty.
         planning_s: seconds until the failure.
     """
 
@@ -151,14 +153,14 @@ class FailedJudgement(Frozen):
 
 
 class Proposal(NamedTuple):
-    """A decision, and the plan to switch to. None means that the running plan stays."""
+    """A decision, and the plan that will run. None means that the present plan keeps running."""
 
     decision: Decision
     plan: Plan | None
 
 
 class Planner(Protocol):
-    """The interface through which a server plans: in another process, and never on the path of a request."""
+    """The interface through which a server plans in another process, so that planning never delays a request."""
 
     def predict_s(self, plan: Plan, encode: list[tuple[int, int, int]], decodes: list[tuple[int, int]]) -> float | None:
         """Return the predicted seconds of a step of a plan, or None if the step also waits for other steps of its
@@ -173,7 +175,7 @@ class Planner(Protocol):
         """Judge the running plan under the observed lengths.
 
         Raises:
-            XgptError: planning has failed. The running plan stays.
+            XgptError: planning has failed. The present plan keeps running.
         """
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The results of `xgpt bench` and `xgpt compare`: predicted and measured figures."""
+"""Define the results of `xgpt bench` and `xgpt compare`, which are predicted and measured figures."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Calibration(Frozen):
     """The correction of a profile by measured steps.
 
     Attributes:
-        factors: factor on each of the profile's tables.
+        factors: the factor on each table of the profile.
         error_before, error_after: mean absolute relative error of step times, over steps that the fit did not use.
-        bias_before, bias_after: relative error of the total time of those steps.
+        bias_before, bias_after: relative error of the total time of the same steps.
     """
 
     factors: dict[str, float]
@@ -69,9 +69,9 @@ class CoreWaits(Frozen):
     """How long the engine's threads waited for cores during a run, and the figures without these waits.
 
     Attributes:
-        seconds: seconds for which a thread was ready to run and waited, over all steps, as Linux counts them.
+        seconds: seconds, over all steps, for which a thread was ready to run but waited, as Linux counts them.
         share_of_steps: share of steps that waited for at least a tenth of their time.
-        pace: pace of the steps without these waits.
+        pace: the pace without these waits.
         gaps: 99th percentile of the gaps between tokens without these waits.
     """
 
@@ -84,13 +84,13 @@ class CoreWaits(Frozen):
 class BenchReport(Frozen):
     """The results of replaying a workload against a plan.
 
-    For a plan that maximises arrivals, `bound_kept` says whether the quantile of all requests kept the bounds, counted
-    from arrival, and `share_within_bound` is the share that kept every bound (the goodput). Both are None if requests
-    are always waiting. For other plans times count from admission, and `bound_kept` is about the latency that the plan
-    bounds.
+    For a plan that maximises the arrival rate, times count from arrival. `bound_kept` says whether the quantile of all
+    requests kept the bounds, and `share_within_bound` is the share of requests that kept every bound (the goodput).
+    Both are None if requests are always waiting. For other plans, times count from admission, and `bound_kept` refers
+    to the latency that the plan bounds.
 
-    `calibration_gflops` is the rate of a fixed matrix product before and after the run, which shows a change of the
-    machine's clock rate.
+    `calibration_gflops` is the rate of a fixed matrix product before and after the run, which shows whether the
+    machine's clock rate has changed.
     """
 
     plan_sha256: str
@@ -102,13 +102,13 @@ class BenchReport(Frozen):
     window_s: float
     figures: tuple[Comparison, ...]
     pace: float | None = None
-    """Measured over predicted time of all steps together, or None if not known."""
+    """Measured time of all steps together, divided by their predicted time, or None if not known."""
     paces: dict[str, float] = Field(default_factory=dict)
-    """The pace of each lane, of each replica if there are several, and of each worker of a pipeline."""
+    """The pace of each lane, and of each replica if there are several. For a pipeline, the pace of each worker."""
     core_waits: CoreWaits | None = None
-    """The waits for cores in these times, or None if not known, as for workers in other processes."""
+    """How long steps waited for CPU cores, or None if not known, as for workers in other processes."""
     differences: str | None = None
-    """How the machine before the run differed from its state during profiling. None means that it did not."""
+    """How the machine's state before the run differed from its state during profiling, or None if it did not differ."""
     headroom: float = 0.0
     """The share by which the plan allows steps to take longer than in the profile."""
     latency_bound_s: float | None
@@ -117,16 +117,16 @@ class BenchReport(Frozen):
     quantile: float = 0.99
     """Share of requests that must keep the bound."""
     counts_waiting: bool = False
-    """Whether the bound limits the time from arrival, not from admission."""
+    """Whether the bounded latency counts from arrival and not from admission."""
     end_to_end_p99_s: float
     calibration_gflops: tuple[float, ...] = ()
     failures: tuple[str, ...] = ()
     calibration: Calibration | None = None
-    """Correction of the profile, if requested."""
+    """The correction of the profile, if requested."""
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether steps took longer than the plan allows, so that the machine was slower than during profiling."""
+        """Whether the machine was so much slower than during profiling that steps took longer than the plan allows."""
         return self.pace is not None and self.pace > 1 + self.headroom
 
     @property
@@ -135,7 +135,7 @@ class BenchReport(Frozen):
         return any(figure.is_outside for figure in self.figures)
 
     def figure(self, metric: str) -> Comparison:
-        """Return the figure of this name."""
+        """Return the figure named `metric`."""
         return next(figure for figure in self.figures if figure.metric == metric)
 
 
@@ -146,8 +146,9 @@ class UrlReport(Frozen):
     """The results of a replay against any OpenAI-compatible endpoint, with times measured by the client.
 
     Attributes:
-        tokens_from: what `output_tokens_per_s` counts: the token ids of the answers; if the server sends none, its
-            `usage`, or else chunks of text. Without token ids, `ttft` and `itl` are times of chunks.
+        tokens_from: what `output_tokens_per_s` counts. It counts the token ids of the answers if the server sends them,
+            otherwise the tokens in `usage`, and otherwise chunks of text. Without token ids, `ttft` and `itl` are times
+            of chunks.
     """
 
     url: str

@@ -1,25 +1,26 @@
-"""The engine's log of executed steps, from which the schedule can be replayed."""
+"""Define the engine's log of executed steps, from which the schedule can be replayed."""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
 LaneName = Literal["both", "encode", "transfer", "decode"]
-"""The worker group that executes a step. "both" means that there is only one group."""
+"""The group of workers that executes a step, which is "both" if there is only one group."""
 
 Chain = tuple[bytes, ...]
-"""Keys of a sequence's full K/V blocks, in order: equal keys mean equal tokens up to that block, of the same
-account."""
+"""Keys of a sequence's full K/V blocks, in order. Equal keys mean equal tokens up to this block, in the same
+account.
+"""
 
 
 class Account(NamedTuple):
-    """The account of a request: the rights that the operator has given its API key.
+    """The account of a request, with the rights that the operator has given to its API key.
 
     Attributes:
-        name: name of the key, empty if the server has no keys, followed by `/` and a class for requests of a class.
-        share: weight of this account when the engine's tokens are divided among accounts with waiting requests.
-        priority: requests of higher priority enter first.
-        ttft_ns, tpot_ns: bounds of its requests in the scheduling rule. None means those of the plan.
+        name: name of the key, or empty if the server has no keys. For requests of a class, `/` and the class follow.
+        share: weight of the account when the engine's tokens are divided among accounts with waiting requests.
+        priority: requests of accounts with higher priority enter first.
+        ttft_ns, tpot_ns: bounds for the account's requests in the scheduling rule. None means the plan's bounds.
     """
 
     name: str = ""
@@ -46,8 +47,9 @@ class Arrival(NamedTuple):
     """A request as the engine received it.
 
     Attributes:
-        promised_output: output tokens for which K/V memory is reserved when it enters. None means `max_output`.
-        chain: keys of the prompt's blocks, empty if nothing is reused.
+        promised_output: number of output tokens for which K/V memory is reserved when the request enters. None means
+            `max_output`.
+        chain: keys of the prompt's blocks, or empty without reuse.
         is_scored: whether log probabilities of the prompt's tokens are computed.
     """
 
@@ -66,28 +68,28 @@ class StepRecord(NamedTuple):
     """One executed step. Steps may overlap on the stages of a pipeline and are logged in the order in which they end.
 
     Attributes:
-        start_ns: the engine's clock when the step was scheduled. Requests that arrived until then had been received,
-            and those waiting beyond their deadline had been dropped.
-        end_ns: the clock after the step's results were processed.
+        start_ns: the engine's clock when the step was scheduled. By then, requests that had arrived had been received,
+            and waiting requests beyond their deadline had been dropped.
+        end_ns: the engine's clock after the step's results were processed.
         encode: (request, first prompt token, number of tokens) triples.
         decode: requests that decoded one token.
         finished: requests that ended in this step.
         arrivals: requests received since the previous step was scheduled, before this one was.
         cancelled: requests removed before this step was scheduled.
         preempted: requests that lost their K/V for this step and wait again.
-        transfer: requests whose K/V moved from the encode to the decode lane.
-        lane: the worker group that executed it.
+        transfer: requests whose K/V moved from the encode lane to the decode lane.
+        lane: the group of workers that executed the step.
         microbatch: the micro-batch within the lane.
-        number: its position in the order in which steps were scheduled, from 0.
-        settled: number of steps whose results had been processed when this step was scheduled. Together with `number`,
-            it gives the order of all events.
+        number: the step's position in the order in which steps were scheduled, from 0.
+        settled: number of steps whose results had been processed when this step was scheduled. This number and `number`
+            give the order of all events.
         outputs: (request, keys) pairs for requests that ended in this step. The keys are those of the blocks after the
             prompt's blocks.
         failed: requests that ended in this step with an error. The content of their blocks is no longer shared.
-        cancelled_after: for each request in `cancelled`, the number of steps whose results had been processed when it
-            was removed; in a log without it, the number when this step was scheduled.
-        replica: the replica that executed it. Each replica numbers its steps.
-        core_wait_ns: the longest time for which a computing thread was ready to run while other threads used the cores,
+        cancelled_after: for each request in `cancelled`, the number of steps whose results had been processed when the
+            request was removed. In a log without this field, `settled` counts.
+        replica: the replica that executed the step. Each replica numbers its own steps.
+        core_wait_ns: the longest time for which a computing thread was ready to run but other threads used the cores,
             or None if not known.
     """
 

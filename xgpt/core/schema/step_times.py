@@ -1,4 +1,4 @@
-"""The few numbers from which a scheduling rule predicts step times."""
+"""Define the few numbers from which a scheduling rule predicts step times."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from xgpt.core.schema.base import Frozen
 
 
 class StepTimes(Frozen):
-    """A model of the seconds of a step through all stages of its lane.
+    """A model of the seconds that a step takes through all stages of its lane.
 
-    The time is a sum of three parts. The first is for the step's tokens: a table, linear between points. The second is
-    for its prompts' attention: another table. For a chunk [start, end), the difference between the values at the two
-    ends. The third is for its decodes, and depends on their number and on the number of tokens that they attend to. The
-    model is fitted to the profile, with the error `error`. Scheduling rules use it, but no figure of a plan depends on
-    it.
+    The time is the sum of three parts. The first part, for the step's tokens, is a table that is linear between its
+    points. The second part, for the attention of prompts, is another table. A chunk [start, end) takes the difference
+    between the table's values at `end` and at `start`. The third part is for decodes, and depends on their number and
+    on the number of tokens to which they attend. The model is fitted to the profile, with the error `error`. Scheduling
+    rules use the model, but no figure of a plan depends on it.
     """
 
     tokens: tuple[int, ...] = Field(min_length=2)
     """Numbers of tokens of a step, rising from 0."""
     tokens_s: tuple[float, ...] = Field(min_length=2)
-    """Seconds of these numbers of tokens, without attention."""
+    """Seconds that these numbers of tokens take, without attention."""
     prompts: tuple[int, ...] = Field(min_length=2)
     """Numbers of tokens of a prompt, rising from 0."""
     prompts_s: tuple[float, ...] = Field(min_length=2)
-    """Seconds of the attention of prompts of these lengths."""
+    """Seconds that the attention of prompts of these lengths takes."""
     decode_s: float
-    """Seconds of each decode, in addition to those of its token."""
+    """Seconds of each decode, in addition to the seconds of its token."""
     context_s: float
-    """Seconds of each token that a decode attends to."""
+    """Seconds for each token to which a decode attends."""
     error: float
-    """Median relative error against the profile's step times."""
+    """Median relative error, compared with the profile's step times."""
 
     @model_validator(mode="after")
     def _check(self) -> StepTimes:

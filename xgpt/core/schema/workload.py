@@ -1,4 +1,4 @@
-"""Request lengths: the distributions in workload files, and the histograms in a plan."""
+"""Define request lengths, which are distributions in workload files and histograms in a plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xgpt.core.schema.base import Frozen
 
 
 class TruncatedNormal(Frozen):
-    """A normal distribution truncated to `min` and `max`. `mean` and `sd` are those of the distribution before
+    """A normal distribution truncated to `min` and `max`. `mean` and `sd` describe the distribution before
     truncation.
     """
 
@@ -65,16 +65,16 @@ LengthDistribution = Annotated[TruncatedNormal | Uniform | Constant | Histogram,
 
 
 class RequestClass(Frozen):
-    """A class of requests with its own bounds. A class without bounds uses the capacity that the other classes
-    leave.
+    """A class of requests with its own bounds. A class without bounds uses the capacity that other classes leave
+    free.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")
-    """Name of the class: up to 64 letters, digits and . _ @ -, the first a letter or digit."""
+    """Name of the class, which is up to 64 letters, digits and . _ @ - and begins with a letter or digit."""
     share: float = Field(gt=0, le=1)
     """Share of all requests."""
     priority: int = Field(default=0, ge=-100, le=100)
-    """Priority. Requests of higher priority enter first."""
+    """Priority of the class. Requests of higher priority enter first."""
     latency_bound_s: PositiveFloat | None = None
     """Bound on the time from arrival to the last token. None means no bound."""
     ttft_s: PositiveFloat | None = None
@@ -98,14 +98,14 @@ def check_classes(classes: tuple[RequestClass, ...]) -> None:
 
 
 class WorkloadSpec(Frozen):
-    """The content of a file under configs/workloads: request lengths, and their source."""
+    """The content of a file under configs/workloads, which has request lengths and their source."""
 
     name: str
     source: str
     input: LengthDistribution
     output: LengthDistribution
     classes: tuple[RequestClass, ...] = ()
-    """Classes of requests with their own bounds. Empty means that all requests have those of the plan."""
+    """Classes of requests with their own bounds. Empty means that the plan's bounds hold for all requests."""
 
     @model_validator(mode="after")
     def _check(self) -> WorkloadSpec:
