@@ -310,7 +310,9 @@ def _loaded(part: Part, dtype: DType, source: WeightSource, device: str, when_re
     for name, places in places_of(model).items():
         if torch.device(device).type == "cpu":
             memory.ask_for_heap()
-        materialise(places, state_dtype(dtype, device), device)
+        # In half precision, the nearly equal biases of a router's experts would become equal.
+        is_exact = name.endswith(".e_score_correction_bias")
+        materialise(places, torch.float32 if is_exact else state_dtype(dtype, device), device)
         for weight in _pieces(model, part, name, cut.get(name)):
             source.read(weight)
         owner, leaf = places[0]

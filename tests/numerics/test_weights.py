@@ -412,3 +412,13 @@ def test_the_rate_of_loading_is_measured(checkpoint, name, dtype, monkeypatch):
     size = {"float32": 4, "int8": 1}[dtype]
     layers = spec.num_layers * spec.decoder_layer_params + spec.num_encoder_layers * spec.encoder_layer_params
     assert measure.loading_rate(spec, dtype, directory, "cpu") == pytest.approx(size * layers, rel=0.05)
+
+
+def test_biases_of_experts_stay_in_float32(checkpoint, monkeypatch):
+    """As in transformers: biases of trained models differ by less than half precision can tell apart."""
+    directory, model = checkpoint("deepseek_v3-grouped")
+    monkeypatch.setattr(weights, "state_dtype", lambda *_: torch.bfloat16)  # as on a GPU
+    found = load_checkpoint(directory, "bfloat16")
+    router, expected = found.layers[1].mlp.router, model.model.layers[1].mlp.gate
+    assert router.weight.dtype == torch.bfloat16
+    assert torch.equal(router.e_score_correction_bias, expected.e_score_correction_bias)
