@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import linear
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 import xrunner.attention.reference as reference
 from tests.numerics.checkpoints import CHECKPOINTS, FAMILIES, VOCABULARY, WITH_EXPERTS, load_checkpoint, save
@@ -17,7 +18,7 @@ from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.kv_cache import KvCache
-from xrunner.models.layers import Rotary
+from xrunner.models.layers import OffsetRmsNorm, Rotary
 from xrunner.packing.choice import LAYOUTS, layouts_of, pack, shape_name
 from xrunner.packing.measuring import fastest
 from xrunner.worker import Worker
@@ -143,6 +144,17 @@ def but_for_other_experts(name, figures, *, reverse=False):
     """
     skipped = len(figures) // 5 if name.split("-")[0] in WITH_EXPERTS else 0
     return sorted(figures, reverse=reverse)[skipped:]
+
+
+def test_norms_of_gemma_add_one_in_float32():
+    """As in transformers: in bfloat16, 1 + weight would have eight bits."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 256, generator=generator).bfloat16()
+    weight = (0.05 * torch.randn(256, generator=generator)).bfloat16()
+    ours, theirs = OffsetRmsNorm(torch.empty, 256, 1e-6), Gemma2RMSNorm(256)
+    for norm in (ours, theirs):
+        norm.weight.data = weight
+    assert (ours(x) == theirs(x)).float().mean() > 0.99
 
 
 @pytest.mark.parametrize("layout", HERE)

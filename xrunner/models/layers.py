@@ -135,7 +135,8 @@ class OffsetRmsNorm(RmsNorm):
     """x / rms(x) * (1 + weight): stored weights are smaller by one (Gemma)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, 1.0 + self.weight, self.eps)
+        # In half precision, 1 + weight would lose up to 0.4% of a channel.
+        return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class Embedding(nn.Module):
