@@ -88,7 +88,8 @@ class FlagTable:
                 continue
             name, equals, value = word.partition("=")
             if word.startswith("-O"):
-                name, equals, value = "--optimization-level", "=", word[2:].removeprefix("=")
+                value = word[2:].removeprefix("=")
+                name, equals = "--optimization-level", "=" if value else ""
             name, dot, inner = name.partition(".")
             name, is_on = self.name_of(name)
             takes = self.takes.get(name) or self.earlier[name]

@@ -119,19 +119,21 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
 
 
 PLANNED = {
-    "tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "enable-expert-parallel",
+    "tensor-parallel-size", "pipeline-parallel-size", "enable-expert-parallel",
     "max-num-batched-tokens", "max-num-seqs", "gpu-memory-utilization", "quantization", "kv-cache-dtype",
     "async-scheduling", "speculative-config", "api-server-count", "block-size", "enable-chunked-prefill",
-    "data-parallel-size-local", "data-parallel-rank", "data-parallel-address", "nnodes", "node-rank", "model",
+    "spec-method", "spec-model", "spec-tokens", "nnodes", "node-rank", "master-addr", "master-port", "headless",
+    "model",
 }  # fmt: skip
-"""Options that the command of a plan sets itself, or that depend on its placement."""
+"""Options that the command of a plan sets itself, or that depend on its placement, as all data-parallel-... do."""
 
 
 def _kept(given: Mapping[str, str]) -> Iterator[str]:
     """Yield the options that stay as they are in the command of a plan, such as --max-model-len."""
     for name, value in given.items():
-        if name not in PLANNED:
-            yield from {"yes": (f"--{name}",), "no": (f"--no-{name}",)}.get(value, (f"--{name}", value))
+        if name not in PLANNED and not name.startswith("data-parallel-"):
+            values = value.split() if TABLE.takes.get(name) == "many" else (value,)
+            yield from {"yes": (f"--{name}",), "no": (f"--no-{name}",)}.get(value, (f"--{name}", *values))
 
 
 def _as_json(name: str, text: str) -> str:

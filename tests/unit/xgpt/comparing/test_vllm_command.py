@@ -47,7 +47,7 @@ SCORED = {
             256,
             1500,
         ),
-        ("vllm serve m --max-num-batched-tokens 1K --max-num-seqs=7 -O2 --generation-config vllm", (1, 1, 1), 7, 1024),
+        ("vllm serve m --max-num-batched-tokens 1K --max-num-seqs=7 -O 2 --generation-config vllm", (1, 1, 1), 7, 1024),
         ("vllm serve m --max-num-batched-tokens 128", (1, 1, 1), 128, 128),
         ("vllm serve m --limit-mm-per-prompt.image 2 --seed -1 --headless --async-scheduling", (1, 1, 1), 256, 2048),
     ],
@@ -56,6 +56,13 @@ def test_flags_are_read(command: str, devices: tuple[int, int, int], seqs: int, 
     found = read_current(command, load_cluster("a40x4"))
     assert (found.tp_degree, found.num_stages, found.replicas) == devices
     assert (found.max_num_seqs, found.max_num_batched_tokens) == (seqs, tokens)
+
+
+def test_options_that_a_plan_keeps_start_it_elsewhere() -> None:
+    drafts = "--spec-method eagle3 --spec-model d --spec-tokens 3"  # vLLM refuses them beside --speculative-config
+    placed = "-dp 2 --headless --data-parallel-start-rank 1 --data-parallel-rpc-port 9 --master-addr h"
+    found = read_current(f"vllm serve m {drafts} {placed} --served-model-name a b --port 9000", load_cluster("a40x4"))
+    assert found.kept_words == ("--served-model-name", "a", "b", "--port", "9000")
 
 
 @pytest.mark.parametrize(
