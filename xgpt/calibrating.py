@@ -245,8 +245,11 @@ def _of_vllm(data: dict[str, Any], name: str) -> MeasuredLoad:
         return float(data[key])
 
     count, rate = number("completed"), data.get("request_rate", "inf")
-    inputs = data.get("input_lens") or [number("total_input_tokens") / count]
-    outputs = data.get("output_lens") or [number("total_output_tokens") / count]
+    lengths = zip(data.get("input_lens") or (), data.get("output_lens") or (), strict=False)
+    answered = [pair for pair in lengths if pair[1]]  # a failed request has no output
+    if not answered:
+        answered = [(number("total_input_tokens") / count, number("total_output_tokens") / count)]
+    inputs, outputs = zip(*answered, strict=True)
     figures = throughput, first_s, gap_s = (
         number("request_throughput"),
         number("mean_ttft_ms") / 1e3,
@@ -257,8 +260,8 @@ def _of_vllm(data: dict[str, Any], name: str) -> MeasuredLoad:
     is_open = rate not in ("inf", None) and float(rate) < float("inf") and outstanding < MOSTLY * (limit or np.inf)
     return MeasuredLoad(
         f"vllm bench serve, {name}",
-        tuple(inputs),
-        tuple(outputs),
+        inputs,
+        outputs,
         None if is_open else limit or data.get("num_prompts") or int(count),
         float(rate) if is_open else None,
         *figures,

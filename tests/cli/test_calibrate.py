@@ -102,6 +102,12 @@ def test_arrivals_are_simulated_as_vllm_sent_them(
     assert (load.clients, load.arrivals) == (clients, arrivals)
 
 
+def test_failed_requests_are_not_short_ones(tmp_path: Path) -> None:
+    document = vllm(8, 1.0, 0.2, 0.03) | {"input_lens": [400, 500, 300], "output_lens": [60, 0, 40]}
+    [load] = read_loads(written(tmp_path / "result.json", document))
+    assert (load.inputs, load.outputs) == ((400, 300), (60, 40))
+
+
 def test_arrivals_at_equal_gaps_are_simulated_so(tmp_path: Path) -> None:
     document = guidellm(8, 1.0, 0.2, 0.03)
     document["benchmarks"][0]["config"]["strategy"] = {"type_": "constant", "rate": 1.0}
