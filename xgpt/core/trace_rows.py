@@ -266,11 +266,16 @@ def _row(where: str, entry: Mapping[str, Any]) -> tuple[Row, str]:
     found: dict[Role, tuple[int, str, object]] = {}
     for name, value in _fields(entry):
         known = _ROLES.get(plain(name))
-        if known is None or (known[0] in found and found[known[0]][0] <= known[1]):
+        if known is None or isinstance(value, dict | list):
             continue
-        if isinstance(value, dict | list) or (isinstance(value, str) and not _is_value(known[0], value)):
-            continue  # a text named "input" is not a length
-        found[known[0]] = known[1], name, value
+        role, rank = known
+        if isinstance(value, str):
+            if not _is_value(role, value):
+                continue  # a text named "input" is not a length
+            if role in ("input", "output"):
+                rank += len(_ROLES)  # numbers count before texts: an answer named "output" may be the text "4"
+        if role not in found or rank < found[role][0]:
+            found[role] = rank, name, value
     has_failed = bool(entry.get("error")) or bool(entry.get("was_cancelled"))
     if "output" not in found and has_failed:
         found["output"] = 0, "output", 0
@@ -288,7 +293,7 @@ def _row(where: str, entry: Mapping[str, Any]) -> tuple[Row, str]:
 
 def _is_error(status: object) -> bool:
     """Return whether an HTTP status is an error's."""
-    return bool(re.fullmatch(r"[45]\d\d", str(status)))
+    return bool(re.fullmatch(r"[45]\d\d(\.0)?", str(status)))
 
 
 def _is_value(role: Role, text: str) -> bool:

@@ -183,10 +183,8 @@ def _unit(
     if stated in UNITS:
         return stated, True
     earliest = min(times)
-    if written not in SECONDS_BY_FORMAT:
-        since_1970 = [unit for unit, least in EPOCHS.items() if earliest >= least]
-        if since_1970:
-            return since_1970[-1], False
+    if since_1970 := [unit for unit, least in EPOCHS.items() if earliest >= least]:
+        return since_1970[-1], since_1970 == ["s"] and written in SECONDS_BY_FORMAT
     if prefixes is not None:
         return "ms", False
     if {"input_length", "output_length", "timestamp"} <= set(row.fields):  # Mooncake's names, in whole milliseconds

@@ -34,6 +34,12 @@ def write(tmp_path: Path, text: str, name: str = "trace.csv") -> Path:
             "failed.jsonl",
             '{"input": 10, "output": 2}\n{"input": 9, "output": 9, "status": 503}\n{"input": 30, "output": 4}',
         ),
+        ("float.csv", "input,output,status\n10,2,200.0\n99,99,500.0\n30,4,\n"),
+        (
+            "answers.jsonl",
+            '{"input": "one", "output": "7", "input_tokens": 10, "output_tokens": 2}\n'
+            '{"input": "2", "output": "5", "input_tokens": 30, "output_tokens": 4}',
+        ),
         ("rows.jsonl", '{"input_length": 10, "output_length": 2}\n\n{"output_length": 4, "input_length": 30}'),
     ],
 )
@@ -50,6 +56,7 @@ def test_reads_traces_without_times(tmp_path: Path, name: str, text: str) -> Non
         ("azure.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n"
          "2023-11-16 18:17:03.9799600,10,2\n2023-11-16 18:17:04.2299600,30,4\n"),
         ("zone.csv", "input,output,timestamp\n10,2,2023-11-16T18:00:00Z\n30,4,2023-11-16T19:00:00.25+01:00\n"),
+        ("ms.csv", "input,output,arrived_at\n10,2,1732600000000\n30,4,1732600000250\n"),
         ("late.csv", "input,output,timestamp\n30,4,8.5\n10,2,8.25\n"),
         (
             "rows.jsonl",
