@@ -35,9 +35,13 @@ from xrunner.channel.remote import RemoteEngine
 from xrunner.engine import Engine
 from xrunner.executor import OneAtATime
 from xrunner.generation import Generation, Logprobs
-from xrunner.server import ChatTemplate, EngineClient, ServedModel, TextCodec, Watch, create_app
+from xrunner.server.api.chat import ChatTemplate
+from xrunner.server.api.text import ServedModel, TextCodec
+from xrunner.server.engine_client import EngineClient
+from xrunner.server.http.app import create_app
 from xrunner.server.http.connections import Listener
 from xrunner.server.http.process import Server
+from xrunner.server.observe.watch import Watch
 
 SPEC = ModelSpec(
     name="fake",

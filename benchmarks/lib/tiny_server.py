@@ -27,7 +27,11 @@ from xgpt.core.policies import LaneSettings, OneLane, Pool
 from xgpt.core.schema import ModelSpec
 from xrunner.build import WorkerSettings, build_worker, warm_up
 from xrunner.engine import Engine
-from xrunner.server import ChatTemplate, EngineClient, ServedModel, TextCodec, create_app, serve
+from xrunner.server.api.chat import ChatTemplate
+from xrunner.server.api.text import ServedModel, TextCodec
+from xrunner.server.engine_client import EngineClient
+from xrunner.server.http.app import create_app
+from xrunner.server.http.process import serve
 
 SPEC = ModelSpec(
     name="tiny",

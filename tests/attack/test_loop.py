@@ -13,10 +13,11 @@ from tests.attack.client import ADMIN_KEY, elsewhere, request, send_unfinished, 
 from tests.fakes import CHAT_TEMPLATE, FakeExecutor, byte_tokenizer, fake_app, fake_engine, running
 from tests.heap import set_heap_aside
 from tests.rings import few
-from xrunner.server import ChatTemplate, TextCodec
 from xrunner.server.access.keys import ApiKeys
 from xrunner.server.api.call_formats import HERMES
 from xrunner.server.api.call_reader import Calls
+from xrunner.server.api.chat import ChatTemplate
+from xrunner.server.api.text import TextCodec
 
 LONGEST_S = 0.1
 """Of one callback, whatever a client sends: 5 to 45 ms on a machine at rest, twice that beside two other tests."""

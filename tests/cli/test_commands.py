@@ -16,8 +16,7 @@ from xgpt.core.io import config_names, dump_json, load_json
 from xgpt.core.schema import Histogram, Plan
 from xgpt.resolve import load_cluster, load_model
 from xprofiler import analytic
-from xrunner.server import Watch
-from xrunner.server.observe.watch import Ended
+from xrunner.server.observe.watch import Ended, Watch
 
 
 @pytest.mark.parametrize("kind", ["model", "cluster", "workload"])

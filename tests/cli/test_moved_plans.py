@@ -16,7 +16,7 @@ from xgpt.core.io import cache_dir, load_json
 from xgpt.core.schema import Plan, Profile
 from xgpt.resolve import load_cluster
 from xprofiler import analytic
-from xrunner.server import Watch
+from xrunner.server.observe.watch import Watch
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 2, "ffn_dim": 64, "num_hidden_layers": 2, "vocab_size": 97}
 SEEDED = "no checkpoint: weights are random (seed 0), so the output tokens mean nothing"

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.fakes import SPEC, VOCAB_SIZE, SayingExecutor, byte_tokenizer, fake_app, fake_engine, running
-from xrunner.server import ChatTemplate, TextCodec
+from xrunner.server.api.chat import ChatTemplate
+from xrunner.server.api.text import TextCodec
 
 CLIENTS = Path(os.environ.get("XGPT_CLIENTS", ""))
 pytestmark = pytest.mark.skipif(not os.environ.get("XGPT_CLIENTS"), reason="XGPT_CLIENTS names no environments")

@@ -27,9 +27,12 @@ from xgpt.core.errors import InputError, MachineError
 from xgpt.core.processes import free_port, too_often
 from xgpt.core.schema import Plan
 from xgpt.serving.running import running
-from xrunner.server import AllowedHosts, EngineClient, Limits, ServedModel
+from xrunner.server.access.hosts import AllowedHosts
+from xrunner.server.api.text import ServedModel
+from xrunner.server.engine_client import EngineClient
 from xrunner.server.http.app import create_admin_app
 from xrunner.server.lasting_engine import PERIOD_S, RESTARTS
+from xrunner.server.submission import Limits
 
 if TYPE_CHECKING:
     from xgpt.serving.serve import ServeRequest

@@ -18,10 +18,12 @@ from xgpt.core.schema import Plan, Profile
 from xgpt.serving.checking import missing
 from xgpt.serving.engine_order import EngineOrder
 from xprofiler.store import check_engine, profile_of
-from xrunner import server
 from xrunner.channel.remote import EngineProcess, RemoteEngine
 from xrunner.grammar import grammars_of
-from xrunner.server import EngineClient, ServedModel
+from xrunner.logs import log_json
+from xrunner.server.api.text import ServedModel, load_tokenizer
+from xrunner.server.engine_client import EngineClient
+from xrunner.server.observe.watch import Watch
 from xrunner.vllm.engine import VllmEngine
 from xrunner.vllm.machines import Machines
 from xscheduler.replanning.replanner import BackgroundPlanner
@@ -51,7 +53,7 @@ def running(
         MachineError: the engine does not start.
     """
     checkpoint = None if plan.checkpoint is None else Path(plan.checkpoint)
-    server.log_json(request.log_level)
+    log_json(request.log_level)
     planner = _planner(plan, request)
     with ExitStack() as at_end:
         log = None if request.step_log is None else StepLogWriter(request.step_log)
@@ -64,10 +66,10 @@ def running(
         at_end.callback(engine.close)
         if log is not None:
             engine.listen(log)
-        client = EngineClient(engine, server.Watch(plan, planner))
+        client = EngineClient(engine, Watch(plan, planner))
         if log is not None:
             client.metrics.tell_lost_steps(lambda: log.num_lost)
-        codec = server.load_tokenizer(checkpoint) if checkpoint is not None else None
+        codec = load_tokenizer(checkpoint) if checkpoint is not None else None
         ends = set(plan.model.eos_token_ids)
         if codec is not None and codec.eos_token_id is not None:
             ends.add(codec.eos_token_id)

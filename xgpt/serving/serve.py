@@ -25,9 +25,13 @@ from xgpt.serving.gateway import check_gateway, serve_behind_gateway
 from xgpt.serving.running import running
 from xprofiler.others import differences
 from xprofiler.store import profile_of
-from xrunner import server
-from xrunner.server import ApiKeys, Classes, Limits, check_exposure
-from xrunner.server.http.process import KEY, server_context
+from xrunner.server.access.hosts import AllowedHosts, check_exposure
+from xrunner.server.access.keys import ApiKeys, Classes
+from xrunner.server.http.app import create_app
+from xrunner.server.http.connections import check_address
+from xrunner.server.http.process import DRAIN_S, KEY, server_context
+from xrunner.server.http.process import serve as serve_app
+from xrunner.server.submission import Limits
 from xrunner.vllm.command import launch
 from xrunner.vllm.machines import Machines, follow
 
@@ -208,7 +212,7 @@ def _check_port(request: ServeRequest, on_note: Callable[[str], None]) -> None:
         MachineError: the address is not available.
     """
     try:
-        server.check_address(request.host, request.port)
+        check_address(request.host, request.port)
     except MachineError as error:
         if not request.dry_run:
             raise
@@ -248,20 +252,20 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, machines: Machines
         if tracer is not None:
             at_end.callback(tracer.close)
         engine, model = at_end.enter_context(running(plan, request, machines))
-        app = server.create_app(
+        app = create_app(
             engine,
             model,
             limits=limits,
             keys=keys,
             classes=request.classes(plan),
-            hosts=server.AllowedHosts(request.host, request.allowed_hosts, request.allowed_origins),
+            hosts=AllowedHosts(request.host, request.allowed_hosts, request.allowed_origins),
             tracer=tracer,
         )
-        server.serve(
+        serve_app(
             app,
             request.host,
             request.port,
-            drain_s=request.drain_s or server.DRAIN_S,
+            drain_s=request.drain_s or DRAIN_S,
             shutdown_delay_s=request.shutdown_delay_s,
             tls=tls,
         )

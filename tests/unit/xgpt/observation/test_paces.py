@@ -14,7 +14,7 @@ from xgpt.observation.paces import ENOUGH, KEPT, NARROWEST, record, usual
 from xgpt.resolve import load_cluster, load_model
 from xgpt.solving import _with_ranges
 from xprofiler import analytic
-from xrunner.server import Watch
+from xrunner.server.observe.watch import Watch
 from xscheduler.schedule import headroom_of
 
 

@@ -19,7 +19,11 @@ from benchmarks.lib.engine_threads import in_threads  # noqa: E402
 from tests.fakes import SPEC, FakeExecutor, expected_tokens, fake_engine, fake_plan  # noqa: E402
 from xgpt.serving.gateway import admin_server  # noqa: E402
 from xrunner.engine_service.server import service as grpc_service  # noqa: E402
-from xrunner.server import Classes, EngineClient, Limits, ServedModel, Watch  # noqa: E402
+from xrunner.server.access.keys import Classes  # noqa: E402
+from xrunner.server.api.text import ServedModel  # noqa: E402
+from xrunner.server.engine_client import EngineClient  # noqa: E402
+from xrunner.server.observe.watch import Watch  # noqa: E402
+from xrunner.server.submission import Limits  # noqa: E402
 
 PROMPT = [5, 6, 7]
 

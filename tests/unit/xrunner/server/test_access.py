@@ -14,8 +14,9 @@ import pytest
 from tests.fakes import FakeExecutor, eventually, fake_app, fake_engine, running
 from xgpt.core.errors import InputError
 from xgpt.core.schema import Account
-from xrunner.server import AllowedHosts, ApiKeys, check_exposure, log_json
-from xrunner.server.access.keys import Key
+from xrunner.logs import log_json
+from xrunner.server.access.hosts import AllowedHosts, check_exposure
+from xrunner.server.access.keys import ApiKeys, Key
 
 KEY, OTHER = "correct-horse-battery", "staple-staple-staple"
 BODY = {"model": "fake", "prompt": [5, 6, 7], "max_tokens": 4}

@@ -11,7 +11,9 @@ import httpx
 import pytest
 
 from tests.fakes import VOCAB_SIZE, SayingExecutor, byte_tokenizer, fake_app, fake_engine, running
-from xrunner.server import ApiKeys, ChatTemplate, TextCodec
+from xrunner.server.access.keys import ApiKeys
+from xrunner.server.api.chat import ChatTemplate
+from xrunner.server.api.text import TextCodec
 
 if TYPE_CHECKING:
     import openai

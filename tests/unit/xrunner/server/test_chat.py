@@ -28,9 +28,9 @@ from tests.fakes import (
 from tests.rings import few
 from xgpt.core.errors import InputError
 from xrunner.grammar import Grammars
-from xrunner.server import ChatTemplate, load_tokenizer
 from xrunner.server.api import rendering
-from xrunner.server.api.chat import load_chat_template
+from xrunner.server.api.chat import ChatTemplate, load_chat_template
+from xrunner.server.api.text import load_tokenizer
 
 TOKENIZER = byte_tokenizer()
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hé"}]

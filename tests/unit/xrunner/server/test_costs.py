@@ -22,8 +22,9 @@ from xgpt.core.errors import MAX_SHOWN
 from xrunner.channel.ends import EngineEnd, FrontEnd, pair
 from xrunner.channel.messages import DecodeDown, Submit, decode_up
 from xrunner.generation import Generation, SamplingParams, of_choices
+from xrunner.logs import log_json
 from xrunner.prefixes import Prefixes
-from xrunner.server import ApiKeys, Limits, TextCodec, log_json
+from xrunner.server.access.keys import ApiKeys
 from xrunner.server.api.errors import ApiError
 from xrunner.server.api.messages import MessagesRequest
 from xrunner.server.api.parsing import (
@@ -37,8 +38,10 @@ from xrunner.server.api.parsing import (
 from xrunner.server.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from xrunner.server.api.response_tools import CallItems
 from xrunner.server.api.responses import ResponsesRequest, ResponsesWriter
+from xrunner.server.api.text import TextCodec
 from xrunner.server.api.writers import Delta, LogprobsJson, PromptTokens, TokenReport
 from xrunner.server.http import bodies, outputs
+from xrunner.server.submission import Limits
 
 COMPLETION: dict[str, Any] = {"model": "fake", "prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
 CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}

@@ -12,7 +12,8 @@ from tokenizers import AddedToken, Tokenizer, processors
 from transformers import AutoTokenizer
 
 from tests.fakes import byte_tokenizer
-from xrunner.server import ChatTemplate, load_tokenizer
+from xrunner.server.api.chat import ChatTemplate
+from xrunner.server.api.text import load_tokenizer
 
 TEXTS = ["<think>a</think>", "x <|end|> y", " lead  two", "<call>{}</call>", "é😀", "word " * 60 + "LAST"]
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"

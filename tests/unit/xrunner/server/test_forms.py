@@ -20,11 +20,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from tests.attack.target import save_checkpoint
 from tests.fakes import VOCAB_SIZE, SayingExecutor, byte_tokenizer, fake_app, fake_engine, running
 from xrunner.grammar import Grammars
-from xrunner.server import ChatTemplate, TextCodec
 from xrunner.server.api.call_formats import HERMES, LLAMA, MISTRAL, MISTRAL_IDS
+from xrunner.server.api.chat import ChatTemplate
 from xrunner.server.api.form import OutputForm
 from xrunner.server.api.harmony import MARKS
 from xrunner.server.api.reasoning import ALL_MARKS, Marks, thought_after
+from xrunner.server.api.text import TextCodec
 from xrunner.server.api.tools import Tool
 
 TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}

@@ -16,8 +16,9 @@ import pytest
 from tests.fakes import FakeExecutor, eventually, fake_app, fake_engine, fake_plan, running
 from xgpt.core.errors import InputError
 from xgpt.core.schema import Account, Constraint
-from xrunner.server import ApiKeys, Watch, log_json
-from xrunner.server.access.keys import Key
+from xrunner.logs import log_json
+from xrunner.server.access.keys import ApiKeys, Key
+from xrunner.server.observe.watch import Watch
 
 ALICE, BOB, OPS = "alices-alices-alices", "bobs-bobs-bobs-bobs=", "operators-operators"
 FILE = f"""
@@ -99,7 +100,9 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from tests.fakes import *
-from xrunner.server import ApiKeys, log_json, serve
+from xrunner.logs import log_json
+from xrunner.server.access.keys import ApiKeys
+from xrunner.server.http.process import serve
 log_json("info")
 app = fake_app(fake_engine(FakeExecutor()), keys=ApiKeys.read(Path(sys.argv[1])))
 serve(app, "127.0.0.1", 0)

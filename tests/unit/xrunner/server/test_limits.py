@@ -15,13 +15,14 @@ from xgpt.core.errors import InputError
 from xgpt.core.policies import LaneSettings, OneLane, Pool
 from xgpt.core.policies.admission import make_queue
 from xgpt.core.schema import Account, Admission, AdmissionOrder, Histogram, StaticSettings, Workload
-from xrunner.server import ApiKeys, Limits, Watch
-from xrunner.server.access.keys import Key
+from xrunner.server.access.keys import ApiKeys, Key
 from xrunner.server.access.quota import Quotas
 from xrunner.server.api.allowance import OutputRule, check_tokens
 from xrunner.server.api.errors import ApiError
 from xrunner.server.api.parsing import parse_chat, parse_completion
 from xrunner.server.observe.backlog import Backlog
+from xrunner.server.observe.watch import Watch
+from xrunner.server.submission import Limits
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 
 ALICE, BOB, OPS = "alices-alices-alices", "bobs-bobs-bobs-bobs-", "operators-operators-"

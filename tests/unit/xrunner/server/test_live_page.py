@@ -13,7 +13,7 @@ from tests.browser import CHROMIUM, browser
 from tests.fakes import FakeExecutor, fake_app, fake_engine, fake_plan, running
 from tests.unit.xrunner.server.test_watch import FakePlanner, ask
 from xgpt.core.schema import Decision
-from xrunner.server import Watch
+from xrunner.server.observe.watch import Watch
 
 BOUND = {"latency_bound_s": 9.8, "objective": "arrivals"}
 FLAGS = (

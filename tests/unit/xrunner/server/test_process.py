@@ -31,7 +31,7 @@ import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
 from tests.fakes import *
 from pathlib import Path
-from xrunner.server import serve
+from xrunner.server.http.process import serve
 from xrunner.server.http.process import server_context
 try:
     serve(fake_app(fake_engine(FakeExecutor(step_s=0.05))), "127.0.0.1", 0, OPTIONS)
@@ -218,7 +218,7 @@ def test_an_engine_that_has_failed_ends_the_process() -> None:
 import sys
 from tests.fakes import *
 from xgpt.core.errors import XgptError
-from xrunner.server import serve
+from xrunner.server.http.process import serve
 try:
     serve(fake_app(fake_engine(FakeExecutor(fail_at=7))), "127.0.0.1", 0)
 except XgptError as error:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from tests.fakes import byte_tokenizer
 from tests.rings import examples
 from xgpt.checkpoints.files import read_spec
-from xrunner.server import load_tokenizer
+from xrunner.server.api.text import load_tokenizer
 
 MARKS = [
     "<s>",

@@ -12,7 +12,8 @@ import pytest
 from tests.fakes import FakeExecutor, eventually, fake_app, fake_engine, fake_plan, running
 from xgpt.core.errors import InputError
 from xgpt.core.schema import Account, Constraint, Plan, RequestClass
-from xrunner.server import ApiKeys, Classes, Watch
+from xrunner.server.access.keys import ApiKeys, Classes
+from xrunner.server.observe.watch import Watch
 
 ALICE, BOB, OPS = "alices-alices-alices", "bobs-bobs-bobs-bobs=", "operators-operators"
 NAMES = ("interactive", "batch")

@@ -13,7 +13,8 @@ from tests.unit.xrunner.server.test_watch import FakePlanner
 from xgpt.core.policies import LaneSettings, OneLane, Pool
 from xgpt.core.schema import Observation, OrcaSettings, Plan, Proposal
 from xrunner.engine import Engine
-from xrunner.server import ApiKeys, Watch
+from xrunner.server.access.keys import ApiKeys
+from xrunner.server.observe.watch import Watch
 
 PROMPT = list(range(100, 150))  # three whole blocks of 16, and two tokens
 WIDER = fake_plan(policy=OrcaSettings(max_batch=32))

@@ -33,9 +33,11 @@ from xrunner.channel.ends import EngineEnd, FrontEnd, pair
 from xrunner.channel.host import EngineHost
 from xrunner.engine import Engine
 from xrunner.generation import NO_TOKEN, Generation, SamplingParams
-from xrunner.server import Limits, Watch, serve
 from xrunner.server.api.writers import Delta
 from xrunner.server.http.outputs import Outputs
+from xrunner.server.http.process import serve
+from xrunner.server.observe.watch import Watch
+from xrunner.server.submission import Limits
 
 PROMPT = [5, 6, 7]
 BODY = {"model": "fake", "prompt": PROMPT}

@@ -18,7 +18,7 @@ from opentelemetry.trace import StatusCode
 from tests.fakes import FakeExecutor, eventually, fake_app, fake_engine, running
 from xgpt.core.errors import InputError
 from xgpt.serving.serve import open_tracer
-from xrunner.server import ApiKeys
+from xrunner.server.access.keys import ApiKeys
 from xrunner.server.observe.spans import Tracer
 
 KEY = "alices-alices-alices"

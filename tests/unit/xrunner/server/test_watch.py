@@ -20,7 +20,7 @@ from xgpt.core.errors import InputError, MachineError
 from xgpt.core.schema import Decision, Observation, OrcaSettings, Outcome, Plan, Proposal
 from xgpt.observation import observer
 from xgpt.observation.windows import observe, observe_lengths
-from xrunner.server import Watch
+from xrunner.server.observe.watch import Watch
 from xscheduler.replanning import replanner
 from xscheduler.replanning.replanner import NICENESS, BackgroundPlanner, observe_source
 from xscheduler.schedule import Scheduler

@@ -25,7 +25,7 @@ from xgpt.core.schema import ChunkedSettings, OrcaSettings, Plan, StaticSettings
 from xgpt.core.schema.step_log import StepRecord
 from xrunner.channel import remote
 from xrunner.generation import Generation, Token
-from xrunner.server import Watch
+from xrunner.server.observe.watch import Watch
 from xrunner.vllm.engine import LOCK, Instances, VllmEngine, in_use, remove_left_over
 from xrunner.vllm.process import PYTHON_VARIABLE
 
