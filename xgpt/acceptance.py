@@ -1,4 +1,4 @@
-"""Read how often drafts are accepted: from shares, or from a server's metrics page."""
+"""Read how often draft tokens are accepted, from shares or from a server's metrics page."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from xgpt.core.errors import InputError
 
 FEW_AHEAD = 8
-"""Number of positions for an acceptance that is given as one share."""
+"""If acceptance is given as a single share, it applies to this number of draft tokens."""
 SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
-"""A sample of a metrics page: name, labels, value."""
+"""Matches a sample in a metrics page: name, labels and value."""
 VLLM = "vllm:spec_decode_num_"
 SGLANG = "sglang:spec_accept_length"
 
@@ -20,7 +20,7 @@ def shares_of(given: float | tuple[float, ...] | str, tokens: int | None) -> tup
     """Return the shares of steps in which at least one draft token is accepted, at least two, and so on.
 
     Args:
-        given: the shares, the probability that a draft token is accepted if those before it are, or a metrics page.
+        given: the shares, the probability that a draft token is accepted if all earlier ones are, or a metrics page.
         tokens: number of draft tokens, or None if not known.
 
     Raises:
@@ -40,13 +40,13 @@ def _constant(share: float, positions: int) -> tuple[float, ...]:
 
 
 def from_metrics(path: Path) -> tuple[float, ...]:
-    """Return the acceptance by position in a metrics page of vLLM or SGLang.
+    """Return the acceptance of each draft token from a metrics page of vLLM or SGLang.
 
-    vLLM counts drafts, and accepted tokens by position. SGLang states only the mean number of tokens of a step. From
-    this, one share for all positions is computed.
+    vLLM counts drafts, and accepted tokens by position. SGLang states only the mean number of tokens in a step, from
+    which the same share is computed for all positions.
 
     Raises:
-        InputError: there is no such file, or the page counts no drafts.
+        InputError: the file does not exist, or the page counts no drafts.
     """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -84,5 +84,5 @@ def _samples(text: str) -> Iterator[tuple[str, str, float]]:
 
 
 def _share_of(tokens_per_step: float) -> float:
-    """Return the share p with 1 + p + p^2 + ... equal to the mean tokens of a step."""
+    """Return the share p for which 1 + p + p^2 + ... is the mean number of tokens in a step."""
     return max(0.0, 1 - 1 / max(tokens_per_step, 1.0))

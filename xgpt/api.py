@@ -1,8 +1,8 @@
-"""The Python API: one function for each command, with typed keyword arguments. `import xgpt` provides them.
+"""Provide the Python API: one function for each command, with typed keyword arguments. `import xgpt` imports them.
 
 Functions print nothing, never exit, and raise only `XgptError`. Times are in seconds, rates are per second, lengths are
-in tokens, prices are for one device and hour. A plan is a `Plan` or the path of its plan.json. Models, clusters and
-workloads are shipped names, paths of files, or objects of `xgpt.core.schema`.
+in tokens, and prices are for one device for an hour. A plan is a `Plan` or the path of its plan.json; models, clusters
+and workloads are shipped names, paths of files, or objects of `xgpt.core.schema`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ FIELDS: dict[str, list[dict[str, Any]]] = json.loads(Path(__file__).with_name("o
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 ALL_REQUESTS = 10**12
-"""More requests than any trace has."""
+"""A number larger than the number of requests of any trace."""
 
 
 def _takes(request: type[RequestBase]) -> Callable[[F], F]:
@@ -108,7 +108,7 @@ def _takes(request: type[RequestBase]) -> Callable[[F], F]:
 
 
 def _documented(command: str, known: Collection[str]) -> str:
-    """Return the docstring lines about the fields of a request, except the fields in `known`."""
+    """Return docstring lines about the fields of a command's request that are not in `known`."""
     lines = []
     for field in FIELDS.get(command, ()):
         if field["name"] not in known:
@@ -120,7 +120,7 @@ def _documented(command: str, known: Collection[str]) -> str:
 
 @_takes(PlanRequest)
 def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **asked: Unpack[PlanKeywords]) -> Plan:
-    """Return the plan with the highest throughput under a latency bound, with its proof.
+    """Return the plan with the highest throughput under a latency bound, with a proof of its gap to the optimum.
 
     >>> import xgpt
     >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -129,22 +129,22 @@ def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **a
     ('chunked', True)
 
     Args:
-        latency_bound_s: seconds to the last token that the quantile of requests must keep: from arrival under objective
-            "arrivals", from admission under "saturated". None or inf means no bound.
+        latency_bound_s: seconds to a request's last token, from arrival under objective "arrivals" and from admission
+            under "saturated". None or inf means no bound.
         progress: is called with (done, total, what is being done).
         **asked
 
     Raises:
-        InputError: an argument is not accepted, or cannot be combined with another one.
-        InfeasibleError: no schedule keeps the bounds. The error states the nearest bound that can be kept.
-        MachineError: this machine cannot be measured, or cannot run the plan made for it.
+        InputError: an argument is not accepted, or cannot be combined with another argument.
+        InfeasibleError: no schedule keeps the bounds; the error states the nearest bound that can be kept.
+        MachineError: this machine cannot be measured, or cannot run the plan that was made for it.
     """
     return solve(latency_bound_s=latency_bound_s, progress=progress, **asked).best
 
 
 @_takes(PlanRequest)
 def solve(*, latency_bound_s: float | None, progress: Progress | None = None, **asked: Unpack[PlanKeywords]) -> Planned:
-    """Return the full result of planning: each policy's best plan, and the compared clusters.
+    """Return each policy's best plan, and the clusters that were compared.
 
     >>> import xgpt
     >>> planned = xgpt.solve(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -170,14 +170,14 @@ def fleet(
     progress: Progress | None = None,
     **asked: Unpack[FleetKeywords],
 ) -> FleetPlan:
-    """Return the replicas of each plan that serve each interval of a day's load at the least cost.
+    """Return the replicas that serve each interval of a day's load at the lowest cost.
 
         day = xgpt.fleet("day.csv", model="llama-3.1-8b", among={"h100x8": 2.9, "a100x16": 1.4}, latency_bound_s=15)
         day.planned.cost, day.constant.figures.cost, day.gap
 
     Args:
         trace: CSV or JSON lines with times, or YAML of rates and workloads over hours.
-        latency_bound_s: bound on the seconds from arrival to the last token. None means no bound.
+        latency_bound_s: seconds from arrival to a request's last token. None or inf means no bound.
         progress: is called with (done, total, what is being done).
         **asked
 
@@ -202,19 +202,18 @@ def autoscale(
     stop: Event | None = None,
     **asked: Unpack[AutoscaleKeywords],
 ) -> Recommendation | None:
-    """Recommend the number of replicas of each kind that a fleet needs now, and publish it as a Prometheus metric.
+    """Recommend how many replicas of each kind a fleet needs now, and publish the numbers as a Prometheus metric.
 
         xgpt.autoscale("fleet.json", scrape=["http://127.0.0.1:8000"], on_note=print)
         xgpt.autoscale("fleet.json", arrival_rate_per_s=12, once=True).replicas
 
-    The function runs until `stop` is set, or until SIGTERM or SIGINT in the main thread. It then returns the last
-    recommendation, or None if there is none.
+    The function runs until `stop` is set or, in the main thread, until SIGTERM or SIGINT. It then returns the last
+    recommendation, or None if there was no recommendation.
 
     Args:
         fleet: the plan of a day, or the path of its fleet.json.
-        on_note: is called with a line about each reading of the load.
-        stop: the function returns once it is set. None means that only signals end it.
-        **asked
+        on_note: called with a line of text for each reading of the load.
+        stop: event that ends the function. None means that only signals end the function. **asked
 
     Raises:
         InputError: the plan or an argument is not accepted.
@@ -227,7 +226,7 @@ def autoscale(
 
 
 def simulate_autoscale(fleet: FleetPlan | PathLike, trace: PathLike, *, look_s: float = 15.0) -> SimulatedFleet:
-    """Simulate a day on which a fleet follows the recommendations of `autoscale`, and return the outcome.
+    """Simulate a day on which a fleet follows the recommendations of `autoscale`, and return the result.
 
         xgpt.simulate_autoscale("fleet.json", "tomorrow.csv")
 
@@ -252,7 +251,7 @@ def compare(
     on_found: Callable[[Compared], None] = lambda found: None,
     **asked: Unpack[CompareKeywords],
 ) -> Compared:
-    """Return every policy's best plan under one bound, and the best plans under looser bounds.
+    """Return each policy's best plan under a bound, and the best plans under looser bounds.
 
     >>> import xgpt
     >>> found = xgpt.compare(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -263,9 +262,8 @@ def compare(
     Args:
         latency_bound_s: see `plan`.
         progress: is called with (done, total, what is being done).
-        on_start: is called with each plan before it is measured.
-        on_found: is called with the result before looser bounds are tried and plans are measured.
-        **asked
+        on_start: called with each plan before the plan is measured.
+        on_found: called with the result before looser bounds are tried and plans are measured. **asked
 
     Raises:
         InputError: an argument is not accepted, or the current deployment cannot run the same work as the plans.
@@ -285,7 +283,7 @@ def compare(
 
 @_takes(ProfileRequest)
 def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileKeywords]) -> Profile:
-    """Return step times: measured on this machine, computed from a datasheet, or imported.
+    """Return a profile with step times that are measured here, computed from a datasheet, or imported.
 
     >>> import xgpt
     >>> profile = xgpt.profile(model="llama-3.1-8b", cluster="h200x1")
@@ -297,7 +295,7 @@ def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileKeywords
         **asked
 
     Raises:
-        InputError: a model, cluster or table is not known, or the model cannot run in that dtype there.
+        InputError: a model, cluster or table is not known, or the model cannot run in this dtype on the devices.
         MachineError: this machine cannot be measured.
     """
     from xgpt.served_profile import as_served
@@ -308,10 +306,10 @@ def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileKeywords
 
 @_takes(SimulateRequest)
 def simulate(plan: Plan | PathLike, *, keep_steps: bool = False, **asked: Unpack[SimulateKeywords]) -> Simulated:
-    """Return the result of running a plan on the simulated engine, request by request.
+    """Run a plan on the simulated engine, request by request, and return the result.
 
-    A replay (`own_times`) of over 20,000 requests is simulated by counts if possible. This takes seconds, but returns
-    no steps.
+    A replay (`own_times`) of over 20,000 requests is simulated by counts if possible, which takes only seconds but
+    returns no steps.
 
     >>> import xgpt
     >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -321,12 +319,12 @@ def simulate(plan: Plan | PathLike, *, keep_steps: bool = False, **asked: Unpack
     (True, True)
 
     Args:
-        keep_steps: keep the steps of such a replay as well. The simulation then takes about 0.6 ms for each request.
-        **asked
+        keep_steps: whether to return the steps of such a replay, too. The simulation then takes about 0.6 ms for each
+        request. **asked
 
     Raises:
-        InputError: the plan cannot hold the requests, its profile is not on this machine, or arguments cannot be
-            combined.
+        InputError: the requests do not fit into the plan's memory, its profile is not on this machine, or arguments
+            cannot be combined.
     """
     from xprofiler.store import profile_of
     from xsimulator.run import run_simulation
@@ -368,8 +366,7 @@ def simulate(plan: Plan | PathLike, *, keep_steps: bool = False, **asked: Unpack
 def calibrate(
     plan: Plan | PathLike, measured: Sequence[PathLike], **asked: Unpack[CalibrateKeywords]
 ) -> CalibratedLoads:
-    """Fit a plan's profile and engine to benchmarks of a server that ran the plan. Return both, and the errors before
-    and after the fit.
+    """Fit a plan's profile and engine to benchmarks of a server that ran the plan, and return them with their errors.
 
         xgpt.calibrate("plan.json", ["vllm-bench.json"]).profile
 
@@ -378,8 +375,8 @@ def calibrate(
         **asked
 
     Raises:
-        InputError: a file is not such a result, the plan cannot hold its requests, or its profile is not on this
-            machine.
+        InputError: a file is not such a result, its requests do not fit into the plan's memory, or the plan's profile
+            is not on this machine.
     """
     from xgpt.calibrating import calibrate as fit
     from xgpt.calibrating import read_loads
@@ -392,8 +389,7 @@ def calibrate(
 
 @_takes(ReplanRequest)
 def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywords]) -> Replanned:
-    """Judge a running plan under other request lengths: return the best plan for them, its gain, and the cost of the
-    switch.
+    """Compare a running plan with the best plan for other request lengths, and decide whether to change the plan.
 
     >>> import tempfile, xgpt
     >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -406,9 +402,8 @@ def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywo
     (1000, False)
 
     Args:
-        lengths: a trace (CSV, JSON lines), or the URL of a running server, whose current plan is then judged under the
-            lengths that it has observed.
-        **asked
+        lengths: a trace (CSV, JSON lines), or the URL of a running server. The server's current plan and observed
+        lengths are then used. **asked
 
     Raises:
         InputError: the trace is malformed, or the server runs another model.
@@ -429,18 +424,18 @@ def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywo
 
 @_takes(BenchRequest)
 def bench(target: Plan | PathLike, *, progress: Progress | None = None, **asked: Unpack[BenchKeywords]) -> Benched:
-    """Return predicted and measured figures of a plan on this machine, or a client's measurements of an endpoint.
+    """Measure a plan on this machine and compare it with the prediction, or measure an endpoint.
 
         report = xgpt.bench("plan.json", num_requests=100).report
 
     Args:
-        target: a plan, which a separate process serves during the measurement, or the URL of any endpoint.
+        target: a plan, which a separate process serves during the measurement, or the URL of an endpoint.
         progress: is called with (done, total, what is being done).
         **asked
 
     Raises:
-        InputError: the plan cannot hold the requests, or arguments cannot be combined.
-        MachineError: the server does not start or dies, or nothing answers at the endpoint.
+        InputError: the requests do not fit into the plan's memory, or arguments cannot be combined.
+        MachineError: the server does not start or dies, or the endpoint does not answer.
     """
     from xgpt import benchmark as benches
     from xgpt.core.progress import silent
@@ -487,7 +482,7 @@ def bench(target: Plan | PathLike, *, progress: Progress | None = None, **asked:
 
 
 def export(plan: Plan | FleetPlan | PathLike, to: Target) -> dict[str, str]:
-    """Return the files, by name, that start a plan or a fleet on another machine or platform.
+    """Return the files that start a plan or a fleet on another machine or platform, by their names.
 
     >>> import xgpt
     >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -499,7 +494,7 @@ def export(plan: Plan | FleetPlan | PathLike, to: Target) -> dict[str, str]:
 
     Args:
         to: "script": xgpt's own engine; "vllm": vLLM; "sglang": SGLang; "compose": vLLM in Docker Compose; "k8s":
-            either on Kubernetes; "dynamo", "llm-d": vLLM on these platforms.
+            xgpt's engine or vLLM on Kubernetes; "dynamo", "llm-d": vLLM on these platforms.
 
     Raises:
         InputError: the plan does not fit its devices, is for another engine, or the target cannot run it.
@@ -516,7 +511,7 @@ def export(plan: Plan | FleetPlan | PathLike, to: Target) -> dict[str, str]:
 
 @_takes(ReportRequest)
 def report(plan: Plan | FleetPlan | PathLike, **asked: Unpack[ReportKeywords]) -> str:
-    """Return a plan, or a day's fleet, as one self-contained HTML page.
+    """Return a self-contained HTML page about a plan or a day's fleet.
 
     >>> import xgpt
     >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -551,8 +546,8 @@ def ui(*, port: int = 0, on_ready: Callable[[str], None] = lambda url: None) -> 
         xgpt.ui(port=8001)
 
     Args:
-        port: port to listen on. 0 means any free port.
-        on_ready: is called with the page's address, which contains a token that grants access.
+        port: port on which to listen. 0 means any free port.
+        on_ready: called with the page's address, which contains a token that grants access.
 
     Raises:
         MachineError: the port cannot be opened.
@@ -563,16 +558,16 @@ def ui(*, port: int = 0, on_ready: Callable[[str], None] = lambda url: None) -> 
 
 
 def doctor() -> list[Finding]:
-    """Return findings about this machine, with advice on problems that make its figures unreliable.
+    """Examine this machine; return findings, with advice on problems that make measurements unreliable.
 
     >>> import xgpt
     >>> len(xgpt.doctor()) > 0
     True
 
-    It takes a few seconds.
+    This takes a few seconds.
 
     Raises:
-        XgptError: never. A failed examination is a finding.
+        XgptError: never, since a failed examination is a finding.
     """
     from xgpt.diagnosis import examine
 
@@ -583,12 +578,12 @@ def doctor() -> list[Finding]:
 def serve(
     plan: Plan | PathLike, *, on_note: Callable[[str], None] = lambda line: None, **asked: Unpack[ServeKeywords]
 ) -> None:
-    """Serve a plan behind an OpenAI-compatible endpoint until SIGTERM or SIGINT, in the main thread.
+    """Serve a plan behind an OpenAI-compatible endpoint until SIGTERM or SIGINT. Call this function in the main thread.
 
         xgpt.serve("plan.json", port=8001, replan=False)
 
     Args:
-        on_note: is called with each line about what is started, and in a dry run about what this machine lacks.
+        on_note: called with lines of text about what is started or, in a dry run, about what this machine lacks.
         **asked
 
     Raises:
@@ -627,7 +622,7 @@ def served(plan: Plan | PathLike, *, engine: EngineKind = "xgpt", replan: bool =
 
 
 def _arrivals(load: LoadFields, default: int, burstiness: float = 1.0) -> tuple[ArrivalProcess | None, int]:
-    """Return the arrivals of a load, or None if it is saturated, and the number of requests to measure."""
+    """Return the arrival process of a load, or None for saturation, and the number of requests to measure."""
     rates = load.arrival_rate_per_s
     arrivals = None if rates is None else ArrivalProcess.at(rates, burstiness)
     of_stages = None if arrivals is None else arrivals.num_requests

@@ -1,4 +1,4 @@
-"""Replay a workload against a served plan, and compare predicted with measured figures."""
+"""Send a workload's requests to a served plan, and compare predicted with measured figures."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ from xsimulator.run import (
 Server = Callable[["Plan", Path, Path], AbstractContextManager[str]]
 
 FIGURES = ("throughput_rps", "latency_s", "ttft_s", "itl_p99_s")
-"""Figures that are computed from a log. Latencies count from admission."""
+"""Figures that are computed from a step log. Latencies count from admission."""
 NOTABLE_WAIT = 0.1
-"""A step's wait for a core counts if it takes at least this share of the step's time."""
+"""A step counts as waiting for a core if the wait is at least this share of the step's time."""
 MARGIN = 0.01
-"""Share by which the figures of two equal runs may differ, because their windows end and their requests are sent at
-slightly different times.
+"""Share by which the figures of two equal runs may differ, since requests are sent, and windows end, at slightly
+different times.
 """
 URL_VOCABULARY = 1000
-"""Token ids below this number are sent to an endpoint with an unknown vocabulary. Any vocabulary is larger."""
+"""Only token ids below this number are sent to an endpoint with an unknown vocabulary. Any vocabulary is larger."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,12 @@ class Load:
 
     Attributes:
         num_requests: number of measured requests. Further requests are sent to keep the load steady.
-        workload: their lengths. None means the plan's lengths, or for an endpoint the lengths of the workload
+        workload: lengths of the requests. None means the plan's lengths or, for an endpoint, the workload
             summarization.
-        arrivals: the times at which they are sent. None means a closed loop.
-        stream: whether answers are streamed. Figures of a plan come from the engine's log in any case. The client
-            shares the machine with the engine, and reading tokens one by one makes decode steps on two cores a tenth
-            longer.
-        concurrency: outstanding requests of the closed loop against an endpoint.
+        arrivals: the arrival process. None means a closed loop.
+        stream: whether answers are streamed. A plan's figures come from the engine's log either way. A client that
+            reads token by token on the same machine makes decode steps on two cores a tenth longer.
+        concurrency: number of requests that are outstanding at an endpoint in a closed loop.
         ca_file: certificate authorities for an https endpoint (PEM). None means the system's.
     """
 
@@ -121,22 +120,22 @@ def bench(
     saturated: bool = False,
     progress: Progress = silent,
 ) -> Benched:
-    """Measure a plan, which a separate process serves here, or the endpoint at a URL.
+    """Measure a plan, which a separate process serves on this machine, or the endpoint at a URL.
 
     A plan that was made for arrivals is measured at its predicted arrival rate, unless the load states an arrival rate
     or the profile is not on this machine.
 
     Args:
         seed: seed of the requests.
-        batching: layout of a whole batch.
+        batching: layout of a batch.
         profile: the plan's profile. None means the copy on this machine.
-        calibrate: fit the profile to the measured steps.
-        saturated: keep requests always waiting, even if the plan was made for arrivals.
-        progress: called with the number of finished requests and of all.
+        calibrate: whether to fit the profile to the measured steps.
+        saturated: whether to keep requests always waiting, even if the plan was made for arrivals.
+        progress: called with the number of finished requests and the number of all requests.
 
     Raises:
         MachineError: the server does not start or dies, or the endpoint does not answer.
-        InputError: the plan cannot hold the requests, or too few steps were measured to fit a profile.
+        InputError: the requests do not fit into the plan's memory, or too few steps were measured to fit a profile.
     """
     rng = np.random.default_rng(seed)
     if isinstance(target, str):
@@ -170,15 +169,15 @@ def bench_plan(
     server: Server | None = None,
     progress: Progress = silent,
 ) -> tuple[BenchReport, list[StepRecord]]:
-    """Serve the plan in a separate process, replay sampled requests over HTTP, and read the engine's step log.
+    """Serve the plan in a separate process, send it sampled requests over HTTP, and read the engine's step log.
 
-    Without arrivals the loop is closed: enough requests are outstanding to keep the engine saturated, and the
-    prediction is the plan's estimate. With arrivals, and for another workload than the plan's, the prediction is a
-    simulation of the same requests.
+    Without arrivals, enough requests are outstanding to keep the engine saturated, and the prediction is the plan's
+    estimate. With arrivals, or for another workload than the plan's, the prediction comes from a simulation of the same
+    requests.
 
     Args:
-        profile: the plan's profile. None means that this machine does not have it. It is not needed if the load is the
-            plan's own workload at saturation.
+        profile: the plan's profile, or None if it is not on this machine. The plan's own workload at saturation needs
+            no profile.
 
     Raises:
         MachineError: the server does not start, or dies.
@@ -193,9 +192,7 @@ def bench_plan(
 
 
 def _tell(progress: Progress, load: Load, ended: int) -> None:
-    """Report how many of a load's requests have ended and, if they arrive at a rate, about how long all of them
-    take.
-    """
+    """Report how many requests of a load have ended and, if they arrive at a rate, how long the load takes."""
     arrivals, what = load.arrivals, f"serving {load.num_requests} requests"
     if arrivals is not None:
         rate = arrivals.mean_rate(load.num_requests)
@@ -204,7 +201,7 @@ def _tell(progress: Progress, load: Load, ended: int) -> None:
 
 
 class Drawn(NamedTuple):
-    """Requests of a load. In a closed loop, arrivals_s is zero. # each [requests]"""
+    """The requests of a load. `arrivals_s` is zero in a closed loop. # each [requests]"""
 
     inputs: Ints
     outputs: Ints
@@ -213,7 +210,7 @@ class Drawn(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """The replay of a load: the drawn requests, the client's results, busy seconds of workers, and executed steps."""
+    """The result of `replayed`: requests, the client's results, busy seconds of workers, and executed steps."""
 
     drawn: Drawn
     results: list[ClientResult]
@@ -231,10 +228,10 @@ def replayed(
     server: Server | None = None,
     progress: Progress = silent,
 ) -> Replayed:
-    """Serve the plan in a separate process, and replay the requests of a load over HTTP.
+    """Serve the plan in a separate process, and send it the requests of a load over HTTP.
 
     Args:
-        drawn: the requests. None means those of `draw`, which include further requests to keep the load steady.
+        drawn: the requests. None means the result of `draw`, which includes further requests to keep the load steady.
 
     Raises:
         MachineError: the server does not start, or dies, or all requests fail.
@@ -269,7 +266,7 @@ def draw(plan: Plan, load: Load, rng: np.random.Generator) -> Drawn:
     """Draw the lengths and arrivals of a load.
 
     Raises:
-        InputError: the plan cannot hold them.
+        InputError: the requests do not fit into the plan's memory.
     """
     workload, arrivals = load.workload or plan.workload, load.arrivals
     check_fits(plan, workload)
@@ -303,7 +300,7 @@ def _report(
     results: Sequence[ClientResult],
     busy_s: Mapping[str, float],
 ) -> BenchReport:
-    """Return measurements with their predictions, and predictions at the measured pace of the steps."""
+    """Return measured figures, their predictions, and their predictions at the measured pace."""
     workload, arrivals = load.workload or plan.workload, load.arrivals
     measured = read_log(plan, workload, log, load.num_requests, saturated=arrivals is None)
     times = None if arrivals is None else times_of(plan, log, load.num_requests)
@@ -378,9 +375,7 @@ def _core_waits(
     within: Sequence[StepRecord],
     steps: Paces,
 ) -> CoreWaits | None:
-    """Return how long steps waited for cores, and the measured and predicted gaps between tokens without these
-    waits.
-    """
+    """Return how long steps waited for cores, and the measured and predicted ITL without these waits."""
     if any(record.core_wait_ns is None for record in within):
         return None
     waited_ns = [record.core_wait_ns or 0 for record in within]
@@ -396,14 +391,14 @@ def _core_waits(
 
 
 def _claimed(plan: Plan, load: Load) -> dict[str, float]:
-    """Return the plan's figures if the load is the plan's own workload at saturation, else an empty result."""
+    """Return the plan's own figures if the load is the plan's workload at saturation, else nothing."""
     if load.arrivals is not None or load.workload != plan.workload:
         return {}
     return {name: getattr(plan.estimate, name) for name in FIGURES}
 
 
 def _simulated(plan: Plan, profile: Profile | None, load: Load, drawn: Drawn, pace: float) -> dict[str, float]:
-    """Return the figures of a simulation of the sent requests, with each step `pace` times as long as in the plan."""
+    """Simulate the sent requests with steps `pace` times as long as in the plan, and return the figures."""
     assert profile is not None and load.workload is not None
     closed = load.arrivals is None
     slower = plan.profile.model_copy(update={"slowdown": pace * plan.profile.slowdown})
@@ -418,7 +413,7 @@ def _simulated(plan: Plan, profile: Profile | None, load: Load, drawn: Drawn, pa
 
 
 def _figures(measured: Measured, times: RequestTimes | None) -> dict[str, float]:
-    """Return figures by name. If requests arrive, their times count from arrival."""
+    """Return figures by name. If requests arrive at a rate, times count from arrival."""
     found = {name: float(getattr(measured, name)) for name in FIGURES}
     if times is not None:
         del found["ttft_s"]
@@ -427,13 +422,13 @@ def _figures(measured: Measured, times: RequestTimes | None) -> dict[str, float]
 
 
 def bench_url(url: str, load: Load, rng: np.random.Generator, progress: Progress = silent) -> UrlReport:
-    """Replay sampled requests against any running endpoint, and return what the client measured.
+    """Send sampled requests to any running endpoint, and return what the client measured.
 
-    Requests arrive at the load's rate. Without one, `concurrency` of them are always outstanding.
+    Requests arrive at the load's rate. If it has no rate, `concurrency` requests are always outstanding.
 
     Raises:
         InputError: `ca_file` contains no certificate, or XGPT_API_KEY is not a key.
-        MachineError: nothing answers there, or every request failed.
+        MachineError: nothing answers at the URL, or every request failed.
     """
     workload, num_requests = load.workload, load.num_requests
     assert workload is not None
@@ -486,10 +481,10 @@ def served(
     replan: bool = False,
     options: Sequence[str] = (),
 ) -> Iterator[str]:
-    """Run `xgpt serve` in a separate process, on a free port, and yield its URL. The process ends with the block.
+    """Run `xgpt serve` in a separate process, on a free port, until the `with` block ends, and yield its URL.
 
     Args:
-        directory: directory in which the plan is written.
+        directory: directory in which to write the plan.
         replan: whether the server may switch to other plans.
         options: further options of `xgpt serve`.
     """

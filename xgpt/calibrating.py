@@ -1,8 +1,8 @@
-"""Fit a plan's step times to a user's measurements: results of `vllm bench serve`, AIPerf, guidellm or genai-perf.
+"""Fit a plan's step times to a user's results of `vllm bench serve`, AIPerf, guidellm or genai-perf.
 
-Each measured load is simulated with its lengths and its clients or arrival rate. A factor on all step times, a constant
-for each step, and the time of a request outside the engine's loop are then fitted together to the mean times between
-tokens and to the first token. With several loads, every second one is left out of the fit and shows its error.
+Each measured load is simulated with its lengths and its clients or arrival rate. Three values are fitted together to
+the mean TTFT and the mean time between tokens: a factor on all step times, a constant for each step, and a request's
+time outside the engine's loop. If there are several loads, every second one is left out of the fit and shows its error.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ SCALES_S = {"s": 1.0, "sec": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 
 NAMES = ("throughput_rps", "ttft_s", "tpot_s")
 REQUESTS, MOST_REQUESTS = 200, 1000
 ROUNDS = 6
-"""Largest number of steps of the fit."""
+"""Largest number of iterations of the fit."""
 SHIFT = 4.0
 NEARNESS = 0.003
-"""Weight of the distance from the profile's own values, relative to the weight of the errors."""
+"""Weight of the distance from the profile's values, relative to the weight of the errors."""
 VLLM_ONLY = {"mean_ttft_ms", "mean_tpot_ms", "total_input_tokens"}
-"""Fields that identify a result of `vllm bench serve`. One of them is enough."""
+"""A result with one of these fields is from `vllm bench serve`."""
 MOSTLY = 0.8
-"""Share of the allowed concurrent requests from which on a load at a rate counts as a closed loop."""
+"""A load with a rate counts as a closed loop if it has at least this share of the allowed concurrent requests."""
 LEAST_CV = 1e-3
-"""Variation of equal gaps between arrivals."""
+"""Coefficient of variation that is used for arrivals at equal intervals."""
 Figures = tuple[float, float, float]
 
 
@@ -43,9 +43,9 @@ class MeasuredLoad(NamedTuple):
     """The measurements of a benchmark at one load.
 
     Attributes:
-        inputs, outputs: tokens of the requests, or a single mean if the file states only that.
-        clients, rate_per_s: number of concurrent clients, or requests sent each second.
-        throughput_rps, ttft_s, tpot_s: requests a second, and mean times to the first token and between tokens.
+        inputs, outputs: tokens of each request, or a single mean if the file states only a mean.
+        clients, rate_per_s: number of concurrent clients, or requests that are sent each second.
+        throughput_rps, ttft_s, tpot_s: completed requests a second, mean TTFT, and mean time between tokens.
         variation: coefficient of variation of the gaps between arrivals.
     """
 
@@ -66,7 +66,7 @@ class MeasuredLoad(NamedTuple):
 
     @property
     def workload(self) -> Workload:
-        """Histograms of the lengths."""
+        """The lengths as histograms."""
         lengths = (histogram_of(np.maximum(1, np.rint(tokens)).astype(int)) for tokens in (self.inputs, self.outputs))
         return Workload(name=self.source, input=next(lengths), output=next(lengths))
 
@@ -80,8 +80,8 @@ class CalibratedLoads:
     """A profile fitted to measured loads.
 
     Attributes:
-        engine: the plan's engine, or the profile's if the plan has none, with the fitted time of a request.
-        output: the fitted values, and the errors before and after.
+        engine: the plan's engine (or the profile's, if the plan has no engine), with the fitted time outside its loop.
+        output: the fitted values, and the errors before and after the fit.
     """
 
     profile: Profile
@@ -90,10 +90,10 @@ class CalibratedLoads:
 
 
 def calibrate(plan: Plan, profile: Profile, loads: Sequence[MeasuredLoad]) -> CalibratedLoads:
-    """Return the plan's profile and engine, fitted to measured loads, with the errors before and after.
+    """Return the plan's profile and engine, fitted to measured loads, with the errors before and after the fit.
 
     Raises:
-        InputError: a load has requests that the plan cannot hold.
+        InputError: a load has requests that do not fit into the plan's memory.
     """
     used = tuple(len(loads) < 2 or i % 2 == 0 for i in range(len(loads)))
     plan = plan if plan.engine is not None else plan.model_copy(update={"engine": _bare_engine(profile)})
@@ -122,10 +122,10 @@ def _errors(predicted: Sequence[float], load: MeasuredLoad) -> dict[str, float]:
 
 
 def _fit(plan: Plan, profile: Profile, loads: Sequence[tuple[MeasuredLoad, Figures]]) -> Figures:
-    """Return the factor on all times, the constant of each step and the time of a request outside of the loop.
+    """Fit and return a factor on all times, a constant for each step, and a request's time outside the engine's loop.
 
-    Together these three values minimise the logarithmic errors of the mean times to the first token and between tokens,
-    over all loads. If several values fit equally well, those nearest to the profile's are chosen.
+    The fit minimises the squared logarithmic errors of mean TTFT and mean time between tokens over all loads. If
+    several values fit equally well, those nearest to the profile's values are chosen.
     """
     assert plan.engine is not None
     gap_s, first_s = (float(np.mean([load.figures[i] for load, _ in loads])) for i in (2, 1))
@@ -161,13 +161,13 @@ def _fit(plan: Plan, profile: Profile, loads: Sequence[tuple[MeasuredLoad, Figur
 
 
 def _bare_engine(profile: Profile) -> EngineSpec:
-    """Return an engine with only a name, for a profile that was measured in this engine."""
+    """Return an engine without settings, named after the engine in which a profile was measured."""
     framework, version = profile.engine or "xgpt", profile.engine_version or "1"
     return EngineSpec(name=f"{framework}-{version}", framework=framework, version=version)
 
 
 def slowed(profile: Profile, pace: float, step_s: float) -> Profile:
-    """Return the profile with all times multiplied by `pace`, and `step_s` added to each step."""
+    """Return the profile with all times multiplied by `pace`, and with `step_s` added to each step."""
     found = profile.slowed(pace)
     overhead = found.overhead.model_copy(update={"seconds": tuple(step_s + s for s in found.overhead.seconds)})
     text = f"all steps x{pace:.4g} and {1e3 * step_s:.3g} ms each, fitted to a user's benchmark"
@@ -175,7 +175,7 @@ def slowed(profile: Profile, pace: float, step_s: float) -> Profile:
 
 
 def with_path(plan: Plan, path_s: float) -> Plan:
-    """Return the plan with `path_s` added to the seconds that pass before its engine sees a request."""
+    """Return the plan with `path_s` added to the time before its engine receives a request."""
     if plan.engine is None or not path_s:
         return plan
     sources = plan.engine.sources | {"before_admission_s": "fitted to a user's benchmark (xgpt calibrate)"}
@@ -184,7 +184,7 @@ def with_path(plan: Plan, path_s: float) -> Plan:
 
 
 def predicted(plan: Plan, profile: Profile, load: MeasuredLoad) -> Figures:
-    """Return the simulated figures `NAMES` of a plan under a load."""
+    """Simulate a plan under a load, and return the figures `NAMES`."""
     count = min(MOST_REQUESTS, max(REQUESTS, 4 * (load.clients or 0)))
     run = run_simulation(plan, profile, load.workload, count, load.arrivals, 0, clients=load.clients)
     times = run.times
@@ -193,10 +193,10 @@ def predicted(plan: Plan, profile: Profile, load: MeasuredLoad) -> Figures:
 
 
 def read_loads(path: Path) -> list[MeasuredLoad]:
-    """Return the loads of a result file of `vllm bench serve`, AIPerf, guidellm or genai-perf.
+    """Read the loads in a result file of `vllm bench serve`, AIPerf, guidellm or genai-perf.
 
     Raises:
-        InputError: the file is not such a result, or lacks a figure.
+        InputError: the file is not such a result, or a figure is missing.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -271,7 +271,7 @@ def _of_vllm(data: dict[str, Any], name: str) -> MeasuredLoad:
 
 
 def _of_nvidia(data: dict[str, Any], name: str) -> MeasuredLoad:
-    """Return a load of AIPerf or genai-perf, whose figures have the same names."""
+    """Return the load in a result of AIPerf or genai-perf, which use the same names for figures."""
 
     def mean(key: str) -> float:
         figure = data[key]
@@ -289,7 +289,7 @@ def _of_nvidia(data: dict[str, Any], name: str) -> MeasuredLoad:
 
 
 def _found(config: Any, key: str) -> float | None:
-    """Return the number under a key, at any depth of a configuration, or None if no such number exists."""
+    """Return the number under a key at any depth of a configuration, or None if there is no such number."""
     if not isinstance(config, dict):
         return None
     value = config.get(key)

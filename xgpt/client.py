@@ -1,7 +1,7 @@
-"""The load client: replays requests against a completions endpoint and records when each token arrives.
+"""Send requests to a completions endpoint, and record when each token arrives. This is the load client.
 
 The client shares the machine with the measured engine. To save time it uses plain HTTP (`xgpt.connection`), parses the
-event stream itself, and decodes only the fields of an event that are used below.
+event stream itself, and decodes only the fields that this module uses.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ OK = 200
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """A request to replay.
+    """A request to send.
 
     Attributes:
-        prompt_ids: token ids.
-        output_length: tokens after which the output ends. None means that the model or `max_tokens` ends it.
-        max_tokens: largest number of tokens, as stated in the request to the server.
-        send_at_s: when to send it, from the start of the replay, or None in a closed loop.
+        prompt_ids: token ids of the prompt.
+        output_length: number of tokens after which the output ends. None means that the model or `max_tokens` ends the
+            output.
+        max_tokens: limit on output tokens that the request states to the server.
+        send_at_s: when to send the request, in seconds from the start of the replay, or None in a closed loop.
     """
 
     prompt_ids: Sequence[int]
@@ -41,7 +42,7 @@ class ClientRequest:
 
 
 class ServerTimes(msgspec.Struct):
-    """Times measured by the server: seconds from receiving a request to its first step, first token and last token."""
+    """Times that the server measured: seconds from receiving a request to its first step, first token, last token."""
 
     queued_s: float
     ttft_s: float
@@ -53,14 +54,14 @@ class ClientResult:
     """The result of a request. Times are in seconds from the start of the replay.
 
     Attributes:
-        send_s: time at which it was sent.
-        token_s: time at which each token arrived. Tokens that arrive in one read of the socket have the same time. From
-            a server that sends no token ids: time at which each chunk of text arrived.
+        send_s: time at which the request was sent.
+        token_s: time at which each token arrived or, if the server sends no token ids, each chunk of text. Tokens that
+            arrive in one read of the socket have the same time.
         token_ids: the tokens, if the server sends them.
-        usage_tokens: number of tokens in the answer's `usage`, or None.
-        end_s: time at which the answer was complete, or had failed.
-        server: times measured by the server, or None if the request failed.
-        error: the reason of the failure, in one line.
+        usage_tokens: number of tokens that the answer's `usage` states, or None.
+        end_s: time at which the answer was complete or the request had failed.
+        server: times that the server measured, or None if the request failed.
+        error: the reason why the request failed, on one line, or None.
     """
 
     send_s: float
@@ -130,20 +131,21 @@ async def replay(
     api_key: str | None = None,
     progress: Callable[[int], None] = lambda ended: None,
 ) -> list[ClientResult]:
-    """Send requests to the server at `url` (without /v1), read their answers, and return results in the same order.
+    """Send requests to the server at `url` (without /v1), read the answers, and return results in the same order.
 
     Args:
-        concurrency: number of outstanding requests in a closed loop, in which the client sends a request whenever one
-            ends. None means an open loop, in which each request is sent at its `send_at_s`.
-        stream: whether tokens are read as they arrive. Complete answers cost client and server less.
-        enough: in a closed loop, the number of finished requests after which the replay stops. Requests that still run
-            then are left out of the results.
+        concurrency: number of outstanding requests in a closed loop, in which the client sends a request whenever
+            another ends. None means an open loop, in which each request is sent at its `send_at_s`.
+        stream: whether answers are streamed. Complete answers take less time of client and server.
+        enough: in a closed loop, the replay stops after this number of finished requests. Results of running requests
+            are left out.
         ca_file, api_key: see `Connection`.
-        progress: called with the number of finished requests after each end.
+        progress: called with the number of finished requests whenever a request ends.
 
     Raises:
-        InputError: `concurrency` is below 1, or a request has `send_at_s` in a closed loop or lacks it in an open loop.
-        MachineError: no server answers at `url`. Errors of single requests are in their results.
+        InputError: `concurrency` is below 1, or requests have `send_at_s` in a closed loop, or have none in an open
+            loop.
+        MachineError: no server answers at `url`. (Errors of single requests are in their results.)
     """
     if concurrency is not None and concurrency < 1:
         raise InputError("concurrency", concurrency, "a closed loop needs 1 or more")
@@ -202,7 +204,7 @@ async def _served_model(connection: Connection, url: str) -> _Model:
 
 
 class _Connections:
-    """A pool of connections, one for each running request."""
+    """A pool of connections. Each running request uses one connection."""
 
     def __init__(self, url: str, ca_file: Path | None, api_key: str | None) -> None:
         self._url = url
@@ -221,7 +223,7 @@ class _Connections:
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[Connection]:
-        """Yield a connection that no other request uses meanwhile."""
+        """Yield a connection that no other request uses at the same time."""
         if not self._idle:
             self._all.append(Connection(self._url, self._ca_file, self._api_key))
             self._idle.append(self._all[-1])
@@ -270,8 +272,8 @@ class _Client:
         return result
 
     def _ending(self, request: ClientRequest) -> dict[str, Any]:
-        """Return the fields that tell the server after how many tokens to end the output. The server's schedule does
-        not read these fields.
+        """Return the fields that tell the server after how many tokens to end the output. Its schedule ignores these
+        fields.
         """
         if self._model.owned_by == "xgpt":
             return {"output_length": request.output_length}

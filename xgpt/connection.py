@@ -1,7 +1,7 @@
-"""One HTTP/1.1 connection of the load client: h11's protocol over asyncio's streams.
+"""Define the load client's HTTP/1.1 connections, with h11's protocol over asyncio's streams.
 
 The load client shares the machine with the measured engine, and on a few cores it takes time from the engine. A request
-takes 1.6 ms of a core with httpx, and 0.6 ms with this module.
+takes 1.6 ms of a core's time with httpx, and 0.6 ms with this module.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ CONNECT_TIMEOUT_S = 10.0
 READ_BYTES = 1 << 16
 
 Failure = (OSError, h11.ProtocolError)
-"""Errors of an exchange: no answer in time, an answer that is not HTTP, or a broken connection."""
+"""Errors of a request: no answer in time, an answer that is not HTTP, or a broken connection."""
 
 
 @cache
 def _tls(ca_file: Path | None) -> ssl.SSLContext:
-    """Return the TLS context. It is made once and kept, since making it reads the certificates of a hundred
-    authorities.
+    """Return the TLS context. It is cached, since making one reads the certificates of a hundred authorities.
 
     Raises:
         InputError: the file contains no certificate.
@@ -41,10 +40,10 @@ def _tls(ca_file: Path | None) -> ssl.SSLContext:
 
 
 def own_api_key() -> str | None:
-    """Return the key in XGPT_API_KEY, or None if it is not set.
+    """Return the key in XGPT_API_KEY, or None if the variable is not set.
 
     Raises:
-        InputError: the key is malformed. The message never contains it.
+        InputError: the key is malformed. The message never contains the key.
     """
     key = os.environ.get("XGPT_API_KEY")
     if key and not (key.isascii() and key.isprintable() and len(key.split()) == 1):
@@ -53,17 +52,17 @@ def own_api_key() -> str | None:
 
 
 class Connection:
-    """A connection for exchanges with one server, one after the other.
+    """A connection to one server, for one request at a time.
 
-    It is opened for the first exchange, and again after an answer that was not read completely.
+    The connection is opened for the first request, and again after an answer that was not read completely.
 
     Args:
-        url: URL of the server, with any prefix of its paths.
+        url: URL of the server, including a prefix of its paths if there is one.
         ca_file: certificate authorities for an https server. None means the system's.
-        api_key: key for the server, or None.
+        api_key: key to send to the server, or None.
 
     Raises:
-        InputError: the URL is not that of a server, or the file contains no certificate.
+        InputError: the URL is not an http or https URL, or the file contains no certificate.
     """
 
     def __init__(self, url: str, ca_file: Path | None = None, api_key: str | None = None) -> None:
@@ -85,7 +84,7 @@ class Connection:
         self._http: h11.Connection
 
     async def ask(self, method: str, path: str, body: bytes = b"") -> int:
-        """Send a request, with JSON as its body, and return the answer's status. Raises one of `Failure`."""
+        """Send a request with a JSON body, and return the status of the answer. Raises one of `Failure`."""
         if self._writer is None or self._http.our_state is not h11.IDLE or self._reader.at_eof():
             self.close()
             async with asyncio.timeout(CONNECT_TIMEOUT_S):

@@ -1,4 +1,4 @@
-"""Describe this machine, and list problems that make figures measured on it unreliable."""
+"""Describe this machine, and list problems that make measurements on it unreliable."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from xgpt.core.schema import Frozen, Profile
 from xgpt.core.version import __version__
 
 STEADY = 0.10
-"""A profile is reliable if slow repeats of one product exceed the median by at most this share."""
+"""Times count as steady if the slowest tenth of equal products take at most this share longer than the median."""
 CLOCK_S = 1.0
 """Seconds for which the clock is observed."""
 FEW_FILES = 1024
-"""If the limit on open files is at most this number, a higher one is recommended. An endpoint needs one file for each
-connection.
+"""If the limit on open files is at most this number, a higher limit is recommended. An endpoint needs an open file for
+each connection.
 """
 INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_bf16", "amx_int8")
-"""Instruction sets that speed up matrix products, as Linux names them."""
+"""Instruction sets that speed up matrix products, by their names in Linux."""
 
 
 class Finding(Frozen):
     """A line of `xgpt doctor`."""
 
     name: str
-    """Name of the property."""
+    """Name of a property of the machine."""
     value: str
-    """Its value."""
+    """The property's value."""
     advice: str | None = None
     """Recommendation, or None."""
 
 
 def examine(root: Path = Path("/")) -> list[Finding]:
-    """Return findings about the machine, installed software and cached files. It takes two to four seconds.
+    """Return findings about the machine, installed software and cached files. This takes two to four seconds.
 
     Args:
-        root: directory that contains proc.
+        root: directory that contains proc; tests use another one.
     """
     return [_python(), _devices(), instructions(root), _load(), _clock(), *_profiles(), _vllm(), _files(), _disk()]
 
@@ -104,7 +104,7 @@ def _clock() -> Finding:
 
 
 def _profiles() -> list[Finding]:
-    """Return the profiles measured on this machine, and their fastest layouts."""
+    """Return findings about the profiles that were measured on this machine, and their fastest layouts."""
     directory = cache_dir() / "profiles"
     kept, broken = [], 0
     for path in sorted(directory.glob("*.json")):

@@ -1,4 +1,4 @@
-"""Plan a day's fleet from a request: build each cluster's problem, and plan."""
+"""Plan a day's fleet for a request, by building a problem for each cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xscheduler.fleet.planning import FleetCluster, plan_day
 
 
 def plan_fleet_of(day: Day, request: FleetRequest, progress: Progress | None = None) -> FleetPlan:
-    """Return the cheapest fleet of a day that has been read. The request's trace is ignored.
+    """Return the cheapest fleet for a day. The day has already been read, so the request's trace is ignored.
 
     Raises:
         InputError: an argument is not accepted.

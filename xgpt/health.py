@@ -1,5 +1,4 @@
-"""Check whether the server on this machine answers /health, as the container's health check. This module uses only the
-standard library.
+"""Check whether the server on this machine answers /health. This is the container's health check.
 
 python -m xgpt.health     # the port in XGPT_PORT, or 8000; XGPT_SCHEME=https for TLS; exit code 0 or 1
 """

@@ -9,17 +9,17 @@ from xgpt.core.schema import ClusterSpec, EngineSpec, ModelSpec, Profile, Worklo
 
 class Speculated(TypedDict, total=False):
     speculative: Literal["eagle3", "eagle", "mtp", "ngram"] | None
-    """Method of drafting. eagle, eagle3: a trained head; mtp: the model's layer for multi-token prediction; ngram: a search in the text so far. The number of draft tokens is chosen with the schedule, and is 0 if drafts gain nothing."""
+    """Drafting method. eagle, eagle3: a trained head; mtp: the model's layer for multi-token prediction; ngram: a search in the text so far. The planner chooses the number of draft tokens, 0 if drafts gain nothing."""
     speculative_tokens: int | None
-    """Draft tokens in a step, with `speculative`."""
+    """Number of draft tokens in a step, with `speculative`."""
     acceptance: float | Sequence[float] | str | PathLike[str] | None
-    """Acceptance of drafts, with `speculative`. Either the shares of steps in which at least one draft token is accepted, at least two, and so on; or a single share, the probability that a draft token is accepted if all those before it are; or a server's metrics page (vLLM, SGLang), saved to a file."""
+    """Acceptance of drafts, with `speculative`. Several shares: of the steps that accept at least one draft token, at least two, and so on. A single share: the probability that a draft token is accepted if all earlier ones are. A file: a saved metrics page of a server (vLLM, SGLang)."""
     draft_model: str | PathLike[str] | None
-    """Checkpoint of the draft, for the engine's command."""
+    """Checkpoint of the draft model, for the engine's command."""
 
 class ArrivalFields(TypedDict, total=False):
     burstiness: float | None
-    """Coefficient of variation of the gaps between arrivals: 1 for Poisson, above 1 for bursts."""
+    """Coefficient of variation of the time between arrivals: 1 for Poisson, above 1 for bursts."""
 
 class Policy(TypedDict, total=False):
     policy: Literal["auto", "exegpt", "rra", "waa", "waa-c", "waa-m", "chunked", "orca", "static", "slack"] | None
@@ -31,15 +31,15 @@ class BoundFields(TypedDict, total=False):
     tpot_s: float | None
     """Bound on the mean time per output token, in seconds."""
     headroom: float | None
-    """Share by which steps may take longer than predicted while the bounds still hold."""
+    """Share by which steps may take longer than predicted without breaking the bounds."""
 
 class ObjectiveAndShares(BoundFields, total=False):
     objective: Literal["arrivals", "saturated"] | None
-    """What to maximise. arrivals: the highest rate of Poisson arrivals that keeps the bounds; latency counts from arrival. saturated: throughput while requests are always waiting; latency counts from admission, as in ExeGPT."""
+    """What to maximise. arrivals: the rate of Poisson arrivals at which the bounds are kept, with latency from arrival. saturated: throughput while requests are always waiting, with latency from admission, as in ExeGPT."""
     quantile: float | None
     """Share of requests that must keep the bounds."""
     sla: Literal["length", "request"] | None
-    """With `objective=saturated`: the latency that must keep the bound. length: that of a request whose output length is at the quantile. request: the quantile over all requests, by simulation."""
+    """With `objective=saturated`: the latency that must keep the bound. length: the latency of a request whose output length is at the quantile. request: the quantile of the latency of all requests, by simulation."""
     ttft_quantile: float | None
     """Share of requests that must keep `ttft_s`, separately from the other bounds, as in MLPerf's server scenario."""
     tpot_quantile: float | None
@@ -49,19 +49,19 @@ class ModelAndDevices(TypedDict, total=False):
     model: str | PathLike[str] | ModelSpec | None
     """Model: a shipped name, a YAML file, a checkpoint directory, or a Hugging Face id."""
     config: str | PathLike[str] | None
-    """config.json of the model, for a Hugging Face id given as `model`, or instead of `model`. Nothing is downloaded."""
+    """The model's config.json, if `model` is a Hugging Face id, or instead of `model`. Nothing is downloaded."""
     cluster: str | PathLike[str] | ClusterSpec | None
-    """Devices: local (this machine), local:N (N of its cores), a shipped name, or a YAML file."""
+    """Devices: local (this machine), local:N (N cores of this machine), a shipped name, or a YAML file."""
     dtype: Literal["float32", "float16", "bfloat16", "int8", "float8"] | None
     """Data type of matrix products."""
     kv_dtype: Literal["float32", "float16", "bfloat16", "int8", "float8"] | None
-    """Data type of keys and values, such as int8 on CPUs, or float8 on GPUs (only for plans)."""
+    """Data type of the KV cache, such as int8 on CPUs, or float8 on GPUs (only for plans)."""
 
 class ProblemFields(ModelAndDevices, total=False):
     price: float | None
     """Price of one device for an hour, in any currency."""
     profile: str | PathLike[str] | Profile | None
-    """Profile (step times) to plan from."""
+    """Profile (step times) from which to plan."""
     engine: str | PathLike[str] | EngineSpec | None
     """Engine that will run the plan: a shipped name (vllm-0.15, tensorrt-llm-1.0, …; vllm: its newest version) or a YAML file."""
 
@@ -69,45 +69,45 @@ class ProblemRequest(ProblemFields, ObjectiveAndShares, total=False):
     workload: str | PathLike[str] | Workload | None
     """Request lengths: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
     shared_prefix: int | None
-    """Number of tokens with which all prompts begin, such as a system prompt. Their keys and values are computed once. Not for a trace that already contains the prefixes of its prompts."""
+    """Number of tokens that all prompts have in common at the start, such as a system prompt. Their keys and values are computed once. Leave this out for a trace that already contains the prefixes of its prompts."""
     search: Literal["branch-and-bound", "exhaustive", "optuna"] | None
-    """Method of search; exhaustive needs `objective=saturated`."""
+    """Search method; exhaustive needs `objective=saturated`."""
     kv: Literal["reserve", "quantile"] | None
-    """How memory for keys and values is reserved. reserve: each request's maximum. quantile: as many requests enter as fit 99.9% of the time, and the newest is preempted if they do not fit, as in vLLM."""
+    """How KV cache memory is reserved. reserve: each request's maximum. quantile: as many requests enter as fit 99.9% of the time, and the newest is preempted if they do not fit, as in vLLM."""
 
 class PlanKeywords(ProblemRequest, Policy, ArrivalFields, Speculated, total=False):
     arrival_rate_per_s: float | None
     """Requests a second that the plan must sustain. The latency bound then counts from arrival."""
     api_servers: int | None
-    """API server processes of each vLLM command (`--api-server-count`): each tokenises and streams on one core."""
+    """Number of API server processes of each vLLM command (`--api-server-count`). Each process uses one core to tokenise and stream."""
     devices: int | Literal["auto"] | None
-    """Use at most N devices of the cluster; auto: as few as sustain `arrival_rate_per_s`."""
+    """Use at most N devices of the cluster; auto: the smallest number that sustains `arrival_rate_per_s`."""
     among: Mapping[str | PathLike[str], float] | None
-    """Instead of `cluster`: choose the cheapest of these clusters that sustains `arrival_rate_per_s`, with as few devices as possible. PRICE is the price of one device for an hour."""
+    """Instead of `cluster`: choose the cheapest of these clusters that sustains `arrival_rate_per_s`, with the fewest devices. PRICE is the price of one device for an hour."""
     maximise: str | PathLike[str] | None
-    """Your own objective, with `objective=saturated`: an expression over a plan's figures at saturation, such as "tokens / cost" or "throughput if gap < 0.1 else -gap". Figures: throughput, tokens, latency, ttft, tpot, gap, running, encode_batch, idle, devices, replicas, cost. Optuna searches, and nothing is proven."""
+    """Your own objective, with `objective=saturated`: an expression over a plan's figures at saturation, such as "tokens / cost" or "throughput if gap < 0.1 else -gap". Figures: throughput, tokens, latency, ttft, tpot, gap, running, encode_batch, idle, devices, replicas, cost. Optuna searches, and no gap is proven."""
     order: Literal["fcfs", "in-time", "sjf", "lpt", "edf", "das"] | None
-    """The waiting request that enters next. fcfs: the earliest arrival. in-time: by arrival, with the longest prompts last if not all requests can keep `ttft_s`. sjf: the shortest prompt. lpt: the longest output, which finishes a given set of requests soonest. edf: the earliest deadline. das: chosen by prompt length and deadline (TCB)."""
+    """Which waiting request enters next. fcfs: the earliest arrival. in-time: the earliest arrival, but the longest prompts last if not all requests can keep `ttft_s`. sjf: the shortest prompt. lpt: the longest output, which finishes a given set of requests soonest. edf: the earliest deadline. das: by prompt length and deadline (TCB)."""
     fix: Mapping[str | PathLike[str], int] | None
-    """Fix a control variable, such as token_budget=8192 or max_batch=128. Variables of the placement are tp, ep, pp, replicas and tp_devices. The last is the number of a replica's devices that form tensor-parallel groups: on three devices, tp=2 with tp_devices=2 gives a stage of two devices and a stage of one. With `order=das`, eta_percent can also be fixed, and so can row_tokens (L in TCB) and row_batches for a plan that runs in rows; row_batches=2 lets a batch enter the slots that the previous batch has freed. Policies without the variable are left out. Repeatable."""
+    """Fix a control variable, such as token_budget=8192 or max_batch=128. Variables of the placement are tp, ep, pp, replicas and tp_devices. tp_devices is the number of a replica's devices in tensor-parallel groups: on three devices, tp=2 with tp_devices=2 gives a stage of two devices and a stage of one. `order=das` adds eta_percent and, for a plan that runs in rows, row_tokens (L in TCB) and row_batches; row_batches=2 lets a batch enter the slots that the previous batch has freed. Policies without the variable are left out. Repeatable."""
 
 class FleetKeywords(ProblemFields, BoundFields, Policy, total=False):
     attain: float | None
     """Share of the day's requests that must keep the bounds."""
     among: Mapping[str | PathLike[str], float] | None
-    """Instead of `cluster`: replicas on any mixture of these clusters. PRICE is the price of one device for an hour."""
+    """Instead of `cluster`: use replicas on any mixture of these clusters. PRICE is the price of one device for an hour."""
     devices: int | Mapping[str | PathLike[str], int] | None
     """Use at most N devices of each cluster."""
     interval_s: float | None
-    """Length of an interval. Within an interval the fleet does not change."""
+    """Length of an interval. The fleet changes only between intervals."""
     least_stay_s: float | None
     """Shortest time for which a started replica runs."""
     startup_s: float | None
-    """Time from ordering a replica until it begins to load weights, in which the machine, the image and the engine start."""
+    """Time from ordering a replica until it begins to load weights: the start of machine, image and engine."""
     least_replicas: int | None
     """Smallest number of replicas at any time."""
     seed: int | None
-    """Seed of the requests drawn from rates over hours."""
+    """Seed for drawing requests from rates over hours."""
 
 class ProfileKeywords(ModelAndDevices, total=False):
     engine: Literal["xgpt", "vllm"] | None
@@ -115,7 +115,7 @@ class ProfileKeywords(ModelAndDevices, total=False):
     import_from: str | PathLike[str] | None
     """Import tables of measured times, from the installed package aiconfigurator or from a folder."""
     framework: str | PathLike[str] | None
-    """Engine whose kernels are imported: vllm, sglang, trtllm, or a version of one, as in vllm-0.15."""
+    """Engine whose kernel times are imported: vllm, sglang, trtllm, or one with a version, as in vllm-0.15."""
 
 class OfAPlan(TypedDict, total=False):
     profile: str | PathLike[str] | Profile | None
@@ -125,39 +125,39 @@ class LoadFields(OfAPlan, total=False):
     workload: str | PathLike[str] | Workload | None
     """Lengths of the requests to run: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
     arrival_rate_per_s: float | Sequence[tuple[float, float | None]] | None
-    """Poisson arrivals a second, or stages of them: 2:60,8:30,2 means 2 a second for 60 s, 8 a second for 30 s, then 2 a second."""
+    """Poisson arrivals a second. Stages are possible: 2:60,8:30,2 means 2 a second for 60 s, 8 a second for 30 s, then 2 a second."""
     seed: int | None
     """Seed of lengths and arrivals."""
 
 class SimulateKeywords(LoadFields, ArrivalFields, total=False):
     num_requests: int | Literal["all"] | None
-    """Number of measured requests; all: the whole trace, with `own_times`. Some more run before and after them."""
+    """Number of measured requests; all: the whole trace, with `own_times`. Further requests run before and after."""
     clients: int | None
-    """Number of clients of a closed loop, in place of arrivals: each client sends its next request when its previous one has ended."""
+    """Number of clients in a closed loop, instead of arrivals: a client sends its next request when its last one has ended."""
     own_times: bool | None
-    """Replay a trace as recorded: its pairs of lengths and its arrival times."""
+    """Replay a trace as recorded, with its arrival times and each request's pair of lengths."""
     since_s: float | None
-    """With `own_times`: seconds after the trace's first request at which the replay begins."""
+    """With `own_times`: begin the replay this many seconds after the trace's first request."""
 
 class CompareKeywords(ProblemRequest, total=False):
     current: str | PathLike[str] | None
-    """The current deployment, which is then scored in the same table: a command of vLLM, SGLang or TensorRT-LLM, or a docker run, Compose file, pod manifest or Helm values that contain one."""
+    """The current deployment, to score in the same table: a command of vLLM, SGLang or TensorRT-LLM, or a docker run, Compose file, pod manifest or Helm values with such a command."""
     measure: bool | None
-    """Also run each plan on this machine."""
+    """Run each plan on this machine, too."""
     num_requests: int | None
     """With `measure`: number of requests for each plan."""
     seed: int | None
-    """With `measure`: seed of lengths."""
+    """With `measure`: seed of the request lengths."""
 
 class Replanning(TypedDict, total=False):
     replan_policies: Literal["pinned", "all"] | None
-    """Policies that re-planning may choose. pinned: those that were requested for the plan, with their fixed values. all: every policy."""
+    """Policies that re-planning may choose. pinned: those that were requested for the plan, with the fixed values. all: every policy."""
 
 class EngineFields(TypedDict, total=False):
     engine: Literal["xgpt", "vllm"] | None
     """Engine that runs the plan: xgpt's own, or vLLM with xgpt's schedule."""
     batching: Literal["flat", "padded", "rows", "slots"] | None
-    """Layout of a batch. flat: without padding. padded: a row for each request. rows: several requests in each row, one after the other. slots: rows divided into slots, each freed when its request has finished. All except flat need a plan of policy static for one device."""
+    """Layout of a batch. flat: no padding. padded: one row for each request. rows: several requests in each row, one after the other. slots: rows divided into slots, each of which is freed when its request has finished. All except flat need a plan of policy static for one device."""
 
 class Served(OfAPlan, EngineFields, Replanning, total=False):
     checkpoint: str | PathLike[str] | None
@@ -165,15 +165,15 @@ class Served(OfAPlan, EngineFields, Replanning, total=False):
     replan: bool | None
     """Switch to better plans when lengths change."""
     reuse: bool | None
-    """Share K/V of earlier prompts with later ones."""
+    """Reuse the KV cache of earlier prompts for later prompts with the same prefix."""
     nnodes: int | None
     """With `engine=vllm`: number of machines that run the plan together."""
     node_rank: int | None
-    """With `engine=vllm`: rank of this machine among them."""
+    """With `engine=vllm`: rank of this machine among the machines that run the plan."""
     master_addr: str | PathLike[str] | None
-    """With `engine=vllm`: address of the first machine of this machine's replica. On that machine, PORT (29500 by default) and the next port must be free."""
+    """With `engine=vllm`: address of the first machine of this machine's replica, where PORT (29500 by default) and the next port must be free."""
     ray: str | PathLike[str] | None
-    """With xgpt's own engine: address of the Ray cluster whose machines run the plan; `auto`: the one that this machine is part of."""
+    """With xgpt's own engine: address of the Ray cluster whose machines run the plan; `auto`: this machine's Ray cluster."""
     dry_run: bool | None
     """Check devices, memory and checkpoint, and start nothing."""
 
@@ -181,35 +181,35 @@ class RequestLimits(TypedDict, total=False):
     max_waiting: int | None
     """Largest number of waiting requests. Further requests are answered with 429."""
     answer_within_s: float | None
-    """Seconds within which an answer must be complete, waiting included. A request that would take longer is answered with 429 immediately. CLASS=S: for one of the plan's classes. Repeatable."""
+    """Seconds within which an answer must be complete, waiting included. A request that would take longer immediately gets the answer 429. CLASS=S: for one of the plan's classes. Repeatable."""
     answer_within_of: Mapping[str | PathLike[str], float] | None
-    """Seconds within which answers of each of these classes must be complete."""
+    """Seconds within which answers must be complete, for each class."""
     request_timeout_s: float | None
     """Seconds after which an incomplete answer ends with 504. 0 means no limit."""
     default_max_tokens: int | None
-    """max_tokens of requests that do not state it."""
+    """max_tokens for requests that do not state max_tokens."""
     max_max_tokens: int | None
     """Largest max_tokens that a request may state."""
     drain_s: float | None
-    """Seconds within which running requests may finish after SIGTERM."""
+    """Seconds after SIGTERM within which running requests may finish."""
     shutdown_delay_s: float | None
-    """Seconds after SIGTERM for which requests are still accepted while /ready answers 503, so that load balancers stop sending."""
+    """Seconds after SIGTERM in which requests are still accepted, while /ready answers 503 so that load balancers send no more."""
 
 class Endpoint(TypedDict, total=False):
     host: str | PathLike[str] | None
-    """Address to listen on. An address that other machines can reach needs `api_key_file`."""
+    """Address on which to listen. An address that other machines can reach needs `api_key_file`."""
     port: int | None
-    """Port to listen on. 0 means any free port."""
+    """Port on which to listen. 0 means any free port."""
     api_key_file: str | PathLike[str] | None
     """File of API keys, one on each line: [NAME] KEY [SETTINGS]. On SIGHUP the server reads it again."""
     allowed_hosts: Sequence[str | PathLike[str]] | None
-    """Host name that the Host header of requests may have, besides the names of this machine. Repeatable."""
+    """Host name that a request's Host header may contain, besides this machine's names. Repeatable."""
     allowed_origins: Sequence[str | PathLike[str]] | None
     """Origin whose pages may use the server from a browser (CORS), for example https://chat.example. Repeatable."""
     served_model_names: Sequence[str | PathLike[str]] | None
     """Name of the model in requests, instead of the name in the plan. Repeatable."""
     ssl_certfile: str | PathLike[str] | None
-    """PEM certificate. With it the server speaks HTTPS, TLS 1.2 or newer."""
+    """PEM certificate. If given, the server uses HTTPS (TLS 1.2 or newer)."""
     ssl_keyfile: str | PathLike[str] | None
     """The certificate's private key, if it is in a separate file."""
     front: Literal["endpoint", "smg"] | None
@@ -225,11 +225,11 @@ class ServeKeywords(Endpoint, RequestLimits, Served, total=False):
     step_log: str | PathLike[str] | None
     """Write every executed step to FILE, as one JSON line."""
     force: bool | None
-    """Overwrite any file with the step log, not only an earlier step log."""
+    """Let the step log overwrite any file, not only an earlier step log."""
 
 class AutoscaleKeywords(TypedDict, total=False):
     scrape: Sequence[str | PathLike[str]] | None
-    """URL of replicas. Their /metrics are read with the key in XGPT_API_KEY. A host name with several addresses stands for one replica at each address. KIND may be left out if the fleet has one kind. Repeatable."""
+    """URL of replicas, whose /metrics are read with the key in XGPT_API_KEY. If the host name has several addresses, there is a replica at each address. KIND may be left out if the fleet has one kind of replica. Repeatable."""
     arrival_rate_per_s: float | None
     """The current load, in requests a second, instead of `scrape`."""
     once: bool | None
@@ -245,13 +245,13 @@ class AutoscaleKeywords(TypedDict, total=False):
 
 class BenchKeywords(LoadFields, EngineFields, total=False):
     num_requests: int | None
-    """Number of measured requests. Some more run before and after them."""
+    """Number of measured requests. Further requests run before and after them to keep the load steady."""
     saturated: bool | None
     """Keep requests waiting at all times, even if the plan was made for arrivals."""
     concurrency: int | None
-    """With a URL: number of outstanding requests."""
+    """With a URL: number of requests that are outstanding at the same time."""
     stream: bool | None
-    """Ask for streamed answers. From a URL, answers are always streamed."""
+    """Ask for streamed answers. Answers from a URL are always streamed."""
     calibrate: bool | None
     """Fit the plan's profile to the measured steps."""
     ca_file: str | PathLike[str] | None
@@ -261,9 +261,9 @@ class CalibrateKeywords(OfAPlan, total=False): ...
 
 class ReplanKeywords(OfAPlan, Replanning, total=False):
     horizon_s: float | None
-    """Seconds within which the gain of a change of placement must make up for the pause."""
+    """Seconds within which a change of placement must make up for its pause."""
     least_gain: float | None
-    """Smallest gain of throughput, as a share, that justifies a change of plan."""
+    """Smallest gain in throughput, as a share, for which the plan changes."""
 
 class ReportKeywords(OfAPlan, total=False):
     seed: int | None

@@ -1,4 +1,4 @@
-"""Make a problem from a request: resolve its names, and find or make a profile."""
+"""Make a planning problem from a request: resolve its names, and find or make a profile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from xsimulator.lengths import Reused
 
 
 def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
-    """Return the problem of a request, with a given, cached, measured or computed profile.
+    """Return a request's planning problem. The profile is given, cached, measured or computed.
 
     Raises:
         InputError: a name is not known, a file is broken, or the profile does not belong to the request.
@@ -63,11 +63,11 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
 
 
 def _speculation(request: PlanRequest, model: ModelSpec) -> Speculation | None:
-    """Return the draft of a request. Its number of draft tokens is the number of positions of its acceptance. None if
-    the request has no draft.
+    """Return the settings of speculative decoding, or None if the request has no draft. By default there are as many
+    draft tokens as acceptance has positions.
 
     Raises:
-        InputError: fields are missing or cannot be combined, or the model cannot have such a draft.
+        InputError: fields are missing or cannot be combined, or the model does not support such drafts.
     """
     method = request.speculative
     if method is None:
@@ -101,11 +101,10 @@ def _speculation(request: PlanRequest, model: ModelSpec) -> Speculation | None:
 
 
 def _shared_prefix(request: PlanRequest, model: ModelSpec, workload: Workload, block_size: int) -> Reused | None:
-    """Return the prefix reuse of requests whose prompts all have a common prefix, or None if they have no common
-    prefix.
+    """Return the prefix reuse if all prompts have a common prefix, or None if they have none.
 
     Raises:
-        InputError: it cannot be combined with the engine, the objective or the workload.
+        InputError: a common prefix cannot be combined with the model, the objective or the workload.
     """
     tokens, constraint = request.shared_prefix, request.constraint
     if not tokens:
@@ -140,7 +139,7 @@ def _with_classes(request: PlanRequest) -> Constraint:
     """Return the constraint, with the classes of the workload's file.
 
     Raises:
-        InputError: there are bounds in addition to those of classes.
+        InputError: the request states bounds, but classes have their own bounds.
     """
     constraint = request.constraint
     classes = load_classes(request.workload) if isinstance(request.workload, str) else ()
@@ -153,7 +152,7 @@ def _with_classes(request: PlanRequest) -> Constraint:
 
 
 def _model(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:
-    """Return the model's shape, the local directory of its weights, and its checkpoint as in a plan."""
+    """Return the model, the local directory of its weights, and the checkpoint as a plan names it."""
     model = request.model
     if isinstance(model, ModelSpec):
         if request.config is not None:
@@ -169,10 +168,10 @@ def _model(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:
 
 
 def _named_engine(request: PlanRequest, cluster: ClusterSpec) -> EngineSpec | None:
-    """Return the requested engine, or None if there is none.
+    """Return the requested engine, or None if no engine is requested.
 
     Raises:
-        InputError: the cluster is this machine, for which the engine's steps must be measured.
+        InputError: the cluster is this machine, on which the engine's steps must be measured.
     """
     if request.engine is None:
         return None

@@ -1,4 +1,4 @@
-"""Resolve names into models, clusters, engines and workloads: shipped configs, or the user's files."""
+"""Load models, clusters, engines and workloads by name, from shipped configs or the user's files."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from xgpt.core.workload import TraceLengths, histogram
 
 _YAML = (".yaml", ".yml")
 FRAMEWORKS = {"trtllm": "tensorrt-llm"}
-"""Names of engines in configs/engines, by their names in tables."""
+"""Names of engines in configs/engines by other names of the same engines."""
 
 
 class DetectedCluster(Frozen):
-    """A cluster's name that stands for whichever machine reads it."""
+    """The content of a cluster file that means the machine that reads the file."""
 
     name: Literal["local"]
     detect: Literal[True]
@@ -32,16 +32,15 @@ class DetectedCluster(Frozen):
 
 
 def load_model(name: str, config: str | None = None) -> tuple[ModelSpec, Path | None]:
-    """Return the shape of a model, and the absolute path of its weights' directory, or None if the weights are not on
-    this machine.
+    """Return a model, and the absolute path of the directory of its weights, or None if they are not on this machine.
 
     Args:
         name: a shipped model, a YAML file, a config.json, a directory in Hugging Face layout, or a Hugging Face id.
-        config: config.json of an id. None means the one in huggingface_hub's cache, or a shipped config of the same
-            shape. The network is never used.
+        config: config.json for an id. None means the file in huggingface_hub's cache, or else a shipped config. The
+            network is never used.
 
     Raises:
-        InputError: there is no such model, or the file does not describe one.
+        InputError: there is no such model, or the file does not describe a model.
     """
     if hub.is_id(name) and not Path(name).exists():
         return _load_by_id(name, config)
@@ -78,10 +77,10 @@ def _load_by_id(model_id: str, config: str | None) -> tuple[ModelSpec, Path | No
 
 
 def load_cluster(name: str) -> ClusterSpec:
-    """Return a cluster by name or file. `local` is this machine, `local:N` is N of its devices.
+    """Return a cluster by name or file. `local` is this machine, and `local:N` is N of its devices.
 
     Raises:
-        InputError: there is no such cluster, or the file does not describe one.
+        InputError: there is no such cluster, or the file does not describe a cluster.
         MachineError: this machine has fewer devices than requested.
     """
     kind, _, count = name.partition(":")
@@ -96,10 +95,10 @@ def load_cluster(name: str) -> ClusterSpec:
 
 
 def check_names(among: Iterable[str]) -> None:
-    """Check that the names of clusters are known.
+    """Check that the names of clusters in `among` are known.
 
     Raises:
-        InputError: one is not. The message states the argument `among`.
+        InputError: a name is not known. The message names the argument `among`.
     """
     for name in among:
         if not name.startswith("local:"):
@@ -107,12 +106,12 @@ def check_names(among: Iterable[str]) -> None:
 
 
 def load_engine(name: str) -> EngineSpec:
-    """Return an engine by name or file. A framework's name means its newest version.
+    """Return an engine by name or file. A name without a version means the newest version.
 
-    `xgpt-vllm`, or `xgpt-` before any of vLLM's versions, is vLLM with xgpt's scheduler class.
+    `xgpt-vllm`, also with a version, means vLLM with xgpt's scheduler class.
 
     Raises:
-        InputError: there is no such engine, or the file does not describe one.
+        InputError: there is no such engine, or the file does not describe an engine.
     """
     if name.startswith("xgpt-vllm"):
         return load_engine(name.removeprefix("xgpt-")).with_xgpt
@@ -122,10 +121,9 @@ def load_engine(name: str) -> EngineSpec:
 
 
 def engine_of(profile: Profile) -> EngineSpec | None:
-    """Return the engine whose steps a profile contains, or None if the profile has no engine, or the engine has no
-    description.
+    """Return the engine to which a profile's step times belong, or None if no description of an engine applies.
 
-    A vLLM that was measured on this machine runs xgpt's schedule, so the description of vLLM's own scheduler does not
+    If vLLM was measured on this machine, it runs xgpt's schedule, so the description of vLLM's own scheduler does not
     apply.
     """
     if profile.engine is None or (profile.source == "measured" and profile.engine != "xgpt"):
@@ -142,14 +140,14 @@ def version_of(name: str) -> tuple[int, ...]:
 
 
 def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:
-    """Return a workload's histograms, by name or file.
+    """Return the length histograms of a workload, by name or file.
 
     Args:
         name: a shipped workload, a YAML file, a trace, or a page of Prometheus metrics.
-        spec: the model in whose context the lengths must fit.
+        spec: the model into whose context the lengths must fit.
 
     Raises:
-        InputError: there is no such workload, it is malformed, or its requests are longer than the model's context.
+        InputError: there is no such workload, it is malformed, or its requests do not fit into the model's context.
     """
     path = find_config("workloads", name)
     if is_trace(path):
@@ -168,7 +166,7 @@ def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:
 
 
 def load_classes(name: str) -> tuple[RequestClass, ...]:
-    """Return the classes of a workload file. The result is empty if it has none, or is a trace.
+    """Return the classes in a workload file, or nothing if the file has no classes or is a trace.
 
     Raises:
         InputError: there is no such workload, or it is malformed.
@@ -180,10 +178,10 @@ def load_classes(name: str) -> tuple[RequestClass, ...]:
 
 
 def workload_of(given: str | Workload, spec: ModelSpec | None = None) -> Workload:
-    """Return a workload, given by name, file or object, which must fit the context of a model.
+    """Return a workload, given as a name, a file or an object, after checking that it fits into a model's context.
 
     Raises:
-        InputError: see `load_workload`.
+        InputError: as `load_workload` does.
     """
     if isinstance(given, str):
         return load_workload(given, spec)
@@ -193,13 +191,13 @@ def workload_of(given: str | Workload, spec: ModelSpec | None = None) -> Workloa
 
 
 def load_trace(name: str) -> TraceLengths | None:
-    """Return the requests of a workload that is a trace, or None if it is not a trace."""
+    """Return the requests of a workload that is a trace, or None if the workload is not a trace."""
     path = find_config("workloads", name)
     return read_lengths(path) if has_requests(path) else None
 
 
 def _check_context(workload: Workload, spec: ModelSpec) -> None:
-    """Check that lengths fit the context. In encoder-decoders, input and output must each fit separately."""
+    """Check that lengths fit into the context. In encoder-decoders, input and output must fit separately."""
     longest_input, longest_output = workload.input.lengths[-1], workload.output.lengths[-1]
     longest = max(longest_input, longest_output) if spec.is_encoder_decoder else longest_input + longest_output
     if longest > spec.max_context:

@@ -1,8 +1,8 @@
-"""Fit a measured profile to the steps of a served engine: its endpoint, its clients and cold memory make steps longer.
+"""Fit a measured profile to the steps of a served engine, which take longer because of the endpoint and clients.
 
-A profile times steps one by one on an idle machine. A served engine shares its cores with the front and with clients,
-cuts prompts into chunks, and writes K/V memory for the first time. A short load measures these effects: each of the
-profile's tables gets the factor that fits the load's steps best (`xsimulator.calibrate`).
+For a profile, single steps are timed on an idle machine. A served engine shares cores with the front and with clients,
+chunks prompts, and writes K/V memory for the first time. A short load shows these effects: each of the profile's tables
+is multiplied by the factor that fits the load's steps best (`xsimulator.calibrate`).
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ from xscheduler.problem import Problem
 from xsimulator.calibrate import PARTS, Steps, corrected, fit, steps_of
 
 STAGES = ((0.35, 4.0), (0.7, 4.0), (0.95, 4.0))
-"""Arrival rates of the load, as shares of saturation, and the seconds of each."""
+"""Stages of the load: arrival rate as a share of the throughput at saturation, and seconds."""
 INPUTS, OUTPUTS = (16, 64, 128, 256, 448), (8, 32, 64)
-"""Lengths of its prompts and outputs, all equally frequent."""
+"""Lengths of the load's prompts and outputs. All lengths are equally frequent."""
 LEAST_REQUESTS = 12
 LEAST_STEPS = 100
 MOST_LOADS = 2
-"""Largest number of loads: if other processes use `NOTABLE` of the cores during the first, a second one is served."""
+"""Largest number of loads. If other processes use more than `NOTABLE` of the cores during a load, another load is
+served.
+"""
 
 
 class _Load(NamedTuple):
-    """Sizes of the load's steps, and its largest number of requests, chosen like those of a plan for such a device."""
+    """Sizes of the load's steps, as in typical plans for a kind of device, and the largest number of requests."""
 
     token_budget: int
     max_batch: int
@@ -47,19 +49,19 @@ class _Load(NamedTuple):
 LOADS = {"cpu": _Load(64, 32, 400), "gpu": _Load(1024, 128, 2000)}
 QUANTILES = 100
 STALL = 4.0
-"""Multiple of its prediction from which a step is ignored as a stall."""
+"""A step that takes this multiple of its predicted time counts as stalled, and is ignored."""
 PRIOR = 0.01
-"""Weight of the prior that keeps the factors close to a common pace."""
+"""Weight of the prior that keeps the factors close to a common factor."""
 
 
 def as_served(
     profile: Profile, spec: ModelSpec, checkpoint: Path | None, cluster: ClusterSpec, progress: Progress | None = None
 ) -> Profile:
-    """Return the profile, fitted to the steps of a short load on an engine that is served on this machine.
+    """Serve a short load on this machine, and return the profile fitted to the load's steps.
 
-    The profile is returned unchanged for several devices, for an encoder-decoder, if other processes kept the machine
-    busy before the load, and if the load fails. The returned profile's `others` include the processes that were seen
-    during the load.
+    The profile is returned unchanged for several devices, for an encoder-decoder, if the profile is brief, and if the
+    load fails. The fitted profile's `others` lists the other processes during the measurement or the load, whichever
+    they disturbed more.
     """
     if cluster.num_devices > 1 or spec.is_encoder_decoder or profile.is_brief:
         return profile
@@ -79,8 +81,8 @@ def as_served(
 
 
 def _quieter_load(plan: Plan, progress: Progress) -> tuple[dict[str, float], list[StepRecord]]:
-    """Serve the load, and a second time if other processes disturbed it. Of the less disturbed load, return the cores
-    that other processes used, by name, and the steps.
+    """Serve the load, and serve it again if other processes disturbed it. Return the steps of the less disturbed load,
+    and how many cores each other process used.
     """
     loads: list[tuple[dict[str, float], list[StepRecord]]] = []
     for _ in range(MOST_LOADS):
@@ -94,7 +96,7 @@ def _quieter_load(plan: Plan, progress: Progress) -> tuple[dict[str, float], lis
 
 
 def _steps_of_load(plan: Plan) -> list[StepRecord]:
-    """Return the steps of the load. The caller's thread may run an event loop, as in a notebook."""
+    """Serve the load and return its steps. The caller's thread may run an event loop, as in a notebook."""
     rng, rate = np.random.default_rng(0), plan.estimate.throughput_rps
     most = LOADS[plan.cluster.device.type].most_requests / (rate * sum(share * seconds for share, seconds in STAGES))
     stages = [(share * rate, seconds * min(1.0, most)) for share, seconds in STAGES]
@@ -111,7 +113,7 @@ def _steps_of_load(plan: Plan) -> list[StepRecord]:
 
 
 def _plan(profile: Profile, spec: ModelSpec, checkpoint: Path | None, cluster: ClusterSpec) -> Plan:
-    """Return a plan with steps of many sizes."""
+    """Return a plan whose steps have many sizes."""
 
     def equally_often(lengths: tuple[int, ...]) -> Histogram:
         some = sorted({min(length, spec.max_context // 4) for length in lengths})
@@ -132,10 +134,10 @@ def _plan(profile: Profile, spec: ModelSpec, checkpoint: Path | None, cluster: C
 
 
 def _fitted(profile: Profile, steps: Steps) -> Profile:
-    """Return the profile with a factor on each of its tables, and with the jitter of the load's steps.
+    """Return the profile with each table multiplied by a fitted factor, and with the jitter of the load's steps.
 
-    A prior keeps the factors close to a common pace, since a few seconds of load do not determine each table
-    separately. Stalled steps do not affect the ratios between the factors, but they count in the mean of the factors.
+    A prior keeps the factors close to a common factor, since a few seconds of load do not determine each table
+    separately. Stalled steps are ignored.
     """
     counted = steps.where(steps.seconds < STALL * steps.parts.sum(axis=1))
     pace = float(counted.seconds.sum() / counted.parts.sum())

@@ -1,4 +1,4 @@
-"""Make plans for a request: choose clusters and devices, plan each policy, and simulate its arrival rate."""
+"""Make plans for a request: choose cluster and devices, plan each policy, and simulate arrival rates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from xsimulator.front import with_api_servers
 from xsimulator.run import with_joint_lengths
 
 AGAIN = "measure again with `xgpt profile` when the machine is idle, or set --headroom"
-"""Advice that is shown with a plan whose profile was measured on a busy machine."""
+"""Advice for a plan whose profile was measured on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Planned:
         problem: the problem on the chosen cluster and devices.
         plans: each policy's best plan, the best of all first.
         choices: the clusters that were compared, the cheapest first.
-        planning_s: seconds that planning took on the chosen cluster.
-        ahead: value of the objective for each planned number of draft tokens. 0 stands for plans without a draft.
-        why_not_fewer: why fewer devices than the chosen number are not enough. "" means that the number was given.
+        planning_s: seconds that planning for the chosen cluster took.
+        ahead: value of the objective for each number of draft tokens that was tried. 0 means no draft.
+        why_not_fewer: the reason why fewer devices are not enough. "" means that the user gave the number of devices.
     """
 
     request: PlanRequest
@@ -59,14 +59,14 @@ class Planned:
 
     @property
     def may_be_uneven(self) -> bool:
-        """Whether a planner that supports only equal stages would find a different plan."""
+        """Whether a planner that supports only equal stages may find a different plan."""
         constraint = self.problem.constraint
         one_way = constraint.arrival_rate_per_s is not None or constraint.maximise is not None
         return self.problem.cluster.num_devices > 1 and not one_way
 
     def best_uneven(self) -> Plan | None:
-        """Return the best plan among those with stages that vLLM cannot run, or None if the search did not leave out
-        such stages by default.
+        """Return the best plan if stages that vLLM cannot run are included, or None if the search already included
+        them.
         """
         problem = self.problem
         if not problem.even or problem.engine is not None or problem.profile.engine is not None:
@@ -74,10 +74,10 @@ class Planned:
         return next(iter(_plan_each(self.request)(replace(problem, even=False)).values()))
 
     def best_uniform(self) -> Plan | None:
-        """Return the best plan of equal stages, without rra and waa, or None if none keeps the bound.
+        """Return the best plan on equal stages, without rra and waa, or None if no such plan keeps the bound.
 
-        If the best plan of these policies already has equal stages, that plan is returned. Otherwise a separate search
-        finds one.
+        If the best plan of these policies already has equal stages, it is returned. Otherwise there is a separate
+        search.
         """
         all_tried = set(UNIFORM_KINDS) <= set(POLICY_GROUPS.get(self.request.policy, ()))
         of_kinds = (plan for plan in self.plans.values() if plan.policy.kind in UNIFORM_KINDS)
@@ -93,7 +93,7 @@ def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
     Raises:
         InputError: a name is not known, a file is broken, or the profile does not belong to the request.
         InfeasibleError: no schedule keeps the constraint.
-        MachineError: the machine cannot be measured, or cannot run the plan made for it.
+        MachineError: the machine cannot be measured, or cannot run the plan that was made for it.
     """
     problem, choices, why_not_fewer = _resolve(request, progress)
     started = time.perf_counter()
@@ -119,9 +119,9 @@ def _plan_each(request: PlanRequest, progress: Progress | None = None) -> PlanEa
 def _with_best_draft(
     request: PlanRequest, problem: Problem, progress: Progress | None
 ) -> tuple[Problem, dict[str, Plan], dict[int, float]]:
-    """Return each policy's best plan with the best number of draft tokens. See `Planned.ahead`.
+    """Return the problem and each policy's best plan with the best number of draft tokens, and `Planned.ahead`.
 
-    Numbers of draft tokens are tried upwards from 0, until two numbers in a row have gained nothing.
+    Numbers of draft tokens are tried from 0 upwards until two numbers in a row gain nothing.
     """
     most, plans_of = problem.speculation, _plan_each(request, progress)
     if most is None or request.speculative_tokens is not None:
@@ -147,8 +147,8 @@ def _with_best_draft(
 
 
 def _annotate(plans: dict[str, Plan], problem: Problem, trace: TraceLengths | None) -> dict[str, Plan]:
-    """Return the plans with their arrival rates. The best plan also gets the ranges of its figures, and the assumptions
-    on which it depends.
+    """Return the plans with their arrival rates. The best plan also gets ranges for its figures, and the assumptions on
+    which it depends.
     """
     plans = with_capacities(plans, problem.profile)
     best = with_mixing_edge(plans, problem.profile)
@@ -164,11 +164,11 @@ def _annotate(plans: dict[str, Plan], problem: Problem, trace: TraceLengths | No
 
 
 RANGED = ("latency_s", "ttft_s", "itl_p99_s")
-"""Figures that are proportional to step times at saturation."""
+"""Figures that are proportional to step times."""
 
 
 def _with_ranges(plan: Plan) -> Plan:
-    """Return the plan with the ranges of its figures at the usual paces of this machine."""
+    """Return the plan with ranges for its figures at the usual paces of this machine."""
     fast, slow = usual(plan.cluster.device.name)
     estimate = plan.estimate
     ranges = {"throughput_rps": (estimate.throughput_rps / slow, estimate.throughput_rps / fast)}
@@ -179,9 +179,7 @@ def _with_ranges(plan: Plan) -> Plan:
 
 
 def _range_of_rate(plan: Plan, fast: float, slow: float) -> tuple[float, float] | None:
-    """Return the range of the arrival rate if steps take between `fast` and `slow` times as long as predicted, or None
-    if it is not known.
-    """
+    """Return the arrival rate's range if steps take `fast` to `slow` times as long as predicted, or None if unknown."""
     found = plan.estimate.capacity
     if found is None or found.rate_under_tighter_per_s is None or found.rate_under_looser_per_s is None:
         return None
@@ -192,9 +190,7 @@ def _range_of_rate(plan: Plan, fast: float, slow: float) -> tuple[float, float] 
 
 
 def _with_likely_ranges(plan: Plan, cell: Cell) -> Plan:
-    """Return the plan with the ranges of its figures, which follow from the errors on similar published
-    measurements.
-    """
+    """Return the plan with ranges for its figures, derived from prediction errors on similar published measurements."""
     efficiency = plan.cluster.device.efficiency
     borrowed = plan.engine is not None and bool(plan.engine.borrowed)
     borrowed |= plan.profile.source == "analytic" and (efficiency is None or efficiency.like is not None)
@@ -210,9 +206,9 @@ def _with_likely_ranges(plan: Plan, cell: Cell) -> Plan:
 
 
 def _with_busy_machine_warning(plan: Plan, problem: Problem) -> Plan:
-    """Return the plan with a warning that its profile was measured on a busy machine.
+    """Return the plan with a warning that the profile was measured on a busy machine.
 
-    The warning states how much of the arrival rate the larger headroom costs, in closed form.
+    The warning states by how much the larger headroom lowers the arrival rate, in closed form.
     """
     profile, constraint = problem.profile, plan.constraint
     text = f"{profile.unrest}; the headroom is {100 * constraint.headroom:.0f}%; {AGAIN}"
@@ -229,8 +225,8 @@ def _with_busy_machine_warning(plan: Plan, problem: Problem) -> Plan:
 
 
 def _resolve(request: PlanRequest, progress: Progress | None) -> tuple[Problem, tuple[ClusterChoice, ...], str]:
-    """Return the problem on the chosen cluster and devices, all compared clusters, and why fewer devices are not
-    enough.
+    """Return the problem on the chosen cluster and devices, all clusters that were compared, and why fewer devices are
+    not enough.
     """
     check_held(request.policy, request.fix)
     if request.among is None:

@@ -71,7 +71,7 @@ LOAD_STEP, MOST_LOAD = 0.01, 1.2
 """Waits are computed at loads that are multiples of `LOAD_STEP`, rounded down, up to `MOST_LOAD`."""
 MOST_SERVERS, MANY_SERVERS = 4, 0
 """With more than `MOST_SERVERS` micro-batches, waits are ignored, since they are short compared with the time of a
-prompt. `MANY_SERVERS` stands for any such number.
+prompt. `MANY_SERVERS` means any such number.
 """
 SHIFT_BISECTIONS = 14
 

@@ -26,7 +26,7 @@ PLACED = ("tp", "tp_devices", "ep", "pp", "replicas", "microbatches", "encode_mi
 number of the decode lane's stages.
 """
 MAX_SPLITS = 6
-"""Largest number of values of `tp_devices` to try for a degree. If the degree has more multiples, evenly spaced ones
+"""Largest number of values of `tp_devices` to try for a degree. If a degree has more multiples, evenly spaced multiples
 are tried.
 """
 FEW_DEVICES = 8
@@ -62,8 +62,7 @@ class LanePlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """Describes how a model is distributed over devices: the part of a plan besides the policy and its searched
-    variables.
+    """Describes how a model is distributed over devices: all of a plan except the policy and its searched variables.
 
     Attributes:
         layouts: the only lane, or WAA's encode lane and decode lane.
@@ -136,7 +135,8 @@ class Placements:
 
     Args:
         max_devices: largest number of devices to use.
-        engine: the engine that runs the plan. Divisions that it cannot start are left out. None: nothing is left out.
+        engine: the engine that runs the plan. Divisions that it cannot start are left out. None means that no division
+            is left out.
     """
 
     def __init__(

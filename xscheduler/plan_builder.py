@@ -32,7 +32,7 @@ def plan_of(
     """Return the plan of one point of a space.
 
     Args:
-        values: the point's predictions by name. The throughput is that of all replicas together.
+        values: the point's predictions by name. The throughput includes all replicas.
     """
     profile, limits = problem.profile, space.limits
     stages, memory_bytes = _stages(space, values, problem.model.is_encoder_decoder)

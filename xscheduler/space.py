@@ -138,9 +138,9 @@ class Space:
 
         Args:
             bound: no point has a higher throughput than this, all replicas together.
-            between: whether a point represents all batch sizes, fractional ones included, from its own minus 1 to its
-                own. The point's throughput is then that of its own batch size, and the times of the smallest size must
-                keep the constraint (`Evaluation.lesser`).
+            between: whether a point with batch size b represents all batch sizes from b - 1 to b, including fractional
+                sizes. The point's throughput is then the throughput at b, and the times at the smallest size must keep
+                the constraint (`Evaluation.lesser`).
             left: for each token budget, the share of the latency bound that settings may use. 0 means that such
                 settings are not allowed. None means that all settings may use the whole bound.
         """
@@ -472,7 +472,7 @@ class Evaluation:
         return taken
 
     def at(self, index: int) -> dict[str, float]:
-        """Return one point's predictions by name. The throughput is that of all replicas together."""
+        """Return one point's predictions by name. The throughput includes all replicas."""
         return self.performance.at(index) | {"throughput": float(self.throughput[index])}
 
     @cached_property

@@ -1,1 +1,1 @@
-"""Recommend a fleet's replicas from its live load, and publish the numbers for an autoscaler."""
+"""Recommend the number of a fleet's replicas from the live load, and publish the number for an autoscaler."""

@@ -1,4 +1,4 @@
-"""Recommend a fleet's replicas: in real time, published as a metric, or over a simulated day."""
+"""Recommend the number of a fleet's replicas in real time, as a published metric, or over a simulated day."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from xscheduler.fleet.simulated_day import LENGTHS_S, RecommendedDay, simulate_d
 
 DAY_S = 86400
 RATE_SPAN_S = 600.0
-"""Time for which a rate given by the user is assumed to have lasted before the first reading."""
+"""A rate that the user states is assumed to have lasted for this time before the first reading."""
 WANTED, READY, NEED, AT = (
     "xgpt_replicas_wanted",
     "xgpt_replicas_ready",
     "xgpt_load_needed",
     "xgpt_recommended_at_seconds",
 )
-"""Names of the metrics."""
+"""Names of the published metrics."""
 
 
 def autoscale(
     fleet: FleetPlan, request: AutoscaleRequest, on_note: Callable[[str], None], stop: Event | None = None
 ) -> Recommendation | None:
-    """Recommend and publish replicas until `stop` is set. Return the last recommendation, or None.
+    """Recommend and publish numbers of replicas until `stop` is set. Return the last recommendation, or None.
 
     Raises:
-        InputError: `scrape` has a kind that the fleet does not have.
+        InputError: `scrape` names a kind that the fleet does not have.
         MachineError: the port cannot be opened, or with `once` no replica answers.
     """
     ending = stop or Event()
@@ -73,10 +73,10 @@ def autoscale(
 
 @dataclass
 class _Live:
-    """Readings of the live load, and their recommendations.
+    """Reads the live load, and recommends numbers of replicas.
 
     Attributes:
-        began_s: start of the planned day, on the monotonic clock.
+        began_s: start of the planned day on the monotonic clock.
     """
 
     fleet: FleetPlan
@@ -102,7 +102,7 @@ class _Live:
         return found
 
     def look(self) -> tuple[Recommendation | None, str]:
-        """Return the current recommendation, or None if it is unchanged, and a line about it."""
+        """Read the load. Return a recommendation, and a line of text about it."""
         now_s = time.monotonic() - self.began_s
         rate = self.request.arrival_rate_per_s
         if rate is not None:
@@ -129,7 +129,9 @@ class _Live:
         return f"recommended for {found.need_per_s:.3g} requests/s: {wanted}"
 
     def _lengths(self, now_s: float, traffic: ScrapedTraffic) -> tuple[float | None, float | None, int]:
-        """Return the mean lengths of recent requests, or None if they are too few, and their number."""
+        """Return the mean lengths of recent requests, or None if there are too few requests, and the number of
+        requests.
+        """
         self._recent.append((now_s, traffic))
         while self._recent[0][0] < now_s - LENGTHS_S:
             self._recent.popleft()
@@ -143,7 +145,7 @@ class _Live:
 
 
 class _Metrics:
-    """The published metrics of a fleet."""
+    """The metrics that are published for a fleet."""
 
     def __init__(self, fleet: FleetPlan, port: int, registry: CollectorRegistry) -> None:
         self.port = port
@@ -167,7 +169,7 @@ class _Metrics:
 
 @contextmanager
 def _published(fleet: FleetPlan, request: AutoscaleRequest) -> Iterator[_Metrics]:
-    """Yield a function that publishes recommendations at the request's host and port.
+    """Serve metrics at the request's host and port, and yield the function that sets them to a recommendation.
 
     Raises:
         MachineError: the port cannot be opened.
@@ -186,10 +188,10 @@ def _published(fleet: FleetPlan, request: AutoscaleRequest) -> Iterator[_Metrics
 
 
 def began_at(clock_s: float, day_begins: str | None) -> float:
-    """Return the time at which the planned day began: the last `day_begins` in UTC, or now if that is None.
+    """Return when the planned day began: at the last time that was `day_begins` in UTC, or now if `day_begins` is None.
 
     Args:
-        day_begins: HH:MM.
+        day_begins: a time of day, as HH:MM.
     """
     if day_begins is None:
         return clock_s
@@ -199,7 +201,7 @@ def began_at(clock_s: float, day_begins: str | None) -> float:
 
 
 def device_limits(fleet: FleetPlan) -> list[DeviceLimit]:
-    """Return the largest number of devices that the replicas on this machine may use together."""
+    """Return the limit on the devices that replicas on this machine may use together, or nothing if none are here."""
     local = [number for number, kind in enumerate(fleet.kinds) if kind.plan.cluster.is_local]
     if not local:
         return []
@@ -209,18 +211,18 @@ def device_limits(fleet: FleetPlan) -> list[DeviceLimit]:
 
 
 def fleet_name(fleet: FleetPlan) -> str:
-    """Return a fleet's name as Kubernetes accepts it: letters, digits and dashes."""
+    """Return a name for a fleet that Kubernetes accepts, with only letters, digits and dashes."""
     return Names.of(fleet.kinds[0].plan).name[:40].rstrip("-")
 
 
 @dataclass(frozen=True)
 class SimulatedFleet:
-    """The outcome of a day on which replicas followed recommendations.
+    """The result of a simulated day on which the fleet followed recommendations.
 
     Attributes:
-        day: the times at which replicas ran, and their cost.
-        share_kept: share of the requests within the bounds after the headroom is subtracted.
-        share_within: share of the requests within the full bounds.
+        day: the times at which replicas ran, and the cost.
+        share_kept: share of requests that keep the bounds reduced by the headroom.
+        share_within: share of requests that keep the full bounds.
     """
 
     day: RecommendedDay
@@ -230,7 +232,7 @@ class SimulatedFleet:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Every figure by its name."""
+        """All figures by name."""
         return {
             "requests": self.num_requests,
             "share_kept": self.share_kept,
@@ -242,10 +244,10 @@ class SimulatedFleet:
 
 
 def simulate(fleet: FleetPlan, trace: Path, look_s: float) -> SimulatedFleet:
-    """Simulate a day on which a fleet follows each recommendation immediately, and return the outcome.
+    """Simulate a day on which a fleet follows each recommendation immediately, and return the result.
 
     Raises:
-        InputError: the trace is malformed, or a plan's profile is not here.
+        InputError: the trace is malformed, or a plan's profile is not on this machine.
     """
     day = read_day(trace)
     found = tuple(Candidate(kind, profile_of(kind.plan, None)) for kind in fleet.kinds)

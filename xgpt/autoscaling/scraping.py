@@ -21,7 +21,7 @@ ENDED = "xgpt_requests_total"
 RUNNING, WAITING = "xgpt_requests_running", "xgpt_requests_waiting"
 PROMPT, OUTPUT = "xgpt_prompt_tokens_total", "xgpt_output_tokens_total"
 BEGAN = "xgpt_prompt_tokens_created"
-"""The time at which a counter began, which prometheus_client adds: here, the start of the server."""
+"""A metric that prometheus_client adds: the time at which a counter began, which is the start of the server."""
 TIMEOUT_S = 2.0
 MAX_PAGE_BYTES = 4 << 20
 AT_ONCE = 16
@@ -29,14 +29,14 @@ AT_ONCE = 16
 
 
 class Counts(NamedTuple):
-    """A replica's counters since its start.
+    """A replica's counters since the replica's start.
 
     Attributes:
-        arrived: requests accepted.
-        ended: requests ended.
-        prompt_tokens, output_tokens: tokens of the ended requests.
-        waiting: requests waiting now.
-        age_s: seconds since the start, or infinite if not known.
+        arrived: number of accepted requests.
+        ended: number of ended requests.
+        prompt_tokens, output_tokens: numbers of tokens of the ended requests.
+        waiting: number of requests that wait now.
+        age_s: seconds since the replica's start, or infinity if not known.
     """
 
     arrived: float
@@ -51,14 +51,14 @@ NOTHING = Counts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class ScrapedTraffic(NamedTuple):
-    """The requests that replicas have received between two readings.
+    """The requests that arrived and ended at all replicas between two readings.
 
     Attributes:
-        seconds: time since the previous reading that a replica answered. 0 means that there was none.
-        num_requests: requests that have arrived.
-        ended: number of ended requests, with the tokens of their prompts and outputs.
-        waiting: requests that wait now.
-        ready: replicas of each kind that answered. # [kinds]
+        seconds: time since the last reading that any replica answered. 0 means that there was no such reading.
+        num_requests: number of requests that arrived.
+        ended: number of ended requests; `prompt_tokens` and `output_tokens` count their tokens.
+        waiting: number of requests that wait now.
+        ready: number of replicas of each kind that answered. # [kinds]
     """
 
     seconds: float
@@ -71,11 +71,11 @@ class ScrapedTraffic(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The address of replicas of one kind: all addresses of the URL's host.
+    """The URL of replicas of one kind. There is a replica at each address of the URL's host.
 
     Attributes:
-        kind: index of the kind.
-        url: without the path /metrics.
+        kind: index of the kind in the fleet.
+        url: the URL without the path /metrics.
     """
 
     kind: int
@@ -83,10 +83,10 @@ class Target(NamedTuple):
 
 
 def target_of(text: str, kinds: Sequence[str]) -> Target:
-    """Return the target in a text of the form KIND=URL. KIND may be left out if there is only one kind.
+    """Return the target in a text of the form KIND=URL. KIND may be left out if the fleet has only one kind.
 
     Raises:
-        InputError: the kind is not known, or the URL is not one of http.
+        InputError: the kind is not known, or the URL is not an http or https URL.
     """
     before, separator, rest = text.partition("http")
     name, url = before.removesuffix("="), (separator + rest).removesuffix("/metrics").rstrip("/")
@@ -109,7 +109,7 @@ class LoadReader:
 
     Args:
         num_kinds: number of the fleet's kinds.
-        api_key: key for the replicas, or None.
+        api_key: key to send to the replicas, or None.
     """
 
     def __init__(self, targets: Sequence[Target], num_kinds: int, api_key: str | None) -> None:
@@ -118,17 +118,17 @@ class LoadReader:
         self._headers = {"Accept-Encoding": "identity", **key}
         self._tls = httpx.create_ssl_context(trust_env=False)
         self._before: dict[str, tuple[float, Counts]] = {}
-        """Time and counters of each replica's last reading, including replicas that did not answer last time."""
+        """Time and counters of the last answer of each replica, even if it was not the last reading."""
         self._read_s: float | None = None
 
     def read(self, now_s: float) -> ScrapedTraffic | None:
-        """Return the requests that have arrived since the last reading that a replica answered, or None if no replica
+        """Read all replicas. Return the requests since the last reading that any replica answered, or None if none
         answers.
 
         The first reading counts no arrivals.
 
         Args:
-            now_s: the present time, on a clock that is never set.
+            now_s: the present time on a monotonic clock.
         """
         with ThreadPoolExecutor(AT_ONCE) as pool:
             found = list(pool.map(self._counts, self._addresses()))
@@ -146,9 +146,9 @@ class LoadReader:
         return ScrapedTraffic(seconds, arrived, ended, prompt, output, waiting, by_kind)
 
     def _addresses(self) -> Iterator[tuple[int, str]]:
-        """Yield the kind and URL of each replica. A host that does not resolve yields nothing.
+        """Yield the kind and URL of each replica. A host name that does not resolve yields nothing.
 
-        If a host has addresses of both families, only the IPv4 ones count, so that no replica counts twice.
+        If a host has IPv4 and IPv6 addresses, only the IPv4 addresses count, so that no replica counts twice.
         """
         for kind, url in self._targets:
             parts = urlsplit(url)
@@ -168,7 +168,7 @@ class LoadReader:
         return kind, url, None if text is None else read_counts(text)
 
     async def _page(self, url: str) -> str | None:
-        """Return a page, or None if it is an error, is too long, or has not arrived as a whole within `TIMEOUT_S`."""
+        """Return a page, or None if the answer is an error, is too long, or takes longer than `TIMEOUT_S`."""
         page = bytearray()
         with suppress(httpx.HTTPError, TimeoutError):
             async with (
@@ -187,8 +187,7 @@ class LoadReader:
 
 
 def read_counts(text: str) -> Counts | None:
-    """Return a replica's counters from the text of its /metrics, or None if the page does not have them, or has
-    counters that are negative or not finite.
+    """Return a replica's counters from its /metrics page, or None if counters are missing, negative or not finite.
 
     >>> read_counts("xgpt_requests_running 2.0") is None
     True
@@ -210,10 +209,10 @@ def read_counts(text: str) -> Counts | None:
 
 
 def _recent(before: tuple[float, Counts] | None, now_s: float, counts: Counts, seconds: float) -> list[float]:
-    """Return the requests that arrived and ended at a replica in the last seconds, and the tokens of the latter.
+    """Return the requests that arrived and ended at a replica in the last `seconds`, and the tokens of ended requests.
 
-    Those since the replica's last reading, or if there was none or it has restarted, since its start, are assumed to
-    be spread evenly over that time.
+    Requests are assumed to be spread evenly over the time since the replica's last reading or, after its start or a
+    restart, since its start.
     """
     since_s, base = (math.inf, NOTHING) if before is None else (now_s - before[0], before[1])
     if base.ended > counts.ended or before is None:

@@ -1,4 +1,4 @@
-"""Find the language model in a config.json of any family, and fill in the defaults of transformers."""
+"""Find the language model in a config.json, and the defaults of transformers for fields that it leaves out."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ALIASES: Mapping[str, str] = {
     "step3p7_text": "step3p5",
     "unlimited_ocr_text": "dots1",
 }
-"""Families that are read as another family with the same fields."""
+"""Families that are read in the same way as another family with the same fields."""
 _TWO_KINDS = "experts for text and experts for images differ in size"
 _STATES_ONLY = "it has only state-space layers, but xgpt assumes that K/V memory limits a batch"
 _SLIDING_LATENT = "some of its layers have sliding windows over latent keys and values, which xgpt does not support"
@@ -71,17 +71,17 @@ NOT_READ: Mapping[str, str] = {
     "zamba": "several of its layers share one block of weights",
     "zamba2": "several of its layers share one block of weights",
 }
-"""Families that are not read, with the reason."""
+"""Families that xgpt does not read, with the reason."""
 PARTS = ("text_config", "language_config", "llm_config", "thinker_config")
-"""Fields that contain the language model, in a config.json of a model that also reads images or sound."""
+"""If a model also reads images or sound, one of these fields of config.json contains the language model."""
 TOWERS = ("vision_config", "audio_config")
-"""The fields that describe the encoders of images and sound."""
+"""Fields of config.json that describe the encoders of images and sound."""
 LAYERS = ("vt_num_hidden_layers", "depth", "num_hidden_layers", "encoder_layers")
-"""Names of the number of layers in such encoders."""
+"""Fields that state the number of layers of these encoders."""
 
 
 def language_model(config: dict[str, Any], source: str) -> tuple[str, dict[str, Any]]:
-    """Return the family of a model's language part, and its config.
+    """Return the family and the config of a model's language part.
 
     Raises:
         InputError: the family is not known.
@@ -106,8 +106,8 @@ def language_model(config: dict[str, Any], source: str) -> tuple[str, dict[str, 
 def tower_params(config: Mapping[str, Any]) -> int:
     """Estimate the number of weights in a model's encoders of images and sound.
 
-    Their blocks have attention and two or three matrices between hidden and intermediate size. The merging of several
-    patches into a token has two more. Positions, norms and patch embeddings are not counted.
+    Each block has attention and two or three matrices between the hidden and the intermediate size. Two more matrices
+    merge several patches into a token. Positions, norms and patch embeddings are not counted.
     """
     inner = config.get("thinker_config")
     parts = [config, inner] if isinstance(inner, dict) else [config]
@@ -130,7 +130,7 @@ def _tower(config: Mapping[str, Any]) -> int:
 
 
 def known_families() -> set[str]:
-    """Return all model_types that can be read."""
+    """Return all values of model_type that xgpt reads."""
     return {*READERS, *PLAIN, *ALIASES}
 
 
@@ -147,6 +147,6 @@ def _defaults() -> dict[str, dict[str, Any]]:
 def given_by_default(family: str) -> dict[str, Any]:
     """Return the values that transformers uses for fields that a config.json leaves out.
 
-    The table is made from transformers' config classes: `python -m tools.make_config_defaults`.
+    `python -m tools.make_config_defaults` makes this table from transformers' config classes.
     """
     return _defaults().get(family, {})

@@ -1,7 +1,7 @@
-"""The known fields of config.json: those that are read, and those without effect. All others are refused.
+"""List the known fields of config.json, both those that are read and those without effect. Other fields are errors.
 
-`transformers` 5 keeps unknown fields in the config, where code may read them, so fields that are not in these tables
-are refused, not ignored.
+`transformers` 5 keeps unknown fields in the config, where code may read them. So a field that is not in these tables is
+an error and not ignored.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False, None),
     "use_mrope": (False, None),
 }
-"""Fields of every family that are accepted only with values that have no effect."""
+"""Fields of any family that are accepted only with these values, which have no effect."""
 
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields that a family's config.json may have besides `COMMON`.
+    """The fields that a family's config.json may have in addition to `COMMON`.
 
     Attributes:
-        read: fields that determine the spec.
-        only: fields of a variant, with the values for which the variant is absent.
+        read: fields that determine the `ModelSpec`.
+        only: fields that switch on an unsupported variant, with the values that are accepted.
         without_effect: fields that `transformers` does not read.
-        aliases: alternative names of fields. A field given under both names must have the same value.
-        untimed: fields that affect tokens but neither times nor memory, in families for which xgpt makes plans but
-            which its own engine does not run.
+        aliases: alternative names of fields. If both names are given, the values must be the same.
+        untimed: fields that affect tokens but neither times nor memory, in families that xgpt plans but does not run
+            itself.
     """
 
     read: frozenset[str]
@@ -86,7 +86,7 @@ _ROTARY = words("""
     rope_scaling rope_theta
 """)
 _ROUTED = words("aux_loss_alpha output_router_logits router_aux_loss_coef router_jitter_noise seq_aux")
-"""Settings of a router's training, and of the output of its scores."""
+"""Settings for the training of a router and for the output of its scores."""
 _FULL: dict[str, tuple[Any, ...]] = {"mlp_bias": (False,), "use_sliding_window": (False, None)}
 
 _T5 = Fields(
@@ -246,7 +246,7 @@ def check_fields(family: str, config: Mapping[str, Any]) -> None:
 
 
 def _is_off(name: str, value: Any) -> bool:
-    """Return whether the value of an unknown field says that the model does not have the field's feature."""
+    """Return whether the value of an unknown field means that the model does not have the field's feature."""
     if value is None or (isinstance(value, (list, dict, str)) and not value):
         return True
     if name.startswith(("use_", "do_", "scale_", "norm_")):

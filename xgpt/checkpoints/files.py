@@ -1,4 +1,4 @@
-"""Read the shape of a checkpoint from its config.json, without torch. Planning needs nothing else of a checkpoint."""
+"""Read a checkpoint's model from its config.json, without torch. Planning needs nothing else of a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xgpt.core.io import parse
 from xgpt.core.schema import DType, ModelSpec
 
 STORED_DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Names of the dtypes of stored weights in safetensors, with xgpt's names."""
+"""xgpt's names for the dtypes in safetensors files."""
 
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
@@ -27,24 +27,24 @@ SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "min_p": (0, 1),
     "repetition_penalty": (1e-3, 10),
 }
-"""Settings of generation_config.json that are defaults of requests, with their ranges."""
+"""Settings of generation_config.json that are defaults for requests, with the accepted ranges."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""Largest accepted header of a file of weights, as in the safetensors library. A sparse file can claim any size."""
+"""Largest accepted header of a safetensors file, as in the safetensors library. A sparse file can claim any size."""
 
 ENCODER_DECODERS = ("t5", "mt5")
-"""Values of model_type that belong to the family t5."""
+"""Values of model_type in the family t5."""
 
 
 def read_spec(directory: Path) -> ModelSpec:
-    """Return the model that a directory in Hugging Face layout describes, as `transformers` 5 reads it.
+    """Return the model that a directory in Hugging Face's layout describes, as `transformers` 5 reads the directory.
 
-    Stop tokens come from generation_config.json, or from config.json if that file is missing. The tokenizer's end token
-    is added, as in vLLM. Embedding and head are tied if config.json says so and no head is stored.
+    Stop tokens come from generation_config.json or, if it is missing, from config.json. The tokenizer's end token is
+    added, as in vLLM. Embedding and head are tied if config.json says so and no head is stored.
 
     Raises:
-        InputError: there is no config.json, its family or variant is not supported, a field is not known, or the
-            directory also contains an adapter.
+        InputError: there is no config.json, the family or variant is not supported, a field is not known, or the
+            directory contains an adapter.
     """
     if _read_object(directory / "config.json") is None:
         raise InputError("model", str(directory), "the directory must contain a config.json")
@@ -56,7 +56,7 @@ def read_spec(directory: Path) -> ModelSpec:
 
 
 def read_config(path: Path) -> ModelSpec:
-    """Return the model that a config.json describes, including stop tokens and tied weights.
+    """Return the model that a config.json alone describes, including stop tokens and tied weights.
 
     Raises:
         InputError: as `read_spec` does.
@@ -67,7 +67,7 @@ def read_config(path: Path) -> ModelSpec:
 
 
 def _read_spec(path: Path, directory: Path | None) -> ModelSpec:
-    """Return the model in a config.json, and in the other files of its directory, if any."""
+    """Return the model that a config.json describes, together with the other files of its directory if one is given."""
     config = _read_object(path) or {}
     generation = {} if directory is None else _read_object(directory / "generation_config.json") or {}
     headers = [] if directory is None else list(_headers(directory))
@@ -92,9 +92,9 @@ def spec_of(
 
     Args:
         generation: content of generation_config.json.
-        headers: headers of the files of weights, in JSON.
-        side: content of hf_quant_config.json, or None.
-        source: origin of the config, for messages.
+        headers: JSON headers of the weight files.
+        side: content of hf_quant_config.json, or None if there is no such file.
+        source: name of the config in messages.
 
     Raises:
         InputError: as `read_spec` does.
@@ -126,7 +126,7 @@ def spec_of(
 
 
 def sampling_defaults(directory: Path) -> dict[str, float]:
-    """Return the sampling settings of generation_config.json, which are defaults of requests, as in vLLM.
+    """Return the sampling settings of generation_config.json, which are defaults for requests, as in vLLM.
 
     Raises:
         InputError: a value is out of its range.
@@ -142,13 +142,13 @@ def sampling_defaults(directory: Path) -> dict[str, float]:
 
 
 def default_output(directory: Path) -> int | None:
-    """Return generation_config.json's limit on output tokens, for requests without one, or None if it has none."""
+    """Return the default limit on output tokens in generation_config.json, or None if it states no limit."""
     most = (_read_object(directory / "generation_config.json") or {}).get("max_new_tokens")
     return most if type(most) is int and most > 0 else None
 
 
 def _tokenizer_end(directory: Path) -> int | None:
-    """Return the id of the end token in tokenizer_config.json, or None if it contains no known token."""
+    """Return the id of the end token that tokenizer_config.json names, or None if there is no such token."""
     settings = _read_object(directory / "tokenizer_config.json") or {}
     end = settings.get("eos_token")
     text = end.get("content") if isinstance(end, dict) else end
@@ -177,9 +177,9 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 
 def _headers(directory: Path) -> Iterator[str]:
-    """Yield the headers of the files of weights, in JSON. The result is empty for a broken file, which loading reports.
+    """Yield the JSON headers of the weight files. A broken file has an empty header, since loading reports the error.
 
-    A safetensors file starts with the length of its header, 8 bytes little-endian, and the header.
+    A safetensors file begins with the length of its header (8 bytes, little-endian) and the header.
     """
     for path in weight_files(directory):
         with path.open("rb") as file:
@@ -189,13 +189,12 @@ def _headers(directory: Path) -> Iterator[str]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files of a checkpoint's weights, as `transformers` chooses them. The result is empty if there are
-    none.
+    """Return a checkpoint's weight files, as `transformers` chooses them, or nothing if there are none.
 
-    These are model.safetensors, or the shards in model.safetensors.index.json, each in the same directory.
+    They are model.safetensors, or the shards that model.safetensors.index.json names in the same directory.
 
     Raises:
-        InputError: the index is broken, or contains a file that does not exist.
+        InputError: the index is broken, or names a file that does not exist.
     """
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.is_file():
@@ -219,16 +218,16 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _stored_dtype(headers: Sequence[str]) -> DType | None:
-    """Return the dtype of the weights in the first file, for configs that state none (GPT-2), or None if it cannot be
-    read.
-    """
+    """Return the dtype of the first file's weights, or None if it is not unique. GPT-2's configs state no dtype."""
     names = re.findall(rf'"dtype":\s*"({"|".join(STORED_DTYPES)})"', headers[0] if headers else "")
     dtypes = {STORED_DTYPES[name] for name in names}
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _decoder_start(config: Mapping[str, Any], generation: Mapping[str, Any]) -> int:
-    """Return the token with which a decoder starts, from generation_config.json or else config.json."""
+    """Return the token with which a decoder starts, from generation_config.json or, if it is missing there,
+    config.json.
+    """
     for where in (generation, config):
         for field in ("decoder_start_token_id", "bos_token_id"):
             if where.get(field) is not None:

@@ -1,4 +1,4 @@
-"""Find models by their Hugging Face id in this machine's cache, without using the network."""
+"""Find models by their Hugging Face id in this machine's cache, without a network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_id(name: str) -> bool:
 
 
 def id_of(checkpoint: str | None) -> str | None:
-    """Return the hub id of a plan's checkpoint, or None if the checkpoint is a directory, or the plan has none.
+    """Return the hub id of a plan's checkpoint, or None if the checkpoint is a directory or there is no checkpoint.
 
     Raises:
         InputError: the hub does not allow such an id.
@@ -32,7 +32,7 @@ def id_of(checkpoint: str | None) -> str | None:
 
 
 def cached(model_id: str) -> Path | None:
-    """Return the directory of a model's newest download in huggingface_hub's cache, or None if there is none."""
+    """Return the directory of a model's newest download in huggingface_hub's cache, or None if there is no download."""
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     model = cache / f"models--{model_id.replace('/', '--')}"
@@ -47,19 +47,17 @@ def cached(model_id: str) -> Path | None:
 
 
 def shipped_as(model_id: str) -> str | None:
-    """Return the name of the shipped config with the same shape as the model of an id, or None if there is none."""
+    """Return the name of the shipped config for the model with this id, or None if there is no such config."""
     return next((name for name, ids in _shipped_ids().items() if model_id in ids), None)
 
 
 def id_of_shipped(name: str) -> str | None:
-    """Return the hub id of the model in a shipped config, or None if the hub does not have this model under its
-    name.
-    """
+    """Return the hub id of the model in a shipped config, or None if no id is known."""
     return next(iter(_shipped_ids().get(name, ())), None)
 
 
 def shipped_ids() -> list[str]:
-    """Return the hub ids of all models in shipped configs."""
+    """Return the hub ids of all models with shipped configs."""
     return [each for ids in _shipped_ids().values() for each in ids]
 
 

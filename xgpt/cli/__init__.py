@@ -1,7 +1,7 @@
-"""The command line: `commands` declares the arguments of each command, and the module with the command's name runs it.
+"""Define the command line. `commands` declares each command's arguments, and the module with its name runs it.
 
-A command calls one function of xgpt.api and prints the result. Only click is imported before that, so that
-`xgpt plan --help` answers at once.
+A command calls one function of xgpt.api and prints the result. Only click is imported before this call, so that `xgpt
+plan --help` answers immediately.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ COMMANDS = (
 
 
 LONGEST_HELP = 200
-"""Largest number of characters of a command's first sentence."""
+"""In the list of commands, a command's first sentence has at most this many characters."""
 
 
 class _Commands(click.Group):
-    """All commands. An unknown one is refused with the nearest name."""
+    """The group of all commands. The error for an unknown command suggests the most similar name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -52,7 +52,7 @@ class _Commands(click.Group):
         return getattr(commands, name) if name in COMMANDS else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List commands with their complete first sentences, on two lines if necessary."""
+        """Write the list of commands with their complete first sentences, on two lines if necessary."""
         with formatter.section("Commands"):
             texts = [(name, getattr(commands, name).get_short_help_str(LONGEST_HELP)) for name in COMMANDS]
             formatter.write_dl(texts)
@@ -118,11 +118,11 @@ OPTIONS_ELSEWHERE = {
     "--workload, whose longest request sets the context": ("--max-model-len", "--context-length"),
     "--latency-bound, --ttft or --tpot": ("--slo", "--sla-ms", "--latency-ms", "--itl", "--p99"),
 }
-"""What to give for options that other tools have under these names."""
+"""For options of other tools, what to give instead."""
 
 
 def _elsewhere(error: click.NoSuchOption) -> str:
-    """Return the end of an error about an unknown option: its likely name, or the commands that have it."""
+    """Return the end of the error for an unknown option: what was probably meant, or commands that have the option."""
     if error.ctx is not None and error.ctx.info_name == "replan" and error.option_name in ("--workload", "--trace"):
         return " Give --lengths."
     named = [name for name in COMMANDS if _takes(name, error.option_name)]
@@ -185,7 +185,7 @@ def _fail_with(error: XgptError) -> None:
 
 
 def _way_out(error: click.BadParameter) -> str:
-    """Return the end of an error about a missing argument or an unknown value of an option."""
+    """Return the end of the error for a missing argument or for an unknown value of an option."""
     if isinstance(error, click.MissingParameter):
         return "" if error.ctx is None else f"; `{error.ctx.command_path} --help` has an example"
     type_ = None if error.param is None else error.param.type
@@ -200,7 +200,7 @@ def _way_out(error: click.BadParameter) -> str:
 
 
 def in_options(message: str, params: Sequence[click.Parameter]) -> str:
-    """Return an error's message with API arguments written as options: `seed=1` becomes --seed 1."""
+    """Return a message in which arguments of the API are written as options, as in --seed 1 for `seed=1`."""
     longest = [(param.name, max(param.opts, key=len)) for param in params if isinstance(param, click.Option)]
     options = {name: option for param, option in longest for name in (param, option[2:].replace("-", "_"))}
 

@@ -1,6 +1,6 @@
-"""The arguments and help of each command. The function with its name in another file of this package does the work.
+"""Declare the arguments and the help of each command. `run` in the module with the command's name does the work.
 
-Only click is imported here, so that help and shell completion answer at once.
+Only click is imported here, so that help and shell completion answer immediately.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def plan() -> None:
 @output_option("Where to write the fleet.", default="fleet.json")
 @json_option
 def fleet() -> None:
-    """Find the replicas that serve each interval of a day's load at the least cost, and write fleet.json.
+    """Find the replicas that serve each interval of a day's load at the lowest cost, and write fleet.json.
 
-    Replicas may be of several kinds. The day is simulated request by request on this fleet and, for comparison, on the
-    cheapest fleet that never changes.
+    There may be several kinds of replicas. The day is simulated request by request on this fleet and, for comparison,
+    on the cheapest fleet that never changes.
 
     \b
     Examples:
@@ -52,7 +52,7 @@ def fleet() -> None:
 @output_option("Also write the profile here. Profiles of xgpt's own engine are cached in any case.")
 @json_option
 def profile() -> None:
-    """Measure step times on this machine, compute them from a datasheet, or import measurements of others.
+    """Measure step times on this machine, compute them from a datasheet, or import published measurements.
 
     \b
     Examples:
@@ -99,11 +99,11 @@ def serve() -> None:
     """Run a plan behind an OpenAI-compatible endpoint.
 
     When lengths change, the server switches to a better plan: see http://HOST:PORT/ and /plan/history. Logs are JSON on
-    standard error, one line for each request with its id but never its prompt.
+    standard error, with a line for each request that contains its id but never its prompt.
 
-    A plan for several devices runs as one process for each device. With --ray it runs on the machines of a Ray cluster;
-    with --engine vllm start the same command on each machine, with --nnodes and its own --node-rank. Tensors travel
-    unencrypted, so these machines need a private network.
+    A plan for several devices runs in one process for each device. With --ray it runs on the machines of a Ray cluster.
+    With --engine vllm start the same command on each machine, with --nnodes and the machine's --node-rank. Tensors are
+    sent unencrypted, so these machines need a private network.
 
     \b
     Example:
@@ -125,9 +125,9 @@ def serve() -> None:
 def autoscale() -> None:
     """Recommend the replicas of each kind that a live load needs, as a Prometheus metric for an autoscaler.
 
-    The metric is xgpt_replicas_wanted. It comes from the plan, the live load, and a forecast: the day in fleet.json at
-    today's level, or today's trend if the trend has been more accurate. `xgpt export fleet.json --to k8s` writes
-    autoscalers (HPA, KEDA) that act on it. This command itself does not start or stop replicas.
+    The metric is xgpt_replicas_wanted. It depends on the plan, the live load, and a forecast: the day in fleet.json
+    scaled to today's load, or today's trend if the trend has been more accurate. `xgpt export fleet.json --to k8s`
+    writes autoscalers (HPA, KEDA) that follow the metric. This command does not start or stop replicas.
 
     \b
     Examples:
@@ -143,7 +143,7 @@ def autoscale() -> None:
 @force_option
 @json_option
 def bench() -> None:
-    """Replay a workload against a plan or an endpoint, and compare measured figures with the plan's predictions.
+    """Send a workload's requests to a plan or an endpoint, and compare measured figures with the plan's predictions.
 
     A plan that was made for arrivals is measured at its predicted arrival rate.
 
@@ -173,7 +173,7 @@ def calibrate() -> None:
     """Fit a plan's step times to a benchmark of any server: `vllm bench serve`, AIPerf, guidellm or genai-perf.
 
     PLAN.JSON is the plan that the server ran. `xgpt compare --current '...' -o current.json` makes it from the server's
-    command. With several loads, every second one is left out of the fit and shows the error of the fit.
+    command. If there are several loads, every second one is left out of the fit and shows the fit's error.
 
     \b
     Examples:
@@ -188,9 +188,9 @@ def calibrate() -> None:
 @output_option("Where to write the plan that should run from now on, even if it is the same.")
 @json_option
 def replan() -> None:
-    """Judge a plan under other lengths: the best plan for them, its gain, and the cost of the switch.
+    """Compare a plan with the best plan for other lengths, and decide whether to change the plan.
 
-    With the URL of a server, the plan that it runs now is judged, which may differ from PLAN.JSON.
+    If --lengths is the URL of a server, the server's current plan is compared, which may differ from PLAN.JSON.
 
     \b
     Examples:
@@ -203,7 +203,7 @@ def replan() -> None:
 @click.argument("plan_path", metavar="PLAN.JSON")
 @output_option("Where to write the page.", default="report.html")
 def report() -> None:
-    """Draw a plan, or a day's fleet, as one self-contained HTML page.
+    """Write a self-contained HTML page about a plan or a day's fleet.
 
     \b
     Examples:
@@ -239,7 +239,7 @@ def export() -> None:
 @click.option("--port", type=Whole(0, 65535), default=8470, help="Port of the page. 0 means any free port.")
 @click.option("--no-browser", is_flag=True, help="Only print the address.")
 def ui() -> None:
-    """Plan on a local page: choose, drag the bound, and see the result of each policy at once.
+    """Open a local page for planning: choose, drag the bound, and see each policy's result immediately.
 
     \b
     Example:
@@ -250,7 +250,7 @@ def ui() -> None:
 @options.command("doctor")
 @json_option
 def doctor() -> None:
-    """Describe this machine and xgpt's files on it, and list problems that make its figures unreliable.
+    """Describe this machine and xgpt's files on it, and list problems that make measurements unreliable.
 
     \b
     Example:

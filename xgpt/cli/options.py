@@ -1,4 +1,4 @@
-"""The options of commands, made from the fields in `xgpt.requests`, and help that lists them in groups."""
+"""Make the options of commands from the fields in `xgpt.requests`, and help that lists options in groups."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ FILES = dict.fromkeys(("serve", "export", "ui", "doctor"), "plain") | {
 }
 """The files that run commands, if not run.py. They import less of xgpt, or more."""
 OUTPUT = "Output"
-"""The group of options that are not fields of a request."""
+"""Group of the options that are not fields of a request."""
 
 
 @cache
 def _declared() -> dict[str, list[dict[str, Any]]]:
-    """Return the fields of every command's request, from the generated file options.json."""
+    """Return the fields of each command's request from options.json, which is generated."""
     found: dict[str, list[dict[str, Any]]] = json.loads(Path(__file__).parents[1].joinpath("options.json").read_bytes())
     return found
 
@@ -45,12 +45,12 @@ class RequestOption(click.Option):
 
 
 class Command(click.Command):
-    """A command whose help lists its options in groups, the most used first."""
+    """A command whose help lists options in groups, the most used options first."""
 
     most_used: tuple[str, ...] = ()
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, group by group."""
+        """Write the help of the options, group by group."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
@@ -61,7 +61,7 @@ class Command(click.Command):
                 formatter.write_dl(records)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the parameters in the order of help."""
+        """Return the parameters in the order in which help lists them."""
         groups = [self.group_of(param) for param in self.params]
         ranks = {group: rank for rank, group in enumerate(dict.fromkeys(["Most used", *groups, OUTPUT]))}
         return sorted(super().get_params(ctx), key=lambda param: ranks.get(self.group_of(param), len(ranks)))
@@ -72,10 +72,10 @@ class Command(click.Command):
 
 
 def command(name: str, most_used: tuple[str, ...] = ()) -> Callable[[F], Command]:
-    """Return a decorator that makes a command: it has the options of its request, and calls `xgpt.cli.NAME.run`.
+    """Return a decorator that makes a command, which has the options of its request and calls `xgpt.cli.NAME.run`.
 
     Args:
-        most_used: options outside the request that help lists first.
+        most_used: options that help lists first although they are not fields of the request.
     """
 
     def make(function: F) -> Command:
@@ -98,7 +98,7 @@ def _run(name: str, **params: Any) -> Any:
 
 
 def _option(field: dict[str, Any], flags: dict[str, str]) -> Callable[[F], F]:
-    """Return the decorator that adds a field's option."""
+    """Return a decorator that adds the option for a field."""
     text = in_options(field["text"], flags)
     settings: dict[str, Any] = {"default": field["default"], "metavar": field["metavar"] or None}
     if field["type"]["kind"] == "flag":
@@ -146,7 +146,7 @@ def _type(field: dict[str, Any]) -> Any:
 
 
 def in_options(text: str, flags: dict[str, str]) -> str:
-    """Return a text with fields written as options: `sla` becomes --sla, and `sla=request` --sla request."""
+    """Return a text in which fields are written as options: --sla for `sla`, and --sla request for `sla=request`."""
 
     def option(match: re.Match[str]) -> str:
         name, _, value = match[1].partition("=")
@@ -156,7 +156,7 @@ def in_options(text: str, flags: dict[str, str]) -> str:
 
 
 def given() -> dict[str, Any]:
-    """Return the fields of the running command's request that are on its command line, by name."""
+    """Return the values of those request fields that the running command's user has given, by name."""
     context = click.get_current_context()
     options = [param.name for param in context.command.params if isinstance(param, RequestOption)]
     default = click.core.ParameterSource.DEFAULT
@@ -164,7 +164,7 @@ def given() -> dict[str, Any]:
 
 
 def _names(kind: ConfigKind) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
-    """Return a shell completion of names of shipped configs and of files."""
+    """Return a function that completes names of shipped configs, and files, for a shell."""
 
     def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from xgpt.core.io import config_names
@@ -176,7 +176,7 @@ def _names(kind: ConfigKind) -> Callable[[click.Context, click.Parameter, str], 
 
 
 def _is_bounded(context: click.Context, option: click.Parameter, bound_s: float | None) -> float | None:
-    """Return the latency bound. A command without any bound is an error (click reads missing options last)."""
+    """Return the latency bound, after checking that there is some bound. (click handles missing options last.)"""
     parts = (context.params.get(name) for name in ("ttft_s", "tpot_s"))
     is_given = context.get_parameter_source("latency_bound_s") is not click.core.ParameterSource.DEFAULT
     if not (is_given or context.resilient_parsing) and all(part is None for part in parts):
@@ -187,13 +187,13 @@ def _is_bounded(context: click.Context, option: click.Parameter, bound_s: float 
 
 
 def refuse_idle(names: Collection[str], accepted: str) -> None:
-    """Refuse options of the running command that would have no effect.
+    """Raise an error if options of the running command were given that would have no effect.
 
     Args:
-        accepted: end of the error message. It states what the options need.
+        accepted: end of the error message, which states what the options need.
 
     Raises:
-        InputError: one was given.
+        InputError: such an option was given.
     """
     context = click.get_current_context()
     for name in names:
@@ -205,7 +205,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 WRITTEN = ("output", "engine_output", "calibrate", "timeline", "step_log")
-"""Parameters with paths that a command writes. It reads all other paths."""
+"""Parameters with paths that a command writes. All other paths are read."""
 
 force_option = click.option(
     "--force", is_flag=True, help="Overwrite any file, even one that xgpt did not write or that this command reads."
@@ -222,14 +222,13 @@ def output_option(text: str, default: str | None = None, metavar: str = "FILE") 
 
 
 def output_file(path: str | Path, name: str = "output") -> OutputFile:
-    """Return the file that the running command will write to `path`, after the checks that are possible before the
-    work.
+    """Return the file that the running command will write to `path`, after the checks that are possible in advance.
 
     Args:
         name: the parameter that gave the path.
 
     Raises:
-        InputError: the file belongs to the user or is read by this command, and --force is not given.
+        InputError: the command would overwrite a file of the user or a file that it reads, and --force is not given.
         MachineError: the path cannot be written.
     """
     file = unchecked_file(path, name)
@@ -238,11 +237,10 @@ def output_file(path: str | Path, name: str = "output") -> OutputFile:
 
 
 def unchecked_file(path: str | Path, name: str = "output") -> OutputFile:
-    """Return the file that the running command will write to `path`. The path is checked when the file is written, not
-    before.
+    """Return the file that the running command will write to `path`. The path is checked only when the file is written.
 
     Raises:
-        InputError: `path` is "-", which elsewhere means standard output.
+        InputError: `path` is "-", which means standard output in other tools.
     """
     from xgpt.core.output_files import OutputFile
 

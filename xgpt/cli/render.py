@@ -1,4 +1,4 @@
-"""Tables and progress on a terminal."""
+"""Show tables and progress on a terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def show(*parts: object) -> None:
-    """Print tables and text on standard output, 120 characters wide if that is not a terminal."""
+    """Print tables and text on standard output. The width is 120 characters if the output is not a terminal."""
     # Brackets and colons in the names of models and workloads are text, not markup.
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
@@ -39,7 +39,7 @@ def show(*parts: object) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a plain table: first column left, the others right."""
+    """Return a plain table with the first column aligned left and the others aligned right."""
     result = Table(title=printable(title), box=box.SIMPLE_HEAD, title_justify="left")
     for i, column in enumerate(columns):
         result.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
@@ -82,11 +82,11 @@ class Fitting:
 
 
 QUIET_S = 2.0
-"""A command that ends within this many seconds prints no progress."""
+"""A command that ends within this number of seconds prints no progress."""
 
 
 class ProgressBar:
-    """Progress on standard error: a bar in a terminal, else a line for each stage of long work."""
+    """Shows progress on standard error, as a bar on a terminal or else as a line for each stage of long work."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)
@@ -110,7 +110,7 @@ class ProgressBar:
             self._shown = stage
 
     def pause(self) -> None:
-        """Remove the bar until the next progress, so that other text can be printed."""
+        """Remove the bar until there is new progress, so that other text can be printed."""
         # A bar that never started would still print an empty line.
         if self._bar.live.is_started:
             self._bar.stop()
@@ -128,7 +128,7 @@ def progress_bar() -> Iterator[ProgressBar]:
 
 @contextmanager
 def at_work(what: str) -> Iterator[None]:
-    """Show an activity and its duration on standard error if that is a terminal."""
+    """Show an activity and its duration on standard error, if standard error is a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield
@@ -139,11 +139,11 @@ def at_work(what: str) -> Iterator[None]:
 
 
 LEAST = ("tok/s", "itl p99 ms", "whole s", "ttft s", "cost/Mtok", "gap", "tpot ms")
-"""Columns of plans that a narrow terminal leaves out, in this order."""
+"""Columns of plans that are left out on a narrow terminal, in this order."""
 
 
 def plans_table(plans: dict[str, Plan], title: str | None = None) -> Fitting:
-    """Return a table of each plan's figures, among them its arrival rate and its saturated throughput."""
+    """Return a table of each plan's figures, including the arrival rate and the throughput at saturation."""
     rows = []
     for kind, plan in plans.items():
         e = plan.estimate
@@ -188,7 +188,7 @@ def plans_table(plans: dict[str, Plan], title: str | None = None) -> Fitting:
 
 
 def choices_table(choices: Sequence[ClusterChoice]) -> Table:
-    """Return a table of the devices and price at which each cluster sustains the arrival rate, cheapest first."""
+    """Return a table of the devices and the price with which each cluster sustains the arrival rate, cheapest first."""
     rows = [
         [
             choice.problem.cluster.name,
@@ -203,7 +203,7 @@ def choices_table(choices: Sequence[ClusterChoice]) -> Table:
 
 
 def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Fitting:
-    """Return a table of the gains of looser latency bounds over the chosen plan."""
+    """Return a table of how much the best plan gains if the latency bound is looser."""
     rows = [
         [
             "none" if bound is None else f"{bound:.4g} s",
@@ -220,11 +220,11 @@ def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Fitting:
 
 ENDS = ("_mean_s", "_p50_s", "_p90_s", "_p99_s")
 TIMES = {"ttft": "time to first token, s", "tpot": "time per output token, s", "whole": "whole time, s"}
-"""Labels of times from arrival, by the prefix of a figure's name."""
+"""Labels of times that count from arrival, by the first part of a figure's name."""
 
 
 def simulated_tables(run: Simulated) -> list[Table]:
-    """Return tables of a simulated run. If requests arrive, their times are in a separate table."""
+    """Return tables of a simulated run. If requests arrive at a rate, their times are in a separate table."""
     figures = run.figures
     of_times = [] if run.times is None else [*run.times.figures]
     rows = [
@@ -278,7 +278,7 @@ def _range(figure: Comparison) -> str:
 
 
 def bench_report(report: BenchReport) -> list[object]:
-    """Return the table of a measured plan, and the notes below it."""
+    """Return the table of a measured plan, and notes."""
     notes = bench_notes(report)
     if report.calibration is not None:
         notes += calibration_notes(report.calibration)
@@ -286,8 +286,7 @@ def bench_report(report: BenchReport) -> list[object]:
 
 
 def bench_notes(report: BenchReport) -> list[str]:
-    """Return lines on the bounds, on failures, and on disturbances of the machine if steps took longer than the plan
-    allows."""
+    """Return lines on the bounds, on failures, and on likely disturbances if steps took longer than the plan allows."""
     notes = [] if report.differences is None else [report.differences]
     if report.bound_kept is not None and report.share_within_bound is not None:
         kept = "kept" if report.bound_kept else "BROKEN"
@@ -343,7 +342,7 @@ URL_NOTES = {
 
 
 def url_report(report: UrlReport) -> list[object]:
-    """Return the table of a measured endpoint, and the note on how its tokens are counted."""
+    """Return the table of a measured endpoint, and a note on how its tokens were counted."""
     figures = report.model_dump(exclude={"url", "workload", "tokens_from"})
     rows = [[name, f"{value:.4g}"] for name, value in figures.items()]
     title = f"{report.url}, {report.workload}, as measured by the client"
@@ -373,7 +372,7 @@ def measured_table(plans: dict[str, Plan], reports: dict[str, BenchReport]) -> F
 
 
 def calibrated_tables(found: CalibrateOutput) -> tuple[Fitting, ...]:
-    """Return a table of errors before and after a fit, a row for each load and figure."""
+    """Return a table of errors before and after a fit, with a row for each figure of each load."""
     names = {"throughput_rps": "requests/s", "ttft_s": "first token, s", "tpot_s": "between tokens, s"}
     rows = [
         [
@@ -446,7 +445,7 @@ def calibration_notes(calibration: Calibration) -> list[str]:
 
 
 def fleet_summary(fleet: FleetPlan) -> Iterator[object]:
-    """Yield the bounds, the replicas, the day, and its cost compared with other fleets."""
+    """Yield lines and tables on the bounds, the replicas, the day, and the cost compared with other fleets."""
     constraint, plan = fleet.constraint, fleet.kinds[0].plan
     share = f"{100 * constraint.quantile:g}%"
     kept = f"{share} of the day's requests keep {bounds_in_words(constraint)}"
@@ -494,7 +493,7 @@ def kinds_table(fleet: FleetPlan) -> Table:
 
 
 def day_table(fleet: FleetPlan) -> Table:
-    """Return a table of the day, with equal intervals merged."""
+    """Return a table of the day in which consecutive intervals with the same replicas and lengths are merged."""
     rows = []
     numbered = enumerate(fleet.intervals)
     for _, part in groupby(numbered, key=lambda item: (item[1].replicas, item[1].lengths)):
@@ -514,7 +513,9 @@ def day_table(fleet: FleetPlan) -> Table:
 
 
 def costs_table(fleet: FleetPlan) -> Table:
-    """Return a table of the costs of the planned and the constant fleet, and of the requests within the bounds."""
+    """Return a table of the cost and of the share of requests within the bounds, for the planned and the constant
+    fleet.
+    """
 
     def row(name: str, figures: FleetFigures) -> list[str]:
         cost = [f"{figures.cost:.4g}"] if fleet.is_priced else []
@@ -527,6 +528,6 @@ def costs_table(fleet: FleetPlan) -> Table:
 
 
 def _clock(seconds: float) -> str:
-    """Return 9000 as 2:30."""
+    """Return a time of day as text, as in 2:30 for 9000."""
     minutes = round(seconds / 60)
     return f"{minutes // 60}:{minutes % 60:02d}" if seconds % 60 == 0 else f"{seconds:g} s"

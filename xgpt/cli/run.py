@@ -43,7 +43,7 @@ def plan(output: str, force: bool, as_json: bool, **_: Any) -> None:
 
 
 def _summary(planned: Planned) -> Iterator[object]:
-    """Yield the subject, each policy's plan, and the evidence for the chosen one."""
+    """Yield lines and tables on the problem, each policy's plan, and the evidence for the chosen plan."""
     problem, best = planned.problem, planned.best
     bound_s = best.constraint.latency_bound_s
     bound = "no latency bound" if bound_s is None else f"latency bound {bound_s:g} s"
@@ -91,7 +91,7 @@ def _summary(planned: Planned) -> Iterator[object]:
 
 
 SHORT_S = 120
-"""Length of an interval below which a note on the unit is printed, since such a number usually means minutes."""
+"""For a shorter interval, a note on the unit is printed, since such a number usually means minutes."""
 
 
 def fleet(output: str, force: bool, as_json: bool, interval_s: float, **_: Any) -> None:
@@ -165,7 +165,7 @@ def simulate(plan_path: str, timeline: str | None, force: bool, as_json: bool, *
 
 
 def _tell_share(asked: dict[str, Any]) -> None:
-    """Print on standard error how much of the trace was replayed, unless all of it was."""
+    """Print on standard error how much of the trace was replayed, unless the whole trace was."""
     trace, num_requests = load_trace(asked["workload"]), asked.get("num_requests") or 2000
     if trace is None or num_requests == "all":
         return

@@ -1,4 +1,4 @@
-"""Types of option values: numbers, times, rates, and values for one class of requests."""
+"""Define the types of option values: numbers, times, rates, and values for one class of requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xgpt.core.numbers import decimal, whole
 
 
 class Whole(click.IntRange):
-    """An integer in a range. 1_0 and digits of other alphabets, which Python accepts, are errors."""
+    """An integer in a range. Unlike in Python, 1_0 and digits of other alphabets are errors."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
@@ -23,7 +23,7 @@ class Whole(click.IntRange):
 
 
 class Decimal(click.FloatRange):
-    """A number in a range. nan, inf and the errors of `Whole` are errors."""
+    """A number in a range. nan, inf and what `Whole` rejects are errors."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         try:
@@ -41,11 +41,11 @@ def of_class(value: str) -> tuple[str, float]:
 
 
 LONG_S = {"latency_bound_s": 600, "ttft_s": 60, "tpot_s": 2}
-"""Bounds from which a note on the unit is printed, since such values are usually in milliseconds."""
+"""For larger bounds, a note on the unit is printed, since such values are usually in milliseconds."""
 
 
 class Seconds(click.ParamType):
-    """A time above zero. `inf`, if allowed, means no bound."""
+    """A time above zero. If `inf` is allowed, it means no bound."""
 
     name = "seconds"
 
@@ -81,7 +81,7 @@ def rates(value: str) -> list[tuple[float, float | None]]:
 
 
 class SecondsOrNone(Decimal):
-    """A time. 0 means no limit and becomes None."""
+    """A time. 0 means no limit, and becomes None."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return super().convert(value, param, ctx) or None
@@ -169,4 +169,4 @@ KINDS: dict[str, click.ParamType | Callable[[str], object]] = {
     "seconds": Seconds(),
     "seconds_or_0": SecondsOrNone(0),
 }
-"""Types of option values that a field's type does not determine (`xgpt.requests.Option.kind`)."""
+"""Types of option values by their names in `xgpt.requests.Option.kind`, for fields whose own type is not enough."""

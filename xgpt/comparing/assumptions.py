@@ -1,4 +1,4 @@
-"""Compute how a gain depends on assumptions: the cost of mixed steps, the pace, lengths and bursts."""
+"""Compute how a plan's gain changes with assumptions: the cost of mixed steps, the pace, lengths and bursts."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from xscheduler.problem import Problem
 from xsimulator.capacity import capacity
 
 MIXING = (-0.2, 0.2)
-"""Changes of an engine's cost of mixed steps, as a share of the time of a step's decodes."""
+"""Changes to try of an engine's cost of mixed steps, as a share of the time of a step's decodes."""
 PACES = (0.9, 1.15)
-"""Factors on the profile's step times."""
+"""Factors to try on the profile's step times."""
 OUTPUTS = (0.85, 1.15)
-"""Factors on output lengths, if there is no trace with two halves to compare."""
+"""Factors to try on output lengths, if there is no trace whose two halves can be compared."""
 BURSTS = 2.0
-"""Factor on the variation of the gaps between arrivals."""
+"""Factor on the coefficient of variation of the time between arrivals."""
 
 
 class Assumption(NamedTuple):
-    """One changed assumption, which changes the prediction of a gain.
+    """An assumption that differs from the plan's.
 
     Attributes:
         mixing: change of the engine's cost of mixed steps.
@@ -44,7 +44,7 @@ class Assumption(NamedTuple):
 
 
 def assumptions(workload: Workload, trace: TraceLengths | None) -> list[Assumption]:
-    """Return the assumptions to vary, one at a time."""
+    """Return assumptions, each of which differs from the plan's in one way."""
     varied = [
         Assumption(f"mixed steps slow decodes by {100 * abs(change):.0f} percentage points {word}", mixing=change)
         for change, word in zip(MIXING, ("less", "more"), strict=True)
@@ -72,7 +72,7 @@ def _scaled(lengths: Histogram, factor: float) -> Histogram:
 
 
 def changes(plan: Plan, profile: Profile, among: Sequence[Assumption]) -> list[float]:
-    """Return the factors by which a plan's rate changes: under each assumption by closed forms, and under bursts by
+    """Return the factors by which a plan's rate changes: under each assumption in closed form, then under bursts by
     simulation.
     """
     now = _closed(plan, profile, Assumption("as planned"))
@@ -106,7 +106,7 @@ def keeps_current(gains: Mapping[str, RangeOutput]) -> bool:
 
 
 def _closed(plan: Plan, profile: Profile, under: Assumption) -> float:
-    """Return the objective that a plan with unchanged settings reaches under an assumption, by closed forms."""
+    """Return the objective of a plan with unchanged settings under an assumption, in closed form."""
     engine = plan.engine or load_engine("xgpt")
     engine = engine.model_copy(update={"mixing": max(0.0, engine.mixing + under.mixing)})
     problem = replace(Problem.of(plan, profile.slowed(under.pace)), engine=engine)

@@ -1,4 +1,4 @@
-"""Compare the best plans of all policies under one bound: by prediction and, on this machine, by measurement."""
+"""Compare the best plans of all policies under a bound by prediction and, on this machine, by measurement."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
 
 RELAXATIONS = (1.25, 1.5, 2.0, None)
-"""Factors by which the latency bound is relaxed to compute the gain. None means no bound."""
+"""Factors by which the latency bound is loosened to show the gain. None means no bound."""
 
 
 NOT_RELAXED = "gains from a looser bound are not known"
@@ -52,17 +52,18 @@ OnStart = Callable[[Plan], None]
 
 @dataclass(frozen=True)
 class Compared:
-    """The best plan of every policy under one bound.
+    """The best plan of every policy under one bound, and how the current deployment compares.
 
     Attributes:
         plans: the best plan of each policy, the best of all first.
-        relaxed: the best plan under each looser latency bound, in s. None means that there is no bound.
-        current: the current deployment, scored as a plan, or None.
+        relaxed: the best plan under each looser latency bound, in s. The key None means no bound.
+        current: the current deployment with its predicted figures, as a plan, or None if no deployment was given.
         notes: assumptions about the current deployment.
         ranges: the range of each policy's gain per device over the current deployment, over all assumptions.
-        measured: figures of each plan measured on this machine, by policy.
-        answer: lines on whether the current deployment's settings cause late requests, at a log's own times.
-        kept_words: options of the current deployment's command that the command of a plan keeps.
+        measured: for each policy, the figures of its plan that were measured on this machine.
+        answer: lines of text on whether the current deployment's settings cause late requests at the recorded arrival
+            times.
+        kept_words: options of the current deployment's command that stay in the command of a plan.
     """
 
     plans: dict[str, Plan]
@@ -86,8 +87,8 @@ class Compared:
 
     @property
     def gain(self) -> GainOutput | None:
-        """The best plan's gain over the current deployment. None means that no deployment was given, or it keeps the
-        bounds at no rate.
+        """The best plan's gain over the current deployment. None means that no deployment was given, or that it keeps
+        the bounds at no rate.
         """
         return None if self.current is None else gain_of(self.best, self.current)
 
@@ -106,12 +107,12 @@ def compare(
     Args:
         current: the command of the current deployment, or a Compose file, pod or Helm values that start it.
         measured: the load with which each plan is measured. None means that no plan is measured.
-        seed: seed of that load's requests.
-        on_found: is called with the result before looser bounds are tried and plans are measured.
+        seed: seed of the requests in `measured`.
+        on_found: called with the result before looser bounds are tried and plans are measured.
 
     Raises:
-        InputError: a name is not known, plans for another machine should be measured, or the current deployment cannot
-            run the same work as the plans.
+        InputError: a name is not known, plans to measure are for another machine, or the current deployment cannot
+            serve the same requests as the plans.
         InfeasibleError: no schedule keeps the constraint.
         MachineError: this machine cannot be profiled, or a server does not start.
     """
@@ -185,8 +186,8 @@ def compare(
 
 
 def _what_holds(plans: dict[str, Plan], gains: dict[str, RangeOutput], kind: str) -> list[str]:
-    """Return up to two notes. One says that `kind`, the plan with the largest gain in its worst case, is not the plan
-    with the largest gain. The other says that no plan gains in its worst case.
+    """Return notes on worst cases: one if the plan `kind`, whose worst case is the best, does not have the largest
+    gain, and one if no plan gains in its worst case.
     """
     first, lines = next(iter(plans)), []
     if kind != first:
@@ -203,7 +204,7 @@ def _what_holds(plans: dict[str, Plan], gains: dict[str, RangeOutput], kind: str
 
 
 def engine_name(current: CurrentEngine) -> str:
-    """Return the known engine that is closest to the deployment's engine: the newest version that is not newer than the
+    """Return the shipped engine that is closest to the deployment's: the newest version that is not newer than the
     deployment's, or else the oldest version.
     """
     if current.version is None:
@@ -227,7 +228,7 @@ def types_of(problem: Problem, current: CurrentEngine) -> tuple[DType, DType]:
 def _as_run(
     request: PlanRequest, problem: Problem, current: CurrentEngine, progress: Progress | None = None
 ) -> Problem:
-    """Return the problem with step times for the engine, data types and devices of the deployment."""
+    """Return the problem with step times for the current deployment's engine, data types and devices."""
     if problem.cluster.device.type != "gpu" or request.profile is not None:
         return problem
     changes: dict[str, Any] = {}
@@ -250,11 +251,12 @@ def _has_types(problem: Problem, current: CurrentEngine) -> bool:
 
 
 def score_current(problem: Problem, current: CurrentEngine, longest: int | None = None) -> Plan:
-    """Return a plan with the settings and figures of a running engine, which cuts prompts into chunks and allocates K/V
-    as requests grow.
+    """Return a plan with the settings and the predicted figures of a running engine, which chunks prompts and allocates
+    K/V as requests grow.
 
     Args:
-        longest: tokens of the workload's longest request. None means the sum of its longest input and longest output.
+        longest: tokens of the workload's longest request. None means the sum of the longest input and the longest
+            output.
 
     Raises:
         InputError: the engine needs more devices than the cluster has, runs in another dtype than the plans, or rejects
@@ -313,7 +315,7 @@ def gain_of(best: Plan, current: Plan) -> GainOutput | None:
 
 
 def gain_in_words(best: Plan, current: Plan, range_: RangeOutput | None = None) -> str:
-    """Return a sentence that compares the arrival rates of plan and current deployment, in total and per device.
+    """Return a sentence that compares the arrival rates of a plan and the current deployment, in total and per device.
 
     Args:
         range_: range of the gain per device over all assumptions, or None if not known.
@@ -334,14 +336,14 @@ def _in_words(gain: RangeOutput) -> str:
 
 
 def _check_room(current: CurrentEngine, problem: Problem, holds: float, longest: int) -> None:
-    """Refuse a deployment that does not start, or that shortens its context to less than the workload needs.
+    """Check that the deployment would start with a context that is long enough for the workload.
 
     Args:
-        holds: tokens of the longest request for which K/V memory has room while no other request is there.
+        holds: tokens of the longest request that fits into K/V memory alone.
         longest: tokens of the workload's longest request.
 
     Raises:
-        InfeasibleError: K/V memory holds too little.
+        InfeasibleError: K/V memory is too small.
     """
     model, needs, will = problem.model, longest, "refuse requests"
     where = f"the longest request of {problem.workload.name}"
@@ -357,7 +359,7 @@ def _check_room(current: CurrentEngine, problem: Problem, holds: float, longest:
 
 
 def check_current(problem: Problem, current: CurrentEngine, longest: int | None = None) -> None:
-    """Check that a current deployment can be compared with plans for the same work.
+    """Check that the current deployment can be compared with plans for the same requests.
 
     Raises:
         InputError: it needs more devices than the cluster has, serves another model, runs in data types without step
@@ -402,11 +404,10 @@ def _longest(problem: Problem) -> int:
 
 
 def relax(problem: Problem, search: SearchMethod, plan: Plan) -> dict[float | None, Plan]:
-    """Return the best plan under each relaxed latency bound, in seconds. The key None means no bound. Without a latency
-    bound the result is empty.
+    """Return the best plan under each looser latency bound, in s (None: no bound), or nothing if there is no bound.
 
     Args:
-        plan: the best plan under the bound itself, which also keeps every looser bound.
+        plan: the best plan under the original bound, which keeps every looser bound, too.
     """
     bound = problem.constraint.latency_bound_s
     if bound is None:
@@ -432,7 +433,7 @@ def measure_each(
 
     Args:
         profile: the profile of all plans.
-        on_start: is called with each plan before it runs, so that its prediction is on record.
+        on_start: called with each plan before the plan runs, so that a caller can show its prediction first.
     """
     reports = {}
     for kind, plan in plans.items():

@@ -1,4 +1,4 @@
-"""The settings of a current deployment, for any engine, and its speculative decoding."""
+"""Define the settings of a current deployment, in the same form for all engines."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ from xgpt.requests import PlanRequest
 
 @dataclass(frozen=True)
 class CurrentEngine:
-    """The settings of a running engine.
+    """The settings of a current deployment.
 
     Attributes:
-        num_stages: pipeline stages of a replica, with `tp_degree` devices each.
-        ep_degree: number of devices, perhaps of several replicas, that divide the experts of a layer, each holding
-            whole experts.
+        num_stages: number of pipeline stages of a replica, with `tp_degree` devices each.
+        ep_degree: number of devices, of one or several replicas, among which the experts of a layer are divided.
         max_num_seqs: largest number of requests in a step.
         max_num_batched_tokens: largest number of tokens in a step.
-        usable_memory: share of a device's memory that the engine uses. None means the share stated for the cluster.
+        usable_memory: share of a device's memory that the engine uses. None means the cluster's share.
         max_model_len: tokens of the longest request that the engine accepts. None means the model's context.
-        shortens: whether the engine lowers `max_model_len` if K/V memory cannot hold a request of that length.
-        dtype: data type in which the engine runs. None means the one in the model's config.
-        kv_dtype: type of K/V. None means the dtype.
-        quantization: the quantisation in the command, or None.
-        notes: assumptions, as text.
+        shortens: whether the engine lowers `max_model_len` if a request of this length does not fit into K/V memory.
+        dtype: data type in which the engine runs. None means the data type in the model's config.
+        kv_dtype: data type of K/V. None means `dtype`.
+        quantization: the quantisation that the command names, or None.
+        notes: assumptions about the deployment, as text.
         framework: name of the engine, as in configs/engines.
-        version: its version, from the image's tag, or None if not known.
-        model: the model in the command, or None.
+        version: the engine's version, from the image's tag, or None if not known.
+        model: the model that the command names, or None.
         cuts_prompts: whether a step may encode a part of a prompt.
         drops_windows: whether keys and values outside the attention window of a layer are freed.
         text_only: whether the model's encoders of images and sound are not loaded.
-        drafts: its speculative decoding, or None.
-        kept_words: options of its command that a plan leaves as they are.
+        drafts: settings of speculative decoding, or None.
+        kept_words: options of the command that do not change in the command of a plan.
         schedules_ahead: whether a step is scheduled while the step before it runs. None means the engine's default.
     """
 
@@ -70,8 +69,8 @@ class CurrentEngine:
         return self.tp_degree * self.num_stages * self.replicas
 
     def step_tokens(self, context: int) -> int:
-        """Return the largest number of tokens of a step. If prompts are not cut, it is at least the length of the
-        longest request.
+        """Return the largest number of tokens in a step. If prompts are not chunked, a step can hold the longest
+        request.
 
         Args:
             context: the model's context.
@@ -80,7 +79,7 @@ class CurrentEngine:
         return max(self.max_num_batched_tokens, longest)
 
     def as_started(self, engine: EngineSpec) -> EngineSpec:
-        """Return the engine with those settings of its loop that the command changes."""
+        """Return the engine, with the settings that the command changes."""
         changes: dict[str, Any] = {}
         if self.schedules_ahead is not None:
             changes["schedules_ahead"] = self.schedules_ahead
@@ -93,16 +92,16 @@ class CurrentEngine:
 
 
 def is_model(served: str, name: str) -> bool:
-    """Return whether the served model may be the one of this name: whether its name contains all parts of the name."""
+    """Return whether the served model may be the model `name`, because its name contains all parts of `name`."""
     parts = set(re.findall(r"[a-z]+|[\d.]+[bmk]?", name.lower().rpartition("/")[2]))
     return parts <= set(re.findall(r"[a-z]+|[\d.]+[bmk]?", served.lower().rpartition("/")[2]))
 
 
 def check_model(current: CurrentEngine, name: str) -> None:
-    """Check that a command does not name a Hub model other than the one that the plans are for.
+    """Check that a command names no other Hub model than the one for which the plans are.
 
     Raises:
-        InputError: the command names another model. A path, or a name without an owner, may be any model.
+        InputError: the command names another model. (A path, or a name without an owner, may be any model.)
     """
     served = current.model or ""
     if re.fullmatch(r"[\w.-]+/[\w.-]+", served) and not is_model(served, name):
@@ -111,24 +110,24 @@ def check_model(current: CurrentEngine, name: str) -> None:
 
 
 ASSUMED: dict[SpeculativeMethod, float] = {"mtp": 0.8, "eagle": 0.6, "eagle3": 0.6}
-"""Share of drafted tokens that are accepted if all drafted tokens before them are. mtp: DeepSeek-V3 measured 85 to 90%
-of second tokens (arXiv 2412.19437 sec. 5.4.3), in its own tests. eagle: 2 to 7 tokens ahead of Llama-3.1-8B in vLLM
-gave 0.59 to 0.66 (github vllm-project/vllm issue 20780), EAGLE-3 with 2 ahead of Qwen3 0.53 to 0.7 (github
+"""Assumed probability that a draft token is accepted if all earlier ones are. mtp: DeepSeek-V3 reports 85 to 90% for
+the second token (arXiv 2412.19437 sec. 5.4.3). eagle: 0.59 to 0.66 with 2 to 7 draft tokens for Llama-3.1-8B in vLLM
+(github vllm-project/vllm issue 20780), and 0.53 to 0.7 with 2 draft tokens of EAGLE-3 for Qwen3 (github
 Tencent/AngelSlim).
 """
 METHODS: dict[str, SpeculativeMethod] = {"eagle": "eagle", "eagle3": "eagle3", "ngram": "ngram", "mtp": "mtp"}
 SPEC_FLAGS = {"spec-method": "method", "spec-model": "model", "spec-tokens": "num_speculative_tokens"}
-"""Flags of vLLM that set parts of --speculative-config."""
+"""Flags of vLLM that set fields of --speculative-config."""
 WITHOUT = "leave drafts out to compare the command without them"
 NEUTRAL = frozenset(
     ("model", "method", "num_speculative_tokens", "revision", "code_revision", "max_model_len", "prompt_lookup_max")
 ) | {"prompt_lookup_min", "draft_tensor_parallel_size", "draft_sample_method", "disable_padded_drafter_batch"}
-"""Parts of --speculative-config that are read, or whose effect is part of the acceptance."""
+"""Fields of --speculative-config that are read, or whose only effect is on the acceptance."""
 
 
 class Drafts(NamedTuple):
-    """An engine's speculative decoding: method, draft tokens in each step, and the draft's checkpoint. A checkpoint of
-    None means the model's own.
+    """An engine's speculative decoding: method, number of draft tokens in a step, and the draft's checkpoint (None: the
+    model's own).
     """
 
     method: SpeculativeMethod
@@ -137,7 +136,7 @@ class Drafts(NamedTuple):
 
 
 def vllm_drafts(given: Given, model: str | None) -> Drafts | None:
-    """Return the speculative decoding of a `vllm serve` command, or None if the command has none.
+    """Return the settings of speculative decoding in a `vllm serve` command, or None if the command uses no drafts.
 
     Args:
         model: the model that the command serves.
@@ -180,10 +179,10 @@ def _parts(given: Given) -> dict[str, Any]:
 
 
 def sglang_drafts(given: Given) -> Drafts | None:
-    """Return the speculative decoding of an SGLang command, or None if the command has none.
+    """Return the settings of speculative decoding in an SGLang command, or None if the command uses no drafts.
 
     Raises:
-        InputError: drafts of this kind, or with branches, are not scored.
+        InputError: xgpt does not score drafts of this kind or drafts with branches.
     """
     algorithm = given.get("speculative-algorithm")
     if algorithm is None:
@@ -209,10 +208,10 @@ def _drafts(field: str, method: SpeculativeMethod, tokens: int, draft: str | Non
 
 
 def planned_with(request: PlanRequest, drafts: Drafts) -> tuple[PlanRequest, str]:
-    """Return the request for plans with the same draft, and a line about its acceptance.
+    """Return the request for plans with the same draft, and a line of text about the draft's acceptance.
 
     Raises:
-        InputError: the request has another draft, or the acceptance of this one is not known.
+        InputError: the request names another draft, or the acceptance of the draft is not known.
     """
     if request.speculative not in (None, drafts.method):
         accepted = f"plans must use the draft of the command: give {drafts.method}, or leave it out"

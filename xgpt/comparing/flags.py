@@ -1,4 +1,4 @@
-"""Read an engine's command line as its own parser does: prefixes, negations, underscores, config files."""
+"""Read an engine's command line as the engine does, with prefixes, negations, underscores and config files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES: dict[str, DType | None] = {
     "auto": None, "half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32",
     "float32": "float32",
 }  # fmt: skip
-"""Data types, by the names that all engines use."""
+"""Data types by the names that all engines use."""
 NO_TABLES = "xgpt has no step times for it"
 DRAFTS = "xgpt does not score its effect on drafts"
 TRANSFER = "xgpt does not score the transfer of K/V between engines"
@@ -29,13 +29,14 @@ CAPTURED = "xgpt has step times only for captured CUDA graphs"
 VARIABLE = "it is a shell variable: write its value"
 
 Given = dict[str, str]
-"""Values of flags by their long names: text, "yes" or "no" for a switch, JSON for a value given in parts."""
+"""Values of flags by the flags' long names: text, "yes" or "no" for a switch, or JSON for a value given in parts."""
 
 
 @cache
 def tables() -> dict[str, Any]:
-    """Return versions, flags, aliases and quantisations of released engines, from the file of `python -m
-    tools.make_flags`."""
+    """Return versions, flags, aliases and quantisations of released engines, from the file that `python -m
+    tools.make_flags` writes.
+    """
     return dict(json.loads((Path(__file__).parent / "engine_flags.json").read_text(encoding="utf-8")))
 
 
@@ -44,12 +45,12 @@ class FlagTable:
     """The flags of an engine.
 
     Attributes:
-        engine: the engine and its version, for messages.
-        takes: kind of value of each flag, by its long name without dashes: nothing, switch (with a --no- form), value,
-            optional, many.
-        aliases: other names, with dashes.
-        abbreviates: whether an unambiguous prefix of a flag is accepted, as in argparse.
-        earlier: flags of earlier versions, used for flags that the newest version does not have.
+        engine: name and version of the engine, for messages.
+        takes: for each flag's long name without dashes, what the flag takes: nothing, switch (nothing, with a --no-
+            form), value, optional or many.
+        aliases: other names of flags, with dashes.
+        abbreviates: whether the engine accepts an unambiguous prefix of a flag, as argparse does.
+        earlier: flags of earlier versions that the newest version does not have.
     """
 
     engine: str
@@ -72,10 +73,10 @@ class FlagTable:
 
     def read(self, words: list[str]) -> tuple[Given, list[str]]:
         """Return the flags in words such as `--flag value`, `--flag=value`, `-tp 4`, `-O3` and `--flag.field value`,
-        and the words that belong to no flag.
+        and the remaining words.
 
         Raises:
-            InputError: a flag is not known, or its value is missing.
+            InputError: a flag is not known, or the value of a flag is missing.
         """
         given: Given = {}
         free: list[str] = []
@@ -113,7 +114,7 @@ class FlagTable:
         """Return the long name of a flag, and whether it is switched on.
 
         Raises:
-            InputError: there is no such flag. The message suggests the closest, never its negation.
+            InputError: there is no such flag. The message suggests the closest flag, but never a negation.
         """
         word = word.replace("_", "-")
         names = self._names()
@@ -130,14 +131,14 @@ class FlagTable:
         raise InputError("current", word, f"{self.engine} has no such flag{near}")
 
     def _names(self) -> dict[str, tuple[str, bool]]:
-        """Return, for each spelling, its flag and whether the spelling switches the flag on."""
+        """Return, for each spelling of a flag, the flag's long name and whether the spelling switches the flag on."""
         all_ = {**self.earlier, **self.takes}
         names = {f"--{flag}": (flag, True) for flag in all_}
         names |= {f"--no-{flag}": (flag, False) for flag, takes in all_.items() if takes == "switch"}
         return names | {alias: (flag, True) for alias, flag in self.aliases.items()}
 
     def read_config(self, path: str) -> Given:
-        """Return the flags in a YAML file, as `vllm serve --config` reads them.
+        """Return the flags in a YAML file, as `vllm serve --config` reads the file.
 
         Raises:
             InputError: the file contains something else, or refers to another file.
@@ -160,7 +161,7 @@ class FlagTable:
 
 
 def _object(text: str | None) -> dict[str, Any]:
-    """Return the JSON object of a flag that is given in parts. Before the first part it is empty."""
+    """Return the JSON object made by earlier parts of a flag's value, or an empty object before the first part."""
     try:
         value = json.loads(text or "")
     except ValueError:
@@ -194,10 +195,10 @@ def value_of(given: Given, name: str, read: Callable[[str], T | None], default: 
 
 
 def refuse(given: Given, why: Mapping[str, str]) -> None:
-    """Refuse flags that change speed or memory in a way that is not scored.
+    """Raise an error if flags change speed or memory in a way that xgpt does not score.
 
     Args:
-        why: the reason for each refused flag, by its name or by a pattern of names.
+        why: the reason for each refused flag, by the flag's name or by a pattern for names.
 
     Raises:
         InputError: such a flag is given and switched on.
@@ -211,10 +212,10 @@ def refuse(given: Given, why: Mapping[str, str]) -> None:
 def types_of(
     given: Given, dtypes: Mapping[str, DType | None], kv_names: Sequence[str], weights_names: Sequence[str]
 ) -> tuple[DType | None, DType | None, str | None]:
-    """Return the data types of weights and K/V, and the quantisation of the checkpoint. None means the model's own.
+    """Return the data types of weights and K/V (None: the model's), and the checkpoint's quantisation.
 
     Args:
-        dtypes: data types, by the engine's names.
+        dtypes: data types by the engine's names.
         kv_names: the engine's names of 8-bit K/V.
         weights_names: the engine's names of 8-bit quantisations.
 

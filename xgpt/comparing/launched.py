@@ -1,4 +1,4 @@
-"""Find the engine and its flags in a shell command, `docker run`, a Compose file, a pod or Helm values; read them."""
+"""Find the engine and its command line in a shell command, `docker run`, a Compose file, a pod or Helm values."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ LAUNCHERS: dict[tuple[str, str], Engine] = {
     ("-m", "dynamo.trtllm"): "tensorrt-llm",
 }
 IMAGES: dict[str, Engine] = {"vllm": "vllm", "sglang": "sglang", "tensorrt": "tensorrt-llm", "trtllm": "tensorrt-llm"}
-"""Engines, by parts of the names of their images."""
+"""Engines by a part of their images' names."""
 ENDS = {";", "&", "&&", "|", "||", ">", ">>", "2>", "2>&1", "<", "&>", ")"}
-"""Words that end a command of a shell."""
+"""Words that end a shell command."""
 MOST_LINES = 100
-"""Largest number of lines of quoted text in a command."""
+"""Quoted text in a command may have at most this many lines."""
 DOCKER_SWITCHES = frozenset(
     ("--rm", "--privileged", "--init", "--interactive", "--tty", "--detach", "--read-only", "--publish-all", "--quiet")
 )
@@ -50,7 +50,7 @@ VALUES: dict[str, str] = {
     "enableChunkedPrefill": "--enable-chunked-prefill",
     "enablePrefixCaching": "--enable-prefix-caching",
 }
-"""Flags that the chart of vLLM's production stack makes from fields of its Helm values (`vllmConfig`)."""
+"""Flags that the Helm chart of vLLM's production stack makes from fields of `vllmConfig`."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Launched:
     """An engine with its command line.
 
     Attributes:
-        words: the words of the command line after the program's name.
+        words: the arguments after the program's name.
         image: the container's image, or "".
-        devices: number of devices in the manifest, or None if not stated.
+        devices: number of devices that the manifest requests, or None if the manifest does not state it.
     """
 
     engine: Engine
@@ -70,7 +70,7 @@ class Launched:
 
     @property
     def version(self) -> str | None:
-        """Version in the image's tag, such as 0.15.1, or None if it has none."""
+        """Version in the image's tag, such as 0.15.1, or None if the tag has no version."""
         tag = re.search(r":v?(\d+\.\d+(\.\d+)?)", self.image)
         return None if tag is None else tag[1]
 
@@ -79,10 +79,10 @@ def find_engine(text: str) -> Launched:
     """Return the engine that a command or a file starts.
 
     Args:
-        text: a command, YAML, or the path of a file with one of them.
+        text: a command, YAML, or the path of a file with a command or YAML.
 
     Raises:
-        InputError: it starts no engine, or several.
+        InputError: the text starts no engine, or several different engines.
     """
     text = text.strip()
     if "\n" not in text and len(text) < 4096 and not re.search(r"\s--?\w", text) and Path(text).is_file():
@@ -99,7 +99,7 @@ def find_engine(text: str) -> Launched:
 
 
 def shorten(text: str) -> str:
-    """Return the beginning of a text, for a message."""
+    """Return a text, cut to one short line for a message."""
     line = " ".join(text.split())
     return line if len(line) <= 100 else line[:97] + "..."
 
@@ -119,7 +119,7 @@ def _one(launched: list[Launched], text: str) -> Launched:
 
 
 def _documents(text: str) -> list[Any]:
-    """Return the mappings of YAML, or nothing if the text is a command."""
+    """Return the mappings in YAML, or nothing if the text is a command."""
     if not re.search(r"^\s*[\w.-]+\s*:(\s|$)", text, flags=re.MULTILINE):
         return []
     try:
@@ -140,7 +140,7 @@ def in_shell(text: str) -> Iterator[Launched]:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yield the lines of a script. Quoted text on several lines is yielded as one."""
+    """Yield the lines of a script. Quoted text on several lines is joined to one line."""
     lines = text.splitlines()
     at = 0
     while at < len(lines):
@@ -151,7 +151,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _is_closed(text: str) -> bool:
-    """Return whether all quotation marks of a shell's text are closed."""
+    """Return whether all quotation marks in a shell script are closed."""
     try:
         shlex.split(text)
     except ValueError:
@@ -179,7 +179,7 @@ def _comment(words: list[str]) -> int:
 
 
 def _in_words(words: list[str], image: str = "") -> Iterator[Launched]:
-    """Yield the engines that one or several commands start."""
+    """Yield the engines that a line's commands start."""
     for command in _commands(words):
         names = [os.path.basename(word) for word in command]
         for at, word in enumerate(names):
@@ -219,7 +219,7 @@ def _commands(words: list[str]) -> Iterator[list[str]]:
 
 
 def _in_docker(words: list[str]) -> Iterator[Launched]:
-    """Yield the engine of `docker run`: the image's engine, or the one that the arguments start."""
+    """Yield the engine that `docker run` starts, by its arguments or by the image's name."""
     entrypoint = ""
     at = 0
     while at < len(words) and words[at].startswith("-"):
@@ -250,7 +250,7 @@ def _in_container(image: str, entrypoint: list[str], arguments: list[str]) -> It
 
 
 def in_manifest(node: Any) -> Iterator[Launched]:
-    """Yield the engines in Compose services, pods, Helm values of the production stack, llm-d and Dynamo."""
+    """Yield the engines in Compose services, pods, and Helm values of the production stack, llm-d or Dynamo."""
     if isinstance(node, list):
         for each in node:
             yield from in_manifest(each)
@@ -291,7 +291,7 @@ def _of_values(node: dict[str, Any]) -> Launched:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return the words of a command, which is a list or text for a shell."""
+    """Return the words of a command, which may be a list of words or a shell's text."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -319,9 +319,7 @@ def _environment(node: dict[str, Any]) -> dict[str, str]:
 
 
 def _filled(word: str, environment: Mapping[str, str]) -> str:
-    """Return a word after replacing the variables that the container defines, or that have a default, by their
-    values.
-    """
+    """Return a word in which variables with a value in the container, or with a default, are replaced by this value."""
 
     def value(match: re.Match[str]) -> str:
         name, default = match[1] or match[2] or match[4], match[3]
@@ -347,11 +345,11 @@ def read_current(text: str, cluster: ClusterSpec) -> CurrentEngine:
     """Return the deployment that a command, a Compose file, a pod or Helm values start.
 
     Args:
-        text: the command, the YAML, or the path of a file with one of them.
+        text: the command, the YAML, or the path of a file with a command or YAML.
 
     Raises:
-        InputError: it starts no engine that can be scored, or a flag is not known to the engine or changes the speed in
-            a way that is not scored.
+        InputError: the text starts no engine that xgpt scores, the engine does not know a flag, or xgpt does not score
+            a flag's effect.
     """
     launched = find_engine(text)
     current = READERS[launched.engine](launched.words, cluster)

@@ -1,4 +1,4 @@
-"""Read the commands of SGLang and TensorRT-LLM as deployments to score."""
+"""Read the settings of a deployment from a command of SGLang or TensorRT-LLM."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ TENSORRT_LLM = FlagTable.of("tensorrt-llm", "TensorRT-LLM", abbreviates=False)
 EIGHT_BIT_KV = ("fp8_e4m3", "fp8_e5m2", "fp8")
 EIGHT_BIT_WEIGHTS = ("fp8", "w8a8_fp8", "modelopt", "modelopt_fp8")
 SGLANG_CHUNKS = ((160, 16384), (60, 8192), (35, 4096), (0, 2048))
-"""Defaults of --chunked-prefill-size: (least GiB of device memory, tokens)."""
+"""Defaults of --chunked-prefill-size: (smallest device memory in GiB, tokens)."""
 SGLANG_REQUESTS = 2048
-"""Default of --max-running-requests. K/V memory limits it further."""
+"""Default of --max-running-requests. K/V memory limits the number further."""
 TENSORRT_REQUESTS, TENSORRT_TOKENS = 2048, 8192
 """Defaults of --max_batch_size and --max_num_tokens."""
 
@@ -44,7 +44,7 @@ SGLANG_REFUSED = {
     r"schedule-conservativeness|enable-priority-scheduling|max-total-tokens": SCHEDULE,
     r"is-embedding": "xgpt scores only generation",
 }
-"""Flags of SGLang that change speed or memory in a way that is not scored, with the reason."""
+"""Flags of SGLang that change speed or memory in a way that xgpt does not score, with the reason."""
 TENSORRT_REFUSED = {
     r"extra-llm-api-options": "it may contain any setting: give its values as options",
     r"context-parallel-size|moe-cluster-parallel-size": NO_TABLES,
@@ -57,7 +57,7 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
     """Return the deployment that `python -m sglang.launch_server` starts with these words.
 
     Raises:
-        InputError: a flag or its value is unknown to SGLang, or it changes the speed in a way that is not scored.
+        InputError: SGLang does not know a flag or its value, or xgpt does not score the flag's effect.
     """
     given, free = SGLANG.read(words)
     if "config" in given:
@@ -114,8 +114,7 @@ def read_tensorrt_llm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
     """Return the deployment that `trtllm-serve` starts with these words.
 
     Raises:
-        InputError: an option or its value is unknown to TensorRT-LLM, or it changes the speed in a way that is not
-            scored.
+        InputError: TensorRT-LLM does not know an option or its value, or xgpt does not score the option's effect.
     """
     given, free = TENSORRT_LLM.read(words)
     refuse(given, TENSORRT_REFUSED)

@@ -1,4 +1,4 @@
-"""State whether a deployment's settings cause late requests, by replaying a log on it at the log's own times."""
+"""Find out whether a deployment's settings cause late requests, by replaying a log with its recorded arrival times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xsimulator.measures import RequestTimes
 from xsimulator.run import replay_by_counts
 
 MOST_REPLAYED = 50_000
-"""Largest number of a log's requests that are replayed."""
+"""Largest number of requests of a log to replay."""
 
 
 def answer(
@@ -28,13 +28,14 @@ def answer(
     trace: TraceLengths | None,
     running: Problem,
 ) -> list[str]:
-    """Return lines on the share of a log's requests that keep the bounds at their own times, and on the others.
+    """Return lines of text on how many of a log's requests keep the bounds at the recorded times, and why others do
+    not.
 
     Args:
-        best: the plan to compare the deployment with.
-        problem: the problem of the plans.
-        running: the problem with the engine and the data types of the deployment.
-        trace: the log. Without a log, or without times in it, nothing is returned.
+        best: the plan with which to compare the deployment.
+        problem: the problem that the plans solve.
+        running: the same problem with the deployment's engine and data types.
+        trace: the log. If there is no log, or a log without times, nothing is returned.
     """
     constraint = problem.constraint
     if trace is None or trace.timestamp_s is None or not constraint.bounds_latency or len(trace.input) < 2:
@@ -63,7 +64,7 @@ def answer(
 def _others(
     running: Problem, trace: TraceLengths, late: npt.NDArray[np.bool_], planned: RequestTimes | None
 ) -> list[str]:
-    """Return a line on the requests that break a bound: outputs that no setting makes fast enough, and the others."""
+    """Return a line of text on late requests: how many have outputs too long for any setting, and how many do not."""
     number, constraint = int(late.sum()), running.constraint
     parts, too_long = list[str](), np.zeros(len(late), bool)
     found = fastest(scheduler(running).candidates, ("chunked", "orca"))
@@ -95,7 +96,7 @@ def _late_in(planned: RequestTimes, running: Problem, too_long: npt.NDArray[np.b
 
 
 def _times(plan: Plan, profile: Profile, trace: TraceLengths) -> RequestTimes | None:
-    """Return each request's times on a plan's first replica, or None if they cannot be simulated quickly."""
+    """Simulate a trace on a plan with one replica. Return its times, or None if a fast simulation is not possible."""
     if plan.replicas > 1:  # a replica gets only a part of the log
         return None
     try:

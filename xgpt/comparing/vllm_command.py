@@ -1,4 +1,4 @@
-"""Read a `vllm serve` command line as a deployment to score."""
+"""Read the settings of a deployment from a `vllm serve` command."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from xgpt.core.errors import InputError
 from xgpt.core.schema import ClusterSpec
 
 DEFAULTS = ((160, 1024, 16384), (70, 1024, 8192), (0, 256, 2048))
-"""Defaults of vLLM's server: (least GiB of device memory, requests, tokens in a step)."""
+"""Defaults of vLLM's server: (smallest device memory in GiB, requests, tokens in a step)."""
 A100_LIMIT = 160
-"""GiB of memory below which an A100 has the smallest defaults."""
+"""An A100 with less memory than this, in GiB, has the smallest defaults."""
 CPU_DEFAULTS = (128, 2048)
-"""Defaults (requests, tokens) of a step on a CPU, for each device of a replica."""
+"""Defaults on a CPU for each device of a replica: (requests, tokens in a step)."""
 GPU_SHARE = 0.92
 """Share of a GPU's memory that vLLM uses by default."""
 BLOCK_SIZE = 16
@@ -38,7 +38,7 @@ STORED = (
     "awq", "auto_awq", "awq_marlin", "gptq", "auto_gptq", "gptq_marlin", "moe_wna16", "compressed-tensors", "mxfp4",
     "gpt_oss_mxfp4", "modelopt_fp4", "modelopt_mixed", "quark", "deepseek_v4_fp8",
 )  # fmt: skip
-"""Names of quantisations that the checkpoint's config also states."""
+"""Names of quantisations that a checkpoint's config also states."""
 MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 TABLE = FlagTable.of("vllm", "vLLM")
@@ -48,7 +48,7 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
     """Return the deployment that `vllm serve` starts with these words.
 
     Raises:
-        InputError: a flag or its value is unknown to vLLM, or it changes the speed in a way that is not scored.
+        InputError: vLLM does not know a flag or its value, or xgpt does not score the flag's effect.
     """
     if "--omni" in words:
         raise InputError("current", "--omni", "vLLM-Omni serves images, sound or video, which xgpt does not score")
@@ -125,11 +125,11 @@ PLANNED = {
     "spec-method", "spec-model", "spec-tokens", "nnodes", "node-rank", "master-addr", "master-port", "headless",
     "model",
 }  # fmt: skip
-"""Options that the command of a plan sets itself, or that depend on its placement, as all data-parallel-... do."""
+"""Options that a plan's command sets itself, or that depend on the plan's placement."""
 
 
 def _kept(given: Mapping[str, str]) -> Iterator[str]:
-    """Yield the options that stay as they are in the command of a plan, such as --max-model-len."""
+    """Yield the options that do not change in a plan's command, such as --max-model-len."""
     for name, value in given.items():
         if name not in PLANNED and not name.startswith("data-parallel-"):
             values = value.split() if TABLE.takes.get(name) == "many" else (value,)
@@ -137,7 +137,7 @@ def _kept(given: Mapping[str, str]) -> Iterator[str]:
 
 
 def _as_json(name: str, text: str) -> str:
-    """Return JSON in a normal form, without parts that have no effect, and other text unchanged."""
+    """Return JSON in a normal form without parts that have no effect; return other text unchanged."""
     if not text.startswith("{"):
         return text
     try:
@@ -177,7 +177,7 @@ def _check_quantization(weights: str | None) -> None:
 
 
 def _defaults(cluster: ClusterSpec, replica_devices: int) -> tuple[int, int]:
-    """Return (max_num_seqs, max_num_batched_tokens) of vLLM's server by default."""
+    """Return the default (max_num_seqs, max_num_batched_tokens) of vLLM's server."""
     device = cluster.device
     if device.type == "cpu":
         return CPU_DEFAULTS[0] * replica_devices, CPU_DEFAULTS[1] * replica_devices

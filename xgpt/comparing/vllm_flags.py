@@ -1,4 +1,4 @@
-"""The flags of `vllm serve` whose effect on speed or memory is not modelled. No other flag has such an effect."""
+"""List the flags of `vllm serve` that change speed or memory in a way that xgpt does not score."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ _REFUSED: dict[str, dict[str, list[str]]] = {
 }
 
 REFUSED = {name: (why, tuple(neutral)) for why, flags in _REFUSED.items() for name, neutral in flags.items()}
-"""For each refused flag: the reason, and the values without effect ("yes" or "no" for a switch)."""
+"""For each such flag, the reason and the values without effect ("yes" or "no" for a switch)."""
 
 NEUTRAL_PARTS: dict[str, dict[str, tuple[object, ...]]] = {
     "compilation-config": {"mode": (3, "3"), "level": (3, "3"), "cudagraph_mode": ("FULL_AND_PIECEWISE",)},
@@ -102,5 +102,6 @@ NEUTRAL_PARTS: dict[str, dict[str, tuple[object, ...]]] = {
         "num_nextn_predict_layers": (),  # only drafts use them
     },
 }
-"""Parts of a JSON value that change neither speed nor memory, with the values for which that is so. () means all
-values. --max-model-len sets the length of the context."""
+"""Fields of JSON values, with the values that change neither speed nor memory; () means all values. (--max-model-len
+sets the context length.)
+"""

@@ -1,1 +1,1 @@
-"""The local planning page of `xgpt ui`."""
+"""Serve the local planning page of `xgpt ui`."""

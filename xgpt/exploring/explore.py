@@ -1,8 +1,9 @@
-"""Answer the questions of the planning page. The quick parts of an answer come first.
+"""Answer the questions of the planning page in several parts, the quickest first.
 
 A question contains the arguments of `xgpt.plan` by name, and `current`, the command of the current deployment. Closed
-forms answer immediately; then a run is simulated; the last part is the plan that `xgpt plan` would write. This runs in
-a separate process (`python -m xgpt.exploring.explore`), which abandons a question when a newer one arrives.
+forms give the first parts immediately, and a simulated run follows. The last part is the plan that `xgpt plan` would
+write. A separate process (`python -m xgpt.exploring.explore`) answers, and gives up a question when a newer question
+arrives.
 """
 
 from __future__ import annotations
@@ -37,30 +38,30 @@ from xsimulator.clock import Span
 from xsimulator.run import simulate
 
 Part = dict[str, Any]
-"""A part of an answer. `part` is its kind."""
+"""A part of an answer. Its entry `part` states the kind of part."""
 
 LOOSER = (1.1, 1.25, 1.5, 2.0)
-"""Factors on the latency bound for which the gain is shown."""
+"""The page shows the gain if the latency bound is multiplied by these factors."""
 NUM_REQUESTS = 300
-"""Number of requests of the simulated run whose steps are drawn."""
+"""Number of requests in the simulated run whose steps the page draws."""
 MOST_POINTS = 200
-"""Largest number of points of a drawn line."""
+"""Largest number of points in a drawn line."""
 MOST_KEPT = 8
-"""Largest number of problems whose tables are kept."""
+"""Largest number of problems whose schedulers are cached."""
 FREE = {"latency_bound_s": None, "ttft_s": None, "tpot_s": None}
 
 
 @dataclass
 class Explorer:
-    """Answers questions, and keeps the tables of recent problems."""
+    """Answers questions, and caches the schedulers of recent problems."""
 
     _kept: OrderedDict[str, tuple[Scheduler, Part]] = field(default_factory=OrderedDict)
 
     def answers(self, asked: dict[str, Any]) -> Iterator[Part]:
-        """Yield the parts of one answer.
+        """Yield the parts of the answer to a question.
 
         Raises:
-            XgptError: the question is wrong, or no schedule keeps the bounds. The parts known before that were yielded.
+            XgptError: the question is wrong, or no schedule keeps the bounds. Earlier parts have been yielded.
         """
         current = asked.pop("current", None) or None
         if not isinstance(current, str | None):
@@ -90,7 +91,9 @@ class Explorer:
             yield {"part": "current", **scored(search, current, planned.best)}
 
     def _scheduler(self, request: PlanRequest) -> tuple[Scheduler, Part]:
-        """Return the scheduler of a request, with cached tables, and the part of the answer that needs no bounds."""
+        """Return a request's scheduler, whose tables are cached, and the part of the answer that does not depend on
+        bounds.
+        """
         free = request.model_copy(update=FREE)
         key = free.model_dump_json()
         if key not in self._kept:
@@ -104,13 +107,12 @@ class Explorer:
 
 
 def _runs_as(plan: Plan) -> tuple[object, ...]:
-    """Return the settings on which a plan's steps depend."""
+    """Return what determines the steps of a plan."""
     return plan.policy, plan.stages, plan.cluster.num_devices
 
 
 def quick(search: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, float | None]]:
-    """Return each policy's best plan by closed forms, the best plan first, with its arrival rate if the plan maximises
-    that.
+    """Return each policy's best plan in closed form, the best of all first, with its arrival rate if plans maximise it.
 
     Raises:
         InfeasibleError: no plan keeps the bounds.
@@ -154,7 +156,7 @@ def table(plans: dict[str, tuple[Plan, float | None]]) -> Part:
 
 
 def outline_of(plan: Plan) -> Part:
-    """Return a description of the chosen plan, and its devices' memory."""
+    """Return a description of the chosen plan, and the memory use of its devices."""
     return {
         "title": f"{plan.model.name} on {plan.cluster.name}, {plan.workload.name}",
         "schedule": f"{plan.policy.kind}: {plan_text.schedule_in_words(plan)}",
@@ -167,7 +169,7 @@ def outline_of(plan: Plan) -> Part:
 
 
 def trade_off(search: Scheduler, kinds: tuple[str, ...]) -> Part:
-    """Return each policy's highest saturated throughput for each latency."""
+    """Return each policy's highest throughput at saturation for each latency."""
     relaxed = search.under(search.problem.constraint.model_copy(update=FREE))
     lines = []
     for kind in kinds:
@@ -179,14 +181,14 @@ def trade_off(search: Scheduler, kinds: tuple[str, ...]) -> Part:
 
 
 def timeline(plan: Plan, search: Scheduler) -> Part:
-    """Return some steps of a simulated run of the plan at saturation."""
+    """Simulate the plan at saturation, and return some steps of the run."""
     spans: list[Span] = []
     simulate(plan, search.problem.profile, plan.workload, NUM_REQUESTS, np.random.default_rng(0), on_span=spans.append)
     return figures.timeline(plan, spans)._asdict()
 
 
 def looser(search: Scheduler, kinds: tuple[str, ...]) -> list[Part]:
-    """Return the best plan in closed form under the latency bound and under each looser one."""
+    """Return the best plan in closed form under the latency bound and under each looser bound."""
     bound = search.problem.constraint.latency_bound_s
     rows = []
     for factor in () if bound is None else (1.0, *LOOSER):
@@ -198,7 +200,7 @@ def looser(search: Scheduler, kinds: tuple[str, ...]) -> list[Part]:
 
 
 def scored(search: Scheduler, command: str, best: Plan) -> Part:
-    """Return the current deployment's figures and the plan's gain over it, or the reason why it cannot be scored."""
+    """Return the current deployment's figures and the plan's gain, or the reason why it cannot be scored."""
     try:
         running = read_current(command, search.problem.cluster)
         plan = score_current(search.problem, running)
@@ -213,7 +215,7 @@ def scored(search: Scheduler, command: str, best: Plan) -> Part:
 
 
 def settled(planned: Planned) -> Part:
-    """Return the plans that `xgpt plan` would write, with simulated arrival rates."""
+    """Return the plans of `xgpt plan`, with simulated arrival rates."""
     rated = {
         kind: (plan, None if plan.estimate.capacity is None else rate_of(plan)) for kind, plan in planned.plans.items()
     }
@@ -244,14 +246,14 @@ def refusal(error: Exception) -> Part:
 
 
 class _Superseded(BaseException):
-    """A newer question has arrived. No `except Exception` of the planner catches it."""
+    """Raised when a newer question arrives. No `except Exception` in the planner catches this exception."""
 
 
 def main() -> None:
-    """Read questions as lines {"id", "asked"} and write answers as lines {"id", "part", …}. SIGUSR1 ends an answer.
+    """Read questions as lines {"id", "asked"}, and write answers as lines {"id", "part", …}. SIGUSR1 ends an answer.
 
-    The sender sends the signal before the next question, so that the signal never ends the wrong answer, and only after
-    the sender has read {"part": "ready"}.
+    The sender must have read {"part": "ready"} before it sends the signal. It sends the signal before the next
+    question, so the signal never ends the wrong answer.
     """
     is_computing = is_superseded = False
 

@@ -1,7 +1,7 @@
-"""Serve the planning page: an HTTP server on loopback, and one process that answers its questions.
+"""Serve the planning page with an HTTP server on loopback and a process that answers questions.
 
-Any user of the machine can connect to loopback, and answers may contain private files of the owner. So each request
-must contain the token that is part of the address which `serve` prints.
+Any user of the machine can connect to loopback, and answers may contain private files of the user who started the
+server. So each request must contain a token, which is part of the address that `serve` prints.
 """
 
 from __future__ import annotations
@@ -40,28 +40,27 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost")
-"""Host names that a browser may use. Requests with another name, from another site's page, are rejected."""
+"""Host names that requests may contain. Other names come from pages of other sites, and are rejected."""
 MOST_NAME = 64
 MOST_BYTES = 64 * 2**20
-"""Largest size of a trace dropped on the page, and of a question."""
+"""Largest size of a question, and of a trace that is dropped on the page."""
 
 
 class AnswerProcess:
-    """The process that answers questions, one at a time. A new question ends the answer to the one before."""
+    """The process that answers questions, one at a time. A new question ends the previous answer."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
         self._asked = 0
         self._lines: asyncio.Queue[bytes] = asyncio.Queue()
-        """Lines of the answer to the last question, a JSON object each. An empty line means that the process has
-        ended."""
+        """Lines of the answer to the last question. Each is a JSON object, or is empty if the process has ended."""
         self._reading: asyncio.Task[None] | None = None
         self._is_ready = asyncio.Event()
-        """Set once the process can be interrupted, or has ended."""
+        """Set once the process can be interrupted or has ended."""
 
     async def start(self) -> None:
-        """Start the process, which loads its modules."""
+        """Start the process, which then loads its modules."""
         if self._reading is not None:
             await self._reading  # so that a line of the previous process does not count as an answer
         self._is_ready.clear()
@@ -79,13 +78,13 @@ class AnswerProcess:
 
     @property
     def _has_ended(self) -> bool:
-        """Whether the process or its output has ended."""
+        """Whether there is no process, or the process or its output has ended."""
         if self._process is None or self._reading is None:
             return True
         return self._process.returncode is not None or self._reading.done()
 
     async def stop(self) -> None:
-        """End the process, even while it answers."""
+        """End the process, even in the middle of an answer."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
@@ -93,7 +92,7 @@ class AnswerProcess:
             await self._reading
 
     async def answers(self, asked: dict[str, Any]) -> AsyncIterator[bytes]:
-        """Yield the parts of the answer, one on each line, until its end or another question."""
+        """Yield the parts of an answer as lines, until the answer ends or another question arrives."""
         async with self._lock:
             if self._has_ended:
                 await self.start()
@@ -129,11 +128,10 @@ class AnswerProcess:
 
 
 def build_app(token: str) -> Starlette:
-    """Return the application: the page, the names to choose from, and the answers.
+    """Return the application, which serves the page, the names from which to choose, and the answers.
 
     Args:
-        token: the token that must be in the query of the page's address, and in the header X-Token of the page's
-            requests.
+        token: the token that requests for the page must contain in the query, and other requests in the header X-Token.
     """
     worker = AnswerProcess()
 
@@ -159,7 +157,7 @@ def build_app(token: str) -> Starlette:
         return StreamingResponse(worker.answers(asked), media_type="application/x-ndjson")
 
     async def trace(request: Request, body: bytes) -> Response:
-        """Return the histograms of a trace dropped on the page, with the name of its file."""
+        """Return the histograms of a trace that was dropped on the page, under the name of its file."""
         name = Path(request.query_params.get("name", "")).name
         with tempfile.TemporaryDirectory() as directory:
             endings = [ending for ending in Path(name).suffixes[-2:] if ending in SUFFIXES]
@@ -189,7 +187,7 @@ def build_app(token: str) -> Starlette:
 
 
 class _WithToken:
-    """A wrapper around an application that rejects requests without the token and forbids frames."""
+    """Wraps an application, rejects requests without the token, and forbids showing the page in a frame."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
@@ -223,7 +221,7 @@ _HEADERS = [
 
 
 def _of_this_page(answer: Callable[[Request, bytes], Any]) -> Callable[[Request], Any]:
-    """Return a function that rejects bodies that are too long, and requests from pages of other sites.
+    """Wrap a handler so that it rejects bodies that are too long and requests from pages of other sites.
 
     Only the server's page can send JSON without a preflight request.
     """
@@ -243,11 +241,11 @@ def _of_this_page(answer: Callable[[Request, bytes], Any]) -> Callable[[Request]
 
 
 def serve(port: int, on_ready: Callable[[str], None]) -> None:
-    """Serve the page, only on this machine, until SIGTERM or SIGINT.
+    """Serve the page on loopback until SIGTERM or SIGINT.
 
     Args:
         port: port to listen on. 0 means any free port.
-        on_ready: is called with the page's address, which contains a token that grants access.
+        on_ready: called with the page's address, which contains a token that grants access.
 
     Raises:
         MachineError: the port cannot be opened.

@@ -1,1 +1,1 @@
-"""Export plans to other platforms: scripts, Kubernetes objects, deployments of Dynamo and llm-d."""
+"""Write the files that start a plan elsewhere: scripts, Kubernetes objects, deployments of Dynamo and llm-d."""

@@ -1,7 +1,7 @@
-"""Write the files with which another platform starts a plan: scripts for a machine, Kubernetes objects.
+"""Write the files that start a plan on another machine or platform.
 
-All of them run `xgpt serve`, so that the endpoint's keys and limits always apply. Versions are pinned, and starting
-needs no network. A plan that does not fit its devices is an error.
+Most of them run `xgpt serve`, so that the endpoint's keys and limits apply. Versions are pinned, and starting needs no
+network. A plan that does not fit its devices is an error.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ FRAMEWORKS: dict[Target, tuple[str | None, ...]] = {
     "llm-d": ("vllm", None),
     "script": ("xgpt", None),
 }
-"""The engines that each target starts. None stands for plans without an engine."""
+"""For each target, the engines of the plans that it can start. None means plans without an engine."""
 
 WEIGHTS = "weights"
-"""Directory next to a script, into which it downloads weights."""
+"""A script downloads weights into this directory next to it."""
 
 
 def export(plan: Plan, target: Target) -> dict[str, str]:
-    """Return the files of a target, by name.
+    """Return the contents of a target's files, by file name.
 
     Raises:
-        InputError: the plan does not fit its devices by its estimate, is for another engine, or cannot run on the
-            target.
+        InputError: by its estimate the plan does not fit its devices, or it is for another engine, or the target cannot
+            run it.
     """
     check_target(plan, target)
     check_memory(plan)
@@ -76,10 +76,10 @@ def export(plan: Plan, target: Target) -> dict[str, str]:
 
 
 def check_target(plan: Plan, target: Target) -> None:
-    """Check that a target starts the engine that a plan is for.
+    """Check that a target starts the engine of a plan.
 
     Raises:
-        InputError: it starts another one. The message states the engine to plan with.
+        InputError: the target starts another engine. The message states for which engine to plan.
     """
     engine = plan.engine
     if (None if engine is None else engine.framework) in FRAMEWORKS[target]:
@@ -99,7 +99,7 @@ def check_memory(plan: Plan) -> None:
     """Check that a plan fits in the memory of its devices.
 
     Raises:
-        InputError: it does not fit. The message states the needed and the available memory of the fullest device.
+        InputError: the plan does not fit. The message states the needed and the available memory of the fullest device.
     """
     device = plan.cluster.device
     usable = device.memory_bytes * device.usable_memory
@@ -113,7 +113,7 @@ def check_memory(plan: Plan) -> None:
 
 
 def start_command(target: Target) -> str:
-    """Return the command that starts exported files, from within their directory."""
+    """Return the command that starts the exported files in the current directory."""
     scripts = {"vllm": "sh serve.sh", "sglang": "sh serve.sh", "script": "sh start.sh", "compose": "docker compose up"}
     return scripts.get(target, "kubectl apply -k .")
 
@@ -139,7 +139,7 @@ def _vllm(plan: Plan) -> dict[str, str]:
 
 
 def _nodes(plan: Plan) -> tuple[str, str]:
-    """Return how to start vLLM's script on several nodes, and the arguments for it, or nothing for one node.
+    """Return a comment and arguments for starting vLLM's script on several nodes, or empty texts for one node.
 
     Raises:
         InputError: the plan's devices do not divide evenly among its nodes.
@@ -178,7 +178,7 @@ def _engine_itself(plan: Plan) -> dict[str, str]:
 
 
 def _start_script(plan: Plan) -> dict[str, str]:
-    """Return a script that runs `xgpt serve` with xgpt's own engine. Several nodes form a Ray cluster."""
+    """Return a script that runs `xgpt serve` with xgpt's own engine, on a Ray cluster if there are several nodes."""
     check_engine(plan, "xgpt")
     model_id = hub.id_of(plan.checkpoint)
     command = ["xgpt", "serve", "plan.json", "--host", "0.0.0.0", "--port", str(PORT), "--api-key-file", "keys.txt"]
@@ -195,12 +195,11 @@ def _start_script(plan: Plan) -> dict[str, str]:
 
 
 def _script(head: str, command: Sequence[str], variables: str = "", *, fetched: str | None) -> str:
-    """Return a script that executes the command, followed by the script's own arguments.
+    """Return a script that runs a command and passes its own arguments on to the command.
 
     Args:
-        variables: quoted arguments that contain shell variables.
-        fetched: id of a model whose weights are downloaded first, unless they exist. None means that nothing is
-            downloaded.
+        variables: further arguments with shell variables, already quoted.
+        fetched: id of a model whose weights the script downloads first if they are missing. None means no download.
     """
     fetch = ""
     if fetched is not None:

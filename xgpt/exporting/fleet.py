@@ -1,4 +1,4 @@
-"""Write a fleet as Kubernetes objects: its replicas, the recommender, and autoscalers that follow it."""
+"""Write a fleet as Kubernetes objects: replicas, the recommender, and autoscalers that follow the recommender."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from xgpt.exporting.pods import MAX_CONFIG_BYTES, PORT, USER, Names, Object, con
 PLACE = "/etc/xgpt/fleet"
 METRIC_PORT = 8471
 PROMETHEUS = "http://prometheus-server.monitoring"
-"""Address of Prometheus in the exported ScaledObjects. Users replace it with their own."""
+"""Address of Prometheus in the exported ScaledObjects. Users replace this address with their own."""
 TOLERATED = 10
-"""Largest number of replicas at which a change by one replica exceeds the 10% that Kubernetes' autoscaler ignores."""
+"""Up to this number of replicas, one replica more is a change by at least 10%, which Kubernetes' autoscaler notices."""
 
 
 def fleet_files(fleet: FleetPlan) -> dict[str, str]:
-    """Return the objects of each kind in a separate directory, the recommender, autoscalers, and a kustomization.
+    """Return the files of a fleet: a directory for each kind, the recommender, autoscalers, and a kustomization.
 
     Raises:
-        InputError: pods cannot run one of the plans, a replica spans nodes, or the file of the fleet is too large.
+        InputError: pods cannot run one of the plans, or fleet.json is too large for a ConfigMap.
     """
     base = fleet_name(fleet)
     document = dump_json(fleet)
@@ -56,7 +56,7 @@ def fleet_files(fleet: FleetPlan) -> dict[str, str]:
 
 
 def _names(base: str, number: int) -> Names:
-    """Return the names of a kind's objects."""
+    """Return the names of the objects for one kind of replica."""
     labels = {"app.kubernetes.io/part-of": base, "xgpt-kind": str(number)}
     return Names(f"{base}-{number}", {"app.kubernetes.io/name": f"{base}-{number}", **labels})
 
@@ -157,7 +157,7 @@ def _pod(fleet: FleetPlan, name: str, base: str) -> Object:
 
 
 def _scaled(fleet: FleetPlan, base: str, number: int) -> tuple[Object, int]:
-    """Return the reference to the object that an autoscaler scales, and its largest number of replicas."""
+    """Return a reference to the object that an autoscaler scales, and the largest number of replicas."""
     kind = fleet.kinds[number]
     target = GROUP if num_nodes(kind.plan) > 1 else {"apiVersion": "apps/v1", "kind": "Deployment"}
     planned = max(interval.replicas[number] for interval in fleet.intervals)
@@ -166,7 +166,7 @@ def _scaled(fleet: FleetPlan, base: str, number: int) -> tuple[Object, int]:
 
 
 DOWN: Object = {"stabilizationWindowSeconds": 0}
-"""No stabilisation: the recommender waits before it recommends fewer."""
+"""No stabilisation is needed, since the recommender itself waits before it recommends fewer replicas."""
 
 
 def _hpa(fleet: FleetPlan, base: str, number: int) -> Object:

@@ -1,7 +1,7 @@
 """Write a plan as Kubernetes objects: a Deployment, or a LeaderWorkerSet if a replica spans several nodes.
 
-Pods run `xgpt serve`, with vLLM unless the plan was made for xgpt's own engine. Pods on several nodes meet at the
-leader: by vLLM's own flags, or as a Ray cluster.
+Pods run `xgpt serve`, with vLLM unless the plan was made for xgpt's own engine. The pods of a replica on several nodes
+connect to their leader, by vLLM's flags or as a Ray cluster.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ GROUP = {"apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet"}
 LEADER_LABELS = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}
 
 MEET = ["--nnodes", "$(LWS_GROUP_SIZE)", "--node-rank", "$(LWS_WORKER_INDEX)", "--master-addr", "$(LWS_LEADER_ADDRESS)"]
-"""How a pod of a group finds the others under vLLM."""
+"""Options with which vLLM in a pod finds the other pods of the group."""
 RAY_HEAD = f"ray start --head --port={RAY_PORT} --disable-usage-stats"
 RAY_WORKER = ["ray", "start", f"--address=$(LWS_LEADER_ADDRESS):{RAY_PORT}", "--disable-usage-stats", "--block"]
-"""How the pods of a group become a Ray cluster, on which xgpt's own engine runs."""
+"""The commands that make the pods of a group a Ray cluster for xgpt's own engine."""
 
 TOLERANCE = 0.1
-"""Relative deviation from the target that Kubernetes' autoscaler ignores by default."""
+"""Kubernetes' autoscaler ignores relative deviations up to this value by default."""
 
 
 def kubernetes_files(plan: Plan) -> dict[str, str]:
-    """Return the files, by name: the objects, their kustomization, an autoscaler, and for vLLM the image's Dockerfile.
+    """Return the files by name: objects, kustomization, autoscaler and, for vLLM, the image's Dockerfile.
 
     Raises:
         InputError: pods cannot run the plan.
@@ -79,7 +79,7 @@ def num_nodes(plan: Plan) -> int:
     """Return the number of nodes that a replica spans.
 
     Raises:
-        InputError: the replica's devices do not divide evenly among them.
+        InputError: the replica's devices do not divide evenly among the nodes.
     """
     return nodes_of(plan, plan.devices_per_replica)
 
@@ -145,10 +145,10 @@ def deployment(plan: Plan, selector: Mapping[str, str], spec: Object, meta: Obje
 
 
 def group_of_pods(plan: Plan, names: Names, size: int, leader: Object, worker: Object, meta: Object) -> Object:
-    """Return a LeaderWorkerSet with a leader and its workers, which only run together, for each replica of a plan.
+    """Return a LeaderWorkerSet. For each replica it has a leader and workers, which start and end together.
 
     Args:
-        meta: metadata of the set and its leaders. Workers only have the labels of all the plan's pods.
+        meta: metadata of the set and its leaders. Workers have only the labels that all pods of the plan have.
     """
     template = {
         "size": size,
@@ -174,16 +174,16 @@ def follower_command(meet: Sequence[str]) -> list[str]:
 
 
 def weights_note(plan: Plan, names: Names) -> str:
-    """Return a comment about the source of the pods' weights."""
+    """Return a comment that states where pods get the weights."""
     if (model_id := hub.id_of(plan.checkpoint)) is not None:
         return f"weights are fetched by their id, {model_id} (a token for it: secret {names.name}-hub, key token)"
     return f"the weights come from a volume claim, {names.name}-model"
 
 
 def _autoscaler(plan: Plan, names: Names) -> dict[str, str]:
-    """Return an autoscaler for overlays to add, or nothing if the plan has no arrival rate.
+    """Return an autoscaler that overlays can add, or nothing if the plan has no arrival rate.
 
-    The autoscaler keeps the arrival rate of each replica at the highest rate within the plan's bounds.
+    The autoscaler adds replicas when the arrival rate of each exceeds the highest rate within the plan's bounds.
     """
     if plan.estimate.capacity is None:
         return {}
@@ -211,5 +211,5 @@ def _autoscaler(plan: Plan, names: Names) -> dict[str, str]:
 
 
 def kustomization(resources: list[str]) -> str:
-    """Return a kustomization to which overlays add their namespace, images and autoscalers."""
+    """Return a kustomization, to which overlays can add a namespace, images and autoscalers."""
     return to_yaml([{"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": resources}])

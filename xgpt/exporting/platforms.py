@@ -1,6 +1,6 @@
-"""Write a plan that vLLM runs as deployment objects of Dynamo and llm-d.
+"""Write a plan for vLLM as deployment objects of Dynamo or llm-d.
 
-A plan of one lane keeps its schedule: with Dynamo through a scheduler class in vLLM, with llm-d because its pods run
+A plan with one lane runs with its own schedule: Dynamo loads xgpt's scheduler class into vLLM, and llm-d's pods run
 `xgpt serve`. The two lanes of WAA become prefill and decode workers with the plan's sizes and numbers. vLLM's own
 scheduler then forms batches of prompts, and the platform's router replaces xgpt's front.
 """
@@ -39,14 +39,14 @@ SIDECAR = "ghcr.io/llm-d/llm-d-router-disagg-sidecar:v0.10.0"
 ROUTER_CHART = "oci://ghcr.io/llm-d/charts/llm-d-router-standalone --version v0.10.0"
 ROLES: dict[LaneName, str] = {"encode": "prefill", "decode": "decode"}
 NIXL_PORT, DECODE_PORT, FRONT_PORT = 5600, 8200, 8000
-"""llm-d's proxy listens on the front's port, and connects to vLLM on the decode lane's port."""
+"""llm-d's proxy listens on `FRONT_PORT` and connects to vLLM in the decode lane at `DECODE_PORT`."""
 API_SERVER: list[Object] = [{"protocol": "TCP", "port": port} for port in (443, 6443)]
 ANSWERS = {"llm-d.ai/inference-serving": "true"}
-"""The label of pods that answer requests."""
+"""Label of the pods that answer requests."""
 SYSTEM_PORT = 9090
 """Port on which Dynamo's workers answer probes."""
 ROUTER_PORT = 8081
-"""Port of the proxy in llm-d's router."""
+"""Port on which llm-d's router accepts requests."""
 
 
 def dynamo_files(plan: Plan) -> dict[str, str]:
@@ -122,7 +122,7 @@ def dynamo_files(plan: Plan) -> dict[str, str]:
 
 
 def llmd_files(plan: Plan) -> dict[str, str]:
-    """Return the files of deployments for llm-d's router, and the values of its chart.
+    """Return the files of deployments behind llm-d's router, and the values for the router's Helm chart.
 
     Raises:
         InputError: vLLM, or pods, cannot run the plan.
@@ -168,15 +168,15 @@ def _checked(plan: Plan, target: str) -> Names:
 
 
 def _reads_plan(plan: Plan) -> bool:
-    """Return whether pods need plan.json: xgpt's scheduler follows it, in one lane."""
+    """Return whether pods need plan.json, because xgpt's scheduler runs the plan. It runs only plans with one lane."""
     return len(plan.policy.lanes) == 1 and not runs_by_itself(plan)
 
 
 def _lanes(plan: Plan, alone: str) -> list[tuple[LaneName, str]]:
-    """Return (lane, role on the platform) pairs.
+    """Return each lane of a plan with its role on the platform.
 
     Args:
-        alone: role of the lane if the plan has only one.
+        alone: role of the lane if the plan has only one lane.
     """
     return list(ROLES.items()) if len(plan.policy.lanes) > 1 else [("both", alone)]
 
@@ -191,12 +191,12 @@ def _model(plan: Plan) -> str:
 
 
 def _served_name(plan: Plan) -> str:
-    """Return the name that clients send as `model`: the hub id, as under `vllm serve ID`."""
+    """Return the name that clients send as `model`, which is the hub id, as with `vllm serve ID`."""
     return hub.id_of(plan.checkpoint) or plan.model.name
 
 
 def _arguments(plan: Plan, lane: LaneName) -> list[str]:
-    """Return vLLM's engine arguments for a lane of one replica."""
+    """Return vLLM's engine arguments for one replica's lane."""
     one = plan.model_copy(update={"replicas": 1})
     if runs_by_itself(plan):
         return [*own_arguments(one), *vllm_draft(plan.speculation)]
@@ -212,7 +212,7 @@ def _nixl(role: str) -> dict[str, Any]:
 
 
 def _component(plan: Plan, names: Names, work: PodSpec, name: str, type_: str, replicas: int) -> Object:
-    """Return a component of a graph. The operator adds shared memory and the needs of Dynamo's runtime."""
+    """Return a component of a DynamoGraphDeployment, to which Dynamo's operator adds what its runtime needs."""
     spec = pods.pod(plan, names, work, fetches=False)
     for entries in (spec["volumes"], spec["containers"][0]["volumeMounts"]):
         entries[:] = [entry for entry in entries if entry["name"] != "shm"]
@@ -228,7 +228,7 @@ def _component(plan: Plan, names: Names, work: PodSpec, name: str, type_: str, r
 
 
 def _llmd_lane(plan: Plan, names: Names, image: str, lane: LaneName, role: str) -> Object:
-    """Return the pods of a lane: a Deployment, or a LeaderWorkerSet if a replica's lane spans nodes."""
+    """Return a lane's Deployment, or its LeaderWorkerSet if one replica's lane spans several nodes."""
     with_xgpt = _reads_plan(plan)
     nodes = nodes_of(plan, _devices(plan, lane))
     write = _with_xgpt if with_xgpt else _vllm_itself
@@ -247,7 +247,7 @@ def _llmd_lane(plan: Plan, names: Names, image: str, lane: LaneName, role: str) 
 
 
 def _with_xgpt(plan: Plan, names: Names, image: str, lane: LaneName, nodes: int) -> PodSpec:
-    """Return `xgpt serve` with vLLM as the worker of a lane."""
+    """Return the container of a lane whose worker is `xgpt serve` with vLLM."""
     return PodSpec(
         image,
         serving_command(names, FRONT_PORT, ["--engine", "vllm", *(MEET if nodes > 1 else ())]),
@@ -259,7 +259,9 @@ def _with_xgpt(plan: Plan, names: Names, image: str, lane: LaneName, nodes: int)
 
 
 def _vllm_itself(plan: Plan, names: Names, image: str, lane: LaneName, nodes: int) -> PodSpec:
-    """Return vLLM's own server as the worker of a lane. llm-d's proxy is in front of the decode lane's server."""
+    """Return the container of a lane whose worker is vLLM's own server. In the decode lane, llm-d's proxy is in front
+    of it.
+    """
     port = DECODE_PORT if lane == "decode" else FRONT_PORT
     role = {"encode": "kv_producer", "decode": "kv_consumer"}.get(lane)
     transfer = [] if role is None else ["--kv-transfer-config", json.dumps(_nixl(role))]
@@ -286,13 +288,13 @@ def _vllm_itself(plan: Plan, names: Names, image: str, lane: LaneName, nodes: in
 
 
 def _engine(answers: PodSpec) -> list[str]:
-    """Return the command of vLLM's server without the options for answering requests."""
+    """Return the command of vLLM's server up to the options for answering requests."""
     command = list(answers.command)
     return command[: command.index("--port")]
 
 
 def _routing_proxy() -> Object:
-    """Return the sidecar of a decode worker, which first sends each prompt to a prefill worker."""
+    """Return the sidecar of a decode worker. It sends each prompt to a prefill worker first."""
     return {
         "name": "routing-proxy",
         "image": SIDECAR,
@@ -305,7 +307,7 @@ def _routing_proxy() -> Object:
 
 
 def _router(names: Names, *, is_split: bool) -> Object:
-    """Return the values of llm-d's router: each request goes to the worker with the fewest requests."""
+    """Return the Helm values of llm-d's router, which sends each request to the worker with the fewest requests."""
     picked = [{"pluginRef": "active-request-scorer"}, {"pluginRef": "max-score-picker"}]
     plugins: list[Object] = [
         {"type": "inflight-load-producer"},

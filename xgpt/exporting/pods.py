@@ -1,8 +1,7 @@
-"""Pods that run a plan: the common parts of objects for Kubernetes, Dynamo and llm-d, and the packages in their
-images.
+"""Write the pods that run a plan, other parts that exports have in common, and the packages in images.
 
-Pods run as a user without privileges on a read-only root. The plan comes from a ConfigMap, keys from a Secret, weights
-from a volume claim or, for a model named by its Hugging Face id, from the hub.
+Pods run as a user without privileges on a read-only root file system. The plan comes from a ConfigMap, keys come from a
+Secret, and weights come from a volume claim or, if the model has a Hugging Face id, from the hub.
 """
 
 from __future__ import annotations
@@ -29,21 +28,19 @@ Object = dict[str, Any]
 ETC = "/etc/xgpt"
 MODEL_PATH = "/model"
 SCRATCH = "/tmp"
-"""The only writable directory: sockets, and compiled code."""
+"""The only writable directory, for sockets and compiled code."""
 USER = 10001
 MAX_NAME = 48
-"""Largest length of an object's name. Suffixes are added to it, and a label holds 63 characters."""
+"""Largest length of an object's name without suffixes. A label can have 63 characters."""
 MAX_CONFIG_BYTES = 1_000_000
-"""Largest size of a ConfigMap. The API server accepts 1 MiB, names included."""
+"""Largest size of a ConfigMap's data. The API server accepts 1 MiB, names included."""
 LEAVE_S, DRAIN_S, SPARE_S = 15, 60, 30
-"""Seconds after SIGTERM: first until load balancers stop sending, then for running requests to finish, then until the
-engine ends.
-"""
+"""Periods after SIGTERM, in seconds: load balancers stop sending, running requests finish, and the engine ends."""
 START_S = 1800
-"""Seconds within which a pod must load weights and compile."""
+"""A pod must load weights and compile within this number of seconds."""
 DOWNLOADS = {"protocol": "TCP", "port": 443}
 NAMES = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
-"""Ports of DNS."""
+"""The ports of DNS."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +68,15 @@ class Names:
 
 @dataclass(frozen=True)
 class PodSpec:
-    """The main container of a pod.
+    """What the main container of a pod runs, and what it needs.
 
     Attributes:
-        ports: port numbers, by name.
-        probed: name of the port that answers probes. None means that the pod has no port, and ends when the engine
-            ends.
-        alive, ready: paths of the probes for running and for accepting requests.
-        mounts_keys, mounts_plan: whether the clients' keys, and the plan, are mounted as files.
-        env: further environment variables, as Kubernetes writes them.
+        ports: port numbers by name.
+        probed: name of the port that answers probes. None means that there are no probes, since the pod ends when the
+            engine ends.
+        alive, ready: paths of the probes that test whether the container runs, and whether it accepts requests.
+        mounts_keys, mounts_plan: whether the clients' keys are mounted as a file, and whether the plan is.
+        env: further environment variables, as Kubernetes objects.
     """
 
     image: str
@@ -96,10 +93,10 @@ class PodSpec:
 
 
 def config_map(plan: Plan, names: Names) -> Object:
-    """Return a ConfigMap with the plan of one replica and the path of its checkpoint in pods.
+    """Return a ConfigMap with the plan of one replica, whose checkpoint is the directory in pods.
 
     Raises:
-        InputError: it is too large.
+        InputError: the plan is too large for a ConfigMap.
     """
     document = dump_json(plan.model_copy(update={"replicas": 1, "checkpoint": MODEL_PATH}))
     if len(document.encode()) > MAX_CONFIG_BYTES:
@@ -115,8 +112,8 @@ def pod(plan: Plan, names: Names, work: PodSpec, *, fetches: bool = True) -> Obj
     """Return a pod's specification.
 
     Args:
-        fetches: whether an init container downloads the weights of a model with a hub id to MODEL_PATH. Otherwise the
-            main container does it.
+        fetches: whether an init container downloads the weights to MODEL_PATH if the model has a hub id. Otherwise the
+            main container downloads them.
     """
     model_id = hub.id_of(plan.checkpoint)
     shm = shared_memory_gib(work.devices)
@@ -184,7 +181,7 @@ def _container(plan: Plan, names: Names, work: PodSpec, *, has_model: bool) -> O
 
 
 def _fetching(model_id: str, names: Names, image: str) -> Object:
-    """Return the init container that downloads weights to the pod's disk."""
+    """Return an init container that downloads weights to the pod's disk."""
     return {
         "name": "fetch",
         "image": image,
@@ -200,7 +197,7 @@ def _fetching(model_id: str, names: Names, image: str) -> Object:
 
 
 def container_security() -> Object:
-    """Return a container's security context, with only the rights that serving needs."""
+    """Return a security context that gives a container only the rights that serving needs."""
     return {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
@@ -209,13 +206,13 @@ def container_security() -> Object:
 
 
 def of_secret(variable: str, secret: str, key: str, *, optional: bool = False) -> Object:
-    """Return an environment variable with the value of a secret."""
+    """Return an environment variable whose value comes from a secret."""
     ref = {"name": secret, "key": key} | ({"optional": True} if optional else {})
     return {"name": variable, "valueFrom": {"secretKeyRef": ref}}
 
 
 def of_pod(variable: str, path: str) -> Object:
-    """Return an environment variable with a field of the pod."""
+    """Return an environment variable whose value is a field of the pod."""
     return {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
@@ -224,7 +221,7 @@ def _hub_token(names: Names) -> Object:
 
 
 def _own_variables() -> list[Object]:
-    """Return environment variables that move the files of a user without a home to the writable directory."""
+    """Return environment variables that move caches and the home directory to the writable directory."""
     variables = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"), SCRATCH)
     return [{"name": key, "value": value} for key, value in (variables | {"USER": "xgpt"}).items()]
 
@@ -232,11 +229,11 @@ def _own_variables() -> list[Object]:
 def network_policy(
     plan: Plan, names: Names, ports: Sequence[Object], *, among: bool = False, beyond: Sequence[Object] = ()
 ) -> Object:
-    """Return the NetworkPolicy of a plan's pods, which the namespace can reach only on these ports.
+    """Return a NetworkPolicy that lets pods of the namespace reach a plan's pods only on these ports.
 
     Args:
-        among: whether the pods also communicate with each other, on all ports.
-        beyond: ports that the pods may reach anywhere.
+        among: whether the plan's pods may communicate with each other on all ports.
+        beyond: ports that the plan's pods may reach at any address.
     """
     ingress: list[Object] = [{"from": [{"podSelector": {}}], "ports": list(ports)}]
     egress: list[Object] = []
@@ -257,9 +254,9 @@ def network_policy(
 
 
 def disruption_budget(names: Names) -> Object:
-    """Return a PodDisruptionBudget that lets drains of nodes end 5% of the pods at a time, but at least one.
+    """Return a PodDisruptionBudget with which draining nodes may end 5% of the pods at the same time, but at least one.
 
-    With one pod at a time, a drain would take hours for a thousand replicas. With 5% at a time, the bounds are kept
+    Ending one pod at a time would take hours for a thousand replicas. With 5% at a time, requests keep the bounds
     (benchmarks.many_replicas).
     """
     spec = {"maxUnavailable": "5%", "selector": {"matchLabels": names.selector}}
@@ -278,7 +275,9 @@ def _probe(work: PodSpec, path: str, **settings: int) -> Object:
 
 
 def _resources(plan: Plan, devices: int) -> Object:
-    """Return a container's resources: one core for each GPU, four for endpoint and loop, and memory to load weights."""
+    """Return a container's resources: a core for each GPU, four cores for endpoint and loop, and memory to load
+    weights.
+    """
     memory_gib = 8 + 4 * devices + shared_memory_gib(devices)
     gpus = {"nvidia.com/gpu": str(devices)} if devices else {}
     passing = 8 + (_weights_gib(plan) if devices else 0)
@@ -293,7 +292,7 @@ def _weights_gib(plan: Plan) -> int:
 
 
 def shared_memory_gib(devices: int) -> int:
-    """Return the GiB of shared memory through which the workers of a pod communicate."""
+    """Return the size of the shared memory through which a pod's workers communicate, in GiB."""
     return 2 + 2 * devices
 
 
@@ -304,12 +303,11 @@ def _gib(count: int) -> str:
 def to_yaml(objects: Sequence[Object], comment: str = "") -> str:
     """Return a comment and objects as YAML documents.
 
-    The YAML library quotes the objects' texts, and every line of the comment is commented out, so that no name in a
-    plan can add YAML.
+    The YAML library quotes texts, and every line of the comment begins with #, so no name in a plan can add YAML.
     """
 
     class Dumper(yaml.SafeDumper):
-        """Writes texts of several lines as blocks, and repeats values instead of using aliases."""
+        """Writes text of several lines as a block, and repeats values instead of using aliases."""
 
         def ignore_aliases(self, data: object) -> bool:
             return True
@@ -329,7 +327,7 @@ BESIDE_VLLM = ("click", "optuna", "rich", "scipy")
 """Packages that serving needs and vLLM does not install."""
 PORT = 8000
 NIXL_PACKAGE = "nixl==1.5.1"
-"""Package that moves K/V from GPU to GPU under WAA."""
+"""The package that sends K/V from GPU to GPU under WAA."""
 
 
 def beside_vllm(plan: Plan) -> list[str]:
@@ -342,7 +340,7 @@ def vllm_dockerfile(plan: Plan, image: str, user: int, base: str | None = None) 
     """Return the Dockerfile of an image with xgpt next to vLLM.
 
     Args:
-        base: an image with vLLM, whose version is checked during the build. None means vLLM's own image.
+        base: an image with vLLM. The build checks its version of vLLM. None means vLLM's own image.
     """
     check = (
         f"RUN python3 -c \"import vllm; assert vllm.__version__.startswith('{TESTED_VERSION}'), vllm.__version__\"\n"

@@ -1,1 +1,1 @@
-"""Observe the lengths of served requests, and detect changes in them."""
+"""Observe the lengths of served requests, and detect when these lengths change."""

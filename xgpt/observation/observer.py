@@ -1,7 +1,7 @@
-"""Decide when a running plan should be judged again, and under which lengths and pace.
+"""Decide when to re-plan a running engine, and for which lengths and pace.
 
-Callers add finished requests and steps, and get an Observation when the plan should be judged. Times are passed as
-arguments, not read from a clock, so that a server (`xrunner.server.observe.watch`) and a simulation behave equally.
+Callers add finished requests and steps, and get an Observation when it is time to re-plan. Times are arguments and not
+read from a clock, so a server (`xrunner.server.observe.watch`) and a simulation behave in the same way.
 """
 
 from __future__ import annotations
@@ -16,47 +16,48 @@ from xgpt.observation.reuse import Common, ReuseWindow, changed, observed_reuse,
 from xgpt.observation.windows import CERTAIN, ChangeDetector, Goodput, LengthWindow, Sample, Seen, observe
 
 LOOK_EVERY = 16
-"""Number of ended requests between two examinations of their lengths. Lengths are also examined after twice as many
-arrivals, since few requests end under overload.
+"""Request lengths are examined after this number of ended requests or twice as many arrivals, since few requests end
+under overload.
 """
 LOOK_INTERVAL_S = 0.5
-"""Least time between two examinations."""
+"""Shortest time between two examinations."""
 
 PACE_MEMORY_S = 10.0
-"""Time after which a comparison of a step with its prediction has the weight 1/e. The clock rate of a shared machine
-changes every second, so means over shorter times are not representative.
+"""After this time, the comparison of a step with its prediction has the weight 1/e. Means over shorter times are not
+representative, since the clock rate of a shared machine changes every second.
 """
 PACE_MEMORY_STEPS = 50
-"""Least number of comparisons that count, even if they are older."""
+"""At least this number of comparisons count, even if they are older."""
 ENOUGH_STEPS = 24
-"""Number of comparisons from which the pace is known."""
+"""Smallest number of comparisons from which the pace is computed."""
 STRETCH_S = 0.5
-"""Length of the periods whose paces give the error of the mean pace."""
+"""The error of the mean pace is computed from the paces in periods of this length."""
 ENOUGH_STRETCHES = 4
-"""Number of periods from which the error of the mean is known."""
+"""Smallest number of periods from which the error of the mean is computed."""
 SURE = 2.0
-"""Number of standard errors from which a difference counts as a slower machine."""
+"""A difference of this number of standard errors counts as a slower machine."""
 LEAST_GAIN = 0.1
-"""Share by which steps must be shorter than planned to count as a change. Running slightly slower than possible costs
-less than a broken bound, so a faster pace counts later than a slower one."""
+"""A faster pace counts as a change if steps are shorter than planned by this share. Running slightly slow costs less
+than breaking a bound, so speed-ups need more evidence than slow-downs.
+"""
 COMPARED_SHARE = 1 / 8
-"""Least share of steps that are compared with their predictions."""
+"""At least this share of all steps are compared with their predictions."""
 COMPARED_EVERY_S = 0.05
-"""Least time between two comparisons. One takes a tenth of a millisecond."""
+"""If steps take longer than this, every step is compared. A comparison takes a tenth of a millisecond."""
 RISE = 1.25
-"""The arrival rate counts as a change if it exceeds by this factor both the rate at the last judgement and the rate up
-to which the plan keeps its bounds. The factor is two standard errors of the rate of `RATE_REQUESTS` Poisson arrivals.
+"""The arrival rate counts as changed if it exceeds both the rate at the last observation and the plan's highest rate by
+this factor. The factor is two standard errors of the rate of `RATE_REQUESTS` Poisson arrivals.
 """
 _GOLDEN = (5**0.5 - 1) / 2
 
 
 def is_slower(slowdown: float, other: float, spread: float) -> bool:
-    """Return whether `slowdown` exceeds the slowdown that a plan made for `other` tolerates with its headroom."""
+    """Return whether `slowdown` exceeds what a plan for the slowdown `other` tolerates with its headroom."""
     return slowdown > other * (1 + max(spread, LEAST_HEADROOM))
 
 
 def differs(slowdown: float, other: float, spread: float) -> bool:
-    """Return whether two slowdowns differ by more than repeated measurements of a profile differ."""
+    """Return whether two slowdowns differ by more than repeated measurements do."""
     return is_slower(slowdown, other, spread) or slowdown * (1 + max(spread, LEAST_GAIN)) < other
 
 
@@ -70,9 +71,9 @@ def slowdown_to_plan_with(profile: ProfileRef, measured: float | None) -> float:
 
 
 class MeasuredPace:
-    """The ratio of measured to predicted time of the latest steps.
+    """Computes the ratio of measured to predicted time over the latest steps.
 
-    Sums are compared, so that a long step counts as much as several short ones.
+    The ratio is one of sums, so that a long step counts as much as several short steps.
     """
 
     def __init__(self) -> None:
@@ -85,10 +86,10 @@ class MeasuredPace:
         """Logarithms of the ratios of earlier periods."""
 
     def wants_step(self, step_s: float) -> bool:
-        """Return whether to compare the step that has just ended: a share of all steps, independent of a policy's
-        cycles.
+        """Return whether to compare the step that has just ended. The chosen steps are a share of all steps,
+        independent of a policy's cycles.
 
-        Source: multiples of the golden ratio are spread evenly over [0, 1) (Weyl).
+        Multiples of the golden ratio are spread evenly over [0, 1) (Weyl).
         """
         self._num_steps += 1
         self._step_s += (step_s - self._step_s) / min(self._num_steps, PACE_MEMORY_STEPS)
@@ -110,7 +111,7 @@ class MeasuredPace:
             self._stretch_s, self._stretch_measured_s, self._stretch_predicted_s = end_s, 0.0, 0.0
 
     def predict_longer(self, factor: float) -> None:
-        """Multiply the predictions so far by a factor, since later predictions already contain this factor."""
+        """Multiply earlier predictions by a factor that later predictions already contain."""
         self._predicted_s *= factor
         self._stretch_predicted_s *= factor
         self._stretches = deque((ratio - log(factor) for ratio in self._stretches), self._stretches.maxlen)
@@ -127,9 +128,7 @@ class MeasuredPace:
 
     @property
     def least_ratio(self) -> float:
-        """Lower confidence limit of the ratio, computed from its values in several periods, or 0 if there are too few
-        periods.
-        """
+        """Lower confidence limit of the ratio, computed from several periods, or 0 if there are too few periods."""
         count = len(self._stretches)
         if count < ENOUGH_STRETCHES:
             return 0.0
@@ -141,11 +140,11 @@ class MeasuredPace:
 
 
 class Snapshot(NamedTuple):
-    """An engine's requests and pace at one moment. Taking it is quick, and any thread may read it.
+    """An engine's requests and pace at one moment. Making a snapshot is quick, and any thread may read it.
 
     Attributes:
-        requests: at least one request. Their tokens continue to be counted.
-        common: the shared blocks of the requests.
+        requests: at least one request. The engine continues to count the tokens of these requests.
+        common: the requests with the keys of their blocks, which show shared prefixes.
         step_ratio, slowdown, goodput: see `Observation`.
         is_missed: whether the goodput is significantly below the plan's quantile.
     """
@@ -159,26 +158,26 @@ class Snapshot(NamedTuple):
     is_missed: bool = False
 
     def observation(self) -> Observation | None:
-        """Return the observation of all requests, or None if no request has finished yet."""
+        """Return an observation from all requests, or None if no request has finished yet."""
         sample = Sample.of(self.requests)
         return self.observe(sample) if sample.num_finished else None
 
     def observe(self, sample: Sample) -> Observation:
-        """Return the observation of some of the requests."""
+        """Return an observation from some of the requests."""
         found = observe(sample, self.plan.workload, self.step_ratio, self.slowdown)
         reuse = observed_reuse(self.common, self.plan.block_size)
         return found.model_copy(update={"reuse": reuse, "goodput": self.goodput})
 
 
 class Observer:
-    """Compares the behaviour of an engine with the predictions of its plan.
+    """Compares an engine's lengths, pace, reuse and goodput with the plan's.
 
     Attributes:
         plan: the running plan.
         window: the latest requests.
-        reuse: their shared blocks.
-        pace: pace of steps against the plan's predictions.
-        goodput: goodput of requests, by their own bounds or the plan's.
+        reuse: the shared blocks of the latest requests.
+        pace: ratio of step times to the plan's predictions.
+        goodput: share of the latest requests that kept their own bounds or the plan's.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -188,19 +187,19 @@ class Observer:
         self.pace = MeasuredPace()
         self.goodput = Goodput()
         self._has_judged_missed = False
-        """Whether the plan has been judged since the goodput fell below the quantile."""
+        """Whether there was an observation since the goodput fell below the quantile."""
         self._detector = ChangeDetector(plan.workload)
         self._judged_slowdown = plan.profile.slowdown
-        """The slowdown under which the plan was last judged. Only a different slowdown leads to a new judgement."""
+        """The slowdown in the last observation. Only a different slowdown leads to a new observation."""
         self._since_s = -inf
-        """Arrival of the first request with the current lengths."""
+        """Arrival time of the first request with the current lengths."""
         self._judged_share = 0.0 if plan.estimate.reuse is None else plan.estimate.reuse.share
-        """Share of reused prompt tokens under which the plan was last judged."""
+        """Share of reused prompt tokens in the last observation."""
         self._judged_common: list[Common] | None = None
-        """The requests from which the judged share was computed. None means that the share is the plan's own."""
+        """The requests from which `_judged_share` was computed. None means that it is the plan's own share."""
         self._judged_rate_per_s = 0.0
-        """The arrival rate at which the plan was last judged. A plan that maximises the rate is judged again if the
-        rate rises.
+        """The arrival rate in the last observation. If the plan maximises the rate, a higher rate leads to a new
+        observation.
         """
         self._looked_at_arrival = 0
         """Number of arrivals at the last examination."""
@@ -210,9 +209,9 @@ class Observer:
 
     @property
     def slowdown(self) -> float | None:
-        """Measured time of the latest steps over the profile's. None means that too few have been compared.
+        """Ratio of the latest steps' times to the profile's. None means that too few steps have been compared.
 
-        A slowdown that exceeds the plan's headroom is returned as soon as it is significant.
+        If the slowdown exceeds the plan's headroom, it is returned as soon as it is significant.
         """
         ratio, spread = self.pace.ratio, self.plan.profile.spread
         is_known = self.pace.is_known or is_slower(self.pace.least_ratio, 1.0, spread)
@@ -224,7 +223,7 @@ class Observer:
         self._num_ended += 1
 
     def is_due(self, now_s: float) -> bool:
-        """Return whether to take a `snapshot` and to call `look` with it now. If so, the snapshot counts as taken."""
+        """Return whether to call `look` with a new `snapshot` now. If True, this examination counts as done."""
         if now_s - self._looked_s <= LOOK_INTERVAL_S:
             return False
         num_arrived = self.window.num_arrived
@@ -248,10 +247,10 @@ class Observer:
         return Snapshot(requests, common, self.plan, self.pace.ratio, self.slowdown, self.goodput.share, is_missed)
 
     def look(self, now: Snapshot) -> Observation | None:
-        """Return the observation under which the plan should be judged, or None if nothing has changed significantly.
+        """Return the observation for which to re-plan, or None if nothing has changed significantly.
 
-        Later lengths and paces are then compared with this observation, whatever is decided. This method may be called
-        from another thread than the other methods, but not from two threads at the same time.
+        Later lengths and paces are then compared with this observation, whether or not the plan changes. This method
+        may run in another thread than the other methods, but not in two threads at the same time.
         """
         sample = Sample.of(now.requests)
         others = self._detector.look(sample)
@@ -292,18 +291,16 @@ class Observer:
         return found
 
     def _is_risen(self, plan: Plan, rate_per_s: float | None) -> bool:
-        """Return whether more requests arrive than the plan can serve within its bounds, and more than when it was last
-        judged.
-        """
+        """Return whether requests arrive faster than the plan's highest rate and than in the last observation."""
         if rate_per_s is None or not plan.constraint.maximises_arrivals:
             return False
         return rate_per_s > RISE * max(self._judged_rate_per_s, rate_of(plan))
 
     def _look_at_reuse(self, common: list[Common]) -> list[Common] | None:
-        """Return the requests since prefix reuse changed from its value at the last judgement, or None if the
-        difference is not significant.
+        """Return the requests since prefix reuse changed from the last observation, or None if there is no significant
+        change.
 
-        A change that rests on few requests is examined again once there are twice as many.
+        A change that was computed from few requests is examined again once there are twice as many.
         """
         since = changed(common, self._judged_share)
         if since is None and self._judged_common is not None and len(common) >= 2 * len(self._judged_common):

@@ -1,8 +1,8 @@
-"""Remember how long served steps took on this machine, compared with the profiles that predicted them.
+"""Record how long served steps took on this machine, compared with the predictions of their profiles.
 
-A profile is measured in a minute. The neighbours of a virtual machine, or a GPU's power limit, change its speed for
-longer than that, so the variation within a profile does not show by how much the next load will differ from it. Earlier
-loads do: `xgpt bench` and servers record their paces in the cache, and plans take ranges and headroom from them.
+A profile is measured in a minute. The neighbours of a virtual machine, or a GPU's power limit, change the speed for
+longer than a minute. So the variation within a profile does not show how much slower the next load will be, but earlier
+loads do. `xgpt bench` and servers record their paces in the cache, and plans derive ranges and headroom from them.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from xgpt.core.io import cache_dir, write_atomic
 from xgpt.core.schema import PACES_AT_REST, SERVED, Plan
 
 KEPT = 200
-"""Number of loads that are remembered for each kind of device."""
+"""Largest number of loads that are recorded for each kind of device."""
 ENOUGH = 8
-"""Number of recorded loads from which their paces are representative."""
+"""Smallest number of recorded loads from which the usual paces are computed."""
 KEPT_S = 30 * 86400.0
-"""Loads are forgotten after this time."""
+"""Loads older than this are ignored."""
 INSIDE = (0.05, 0.95)
-"""Quantiles of the paces between which nine of ten loads lie."""
+"""Quantiles of the recorded paces that bound the usual range; nine of ten loads are inside."""
 NARROWEST = (0.97, 1.05)
-"""Narrowest range that recorded loads can show."""
+"""The usual range is at least this wide."""
 
 
 def record(plan: Plan, pace: float) -> None:
-    """Remember a load's pace. Do nothing if the cache cannot be written.
+    """Record the pace of a load in the cache, or do nothing if the cache cannot be written.
 
     Args:
-        plan: the plan that was served. It counts only if its profile is fitted to a served engine, since other profiles
-            have a known error of their own.
-        pace: measured time of its steps divided by their time in the profile.
+        plan: the plan that was served. It counts only if its profile was fitted to a served engine, since other
+            profiles have a known error.
+        pace: measured time of the steps divided by their time in the profile.
     """
     if SERVED not in plan.profile.provenance:
         return
@@ -47,10 +47,10 @@ def record(plan: Plan, pace: float) -> None:
 
 
 def usual(device: str) -> tuple[float, float]:
-    """Return the fastest and the slowest pace that loads on this machine usually have, relative to their profiles.
+    """Return the lowest and the highest pace that loads on this machine usually have.
 
-    Until enough loads are remembered, these are the paces of idle virtual machines (`PACES_AT_REST`). Afterwards, nine
-    tenths of the remembered paces lie between the two.
+    Nine tenths of the recorded paces are in this range. If too few loads were recorded, the range for idle virtual
+    machines is returned (`PACES_AT_REST`).
 
     Args:
         device: name of the kind of device.
@@ -68,7 +68,7 @@ def _path(device: str) -> Path:
 
 
 def _recent(path: Path) -> list[dict[str, float]]:
-    """Return the recent entries of a record. Those of other versions, or of a damaged file, are left out."""
+    """Return the recent entries in a file. Lines that are damaged, or that other versions wrote, are left out."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):

@@ -1,8 +1,9 @@
-"""Observe the prefix reuse of recent requests, and detect changes in it.
+"""Observe how many prompt tokens recent requests reused from the cache, and detect when this share changes.
 
-Blocks are identified by the engine's keys, which are salted hashes that reveal nothing of a prompt. The number of
+Blocks are identified by the engine's keys, which are salted hashes that reveal nothing about a prompt. The number of
 remembered blocks is limited, however long prompts are. Callers add requests and steps in the order of the engine's log.
-The results are the share of prompt tokens that was reused, and the shares that caches of other sizes would have reused.
+The results are the share of prompt tokens that was reused, and the share that would have been reused with a cache of
+another size.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ from xgpt.core.workload import TraceLengths
 Ints = npt.NDArray[np.int64]
 
 MOST_KEYS = 131_072
-"""Largest number of blocks of remembered requests: one megabyte."""
+"""Largest number of blocks of the remembered requests; their keys take one megabyte."""
 MOST_REQUESTS = 2048
 ENOUGH = 150
-"""Least number of requests for a conclusion."""
+"""Smallest number of requests from which a change is detected."""
 LEAST_CHANGE = 0.1
-"""Least difference of the reused share of prompt tokens that counts as a change."""
+"""A smaller difference in the reused share of prompt tokens does not count as a change."""
 SURE = 4.0
-"""Number of standard errors from which a difference counts as a change."""
+"""A difference of fewer standard errors does not count as a change."""
 SIZES = 12
-"""Number of points of an observed curve."""
+"""Number of cache sizes in an observed reuse curve."""
 
 
 @dataclass(slots=True)
 class Common:
-    """A request of the window.
+    """A request and the keys of its blocks.
 
     Attributes:
-        keys: keys of the blocks of its prompt.
-        left: keys of its later blocks, which remain in the cache.
-        found: number of its prompt tokens that were in the cache. None means that the request waits.
-        is_warm: whether earlier requests had filled the cache when this one entered.
+        keys: keys of the prompt's blocks.
+        left: keys of the later blocks, which stay in the cache after the request.
+        found: number of prompt tokens that were found in the cache. None means that the request waits.
+        is_warm: whether earlier requests had filled the cache when this request entered.
     """
 
     input_length: int
@@ -54,7 +55,7 @@ class Common:
 
 
 class ReuseWindow:
-    """The last requests of an engine, and their shared blocks.
+    """The latest requests of an engine, and the keys of their blocks.
 
     Args:
         plan: the running plan, which determines the size of the cache.
@@ -67,7 +68,7 @@ class ReuseWindow:
         self.go_over_to(plan)
 
     def go_over_to(self, plan: Plan) -> None:
-        """Set the cache size to that of another plan."""
+        """Use the cache size of another plan from now on."""
         reuse = plan.estimate.reuse
         self._capacity = most_kept(plan) if reuse is None else reuse.kept_blocks
 
@@ -96,7 +97,7 @@ class ReuseWindow:
             self._num_keys -= len(gone.keys) + len(gone.left)
 
     def forget_before(self, first: Common) -> None:
-        """Drop the requests before this one, since their reuse was different."""
+        """Drop the requests before `first`, since their reuse was different."""
         if any(request is first for request in self._requests.values()):
             while next(iter(self._requests.values())) is not first:
                 _, gone = self._requests.popitem(last=False)
@@ -108,7 +109,7 @@ class ReuseWindow:
 
 
 def most_kept(plan: Plan) -> int:
-    """Return the largest number of blocks that a plan can use to keep prompts: all blocks of a stage that encodes."""
+    """Return the largest number of blocks in which a plan can cache prompts: all blocks of a stage that encodes."""
     return min(stage.kv_blocks for stage in plan.stages if stage.lane != "decode")
 
 
@@ -120,10 +121,9 @@ def _numbers(chain: Chain) -> Ints:
 
 
 def changed(requests: Sequence[Common], share: float) -> Sequence[Common] | None:
-    """Return the requests since the reused share of prompt tokens changed, or None if the share has not changed
-    significantly.
+    """Return the requests since the reused share of prompt tokens changed, or None if there is no significant change.
 
-    A low share while the cache fills does not count, since it will rise.
+    A low share does not count while the cache fills, since it will rise.
     """
     best: tuple[float, int] | None = None
     size = ENOUGH
@@ -147,8 +147,7 @@ def share_of(requests: Sequence[Common]) -> tuple[float, float]:
 
 
 def observed_reuse(requests: Sequence[Common], block_size: int) -> ObservedReuse | None:
-    """Return the share of prompt tokens that requests reused, and the shares that they would reuse with other cache
-    sizes, or None if the requests have no keys.
+    """Return the reused share of prompt tokens, and this share for other cache sizes, or None if requests have no keys.
 
     The first half of the requests fills the cache, and the second half is counted.
     """
@@ -163,7 +162,7 @@ def observed_reuse(requests: Sequence[Common], block_size: int) -> ObservedReuse
 
 
 def summary_of(curve: ReuseCurve, share: float, begin: int = 0) -> ObservedReuse:
-    """Return the summary of a reuse curve from request `begin` on, with the observed `share`."""
+    """Summarise a reuse curve from request `begin` onward, together with the observed `share`."""
     sizes = [float(size) for size in curve.sizes(SIZES)]
     return ObservedReuse(
         share=share,

@@ -1,7 +1,7 @@
-"""Observe the recent lengths of a running engine in a decaying window, and detect changes in them.
+"""Observe the lengths of a running engine's recent requests, and detect when these lengths change.
 
 Callers add requests when they arrive and when they finish. The results are an Observation, and whether lengths differ
-from the planned ones. No clock and no random numbers are used, so the same requests in the same order give the same
+from the planned lengths. No clock and no random numbers are used, so the same requests in the same order give the same
 result.
 """
 
@@ -24,35 +24,32 @@ Array = npt.NDArray[np.float64]
 WINDOW = 2048
 """Largest number of remembered requests."""
 HALF_LIFE = 1024
-"""Number of requests after which a request's weight is halved."""
+"""A request has half of its weight once this number of later requests have arrived."""
 MIN_FINISHED = 100
-"""Least number of finished requests for a conclusion."""
+"""Smallest number of finished requests from which a change is detected."""
 MIN_CENSORED = 25
-"""Least number of finished requests after a change that is certain, if most requests wait or are cancelled
-before their first token."""
+"""As `MIN_FINISHED`, if most requests wait or are cancelled before their first token."""
 RATE_REQUESTS = 64
-"""Number of the latest requests from which the arrival rate is computed. With fewer, re-planning does not know the
-rate.
-"""
+"""The arrival rate is computed from this number of the latest requests. With fewer requests, the rate is unknown."""
 LEAST_RATE_S, MOST_RATE_S = 1.0, 60.0
-"""Shortest and longest time over which arrivals are counted. A batch of prompts arrives at once."""
+"""Shortest and longest time over which arrivals are counted. A batch of prompts arrives at one moment."""
 MOST_ARRIVALS = 4096
-"""Number of remembered arrivals."""
+"""Largest number of remembered arrivals."""
 FALSE_ALARM = 1e-4
-"""Probability of a false alarm in one examination. There are hundreds of examinations in 10,000 requests."""
+"""Probability of a false alarm in one examination. 10,000 requests lead to hundreds of examinations."""
 WINDOWS_A_DOUBLING = 2
-"""Number of compared windows for each doubling of their size. A window that starts before the change shows the change
-less clearly.
+"""Number of window sizes that are examined for each doubling of the size. A window that starts before the change shows
+the change less clearly.
 """
 LEVELS = (0.05, 0.2, 0.5, 0.8, 0.95)
-"""Quantiles of the planned lengths between which requests are counted. The outer ones show changes of the tails."""
+"""Requests are counted between these quantiles of the planned lengths. The outer ones show changes in the tails."""
 MOST_NATS = 500.0
-"""Negative logarithm above which a probability is computed by its asymptote, since the floating-point number would be
-0.
+"""If the negative logarithm of a probability is larger than this, the asymptote is used, since the floating-point
+number would be 0.
 """
 CERTAIN = 1e5
 """Weight, in requests, of planned lengths that count as certain. It is so high that two requests of an unplanned length
-already count as a change.
+count as a change.
 """
 
 
@@ -61,10 +58,10 @@ class Seen:
     """A request of the window.
 
     Attributes:
-        max_output: output tokens that its client allowed.
-        generated: output tokens so far.
-        has_ended: whether its output is complete. The output of a cancelled request is never complete, and counts as at
-            least as long as the part that was generated.
+        max_output: largest number of output tokens, set by the client.
+        generated: number of output tokens so far.
+        has_ended: whether the output is complete. A cancelled request's output is never complete; its length counts as
+            unknown but not shorter than what was generated.
     """
 
     arrival_s: float
@@ -75,7 +72,7 @@ class Seen:
 
 
 class LengthWindow:
-    """The last requests of an engine, in the order of their arrival."""
+    """The latest requests of an engine, in the order of their arrival."""
 
     def __init__(self) -> None:
         self._seen: deque[Seen] = deque(maxlen=WINDOW)
@@ -94,9 +91,10 @@ class LengthWindow:
         return seen
 
     def arrival_rate_per_s(self, now_s: float) -> float:
-        """Return the rate of the latest arrivals, which falls while nothing arrives.
+        """Return the rate of the latest arrivals. The rate falls while no request arrives.
 
-        Arrivals count over the time in which the last `RATE_REQUESTS` came, within `LEAST_RATE_S` and `MOST_RATE_S`.
+        Arrivals are counted since the `RATE_REQUESTS`-th latest arrival, but over at least `LEAST_RATE_S` and at most
+        `MOST_RATE_S`.
         """
         since_s = now_s - MOST_RATE_S
         if len(self._arrivals_s) >= RATE_REQUESTS:
@@ -109,7 +107,7 @@ class LengthWindow:
             self._seen.popleft()
 
     def requests(self) -> list[Seen]:
-        """Return the requests of the window, whose tokens continue to be counted."""
+        """Return the requests of the window. The engine continues to count the tokens of these requests."""
         return list(self._seen)
 
 
@@ -118,7 +116,7 @@ class Sample:
     """Requests of the window as columns. Later requests have more weight.
 
     Attributes:
-        outputs: tokens so far.
+        outputs: number of output tokens so far.
         longest: largest number of output tokens, set by the client.
     """
 
@@ -133,8 +131,8 @@ class Sample:
     def of(cls, requests: Sequence[Seen]) -> Sample:
         """Return the sample of a window that is not empty.
 
-        This may run in another thread than the one that counts tokens. So it first reads which requests have finished.
-        Then no request counts as finished with fewer tokens than it generated.
+        This may run in another thread than the one that counts tokens. So `has_ended` is read first; otherwise a
+        request could count as finished with fewer tokens than it generated.
         """
         has_ended = np.array([seen.has_ended for seen in requests])
         return cls(
@@ -167,12 +165,12 @@ class Sample:
         return _histogram(lengths, np.asarray(np.bincount(index, self.weights), float))
 
     def output_histogram(self) -> Histogram:
-        """Return the histogram of output lengths, with running outputs accounted for.
+        """Estimate the distribution of output lengths from finished and running requests.
 
-        Long outputs end last, so among recent requests mainly short ones have ended. A running output is known to be
+        Long outputs end last, so mainly short outputs of recent requests have ended. A running output is known to be
         longer than its present length, and the product-limit estimator uses exactly this knowledge. The probability of
-        lengths above the longest observed length is assigned to that length.
-        Source: Kaplan and Meier, JASA 1958; Efron, 5th Berkeley Symposium, 1967 (the tail).
+        lengths above the longest observed length is assigned to the longest observed length. Source: Kaplan and Meier,
+        JASA 1958; Efron, 5th Berkeley Symposium, 1967 (the tail).
         """
         lengths, index = np.unique(self.outputs, return_inverse=True)
         total = np.bincount(index, self.weights, len(lengths))
@@ -185,12 +183,12 @@ class Sample:
 
     @property
     def known_to(self) -> float:
-        """Output length up to which `output_histogram` is known. inf means that it is known for all lengths."""
+        """Largest output length up to which `output_histogram` is known, or inf if it is known for all lengths."""
         longest = int(self.outputs.max())
         return inf if self.has_ended[self.outputs == longest].all() else longest
 
     def arrival_rate_per_s(self) -> float | None:
-        """Return the rate of the latest arrivals, or None if there are too few."""
+        """Return the rate of the latest arrivals, or None if there are too few arrivals."""
         latest = self.arrival_s[-RATE_REQUESTS:]
         span_s = float(latest[-1] - latest[0])
         return (len(latest) - 1) / span_s if span_s > 0 and len(latest) == RATE_REQUESTS else None
@@ -216,11 +214,11 @@ class Goodput:
 
     @property
     def share(self) -> float | None:
-        """Share of the requests that kept their bounds. None means that there are too few."""
+        """Share of the latest requests that kept their bounds. None means that there are too few requests."""
         return sum(self._kept) / len(self._kept) if len(self._kept) >= MIN_FINISHED else None
 
     def is_below(self, quantile: float) -> bool:
-        """Return whether the share of requests within their bounds is significantly below this quantile."""
+        """Return whether the share of requests that kept their bounds is significantly below this quantile."""
         count, broken = len(self._kept), len(self._kept) - sum(self._kept)
         expected = (1 - quantile) * count
         return count >= MIN_FINISHED and broken > expected and 1 - gammaincc(broken, expected) < FALSE_ALARM
@@ -229,7 +227,7 @@ class Goodput:
 def observe(
     sample: Sample, planned: Workload, step_ratio: float | None = None, slowdown: float | None = None
 ) -> Observation:
-    """Return the observation of a sample, compared with the planned lengths."""
+    """Return the observation of a sample, with its distance from the planned lengths."""
     inputs, outputs = sample.input_histogram(), sample.output_histogram()
     return Observation(
         workload=Workload(name="observed", input=inputs, output=_reaching(outputs, int(sample.longest.max()))),
@@ -258,14 +256,14 @@ def observe_lengths(inputs: npt.ArrayLike, outputs: npt.ArrayLike, planned: Work
 
 
 def _reaching(outputs: Histogram, longest: int) -> Histogram:
-    """Return the outputs extended to the longest allowed length, for which K/V memory is reserved."""
+    """Return the output lengths with the longest allowed length, for which K/V memory is reserved, added."""
     if longest <= outputs.lengths[-1]:
         return outputs
     return Histogram(lengths=(*outputs.lengths, longest), probabilities=(*outputs.probabilities, 0.0))
 
 
 def _below(histogram: Histogram, lengths: npt.ArrayLike) -> Array:
-    """Return, for each of these lengths, the share of lengths that do not exceed it."""
+    """Return the cumulative distribution of a histogram at these lengths."""
     total = np.concatenate([[0.0], np.cumsum(histogram.probabilities)])
     return total[np.searchsorted(histogram.lengths, lengths, side="right")]
 
@@ -279,18 +277,19 @@ def wasserstein(a: Histogram, b: Histogram) -> float:
 def surprise(
     observed: Histogram, size: float, planned: Histogram, planned_size: float = CERTAIN, known_to: float = inf
 ) -> float:
-    """Return the significance of the difference between observed and planned lengths.
+    """Return how significant the difference between observed and planned lengths is.
 
-    Requests are counted between quantiles of the planned lengths and beyond the outer ones, so that a change of the
-    spread is noticed as early as a change of the mean. The likelihood ratio of these counts, in nats, is half a
-    chi-squared variable if nothing changed.
+    Requests are counted between quantiles of the planned lengths and beyond the outer quantiles, so that a change of
+    the spread is detected as early as a change of the mean. If nothing changed, the likelihood ratio of these counts,
+    in nats, is half a chi-squared variable.
 
     Args:
         planned_size: number of requests from which the planned lengths were computed.
-        known_to: length from which on the observed histogram is not known. All lengths from there on count as longer.
+        known_to: the observed histogram is known below this length. Other lengths only count as longer.
 
     Returns:
-        The negative logarithm of the probability. Source: Wilks, Annals of Mathematical Statistics, 1938.
+        The negative logarithm of the probability that chance explains the difference. Source: Wilks, Annals of
+        Mathematical Statistics, 1938.
     """
     lengths = planned.lengths
     at = np.minimum(np.searchsorted(np.cumsum(planned.probabilities), LEVELS), len(lengths) - 1)
@@ -309,16 +308,16 @@ def surprise(
 
 
 def _divergence(shares: Array, to: Array) -> float:
-    """Return the Kullback-Leibler divergence, in nats."""
+    """Return the Kullback-Leibler divergence of `shares` from `to`, in nats."""
     some = shares > 0
     return float(shares[some] @ np.log(shares[some] / to[some]))
 
 
 class ChangeDetector:
-    """Detects that the lengths of requests differ from those of a plan, and since which request.
+    """Detects whether request lengths differ from a plan's lengths, and since which request.
 
-    Each examination compares windows of the last 64, 91, 128, 181, ... requests with the planned lengths (`surprise`).
-    If several windows differ, the most significant one gives the beginning of the difference.
+    Each examination compares the last 64, 91, 128, 181, ... requests with the planned lengths (`surprise`). The window
+    with the most significant difference determines since when lengths differ.
 
     Args:
         planned: the lengths for which the running plan was made.
@@ -331,11 +330,10 @@ class ChangeDetector:
         self.weight = weight
 
     def look(self, whole: Sample) -> Sample | None:
-        """Return the requests since the lengths changed, or None if lengths have not changed, or if too few requests
-        have ended since then.
+        """Return the requests since the lengths changed, or None if lengths have not changed or too few requests have
+        ended since.
 
-        If the planned lengths were computed from few requests, the next examination is due once there are twice as many
-        requests.
+        If the planned lengths were computed from few requests, all requests are returned once there are twice as many.
         """
         if whole.num_finished < MIN_CENSORED:
             return None
@@ -351,7 +349,7 @@ class ChangeDetector:
         return whole if self.weight is not None and whole.weight >= 2 * self.weight else None
 
     def _score(self, sample: Sample) -> float:
-        """Return the significance of the difference of inputs or that of outputs, whichever is higher."""
+        """Return the significance of the difference in inputs or in outputs, whichever is higher."""
         inputs, outputs, weight = self.planned.input, self.planned.output, self.weight or CERTAIN
         score = surprise(sample.input_histogram(), _effective(sample.weights), inputs, weight)
         # A running output that is longer than any planned one shows a change as well as a finished one does.
@@ -363,7 +361,7 @@ class ChangeDetector:
 
 
 def _enough(sample: Sample) -> int:
-    """Return the number of finished requests that give the output lengths of a sample: fewer if most requests never
+    """Return the number of finished requests that are needed after a change, which is smaller if most requests never
     start.
     """
     return MIN_CENSORED if np.count_nonzero(sample.outputs == 0) > len(sample) / 2 else MIN_FINISHED

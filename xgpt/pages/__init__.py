@@ -1,4 +1,4 @@
-"""Pages for a browser: one stylesheet, one frame, and a template for each page.
+"""Make pages for a browser from one stylesheet, one frame, and a template for each page.
 
 A page is one self-contained HTML document that loads nothing from a network. All values in it are escaped.
 """
@@ -26,7 +26,7 @@ def _environment() -> Environment:
 
 
 def render(template: str, **values: object) -> str:
-    """Return a page made from `template`, a file of this directory that extends frame.html, with escaped values."""
+    """Return a page with escaped values, made from `template`, a file in this directory that extends frame.html."""
     style = Markup(files(__name__).joinpath("style.css").read_text(encoding="utf-8"))
     return _environment().get_template(template).render(style=style, **values) + "\n"
 
@@ -46,7 +46,7 @@ def render_ui() -> str:
 
 
 def _render_alive(name: str, **values: object) -> str:
-    """Return a page with the script of its name, after the common drawing script."""
+    """Return a page with the common drawing script and the script that has the page's name."""
     script = "".join(files(__name__).joinpath(f"{part}.js").read_text(encoding="utf-8") for part in ("draw", name))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return render(f"{name}.html", script=Markup(script), script_hash=f"sha256-{digest}", **values)

@@ -1,6 +1,6 @@
-"""Draw charts as SVG with matplotlib, with the same bytes for the same input.
+"""Draw charts as SVG with matplotlib. The same input gives the same bytes.
 
-A page contains a chart as an image (a data URL), so that nothing inside it can run or access the page.
+A page contains a chart as an image (a data URL), so nothing in the chart can run or access the page.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Chart(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A bar of a timeline. Times are in seconds from the left edge."""
+    """A bar of a timeline. Times are in seconds from the timeline's left edge."""
 
     row: int
     start_s: float
@@ -57,7 +57,7 @@ class Bar(NamedTuple):
 
 
 class Series(NamedTuple):
-    """A named line."""
+    """A named line in a chart."""
 
     name: str
     x: Sequence[float]
@@ -77,7 +77,9 @@ def _axes(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def timeline(spans: Sequence[Bar], rows: Sequence[str], decoding: Series, alt: str, caption: str) -> Chart:
-    """Draw the steps of each worker over time, coloured by encode and decode, and below them the requests in decode."""
+    """Draw the steps of each stage over time, coloured by encode and decode, and the number of requests in decode
+    below.
+    """
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(10, 1.6 + 0.35 * len(rows)))
         bars, batch = figure.subplots(2, 1, sharex=True, height_ratios=(0.5 + 0.35 * len(rows), 0.9))
@@ -104,7 +106,7 @@ def timeline(spans: Sequence[Bar], rows: Sequence[str], decoding: Series, alt: s
 def frontier(
     lines: Sequence[Series], chosen: tuple[float, float], bound_s: float | None, alt: str, caption: str
 ) -> Chart:
-    """Draw each policy's highest throughput (requests a second) by latency (s)."""
+    """Draw each policy's highest throughput, in requests a second, over latency, in s."""
     with mpl.rc_context(_STYLE):
         figure, axes = _axes(10, 4)
         for line, colour in zip(lines, COLOURS, strict=False):
@@ -127,7 +129,7 @@ def frontier(
 def memory(
     devices: Sequence[str], parts: dict[str, Sequence[float]], limit_gib: float, alt: str, caption: str
 ) -> Chart:
-    """Draw the parts of each device's memory in GiB, with its limit."""
+    """Draw how each device uses its memory, in GiB, and the limit."""
     with mpl.rc_context(_STYLE):
         figure, axes = _axes(10, 0.9 + 0.3 * len(devices))
         left = [0.0] * len(devices)
@@ -145,7 +147,7 @@ def memory(
 
 
 def histogram(edges: npt.ArrayLike, shares: npt.ArrayLike, mean: float, label: str, alt: str, caption: str) -> Chart:
-    """Draw the shares of requests by length, in bins."""
+    """Draw a histogram of request lengths."""
     with mpl.rc_context(_STYLE):
         figure, axes = _axes(5, 2.4)
         axes.stairs(shares, edges, fill=True, color=COLOURS[0], alpha=0.75)
@@ -159,7 +161,7 @@ def histogram(edges: npt.ArrayLike, shares: npt.ArrayLike, mean: float, label: s
 
 
 class DayChart(NamedTuple):
-    """A fleet over a day, by interval: load, replicas, requests that kept their bounds, and costs."""
+    """A fleet's load, replicas, share of requests within the bounds, and cost in each interval of a day."""
 
     hours: Sequence[float]  # the intervals' edges
     load: Sequence[float]  # requests a second
@@ -171,7 +173,7 @@ class DayChart(NamedTuple):
 
 
 def day(chart: DayChart, *, alt: str, caption: str) -> Chart:
-    """Draw a day's load, replicas, share of requests within the bounds, and cost, one below the other."""
+    """Draw a day's load, replicas, share of requests within the bounds, and cost, one chart below the other."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(10, 7))
         arriving, running, keeping, costing = figure.subplots(4, 1, sharex=True)

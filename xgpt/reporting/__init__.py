@@ -1,1 +1,1 @@
-"""Describe a plan: as text on the terminal, and as a page."""
+"""Describe a plan as text on the terminal and as a page."""

@@ -13,19 +13,19 @@ from xsimulator.front import most_rate
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM", "trtllm": "TensorRT-LLM"}
 SPECULATES = ("vllm", "sglang")
-"""Engines for which options of a draft can be written."""
+"""Engines for which xgpt can write the options of speculative decoding."""
 QUANTIZES = ("vllm", "sglang")
-"""Engines that turn a checkpoint's weights into float8 at start. Others take a checkpoint in float8."""
+"""Engines that convert a checkpoint's weights to float8 at the start. Other engines need a checkpoint in float8."""
 
 
 def engine_command(plan: Plan, kept: Sequence[str] = ()) -> str | None:
     """Return the command that starts one replica of a plan in its engine, or None if the plan needs xgpt's scheduler.
 
-    The engines' own schedulers run steps that mix prompts and decodes under a token budget, on equal stages. A plan
-    without an engine is written for vLLM.
+    The engines' own schedulers run only steps that mix prompts and decodes under a token budget, on equal stages. If a
+    plan has no engine, the command is for vLLM.
 
     Args:
-        kept: further options of the command, such as those that the current deployment has.
+        kept: further options for the command, such as those of the current deployment.
     """
     policy, stages = plan.policy, plan.stages
     if not isinstance(policy, ChunkedSettings) or plan.cluster.device.type != "gpu":
@@ -73,7 +73,7 @@ def engine_command(plan: Plan, kept: Sequence[str] = ()) -> str | None:
 
 
 def vllm_draft(speculation: Speculation | None) -> list[str]:
-    """Return vLLM's option for a draft."""
+    """Return vLLM's option for speculative decoding."""
     if speculation is None:
         return []
     config: dict[str, object] = {"method": speculation.method, "num_speculative_tokens": speculation.tokens}
@@ -85,9 +85,7 @@ def vllm_draft(speculation: Speculation | None) -> list[str]:
 
 
 def _sglang_draft(speculation: Speculation | None) -> list[str]:
-    """Return SGLang's options for a draft without branches. SGLang uses the name EAGLE also for drafts with a layer of
-    the model.
-    """
+    """Return SGLang's options for drafts without branches. SGLang's name for multi-token prediction is EAGLE, too."""
     if speculation is None:
         return []
     name = {"mtp": "EAGLE"}.get(speculation.method, speculation.method.upper())
@@ -98,7 +96,7 @@ def _sglang_draft(speculation: Speculation | None) -> list[str]:
 
 
 def command_in_words(plans: dict[str, Plan], kept: Sequence[str] = ()) -> list[str]:
-    """Return lines with the command that runs the plan in the engine, and about using xgpt's scheduler in it.
+    """Return lines of text with the command that runs a plan in the engine, and with remarks about the command.
 
     Args:
         plans: each policy's best plan, the best of all first.

@@ -1,4 +1,4 @@
-"""The data of a page's figures: the steps of each stage, and the memory of each device."""
+"""Compute the data that a page draws: the steps of each stage, and the memory of each device."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from xgpt.core.schema import Plan
 from xsimulator.clock import Span as StageSpan
 
 CYCLES = 4
-"""Number of encode phases of a micro-batch in a timeline."""
+"""Number of each micro-batch's encode phases in a timeline."""
 MIN_STEPS, MAX_STEPS = 20, 120
-"""Least and largest number of steps of each stage in a timeline."""
+"""Smallest and largest number of each stage's steps in a timeline."""
 GIB = 2.0**30
 
 
 class StepBar(NamedTuple):
-    """A step of a stage: its times in seconds from the timeline's left edge, and its kind."""
+    """A stage's step, with its kind and its times in seconds from the timeline's left edge."""
 
     row: int
     start_s: float
@@ -28,9 +28,9 @@ class TimelineFigure(NamedTuple):
     """A part of a simulated run.
 
     Attributes:
-        rows: names of the stages.
+        rows: names of the stages, one for each row.
         bars: steps of the stages.
-        decoding: (seconds, requests in decode) of each step of the first stage that decodes.
+        decoding: (seconds, requests in decode) for each step of the first stage that decodes.
     """
 
     rows: tuple[str, ...]
@@ -39,12 +39,12 @@ class TimelineFigure(NamedTuple):
 
 
 class MemoryFigure(NamedTuple):
-    """GiB of each device of a replica.
+    """The memory use of each device of a replica, in GiB.
 
     Attributes:
         usable: memory of a device that plans may use.
-        rest: weights, activations and workspace of each device.
-        kv: keys and values of each device.
+        rest: memory for weights, activations and workspace on each device.
+        kv: memory for keys and values on each device.
     """
 
     usable: float
@@ -53,7 +53,7 @@ class MemoryFigure(NamedTuple):
 
 
 def timeline(plan: Plan, spans: Sequence[StageSpan]) -> TimelineFigure:
-    """Return some encode phases from the middle of a simulated run, where its state is steady."""
+    """Return some encode phases from the middle of a simulated run, when the state is steady."""
     spans = sorted(spans, key=lambda span: span.start_ns)
     encodes = sorted({span.start_ns for span in spans if span.step.encode and span.stage == 0})
     middle = len(encodes) // 2
@@ -84,7 +84,7 @@ def timeline(plan: Plan, spans: Sequence[StageSpan]) -> TimelineFigure:
 
 
 def memory(plan: Plan) -> MemoryFigure:
-    """Return the memory of each device of one replica."""
+    """Return how each device of a replica uses its memory."""
     kv: list[float] = []
     for stage in plan.stages:
         layers = (stage.decode_layers[1] - stage.decode_layers[0]) / plan.model.num_layers

@@ -1,4 +1,4 @@
-"""Draw a day's fleet, compared with the constant fleet, as one self-contained page."""
+"""Write a self-contained page that compares a day's fleet with the cheapest constant fleet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def fleet_report(fleet: FleetPlan) -> str:
-    """Return the page, as HTML that loads no other files."""
+    """Return the page as HTML that loads no other files."""
     constraint, plan = fleet.constraint, fleet.kinds[0].plan
     constant = f"constant: {fleet.in_words(fleet.constant.replicas)}"
     saved = 1 - fleet.planned.cost / fleet.constant.figures.cost if fleet.constant.figures.cost else 0.0

@@ -24,11 +24,13 @@ TIMED_WORDS = {
     "layer_path_s": "a request's time for each layer outside the loop",
     "tokenise_s": "the time to tokenise prompts",
 }
-"""What the figures in `xgpt.core.schema.engine.TIMED` are, in words."""
+"""Descriptions of the figures in `xgpt.core.schema.engine.TIMED`."""
 
 
 def settings_text(plan: Plan) -> str:
-    """Return a plan's control variables ("encode_batch 4, decode_iterations 9") and, for several devices, its shape."""
+    """Return the values of a plan's control variables, as in "encode_batch 4, decode_iterations 9", and for several
+    devices the plan's replicas and stages.
+    """
     policy = plan.policy
     texts = [f"{variable.name} {getattr(policy, variable.name)}" for variable in policy.variables]
     for of_rule in (getattr(policy, name) for name in policy.tuned):
@@ -46,7 +48,7 @@ def settings_text(plan: Plan) -> str:
 
 
 def placement_in_words(plan: Plan) -> str:
-    """Return a description of the replicas, stages and device groups."""
+    """Return a description of a plan's replicas, stages and device groups."""
     replicas = "one replica" if plan.replicas == 1 else f"{plan.replicas} replicas"
     lanes = {"both": "", "encode": "encode ", "decode": "decode "}
     parts = []
@@ -76,7 +78,7 @@ def objective_in_words(constraint: Constraint) -> str:
 
 
 def own_objective_in_words(plans: Mapping[str, Plan]) -> list[str]:
-    """Return a line with the value of a user's objective for each policy, or nothing without such an objective."""
+    """Return a line with each policy's value of the user's own objective, or nothing if there is no such objective."""
     if next(iter(plans.values())).constraint.maximise is None:
         return []
     return [
@@ -89,7 +91,7 @@ def _process(constraint: Constraint) -> str:
 
 
 def engine_in_words(plan: Plan) -> list[str]:
-    """Return a line on the plan's engine and its effects on the prediction, or nothing without an engine."""
+    """Return lines on the plan's engine and its effects on the prediction, or nothing if there is no engine."""
     engine = plan.engine
     if engine is None or engine.framework == "xgpt":
         return []
@@ -112,8 +114,8 @@ def engine_in_words(plan: Plan) -> list[str]:
 
 
 def ranges_from_rows(plan: Plan) -> list[str]:
-    """Return a line on the ranges of a plan's figures that follow from errors on published measurements, or nothing if
-    steps were measured.
+    """Return a line on the likely ranges of a plan's figures, derived from errors on published measurements, or nothing
+    if steps were measured.
     """
     figures = {
         "rate_per_s": ("arrival rate within the bounds", "requests/s"),
@@ -130,9 +132,7 @@ def ranges_from_rows(plan: Plan) -> list[str]:
 
 
 def mixing_in_words(plan: Plan) -> list[str]:
-    """Return a line on the cost of mixed steps at which another policy would serve more, or nothing if no such cost is
-    known.
-    """
+    """Return a line on the cost of mixed steps at which another policy is better, or nothing if it is not known."""
     edge = plan.estimate.mixing_edge
     if edge is None:
         return []
@@ -145,7 +145,7 @@ def mixing_in_words(plan: Plan) -> list[str]:
 
 
 def bounds_in_words(constraint: Constraint) -> str:
-    """Return a description of the bounds, such as "15 s from arrival to the last token"."""
+    """Return a description of the bounds, as in "15 s from arrival to the last token"."""
     names = {
         "latency_bound_s": "from arrival to the last token",
         "ttft_s": "to the first token",
@@ -160,7 +160,7 @@ def bounds_in_words(constraint: Constraint) -> str:
 
 
 def arrivals_in_words(plan: Plan) -> list[str]:
-    """Return lines on a plan's arrival rate, and on its throughput while requests are always waiting."""
+    """Return lines on a plan's highest arrival rate, and on its throughput at saturation."""
     e, constraint, found = plan.estimate, plan.constraint, plan.estimate.capacity
     texts = []
     if found is not None and not found.rate_per_s:
@@ -187,7 +187,7 @@ def arrivals_in_words(plan: Plan) -> list[str]:
 
 
 def ranges_on_this_machine(plan: Plan) -> list[str]:
-    """Return a line on the ranges of the plan's figures on this machine, or none if they are not known."""
+    """Return a line on the usual ranges of a plan's figures on this machine, or nothing if they are not known."""
     names = {
         "rate_per_s": "requests/s of arrivals",
         "throughput_rps": "requests/s saturated",
@@ -200,7 +200,7 @@ def ranges_on_this_machine(plan: Plan) -> list[str]:
 
 
 def profile_in_words(plan: Plan) -> str:
-    """Return a line on the plan's profile, and on its fit to a served engine."""
+    """Return a line on the plan's profile, and on whether the profile was fitted to a served engine."""
     profile = plan.profile
     text = f"profile: {profile.source}, sha256 {profile.sha256[:12]}"
     if SERVED in profile.provenance:
@@ -215,7 +215,7 @@ def _with_error(error: float | None) -> str:
 
 
 def classes_in_words(plan: Plan) -> list[str]:
-    """Return a line on the classes of requests with their bounds, or none if there are no classes."""
+    """Return a line on the classes of requests with their bounds, or nothing if there are no classes."""
     labels = {"latency_bound_s": "latency", "ttft_s": "TTFT", "tpot_s": "TPOT"}
     texts = []
     for each in plan.constraint.classes:
@@ -227,7 +227,7 @@ def classes_in_words(plan: Plan) -> list[str]:
 
 
 def headroom_in_words(plan: Plan) -> list[str]:
-    """Return a line on the headroom under the bounds, and on its source."""
+    """Return a line on the plan's headroom and its source."""
     headroom, source = plan.constraint.headroom, plan.profile.source
     if not headroom or not plan.constraint.bounds_latency:
         return []
@@ -243,7 +243,7 @@ def headroom_in_words(plan: Plan) -> list[str]:
 
 
 def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
-    """Return lines on policies without a plan in the table, and on those whose latency is not simulated."""
+    """Return lines on policies that have no plan, and on policies whose latency was not simulated."""
     kinds = POLICY_GROUPS.get(policy, (policy,))
     either = POLICY_GROUPS["waa"] if "waa" in plans else ()
     missing = [kind for kind in kinds if kind not in plans and kind not in either]
@@ -269,8 +269,8 @@ def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
 
 
 def log_in_words(workload: object, plan: Plan) -> list[str]:
-    """Return a line that compares the arrival rate in a log with the plan's rate, or nothing if the workload is not a
-    log with times.
+    """Return a line that compares a log's arrival rate with the plan's, or nothing if the workload is not a log with
+    times.
     """
     trace = load_trace(workload) if isinstance(workload, str) else None
     if trace is None or trace.timestamp_s is None or len(trace.input) < 2 or trace.timestamp_s[-1] <= 0:
@@ -288,7 +288,7 @@ def log_in_words(workload: object, plan: Plan) -> list[str]:
 
 
 def reuse_in_words(plan: Plan) -> list[str]:
-    """Return a line on the share of prompts that the plan expects to reuse, and on its gain."""
+    """Return a line on the share of prompt tokens that the plan expects to be cached, and on the gain."""
     reuse = plan.estimate.reuse
     if reuse is None:
         return []
@@ -304,7 +304,7 @@ def reuse_in_words(plan: Plan) -> list[str]:
 
 
 def joint_in_words(plan: Plan) -> list[str]:
-    """Return a line on the error of the estimate that comes from a correlation of a trace's inputs and outputs."""
+    """Return a line on how much the correlation of a trace's inputs and outputs changes the estimate."""
     joint = plan.estimate.joint_lengths
     if joint is None:
         return []
@@ -316,7 +316,7 @@ def joint_in_words(plan: Plan) -> list[str]:
 
 
 def uniform_in_words(best: Plan, uniform: Plan | None) -> str:
-    """Return a line on the best plan with equal stages, compared with the chosen one."""
+    """Return a line that compares the best plan on equal stages with the chosen plan."""
     if uniform is best:
         return "best uniform plan (equal stages, neither rra nor waa): the chosen one"
     if uniform is None:
@@ -331,7 +331,7 @@ def uniform_in_words(best: Plan, uniform: Plan | None) -> str:
 
 
 def uneven_in_words(best: Plan, uneven: Plan) -> str:
-    """Return a line on the gain of plans for several machines that vLLM cannot run."""
+    """Return a line on how much a plan for several machines would gain with stages that vLLM cannot run."""
     gain = maximised(uneven) / maximised(best) - 1
     left_out = "stages have equal tensor-parallel degrees, since plans for several machines are for vLLM"
     if gain <= 0:
@@ -344,10 +344,10 @@ def uneven_in_words(best: Plan, uneven: Plan) -> str:
 
 
 def _shape(plan: Plan) -> str:
-    """Return the replicas and the tensor-parallel degrees of stages: "2 x [2 1 1]", or with WAA "[1 1] > [2]".
+    """Return the replicas and the tensor-parallel degrees of stages, as in "2 x [2 1 1]" or, with WAA, "[1 1] > [2]".
 
-    "4e2" is a group of four devices that divides the experts into two parts, "1e8" one of eight single devices that
-    hold the experts together.
+    "4e2" means four devices that divide the experts into two parts. "1e8" means one of eight single devices among which
+    the experts are divided.
     """
     lanes = []
     for lane in ("both", "encode", "decode"):
@@ -405,7 +405,7 @@ def schedule_in_words(plan: Plan) -> str:
 
 
 def limit_in_words(plan: Plan) -> str:
-    """Return a sentence on the upper bound for all other schedules, for a plan whose search has a gap."""
+    """Return a sentence on the upper bound for all other schedules, given a plan whose gap is known."""
     constraint = plan.constraint
     most = f"{maximised(plan) * (1 + (plan.search.gap or 0.0)):.4g} requests/s"
     if not constraint.bounds_latency:
@@ -418,7 +418,7 @@ def limit_in_words(plan: Plan) -> str:
 
 
 def proof_in_words(plan: Plan) -> str:
-    """Return a description of the proof: the upper bound for other schedules, and the searched points."""
+    """Return a description of a plan's proof: the upper bound for other schedules, and how much was searched."""
     search = plan.search
     proof = f"no proof of optimality ({search.bound.removeprefix('none: ')})"
     if search.gap is not None:
@@ -435,11 +435,10 @@ def proof_in_words(plan: Plan) -> str:
 
 
 def speculation_in_words(plan: Plan, ahead: Mapping[int, float]) -> Iterator[str]:
-    """Yield the settings of speculative decoding, and the rate for each number of draft tokens, or nothing without a
-    draft.
+    """Yield lines on speculative decoding and on the rate for each number of draft tokens, or nothing without drafts.
 
     Args:
-        ahead: see `Planned.ahead`.
+        ahead: the rates, as in `Planned.ahead`.
     """
     tried = ", ".join(f"{tokens}: {value:.4g}" for tokens, value in sorted(ahead.items()))
     others = f" (requests/s by number of draft tokens: {tried})" if ahead else ""

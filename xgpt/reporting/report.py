@@ -1,4 +1,4 @@
-"""Write a plan as one self-contained HTML page: schedule, predicted figures, and their data."""
+"""Write a self-contained HTML page about a plan, with its schedule, predicted figures and charts."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from xgpt.pages.charts import Chart
 
 NUM_REQUESTS = 400
-"""Number of requests of the simulated run whose figures are next to the prediction."""
+"""Number of requests in the simulated run whose figures are shown next to the prediction."""
 LOAD_WITHOUT_BOUNDS = 0.8
-"""Arrival rate in the report of a plan without bounds, as a share of saturation."""
+"""If a plan has no bounds, its report is for this share of the throughput at saturation as the arrival rate."""
 HISTOGRAM_BINS = 40
 
 
@@ -49,7 +49,7 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
     """Return the page, as HTML that loads no other files.
 
     Raises:
-        InputError: the plan's memory cannot hold its workload.
+        InputError: requests of the plan's workload do not fit into the plan's memory.
     """
     rated = plan
     if plan.estimate.capacity is None:
@@ -170,8 +170,8 @@ def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
 
 
 def _arriving(plan: Plan, profile: Profile) -> dict[str, object] | None:
-    """Return times that count from arrival, simulated at the highest rate within the bounds, or without bounds at a
-    share of saturation, or None if no rate keeps the bounds.
+    """Return simulated times from arrival, or None if no rate keeps the bounds. The arrival rate is the plan's highest
+    or, without bounds, `LOAD_WITHOUT_BOUNDS` of the throughput.
     """
     bounded = plan.constraint.bounds_latency
     rate = rate_of(plan) if bounded else LOAD_WITHOUT_BOUNDS * plan.estimate.throughput_rps
@@ -189,8 +189,8 @@ def _arriving(plan: Plan, profile: Profile) -> dict[str, object] | None:
 
 
 def _classes(plan: Plan, profile: Profile) -> dict[str, object] | None:
-    """Return each class of requests with its bounds, and the share of its requests that keep them at the highest
-    arrival rate, or None if there are no classes, or no rate keeps the bounds.
+    """Return each class's bounds and the share of its requests that keep them at the highest arrival rate, or None if
+    there are no classes or no rate keeps the bounds.
     """
     if not plan.constraint.classes or not (rate := rate_of(plan)):
         return None
@@ -306,5 +306,5 @@ def _layers(layers: tuple[int, int]) -> str:
 
 
 def _ordinal(quantile: float) -> str:
-    """Return a quantile as text: 0.99 as p99."""
+    """Return a quantile as text, as in p99 for 0.99."""
     return f"p{100 * quantile:g}"

@@ -1,1 +1,1 @@
-"""Serve a plan on this machine: check it, start its engine, open its endpoint."""
+"""Serve a plan on this machine: check the plan, start its engine, and open its endpoint."""

@@ -1,4 +1,4 @@
-"""Check whether this machine can serve a plan, and list what it lacks."""
+"""Check whether this machine can serve a plan, and list what is missing."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_devices(plan: Plan, num_nodes: int = 1) -> None:
-    """Check that this machine has the devices of a plan.
+    """Check that this machine has enough devices of the plan's type.
 
     Raises:
-        MachineError: devices are missing. The message says which ones, and how to plan for the devices of this machine.
+        MachineError: devices are missing. The message states which devices, and how to plan for this machine's devices.
     """
     planned, wanted = plan.cluster, plan.num_devices // num_nodes
     here = detect()
@@ -42,13 +42,13 @@ def check_devices(plan: Plan, num_nodes: int = 1) -> None:
 
 
 def located(plan: Plan, checkpoint: str | None = None) -> Plan:
-    """Return the plan with the path of its checkpoint on this machine.
+    """Return the plan with the local path of its checkpoint.
 
     Args:
-        checkpoint: directory of the weights. None means the plan's.
+        checkpoint: directory of the weights. None means the checkpoint that the plan names.
 
     Raises:
-        InputError: there is no such directory.
+        InputError: the weights are not on this machine.
     """
     if checkpoint is not None:
         if not Path(checkpoint).is_dir():
@@ -70,10 +70,10 @@ def located(plan: Plan, checkpoint: str | None = None) -> Plan:
 
 
 def missing(plan: Plan, given: str | Profile | None = None, *, replan: bool = True) -> list[str]:
-    """Return lines about what this machine lacks to serve a plan with all functions.
+    """Return lines of text on what is missing on this machine for a server with all functions.
 
     Args:
-        replan: whether the plan will be re-planned, which needs its profile.
+        replan: whether the server re-plans, which needs the plan's profile.
 
     Raises:
         InputError: `given` is not the plan's profile.
@@ -97,7 +97,7 @@ def missing(plan: Plan, given: str | Profile | None = None, *, replan: bool = Tr
 
 
 def _device_here(plan: Plan) -> str:
-    """Return the kind of device that serves the plan. A CPU is divided among the devices of the plan's cluster."""
+    """Return the kind of device on this machine. A CPU is divided among the devices of the plan's cluster."""
     here = detect()
     if here.device.type == "cpu":
         here = detect(min(plan.cluster.devices_per_node, num_cores()))
@@ -105,15 +105,14 @@ def _device_here(plan: Plan) -> str:
 
 
 def check_plan(plan: Plan, ray: str | None = None) -> None:
-    """Refuse a plan that xgpt's own engine cannot serve here: engine, devices, dtype, memory, checkpoint.
+    """Check that xgpt's own engine can serve a plan here, by its engine, devices, dtype, memory and checkpoint.
 
     Args:
         ray: address of the Ray cluster whose machines run the plan. None means that this machine runs it.
 
     Raises:
         MachineError: devices or memory are missing.
-        InputError: the plan is for another engine, or the checkpoint is not there, is broken, or does not have the
-            plan's shape.
+        InputError: the plan is for another engine, or the checkpoint is missing, broken, or of another shape.
     """
     check_xgpt_runs(plan, ray)
     if plan.checkpoint is not None:
@@ -135,11 +134,11 @@ def check_plan(plan: Plan, ray: str | None = None) -> None:
 
 
 def check_planned(plan: Plan) -> None:
-    """Check that `xgpt serve` could run a new plan on this machine, whatever its weights.
+    """Check that `xgpt serve` can run a new plan on this machine. The weights are not checked.
 
     Raises:
         MachineError: devices or memory are missing.
-        InputError: its engine cannot run its policy, or the model does not run in its dtype.
+        InputError: the engine cannot run the plan's policy, or the model does not run in the plan's dtype.
     """
     if plan.profile.engine == "vllm":
         check_vllm_runs(plan)
@@ -148,7 +147,7 @@ def check_planned(plan: Plan) -> None:
 
 
 def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "xgpt") -> None:
-    """Check that an engine can run a plan here. The weights are not checked.
+    """Check that an engine can run a plan on this machine. The weights are not checked.
 
     Raises:
         MachineError: devices or memory are missing.
@@ -181,11 +180,11 @@ def check_xgpt_runs(plan: Plan, ray: str | None) -> None:
 
 
 def check_runs_on_ray(plan: Plan, address: str) -> None:
-    """Refuse a plan that xgpt's own engine cannot run on the machines of a Ray cluster.
+    """Check that xgpt's own engine can run a plan on the machines of a Ray cluster.
 
     Raises:
-        InputError: Ray is not installed, no cluster answers, the plan is for another engine, or a replica does not
-            divide evenly.
+        InputError: Ray is not installed, no Ray cluster answers, the plan is for another engine, or a replica's devices
+            do not divide evenly among machines.
     """
     if find_spec("ray") is None:
         raise InputError("ray", address, "install Ray on every machine: pip install 'xgpt-serve[ray]'")
@@ -201,7 +200,7 @@ def check_runs_on_ray(plan: Plan, address: str) -> None:
 
 
 def nodes_of(plan: Plan, devices: int) -> int:
-    """Return the number of machines of the plan's cluster that this many devices of a replica span.
+    """Return the number of machines on which `devices` devices of a replica are.
 
     Raises:
         InputError: the devices do not divide evenly among the machines.
@@ -215,7 +214,7 @@ def nodes_of(plan: Plan, devices: int) -> int:
 
 
 def check_own_schedule(plan: Plan) -> None:
-    """Check that a plan does not need an engine's own scheduler: it has no draft, and no experts that replicas share.
+    """Check that a plan has no draft, and no experts that replicas share, which only an engine's own scheduler can run.
 
     Raises:
         InputError: the plan has a draft, or experts that replicas share.
@@ -232,10 +231,10 @@ def check_own_schedule(plan: Plan) -> None:
 
 
 def check_plan_for_vllm(plan: Plan, num_nodes: int = 1) -> str:
-    """Check that vLLM can serve a plan here, and return vLLM's version.
+    """Check that vLLM can serve a plan on this machine, and return vLLM's version.
 
     Args:
-        num_nodes: machines that the plan's replicas span.
+        num_nodes: number of machines that run a replica together.
 
     Returns:
         vLLM's version.

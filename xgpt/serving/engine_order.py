@@ -1,4 +1,4 @@
-"""Define the order that tells a process which engine to run."""
+"""Define what the server tells an engine's process to run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from xgpt.core.schema import Batching, Frozen, Plan
 
 
 class EngineOrder(Frozen):
-    """The engine to run, with its plan and options.
+    """The plan that an engine's process runs, with its options.
 
     Attributes:
         ray: address of the Ray cluster whose machines run the plan. None means that this machine runs it.
-        core_waits: note in the records of steps how long threads waited for a core.
+        core_waits: whether the records of steps state how long threads waited for a core.
     """
 
     plan: Plan

@@ -1,8 +1,9 @@
-"""Run the engine of a plan in this process, at its end of the channel: `python -m xgpt.serving.engine_process FD`.
+"""Run a plan's engine in this process: `python -m xgpt.serving.engine_process FD`.
 
-FD is the process's end of the channel (`xrunner.channel`); standard input contains an `EngineOrder`. The process has no
-HTTP, tokenizer, metrics or log of steps. It ends when the front closes the channel or ends. It ignores signals that a
-terminal or a service manager sends to all processes of a server: the front handles them.
+FD is a socket, which is this process's end of the channel to the front (`xrunner.channel`). Standard input contains an
+`EngineOrder`. HTTP, the tokenizer, metrics and the step log are in the front. This process ends when the front closes
+the channel or ends. It ignores signals that a terminal or a service manager sends to all processes of a server, since
+the front handles them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from xrunner.logs import log_json
 from xrunner.memory import keep_freed_memory
 
 END_S = 20.0
-"""Seconds within which the current step and the workers end after the front has ended."""
+"""After the front has ended, the current step and the workers must end within this number of seconds."""
 
 
 def main() -> None:
@@ -60,7 +61,7 @@ def _build(order: EngineOrder, on_step: OnStep) -> HostedEngine:
 
 
 def _is_alone(order: EngineOrder) -> bool:
-    """Return whether this process executes the steps itself, on a CPU."""
+    """Return whether this process executes the steps on a CPU, without worker processes."""
     return order.plan.num_devices == 1 and order.plan.cluster.device.type == "cpu" and order.ray is None
 
 

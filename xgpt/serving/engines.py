@@ -1,4 +1,4 @@
-"""Start the engine of a plan with its weights: in this process, or in a process for each device."""
+"""Start a plan's engine with its weights, in this process or in a process for each device."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ def build_engine(
     *,
     reuse: bool = True,
 ) -> Engine | Replicas:
-    """Return the engine of a plan, with its weights loaded and warmed up.
+    """Load a plan's weights, warm the engine up, and return the engine.
 
-    A plan for one device of this machine runs in this process. For any other plan, each device has a process of its
-    own. `close` ends these processes.
+    A plan for one device of this machine runs in this process. For any other plan, each device has a separate process,
+    which `close` ends.
 
     Args:
-        batching: layout of whole batches. In rows, requests share no K/V.
+        batching: layout of batches. In rows, requests share no K/V.
         ray: address of the Ray cluster whose machines run the plan. None means that this machine runs it.
-        reuse: whether requests share the K/V of prompt prefixes that they have in common.
+        reuse: whether requests share the K/V of common prompt prefixes.
 
     Raises:
-        InputError: the plan is for another engine, or cannot be combined with `batching`, or no Ray cluster answers.
+        InputError: the plan is for another engine, the plan cannot be combined with `batching`, or no Ray cluster
+            answers.
         MachineError: the plan's devices are not on this machine, or not in the Ray cluster.
     """
     check_engine(plan, "xgpt")
@@ -79,21 +80,21 @@ def build_replica(
 
 
 def _one_worker(plan: Plan, schedule: Schedule) -> Worker:
-    """Return a worker of the whole model, in this process."""
+    """Return a worker in this process that holds the whole model."""
     worker = build_worker(WorkerSettings.of(plan, schedule.pool.kv_blocks))
     warm_up(worker)
     return worker
 
 
 def _row_worker(plan: Plan, batching: Batching) -> RowWorker:
-    """Return a worker of the whole model, in this process, that runs rows."""
+    """Return a worker in this process that holds the whole model and runs rows."""
     worker = build_row_worker(WorkerSettings.of(plan, num_blocks=0), batching, row_tokens(plan))
     warm_up(worker)
     return worker
 
 
 def _redeployer(worker: Worker, plan: Plan) -> Deployer:
-    """Return a function that allocates the K/V memory of another plan and keeps the weights."""
+    """Return a function that allocates the K/V memory of another plan. The weights stay loaded."""
     # The function must not refer to the worker, since the worker's memory must be free before the next worker's memory
     # is allocated.
     model, backend = worker.model, worker.backend
@@ -111,7 +112,7 @@ def _redeployer(worker: Worker, plan: Plan) -> Deployer:
 
 
 def _redeployer_of(workers: RemoteExecutor) -> Deployer:
-    """Return a function that assigns another plan's stages to the same workers, which load their new parts."""
+    """Return a function that assigns another plan's stages to the same workers. Each worker then loads its new part."""
 
     def deploy(schedule: Schedule) -> Executor:
         nonlocal workers
@@ -122,7 +123,7 @@ def _redeployer_of(workers: RemoteExecutor) -> Deployer:
 
 
 def _workers(plan: Plan, replica: int, ray: str | None) -> RemoteExecutor:
-    """Return the executor of a replica's workers, a process for each device."""
+    """Return the executor of a replica's workers. Each device has a worker process."""
     deployment = Deployment.of(plan)
     total = deployment.num_workers
     if ray is None:

@@ -1,8 +1,8 @@
 """Serve a plan behind the Shepherd Model Gateway (`pip install smg`) instead of xgpt's endpoint.
 
-The gateway answers clients: it renders chats, tokenises, parses calls of functions and reasoning, and serves
-Completions, Chat, Responses and Messages. It sends token ids to this process over gRPC (`xrunner.engine_service`),
-which is connected to the engine in the same way as xgpt's endpoint, and shows its pages on an admin port.
+The gateway answers clients: it renders chats, tokenises, parses tool calls and reasoning, and offers the APIs
+Completions, Chat, Responses and Messages. It sends token ids to this process over gRPC (`xrunner.engine_service`). This
+process is connected to the engine in the same way as xgpt's endpoint, and serves pages on an admin port.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
 HEAD_S, IDLE_S = 10, 120
-"""Timeouts in seconds: for the head of a request, and between two requests of one connection."""
+"""Timeouts in seconds, for the head of a request and for the time between two requests of a connection."""
 START_S, STOP_S = 30.0, 40.0
 LOOK_S, HANG_S = 2.0, 15.0
-"""Seconds between two health checks of the gateway, and seconds without an answer after which it counts as hanging."""
+"""Seconds between two health checks of the gateway, and seconds without an answer until it counts as hanging."""
 DRAIN_S = 30.0
 ENDPOINT_FIELDS = (
     "api_key_file",
@@ -57,14 +57,14 @@ ENDPOINT_FIELDS = (
     "otlp_endpoint",
     "shutdown_delay_s",
 )
-"""Fields of a request to serve that only xgpt's endpoint supports, not the gateway."""
+"""Fields of `ServeRequest` that the gateway does not support."""
 
 
 def check_gateway(plan: Plan, request: ServeRequest) -> None:
     """Check that the gateway is installed and supports the request.
 
     Raises:
-        InputError: it is not installed, or a field needs the endpoint.
+        InputError: the gateway is not installed, or it does not support a field.
     """
     missing = [name for name in ("smg", "grpc", "smg_grpc_proto") if find_spec(name) is None]
     if missing:
@@ -87,7 +87,7 @@ def check_gateway(plan: Plan, request: ServeRequest) -> None:
 
 
 def serve_behind_gateway(plan: Plan, request: ServeRequest, limits: Limits) -> None:
-    """Serve until SIGTERM or SIGINT.
+    """Serve a plan behind the gateway until SIGTERM or SIGINT.
 
     Raises:
         MachineError: the engine does not start, fails again and again, or a port is taken.
@@ -130,7 +130,7 @@ class Gateway:
     """The gateway's process in front of an engine.
 
     Attributes:
-        port: port on which it answers clients.
+        port: port on which the gateway answers clients.
     """
 
     def __init__(self, plan: Plan, request: ServeRequest, engine_port: int) -> None:
@@ -140,7 +140,7 @@ class Gateway:
         self._process: Process | None = None
 
     async def start(self) -> None:
-        """Start the gateway, and return when it lists the model. Raises MachineError if the gateway ends or does not
+        """Start the gateway, and return once it lists the model. Raises MachineError if the gateway ends or does not
         answer.
         """
         self._process = process = await _started(self._arguments)
@@ -154,7 +154,7 @@ class Gateway:
         raise MachineError(f"the gateway has not answered within {START_S:g} s")
 
     async def watch(self) -> None:
-        """Start the gateway again whenever it has ended or hangs, until cancelled.
+        """Until cancelled, start the gateway again whenever it has ended or hangs.
 
         Raises:
             MachineError: the gateway ends or hangs too often, or does not start again.
@@ -187,7 +187,7 @@ class Gateway:
         await process.wait()
 
     async def end(self) -> None:
-        """End the gateway with SIGTERM, or if that fails, with SIGKILL."""
+        """End the gateway with SIGTERM or, if it does not end in time, with SIGKILL."""
         if (process := self._process) is not None and process.returncode is None:
             with suppress(ProcessLookupError):
                 process.terminate()
@@ -198,7 +198,7 @@ class Gateway:
 
 
 def gateway_arguments(plan: Plan, request: ServeRequest, port: int, engine_port: int) -> list[str]:
-    """Return the gateway's command line, with one engine and limits on all resources that a client can use."""
+    """Return the gateway's command line, with one engine and a limit on each resource that clients use."""
     options: dict[str, object] = {
         "--host": request.host,
         "--port": port,
@@ -226,9 +226,9 @@ def gateway_arguments(plan: Plan, request: ServeRequest, port: int, engine_port:
 
 
 def parsers(plan: Plan) -> dict[str, str]:
-    """Return the gateway's parsers of tool calls and reasoning for the checkpoint's chat template.
+    """Return the gateway's options for parsing tool calls and reasoning, given the checkpoint's chat template.
 
-    By default the gateway chooses parsers by the model's name, but here that is the name of a directory.
+    By default the gateway chooses parsers by the model's name, but here the model's name is a directory.
     """
     template = _template(plan)
     found = {}
@@ -244,7 +244,7 @@ def parsers(plan: Plan) -> dict[str, str]:
 
 
 def _template(plan: Plan) -> str:
-    """Return the text of a checkpoint's chat template. The result is empty if the checkpoint has none."""
+    """Return a checkpoint's chat template, or "" if the checkpoint has no template."""
     if plan.checkpoint is None:
         return ""
     directory = Path(plan.checkpoint)
@@ -266,8 +266,8 @@ async def _lists(host: str, port: int, model: str) -> bool:
 
 
 async def _started(arguments: list[str]) -> Process:
-    """Start a gateway's process. It ends when its input is closed, and it writes its log where this process writes its
-    log.
+    """Start a gateway's process. The process ends when its input is closed, and writes its log to this process's
+    stderr.
     """
     command = (sys.executable, "-m", "xgpt.serving.gateway_process")
     log = sys.stderr.fileno()
@@ -291,7 +291,7 @@ async def admin_server(engine: EngineClient, model: ServedModel, port: int) -> A
     """Serve the engine's pages, and yield the port.
 
     Args:
-        port: port to listen on. 0 means any free port.
+        port: port on which to listen. 0 means any free port.
 
     Raises:
         MachineError: the port is taken.
@@ -314,11 +314,11 @@ async def admin_server(engine: EngineClient, model: ServedModel, port: int) -> A
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process."""
+    """A uvicorn server that handles no signals, since the process handles them."""
 
     def install_signal_handlers(self) -> None:
-        """Install none."""
+        """Install no handlers."""
 
     def capture_signals(self) -> Any:
-        """Capture none."""
+        """Capture no signals."""
         return nullcontext()

@@ -1,7 +1,7 @@
 """Run the Shepherd Model Gateway in this process: `python -m xgpt.serving.gateway_process`.
 
-Its arguments come as a JSON list in the first line of standard input, not on the command line, which other users of the
-machine could read. It ends when standard input is closed.
+The arguments are a JSON list in the first line of standard input, since other users of the machine could read a command
+line. The process ends when standard input is closed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 
 
 def main() -> None:
-    """Run the gateway until SIGTERM, or the end of input."""
+    """Run the gateway until SIGTERM or the end of standard input."""
     arguments = json.loads(sys.stdin.buffer.readline())
     from smg.launch_router import launch_router, parse_router_args
 

@@ -1,4 +1,4 @@
-"""Start the engine of a plan in a separate process, and end it when serving ends."""
+"""Start a plan's engine in a separate process, and end the process when serving ends."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ logger = logging.getLogger(__name__)
 def running(
     plan: Plan, request: ServeRequest, machines: Machines | None = None
 ) -> Iterator[tuple[EngineClient, ServedModel]]:
-    """Start the engine of a plan in a separate process, with its planner and its step log. End all of them with the
-    context.
+    """Start a plan's engine in a separate process, and its planner and its step log. The end of the context ends all of
+    them.
 
     Args:
         machines: the machines on which vLLM runs the plan. None means only this machine.
 
     Yields:
-        The engine's client, not yet started, and the model with its tokenizer.
+        The engine's client, which is not started yet, and the model with its tokenizer.
 
     Raises:
         InputError: the plan cannot be run in the requested way.
@@ -89,7 +89,7 @@ def running(
 
 
 def start_engine(plan: Plan, request: ServeRequest, machines: Machines | None = None) -> RemoteEngine:
-    """Return the engine of a plan, ready for requests: xgpt's in a separate process, or vLLM.
+    """Start a plan's engine, which is xgpt's in a separate process or vLLM, and return it ready for requests.
 
     Raises:
         InputError: the plan cannot be run in the requested way.
@@ -121,7 +121,7 @@ def start_engine(plan: Plan, request: ServeRequest, machines: Machines | None = 
 
 
 def _planner(plan: Plan, request: ServeRequest) -> BackgroundPlanner | None:
-    """Return the planner for re-planning, or None if re-planning is off. The log then says why."""
+    """Return the planner for re-planning, or None if re-planning is off. In this case the log states the reason."""
     replan = request.replan
     if request.engine == "vllm" and replan and plan.num_devices > 1:
         logger.warning("re-planning is off: vLLM cannot change to another plan on several devices")

@@ -1,4 +1,4 @@
-"""Serve a plan behind the endpoint."""
+"""Serve a plan behind xgpt's endpoint or a gateway."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 
 class ServeRequest(ServeFields):
-    """A request to serve a plan, with methods for its keys, limits and machines."""
+    """A request to serve a plan, with methods that check it and read its keys, limits and certificates."""
 
     def keys(self, plan: Plan) -> ApiKeys | None:
-        """Return the API keys, if any.
+        """Return the API keys, or None if no file is given.
 
         Raises:
-            InputError: the file contains no key, or one of a class that the plan does not have, or the host needs keys
-                and no file is given.
+            InputError: the file contains no key or names a class that the plan does not have, or the host needs keys
+                but no file is given.
         """
         names = [each.name for each in plan.constraint.classes]
         keys = None if self.api_key_file is None else ApiKeys.read(self.api_key_file, names)
@@ -55,7 +55,7 @@ class ServeRequest(ServeFields):
         return keys
 
     def tls(self) -> SSLContext | None:
-        """Return the TLS context, if a certificate is given.
+        """Return the TLS context, or None if no certificate is given.
 
         Raises:
             InputError: the certificate cannot be read, or does not match its key.
@@ -75,7 +75,8 @@ class ServeRequest(ServeFields):
         return Classes(plan, self.answer_within_of)
 
     def limits(self, plan: Plan) -> Limits:
-        """Return the limits on requests. For an output without a maximum, that of the plan's checkpoint applies.
+        """Return the limits on requests. If no default for max_tokens is given, the checkpoint's max_new_tokens is the
+        default.
 
         Raises:
             InputError: the limits contradict each other.
@@ -95,7 +96,7 @@ class ServeRequest(ServeFields):
         """Check that the engine and the plan support the batching.
 
         Raises:
-            InputError: vLLM runs the plan, or the plan is not one of whole batches on one device.
+            InputError: vLLM runs the plan, or the plan does not run whole batches on one device.
         """
         if self.batching == "flat":
             return
@@ -104,10 +105,10 @@ class ServeRequest(ServeFields):
         policies.build_rows(plan, self.batching)
 
     def check_reuse(self, plan: Plan) -> None:
-        """Check that a plan that counts on prefix reuse runs with it, since its figures would be wrong without it.
+        """Check that a plan that relies on prefix reuse runs with reuse. Its figures would be wrong otherwise.
 
         Raises:
-            InputError: reuse is off. The message states the option that turns it off.
+            InputError: reuse is off. The message states which option turns it off.
         """
 
         in_vllm = self.engine == "vllm"
@@ -126,10 +127,10 @@ class ServeRequest(ServeFields):
         raise InputError(field, getattr(self, field), accepted)
 
     def check_machines(self) -> None:
-        """Refuse multi-machine options that the engine does not support.
+        """Check that the engine supports the options for several machines.
 
         Raises:
-            InputError: xgpt's own engine reaches other machines through Ray only, vLLM through its own options only.
+            InputError: xgpt's own engine gets options other than `ray`, or vLLM gets `ray`.
         """
         if self.engine == "vllm":
             if self.ray is not None:
@@ -147,14 +148,15 @@ class ServeRequest(ServeFields):
 
 
 def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = lambda line: None) -> None:
-    """Serve until SIGTERM or SIGINT. With vLLM, machines of a replica other than its first run only their part of the
-    replica.
+    """Serve a plan until SIGTERM or SIGINT. If vLLM runs a replica on several machines, only the first answers
+    requests.
 
     Args:
-        on_note: is called with each line about what is started, and in a dry run about what this machine lacks.
+        on_note: called with lines of text about what is started or, in a dry run, about what is missing on this
+            machine.
 
     Raises:
-        InputError: this machine cannot serve the plan in the requested way.
+        InputError: this machine cannot serve the plan as requested.
         MachineError: devices, memory or a port are missing, or the engine does not start.
     """
     if request.step_log is not None:
@@ -205,8 +207,8 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
 
 
 def _check_port(request: ServeRequest, on_note: Callable[[str], None]) -> None:
-    """Check immediately that the port is free, since an engine takes a long time to start. In a dry run, only report it
-    if the port is taken.
+    """Check that the port is free before the engine starts, which takes long. A dry run only reports a port that is
+    taken.
 
     Raises:
         MachineError: the address is not available.
@@ -220,9 +222,7 @@ def _check_port(request: ServeRequest, on_note: Callable[[str], None]) -> None:
 
 
 def _differences(plan: Plan, request: ServeRequest) -> str | None:
-    """Return how this machine differs from its state when the plan's profile was measured, or None if it does not
-    differ.
-    """
+    """Return how this machine has changed since the plan's profile was measured, or None if it has not changed."""
     if not plan.cluster.is_local or plan.profile.source != "measured":
         return None
     try:
@@ -233,8 +233,7 @@ def _differences(plan: Plan, request: ServeRequest) -> str | None:
 
 @contextmanager
 def _no_end_by_hangup() -> Iterator[None]:
-    """Ignore SIGHUP within the context: a running server reads its key file again, and a starting one has just read
-    it."""
+    """Ignore SIGHUP while the server starts, since it has just read the key file that SIGHUP makes it read again."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -272,8 +271,8 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, machines: Machines
 
 
 def open_tracer(endpoint: str | None) -> Tracer | None:
-    """Return a tracer that sends to the OTLP endpoint given here or in OpenTelemetry's environment variables, or None
-    if neither gives one.
+    """Return a tracer for the OTLP endpoint that is given here or in OpenTelemetry's environment variables, or None if
+    there is no endpoint.
 
     Raises:
         InputError: the endpoint is not a URL, or OpenTelemetry is not installed.
@@ -300,12 +299,11 @@ MASTER_PORT = 29500
 
 
 def share_of(plan: Plan, request: ServeRequest) -> tuple[Plan, Machines | None]:
-    """Return the part of a plan that this machine serves, and the machines that share this part. None means only this
-    machine.
+    """Return the part of a plan that this machine serves, and the machines with which it serves this part (None: no
+    others).
 
-    A machine serves the replicas for which it has devices, or a part of one replica. Each replica has a separate
-    endpoint on its first machine, so that replicas are independent. A gateway in front of them distributes the
-    requests.
+    A machine serves several replicas or a part of one replica. Each replica has a separate endpoint on its first
+    machine, so replicas are independent. A gateway in front of the endpoints distributes the requests.
 
     Raises:
         InputError: the plan's devices do not divide evenly among the machines, or an argument is missing.
@@ -330,11 +328,10 @@ def share_of(plan: Plan, request: ServeRequest) -> tuple[Plan, Machines | None]:
 
 
 def follow_first(plan: Plan, machines: Machines) -> None:
-    """Run this machine's part of a replica for the engine on the first machine, until that engine stops or SIGTERM
-    arrives.
+    """Run this machine's part of a replica until the engine on the replica's first machine stops or SIGTERM arrives.
 
     Raises:
-        MachineError: the first machine cannot be reached, or refuses this one.
+        MachineError: the first machine cannot be reached, or refuses this machine.
     """
     ended = Event()
     with stops_on_signal(ended):

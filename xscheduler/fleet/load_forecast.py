@@ -109,7 +109,7 @@ class LoadForecast:
         """Return the numbers of requests that arrived and that the season expected, over the latest observations that
         agree.
 
-        The time span of these observations is doubled until the earlier observations in it differ from the later ones.
+        Their time span is doubled until its earlier half differs from its later half.
         """
         ends = np.asarray([look[0] for look in self._looks])
         counts = np.cumsum([0.0, *(look[2] for look in self._looks)])

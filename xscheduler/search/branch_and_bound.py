@@ -233,8 +233,8 @@ class _Search:
             chosen = chosen[tolerated[chosen] > self.best_throughput]
 
     def _try_parts(self, space: Space, columns: dict[str, Ints]) -> None:
-        """Predict the fractional batch sizes that points represent. Their throughput may exceed that of both
-        neighbouring whole sizes.
+        """Predict the fractional batch sizes that points represent. A fractional size may have a higher throughput than
+        both neighbouring whole sizes.
         """
         parts = space.evaluate_parts(columns, PARTS_OF_A_BATCH)
         self.predictions += 2 * len(parts.throughput)

@@ -1,4 +1,4 @@
-"""The readers of config.json, one for each family: model_type to a function that returns fields of `ModelSpec`."""
+"""Map each model_type to a function that reads the fields of `ModelSpec` from a config.json."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from xgpt.checkpoints.readers.experts import WITH_EXPERTS
 from xgpt.core.schema.model import Family
 
 READERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = DENSE | WITH_EXPERTS
-"""Readers, by model_type."""
+"""Readers by model_type."""
 
 OTHER_NAMES: dict[str, Family] = {"mt5": "t5", "gemma3_text": "gemma3"}
-"""Families whose name differs from their model_type, by model_type."""
+"""The family of each model_type whose name differs from its family's."""
 
 __all__ = ["OTHER_NAMES", "READERS", "common"]

@@ -1,4 +1,4 @@
-"""Read the fields of config.json that all families share, and check single fields."""
+"""Read the fields of config.json that all families have in common, and check single fields."""
 
 from __future__ import annotations
 
@@ -16,22 +16,20 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "silu": "silu",
 }
-"""Names of activations in Hugging Face's configs, with those of `ModelSpec`."""
+"""Names of activations in `ModelSpec` by their names in Hugging Face's configs."""
 
 
 MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers")
-"""Names of the number of layers for multi-token prediction."""
+"""Fields that state the number of layers for multi-token prediction."""
 UNSAID = ("mimo_v2_flash", "qwen3_next")
-"""Families whose checkpoints have one layer for multi-token prediction although no field says so. vLLM's loaders assume
-the same.
-"""
+"""Families whose checkpoints have one layer for multi-token prediction although no field states it, as in vLLM."""
 
 
 def count(config: dict[str, Any], field: str) -> int:
-    """Return the value of a field, a whole number of at least one.
+    """Return the value of a field that must be a whole number of at least 1.
 
     Raises:
-        InputError: the value is something else.
+        InputError: the value is not such a number.
         KeyError: the field is missing.
     """
     value = config[field]
@@ -41,7 +39,7 @@ def count(config: dict[str, Any], field: str) -> int:
 
 
 def activation(config: dict[str, Any], field: str, default: str) -> str:
-    """Return the activation in `field`.
+    """Return the activation function that `field` names.
 
     Raises:
         InputError: the activation is not known.
@@ -55,7 +53,7 @@ def activation(config: dict[str, Any], field: str, default: str) -> str:
 def common(
     config: dict[str, Any], generation: Mapping[str, Any], side: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the fields that have the same form in every family.
+    """Return the fields of `ModelSpec` that are read in the same way for every family.
 
     Args:
         side: content of hf_quant_config.json, or None.
@@ -81,11 +79,11 @@ def common(
 
 
 def windows(config: dict[str, Any], default: int | None, full_every: int | None) -> dict[str, Any]:
-    """Return the sliding window, and the layers that have none.
+    """Return the sliding window, and the layers without a window.
 
     Args:
-        default: the window if config.json has none.
-        full_every: one layer in `full_every` attends to all tokens, unless config.json has `layer_types`. None means
+        default: the window if config.json states none.
+        full_every: if config.json has no `layer_types`, one layer in `full_every` attends to all tokens. None means
             that no layer does.
 
     Raises:

@@ -10,7 +10,7 @@ from xgpt.checkpoints.readers.rope import ANY, rope, rope_by_layer
 from xgpt.core.errors import InputError
 
 T5_CONTEXT = 2048
-"""Longest context of T5, whose relative positions set no limit."""
+"""Context length that is used for T5, whose relative positions set no limit."""
 
 
 def _opt(config: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def _llama(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def gated(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that families with Llama's shape share: all except rotary embeddings and windows."""
+    """Return the fields that families with Llama's shape have in common: all except rotary embeddings and windows."""
     hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     head_dim = count(config, "head_dim") if config.get("head_dim") is not None else hidden // heads
     name = "qk_rope_head_dim" if "qk_rope_head_dim" in config else "head_dim"  # latent attention rotates only a part
@@ -137,7 +137,7 @@ def _phi3(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that Gemma 2 and 3 share."""
+    """Return the fields that Gemma 2 and 3 have in common."""
     config = {"head_dim": 256, "query_pre_attn_scalar": 256} | config
     if (bidirectional := config.get("use_bidirectional_attention")) not in (None, False):
         raise InputError("config.json: use_bidirectional_attention", bidirectional, "only False is supported")

@@ -136,10 +136,10 @@ def _deepseek_v3(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _grouped(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields with the groups of experts.
+    """Return the fields with the numbers of expert groups added.
 
     Raises:
-        InputError: a group has one expert, but groups are ranked by their two best.
+        InputError: a group has only one expert, but groups are ranked by their two best experts.
     """
     groups = {"num_groups": count(config, "n_group"), "active_groups": count(config, "topk_group")}
     experts = fields["experts"] | groups

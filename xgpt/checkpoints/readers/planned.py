@@ -1,5 +1,5 @@
-"""Read config.json of families for which xgpt makes plans but which its own engine does not run: the sizes of each
-layer, as a list of blocks.
+"""Read config.json of families for which xgpt makes plans but which its own engine does not run. The result is a list
+of blocks with the sizes of their layers.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ PLAIN = words("""
     qwen2_vl_text qwen3_5_moe_text qwen3_5_text qwen3_next qwen3_vl_moe_text qwen3_vl_text seed_oss smollm3
     stablelm starcoder2 step3p5
     """)
-"""The families, as model_types of the language model."""
+"""The model_types of the language models in these families."""
 UNGATED = words("apertus arcee falcon nemotron nemotron_h phi starcoder2")
 """Families whose feed-forward blocks have no gate."""
 TIED = words("cohere cohere2 falcon gemma gemma4_text hunyuan_v1_dense lfm2 lfm2_moe smollm3 starcoder2")
-"""Families that tie embedding and head by default."""
+"""Families in which embedding and head are tied by default."""
 
 
 def planned(family: str, config: Config, defaults: Config) -> Config:
@@ -43,10 +43,10 @@ def planned(family: str, config: Config, defaults: Config) -> Config:
 
     Args:
         config: content of config.json.
-        defaults: values of the fields that config.json leaves out.
+        defaults: values for fields that config.json leaves out.
 
     Raises:
-        InputError: a size has a value that is not known, or no reader uses the size.
+        InputError: a size has an unknown value, or no reader uses the size.
         KeyError: a size is missing.
     """
     read = ReadFields(defaults | config)
@@ -94,7 +94,7 @@ def _fields(family: str, config: Config) -> Config:
 
 
 def _layer_embeddings(config: Config, number: int) -> int:
-    """Return the number of weights of the embeddings of layers (Gemma 4 E2B, E4B)."""
+    """Return the number of weights in per-layer embeddings (Gemma 4 E2B, E4B)."""
     width = config.get("hidden_size_per_layer_input") or 0
     return int(
         number * width * (config.get("vocab_size_per_layer_input", config["vocab_size"]) + config["hidden_size"])
@@ -120,7 +120,7 @@ def _mixers(family: str, config: Config, number: int) -> list[tuple[Attention | 
 
 
 def _layer_types(family: str, config: Config, number: int) -> list[str]:
-    """Return the kind of block that mixes tokens in each layer."""
+    """Return, for each layer, the kind of its block that mixes tokens."""
     given = config.get("layers_block_type") or config.get("layer_types")
     if given is not None:
         if not isinstance(given, list) or len(given) != number or not all(isinstance(kind, str) for kind in given):
@@ -197,7 +197,7 @@ def _attention(family: str, config: Config, layer: int, kind: str) -> Attention:
 
 
 def _searched_attention(config: Config, block: Config) -> Attention | None:
-    """Return the attention of a layer from an architecture search (Llama-Nemotron), or None if the layer has no
+    """Return a layer's attention in a model from an architecture search (Llama-Nemotron), or None if it has no
     attention.
     """
     if block.get("no_op") or block.get("replace_with_linear"):
@@ -209,8 +209,8 @@ def _searched_attention(config: Config, block: Config) -> Attention | None:
 
 
 def _compressed(config: Config, kind: str) -> Attention:
-    """Return DeepSeek-V4's attention: each token attends to the last tokens, and to compressed entries that stand for
-    several earlier tokens each.
+    """Return DeepSeek-V4's attention. Each token attends to the latest tokens and to compressed entries, each of which
+    represents several earlier tokens.
     """
     hidden, heads, dim = count(config, "hidden_size"), count(config, "num_attention_heads"), count(config, "head_dim")
     rank, groups, out_rank = count(config, "q_lora_rank"), count(config, "o_groups"), count(config, "o_lora_rank")
@@ -236,7 +236,7 @@ def _compressed(config: Config, kind: str) -> Attention:
 
 
 def _mixed_streams(config: Config) -> int:
-    """Return how many weights of a layer mix its residual streams (hyper-connections)."""
+    """Return the number of a layer's weights that mix its residual streams (hyper-connections)."""
     streams = config.get("hc_mult") or 1
     return 2 * (2 + streams) * streams * streams * count(config, "hidden_size") if streams > 1 else 0
 
@@ -249,7 +249,7 @@ OTHER_WEIGHTS: dict[str, Callable[[Config, int], int]] = {
     "step3p5": lambda config, heads: config["hidden_size"] * heads,
     "bailing_hybrid": lambda config, heads: config["hidden_size"] * heads,
 }
-"""Functions that return the number of further weights of attention, such as gates with one value for each head."""
+"""For each family, a function that returns the number of further attention weights, such as gates for each head."""
 
 
 def _recurrent(family: str, config: Config) -> Recurrent:
@@ -304,7 +304,7 @@ def _recurrent(family: str, config: Config) -> Recurrent:
 
 
 def _feeds(family: str, config: Config, number: int) -> list[tuple[int, Experts | None]]:
-    """Return, for each layer, the width of the feed-forward block to which every token goes, and the experts."""
+    """Return, for each layer, the width of the dense feed-forward block, and the experts."""
     if (searched := config.get("block_configs")) is not None:
         return [(_searched_width(config, block["ffn"]), None) for block in searched]
     experts, ffn = _experts(family, config), _ffn_size(family, config)
@@ -322,7 +322,9 @@ def _feeds(family: str, config: Config, number: int) -> list[tuple[int, Experts 
 
 
 def _searched_width(config: Config, block: Config) -> int:
-    """Return the width of a feed-forward block from an architecture search, or 0 if the layer has none."""
+    """Return the width of a feed-forward block in a model from an architecture search, or 0 if the layer has no such
+    block.
+    """
     if block.get("no_op") or block.get("replace_with_linear"):
         return 0
     if (size := block.get("intermediate_size")) is not None:
@@ -398,7 +400,7 @@ SIZE = re.compile(
     r"chunk|conv|depth|dim|expand|expert|freq|group|head|hidden|interval|kernel|layer|mult|num_|_num|pattern|rank|ratio"
     r"|size|state|top_?k|width|window"
 )
-"""A pattern that the names of sizes match."""
+"""Names of sizes match this pattern."""
 
 WITHOUT_EFFECT = words("""
     attention_chunk_size attention_head_dim attention_multiplier attn_res_block_size chunk_size conv_L_cache
@@ -415,11 +417,11 @@ WITHOUT_EFFECT = words("""
     shared_expert_sink short_conv_kernel_size sliding_window sliding_window_pattern sliding_window_size
     time_step_rank topk_group topk_method use_conv_bias use_expert_bias use_grouped_topk use_mamba_kernels
     """)
-"""Sizes that repeat others, or that control routing or scaling; they change neither weights nor memory."""
+"""Sizes that change neither weights nor memory, because they repeat other sizes or control routing or scaling."""
 
 
 class ReadFields(dict[str, Any]):
-    """The fields of a config.json, with a record of those that were read."""
+    """The fields of a config.json. The object records which fields are read."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
@@ -434,17 +436,17 @@ class ReadFields(dict[str, Any]):
         return super().__contains__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a field, or `default`."""
+        """Return the value of a field, or `default`."""
         self._read.add(name)
         return super().get(name, default)
 
     def setdefault(self, name: str, default: Any = None) -> Any:
-        """Return a field, which is set to `default` if it is missing."""
+        """Return the value of a field. A missing field is set to `default` first."""
         self._read.add(name)
         return super().setdefault(name, default)
 
     def refuse_unread_sizes(self, family: str, given: Mapping[str, Any]) -> None:
-        """Check that all sizes in `given`, except empty or zero ones, were read.
+        """Check that all sizes in `given` were read, except empty and zero ones.
 
         Raises:
             InputError: a size was not read. The message states the field.

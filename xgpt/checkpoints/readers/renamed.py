@@ -1,4 +1,4 @@
-"""Rename the fields of families that use their own names for sizes, before the sizes of layers are read."""
+"""Rename size fields of families that use other names, before the sizes of layers are read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _glm5_next(config: Config) -> Config:
 
 
 def _bailing_hybrid(config: Config) -> Config:
-    """Set full attention in the last layer of every group, and in all layers after the last full group."""
+    """Set full attention in the last layer of every group, and in all layers after the last complete group."""
     number, size = config["num_hidden_layers"], config.get("layer_group_size")
     if size and "layer_types" not in config:
         config["layer_types"] = [
@@ -57,7 +57,7 @@ def _bailing_hybrid(config: Config) -> Config:
 
 
 def _lfm2(config: Config) -> Config:
-    """Rename the sizes of early configs, which take precedence."""
+    """Rename sizes that early configs state under other names. The early names take precedence."""
     for name, early in {"intermediate_size": "block_ff_dim", "hidden_size": "block_dim"}.items():
         config[name] = config.get(early) or config[name]
     if (heads := config.get("num_heads")) not in (None, config["num_attention_heads"]):
@@ -69,8 +69,8 @@ def _lfm2(config: Config) -> Config:
 
 
 def _llama4(config: Config) -> Config:
-    """Set the layer types: layers with rotary embeddings attend within chunks, and every fourth layer attends to all
-    tokens.
+    """Set the layer types. Layers with rotary embeddings attend within chunks; by default, every fourth layer attends
+    to all tokens.
     """
     number, every = config["num_hidden_layers"], config.get("no_rope_layer_interval") or 4
     if "layer_types" not in config and config.get("attention_chunk_size"):
@@ -80,8 +80,8 @@ def _llama4(config: Config) -> Config:
 
 
 def _longcat_flash(config: Config) -> Config:
-    """Split each layer into two, each with attention and a dense block. The first also has the experts, some of which
-    return their input unchanged.
+    """Split each layer into two layers with attention and a dense block. The first one also has the experts, of which
+    some return their input unchanged.
     """
     number, real = 2 * config["num_layers"], config["n_routed_experts"]
     config |= {"num_hidden_layers": number, "moe_layers": list(range(0, number, 2))}
@@ -91,8 +91,8 @@ def _longcat_flash(config: Config) -> Config:
 
 
 def _glm_moe_dsa(config: Config) -> Config:
-    """Set which layers have an index: the first ones, and after them one in every `index_topk_freq` layers. The layers
-    in between use the choice of the last index before them.
+    """Set which layers have an index: the first layers, then one in every `index_topk_freq` layers. Other layers use
+    the choice of the last index before them.
     """
     every, first = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset") or 0
     if "indexer_types" not in config and every > 1:
@@ -102,7 +102,7 @@ def _glm_moe_dsa(config: Config) -> Config:
 
 
 def _exaone4(config: Config) -> Config:
-    """Repeat a pattern of letters over the layers: L for a window, G for full attention."""
+    """Set the layer types by repeating a pattern of letters: L for a sliding window, G for full attention."""
     if isinstance(pattern := config.get("sliding_window_pattern"), str):
         if not pattern or set(pattern) - set("LG"):
             raise InputError("config.json: sliding_window_pattern", pattern, "it may contain only the letters L and G")
@@ -178,4 +178,4 @@ RENAMED: dict[str, Callable[[Config], Config]] = {
     "step3p5": _step3p5,
     "minimax_m3_vl_text": _minimax_m3,
 }
-"""Functions that rename the fields of a config, by family."""
+"""For each family, a function that renames the fields of a config."""

@@ -1,4 +1,4 @@
-"""Read rotary embeddings from config.json: their base, scaling and rotated dimensions."""
+"""Read the base, the scaling and the rotated dimensions of rotary embeddings from config.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS: dict[str, frozenset[str]] = {
         {"short_factor", "long_factor", "factor", "attention_factor", "original_max_position_embeddings"}
     ),
 }
-"""Kinds of rotary embeddings, with the settings of each."""
+"""Kinds of rotary embeddings, and the settings that each kind has."""
 PLAIN = ("default", "llama3")
 ANY = ("default", "linear", "llama3", "yarn")
 
@@ -27,18 +27,20 @@ ANY = ("default", "linear", "llama3", "yarn")
 def rope(
     config: dict[str, Any], kinds: tuple[str, ...] = PLAIN, theta: float = 10000.0, *, head_dim: int | None = None
 ) -> dict[str, Any]:
-    """Return rotary settings: `rope_theta` and `rope_scaling` before transformers 5, `rope_parameters` since.
+    """Return the settings of rotary embeddings in `rope_theta` and `rope_scaling` or, since transformers 5,
+    `rope_parameters`.
 
     If both are given, transformers 5 uses the older fields.
 
     Args:
-        kinds: kinds that the family supports.
-        theta: the base if config.json has none.
-        head_dim: the head's size, for families that rotate only part of it. None means that all dimensions are rotated.
+        kinds: kinds of rotary embeddings that the family supports.
+        theta: the base if config.json states none.
+        head_dim: size of a head, for families that may rotate only a part of a head. None means that all dimensions are
+            rotated.
 
     Raises:
-        InputError: a setting is not known, or belongs to another kind.
-        KeyError: a setting of the kind is missing.
+        InputError: a setting is not known, or belongs to another kind of rotary embeddings.
+        KeyError: a setting that the kind needs is missing.
     """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     found = config.get(name) or {}
@@ -66,7 +68,9 @@ def rope(
 
 
 def rope_by_layer(config: dict[str, Any], theta: float, sliding_theta: float) -> dict[str, Any]:
-    """Return rotary settings of a family whose layers with a sliding window have a different base (Gemma 3)."""
+    """Return the settings of rotary embeddings for a family whose sliding-window layers have a different base (Gemma
+    3).
+    """
     by_kind, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if not isinstance(by_kind, dict) or by_kind.keys() - {"full_attention", "sliding_attention"}:
         accepted = "it must be an object with the keys full_attention and sliding_attention"

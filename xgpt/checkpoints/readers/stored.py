@@ -1,4 +1,4 @@
-"""Read the format of a checkpoint's quantised weights from config.json and hf_quant_config.json."""
+"""Read from config.json and hf_quant_config.json how a checkpoint's weights are quantised."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xgpt.core.errors import InputError
 KNOWN = "fp8, mxfp4, 4-bit gptq, 4-bit awq, ModelOpt's FP8, MXFP8 and NVFP4, and 4-bit or 8-bit compressed-tensors"
 FORMATS = {"FP8": "fp8", "FP8_PB_WO": "fp8_block", "NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4", "MXFP8": "mxfp8"}
 FORMATS |= {"MXFP4": "mxfp4", "W4A8_MXFP4_FP8": "mxfp4"}
-"""Formats, by their names in ModelOpt."""
+"""Weight formats by their names in ModelOpt."""
 PARTS = {
     "attention": ("layers.7.self_attn.o_proj", "layers.7.attn.wo", "layers.7.linear_attn.out_proj"),
     "shared": ("layers.7.mlp.shared_experts.up_proj", "layers.7.ffn.shared_experts.w1"),
@@ -23,7 +23,7 @@ PARTS["attention"] += ("layers.7.mixer.o_proj",)
 PARTS["shared"] += ("layers.7.mlp.shared_expert.up_proj", "layers.7.mixer.shared_experts.up_proj")
 PARTS["dense"] += ("layers.7.mixer.up_proj",)
 PREFIXES = ("", "model.", "model.language_model.", "language_model.model.", "backbone.")
-"""Prefixes of the names of weights in checkpoints, for the search in lists of unquantised layers."""
+"""Prefixes of weight names in checkpoints, with which lists of unquantised layers are searched."""
 
 
 def quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
@@ -110,9 +110,7 @@ def _int4(group_size: Any, *, has_zero_points: bool) -> dict[str, Any]:
 
 
 def _mixed(layers: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the format of the experts (of most weights if there are no experts), and the parts of the model with 8-bit
-    weights.
-    """
+    """Return the format of the experts (without experts, of most weights), and the parts with 8-bit weights."""
     kinds: dict[str, str] = {}
     for name, layer_format in layers.items():
         kind = FORMATS.get(layer_format.get("quant_algo", "") if isinstance(layer_format, dict) else "")
@@ -145,7 +143,7 @@ def _names(given: Mapping[str, Any], field: str) -> Iterable[str]:
 
 
 def _matcher(patterns: Iterable[str]) -> Any:
-    """Return a function that tells whether one of the patterns matches a weight's name."""
+    """Return a function that returns whether any of the patterns matches a weight's name."""
     exact = [pattern for pattern in patterns if not pattern.startswith("re:")]
     expressions = [re.compile(pattern.removeprefix("re:")) for pattern in patterns if pattern.startswith("re:")]
 
