@@ -306,7 +306,7 @@ class Engine:
         self._recover("a step has failed")
 
     def _give_up(self, id_: int, reason: str) -> None:
-        """End a request that no worker has or will have."""
+        """End a request that no worker has received or will receive."""
         self._progress.forget(id_)
         self._suspects.forget(id_)
         self._grammars.forget([id_])

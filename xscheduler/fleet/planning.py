@@ -177,7 +177,7 @@ def _candidates(
 def _settled(
     model: FleetModel, problem: FleetProblem, solution: FleetSolution, quantile: float, interval_s: float
 ) -> tuple[float, FleetSolution, RequestTimes]:
-    """Return the smallest tried load factor with whose fleet enough simulated requests keep the bounds, and this fleet.
+    """Return the smallest tried load factor whose fleet keeps the bounds for enough simulated requests, and this fleet.
 
     If several factors give the same fleet, the highest one is returned. Replicas that share a load keep the bounds for
     more requests than separate replicas, but for fewer requests if the load changes within an interval. The simulation
