@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     )
     from xgpt.core.errors import InfeasibleError, InputError, MachineError, XgptError
 
-# GNU OpenMP, which torch loads, reads this number of polls after which a waiting thread sleeps. The default of 300,000
-# polls takes about ten milliseconds, during which the thread occupies a core that another thread may need. While
-# another process used one of the cores a third of the time, the slowest step in a hundred took 14 to 17 times as long
-# as on quiet cores with the default, and 3 to 4 times as long with this value. On quiet cores both values are equally
-# fast; without polling, the speed falls by a third.
+# A waiting thread of GNU OpenMP, which torch loads, sleeps after this number of polls. The default of 300,000 polls
+# takes about ten milliseconds, in which the thread occupies a core that another thread may need. When another process
+# used one core a third of the time, the slowest step in a hundred took 14 to 17 times as long as on idle cores with the
+# default, and 3 to 4 times as long with this value. On idle cores both values are equally fast. Without polling, the
+# speed falls by a third.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 __all__ = [

@@ -131,7 +131,7 @@ def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **a
     Args:
         latency_bound_s: seconds to a request's last token, from arrival under objective "arrivals" and from admission
             under "saturated". None or inf means no bound.
-        progress: is called with (done, total, what is being done).
+        progress: called with (done, total, what is being done).
         **asked
 
     Raises:
@@ -178,7 +178,7 @@ def fleet(
     Args:
         trace: CSV or JSON lines with times, or YAML of rates and workloads over hours.
         latency_bound_s: seconds from arrival to a request's last token. None or inf means no bound.
-        progress: is called with (done, total, what is being done).
+        progress: called with (done, total, what is being done).
         **asked
 
     Raises:
@@ -261,7 +261,7 @@ def compare(
 
     Args:
         latency_bound_s: see `plan`.
-        progress: is called with (done, total, what is being done).
+        progress: called with (done, total, what is being done).
         on_start: called with each plan before the plan is measured.
         on_found: called with the result before looser bounds are tried and plans are measured. **asked
 
@@ -291,7 +291,7 @@ def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileKeywords
     ('analytic', 'h200')
 
     Args:
-        progress: is called with (done, total, what is being done).
+        progress: called with (done, total, what is being done).
         **asked
 
     Raises:
@@ -430,7 +430,7 @@ def bench(target: Plan | PathLike, *, progress: Progress | None = None, **asked:
 
     Args:
         target: a plan, which a separate process serves during the measurement, or the URL of an endpoint.
-        progress: is called with (done, total, what is being done).
+        progress: called with (done, total, what is being done).
         **asked
 
     Raises:

@@ -145,7 +145,7 @@ def bench(
     if profile is None:
         try:
             profile = profile_of(target)
-        except InputError:  # at saturation no profile is needed, since the plan contains the prediction
+        except InputError:  # at saturation the plan contains the prediction
             if calibrate or load.arrivals is not None or load.workload is not None:
                 raise
     promised = target.estimate.capacity
@@ -271,7 +271,7 @@ def draw(plan: Plan, load: Load, rng: np.random.Generator) -> Drawn:
     workload, arrivals = load.workload or plan.workload, load.arrivals
     check_fits(plan, workload)
     counted = requests_to_end(plan, load.num_requests) if arrivals is None else load.num_requests
-    # After the measured requests have ended, as many as before are still outstanding.
+    # When the measured requests end, as many requests as before must be outstanding.
     total = counted + plan.replicas * outstanding_requests(plan)
     inputs, outputs = sample(workload, total, rng)
     times = np.zeros(total) if arrivals is None else arrivals.times(total, rng)
@@ -304,15 +304,15 @@ def _report(
     workload, arrivals = load.workload or plan.workload, load.arrivals
     measured = read_log(plan, workload, log, load.num_requests, saturated=arrivals is None)
     times = None if arrivals is None else times_of(plan, log, load.num_requests)
-    # Steps before and after the window do not count, since the machine's pace may have differed.
+    # Steps before and after the window do not count, since their pace may have differed.
     if arrivals is None:
         within = window_of(log, warm_up_of(plan, log), load.num_requests)
     else:
         within = steps_of_first(log, load.num_requests)
     steps = None
     if profile is not None:
-        # Steps of a pipeline wait for each other, so the pace comes from the times that its workers report for the
-        # whole run.
+        # Steps of a pipeline wait for each other, so the pace is computed from the busy times that workers report for
+        # the whole run.
         steps = paces_of_workers(plan, profile, log, busy_s) if busy_s else paces(plan, profile, log, within)
     pace = None if steps is None else steps.ratio
     predicted = _claimed(plan, load) or _simulated(plan, profile, load, drawn, 1.0)
@@ -492,7 +492,7 @@ def served(
     plan_path.write_text(dump_json(plan))
     command = [sys.executable, "-m", "xgpt", "serve", str(plan_path), "--port", "0", "--engine", engine]
     command += [*([] if replan else ["--no-replan"]), *([] if step_log is None else ["--step-log", str(step_log)])]
-    # Nobody reads the server's log, and a full pipe would stop the server.
+    # The server logs only errors: nobody reads its log, and a full pipe would stop the server.
     command += [*options, "--log-level", "error"]
     process = subprocess.Popen(
         command,

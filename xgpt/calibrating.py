@@ -80,7 +80,8 @@ class CalibratedLoads:
     """A profile fitted to measured loads.
 
     Attributes:
-        engine: the plan's engine (or the profile's, if the plan has no engine), with the fitted time outside its loop.
+        engine: the plan's engine (or the profile's, if the plan has no engine), with the fitted time of a request
+            outside its loop.
         output: the fitted values, and the errors before and after the fit.
     """
 
@@ -145,7 +146,7 @@ def _fit(plan: Plan, profile: Profile, loads: Sequence[tuple[MeasuredLoad, Figur
     pace = float(np.mean([np.log(load.tpot_s / figures[2]) for load, figures in loads]))
     lowest, highest = (-2.0, 0.0, -known_s / first_s - 1e-9), (3.0, 1.0, 1.0)
     start = np.clip((pace, 0.05, 0.05), np.add(lowest, 1e-6), np.subtract(highest, 1e-6))
-    # The optimiser's steps are relative to the variables, so the variables are shifted away from 0.
+    # The optimiser's step sizes are proportional to the variables, so the variables are shifted away from 0.
     bounds = np.add(lowest, SHIFT), np.add(highest, SHIFT)
     fit = least_squares(
         lambda x: errors(x - SHIFT),
@@ -265,7 +266,7 @@ def _of_vllm(data: dict[str, Any], name: str) -> MeasuredLoad:
         None if is_open else limit or data.get("num_prompts") or int(count),
         float(rate) if is_open else None,
         *figures,
-        # vLLM's burstiness is the shape of the gamma distribution of gaps; infinite: equal gaps.
+        # vLLM's burstiness is the shape parameter of gamma-distributed gaps. An infinite value means equal gaps.
         variation=max(LEAST_CV, float(data.get("burstiness", 1.0)) ** -0.5),
     )
 

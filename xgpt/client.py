@@ -219,7 +219,7 @@ class _Connections:
     async def __aexit__(self, *_: object) -> None:
         for connection in self._all:
             connection.close()
-        await asyncio.sleep(0)  # asyncio closes the connections in the next iteration of its loop
+        await asyncio.sleep(0)  # asyncio closes connections in the next iteration of its loop
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[Connection]:
@@ -292,7 +292,7 @@ class _Client:
             now_s = self._now_s()
             *lines, unfinished = (unfinished + piece).split(b"\n")
             for line in lines:
-                if not line.startswith(b"data:"):  # the end of an event, or a comment: the server has no token yet
+                if not line.startswith(b"data:"):  # the end of an event, or a comment that means that no token is ready
                     continue
                 data = line[len(b"data:") :].strip()
                 if data == b"[DONE]":

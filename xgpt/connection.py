@@ -125,7 +125,7 @@ class Connection:
         """Close the connection."""
         if self._writer is not None:
             if self._tls:
-                self._writer.transport.abort()  # closing TLS needs iterations of the loop, which may have ended
+                self._writer.transport.abort()  # a clean end of TLS needs the event loop, which may have ended
             self._writer.close()
             self._writer = None
 

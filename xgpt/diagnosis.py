@@ -111,7 +111,7 @@ def _profiles() -> list[Finding]:
         try:
             kept.append(load_json(path, Profile, "profile"))
         except InputError:
-            broken += 1  # a profile of another version; the machine is measured again when a profile is needed
+            broken += 1  # a profile of another version of xgpt
     measured = [profile for profile in kept if profile.source == "measured"]
     if not measured:
         advice = "the first plan for this machine measures one, which takes about a minute for a small model"

@@ -15,7 +15,7 @@ def main() -> int:
     address, port = "127.0.0.1", int(os.environ.get("XGPT_PORT", "8000"))
     connection = http.client.HTTPConnection(address, port, timeout=4)
     if os.environ.get("XGPT_SCHEME") == "https":
-        # The certificate is for the host name that clients use, and only this container can answer here.
+        # The certificate is for the clients' host name, and nothing outside this container can answer here.
         context = ssl._create_unverified_context()
         connection = http.client.HTTPSConnection(address, port, timeout=4, context=context)
     try:

@@ -158,7 +158,7 @@ def _model(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:
         if request.config is not None:
             raise InputError("config", request.config, "it needs a Hugging Face id as `model`")
         return model, None, None
-    # A config without a model name is the model.
+    # If only a config is given, the config is the model.
     if request.config is not None and "model" not in request.model_fields_set:
         return read_config(Path(request.config)), None, None
     spec, checkpoint = load_model(model, request.config)

@@ -183,7 +183,7 @@ def _range_of_rate(plan: Plan, fast: float, slow: float) -> tuple[float, float] 
     found = plan.estimate.capacity
     if found is None or found.rate_under_tighter_per_s is None or found.rate_under_looser_per_s is None:
         return None
-    # Another pace tightens or loosens the bounds by its factor; the two rates are those of bounds that differ by 5%.
+    # Another pace tightens or loosens the bounds by its factor. The two known rates are for bounds that differ by 5%.
     gain = (1 / fast - 1) / 0.05 * (found.rate_under_looser_per_s - found.rate_per_s)
     loss = (1 - 1 / slow) / 0.05 * (found.rate_per_s - found.rate_under_tighter_per_s)
     return max(0.0, found.rate_per_s - loss) / slow, (found.rate_per_s + gain) / fast

@@ -152,7 +152,7 @@ class LoadReader:
         """
         for kind, url in self._targets:
             parts = urlsplit(url)
-            if parts.scheme == "https":  # the certificate of an https replica is for the host, not for an address
+            if parts.scheme == "https":  # the certificate is for the host name, not for an address
                 yield kind, url
                 continue
             with suppress(OSError):

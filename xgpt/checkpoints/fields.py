@@ -200,7 +200,7 @@ FIELDS: Mapping[str, Fields] = {
     "deepseek_v2": replace(
         _DEEPSEEK,
         read=_DEEPSEEK.read | {"topk_method"},
-        # transformers never normalises the weights of this family.
+        # transformers never normalises the experts' weights in this family.
         only=_DEEPSEEK.only | {"norm_topk_prob": (False, None), "scoring_func": ("softmax",)},
     ),
     "deepseek_v3": replace(

@@ -116,9 +116,9 @@ def spec_of(
         fields["default_dtype"] = stored
     if headers:
         is_stored = any('"lm_head.weight"' in header for header in headers)
-        # A T5's config is unreliable here: transformers 5 ties the weights if no head is stored.
+        # T5's configs are unreliable: transformers 5 ties the weights if no head is stored.
         fields["tie_embeddings"] = not is_stored and (family in ENCODER_DECODERS or fields["tie_embeddings"])
-    fields.setdefault("default_dtype", "bfloat16")  # as vLLM takes it
+    fields.setdefault("default_dtype", "bfloat16")  # as in vLLM
     if towers:
         fields["tower_params"] = towers
     fields |= {"name": name, "family": "other" if family in PLAIN else OTHER_NAMES.get(family, family)}

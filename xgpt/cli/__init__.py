@@ -167,7 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         _fail_with(missing)
     except BrokenPipeError:
-        # The process that reads our output has ended, so nothing can be reported.
+        # The process that reads the output has ended, so nothing can be reported.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:
@@ -215,6 +215,6 @@ def in_options(message: str, params: Sequence[click.Parameter]) -> str:
 
 def _fail(message: str, code: int) -> None:
     for handler in logging.getLogger().handlers:
-        handler.flush()  # so that the error is the last line
+        handler.flush()  # the error must be the last line
     click.echo(f"xgpt: {printable(' '.join(message.split()))}", err=True)
     sys.exit(code)

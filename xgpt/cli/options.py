@@ -120,7 +120,7 @@ def _option(field: dict[str, Any], flags: dict[str, str]) -> Callable[[F], F]:
         settings["shell_complete"] = _names(field["names"])
     if field["is_required"]:
         settings["required"] = True
-        del settings["default"]  # click would count a default of None as a value that was given
+        del settings["default"]  # click would count a default of None as a given value
     add = click.option(field["flag"], field["name"], cls=RequestOption, help=text, **settings)
 
     def add_in_group(function: F) -> F:

@@ -39,7 +39,7 @@ def export(plan_path: str, target: Target, output: str, force: bool) -> None:
     files = api.export(plan_path, target)
     written = {name: unchecked_file(Path(output) / name) for name in files}
     for name, file in written.items():
-        file.check(files[name])  # all files are checked before the first is written
+        file.check(files[name])  # no file is written before all files are checked
     for name, file in written.items():
         write(file, files[name])
     click.echo(f"next: run `{start_command(target)}` in {output}")
@@ -47,7 +47,8 @@ def export(plan_path: str, target: Target, output: str, force: bool) -> None:
 
 def ui(port: int, no_browser: bool) -> None:
     """Serve the planning page, and print its address."""
-    # A file that only its owner can read, since all users can see a browser's arguments, with the token.
+    # The address is in a file that only its owner can read, since all users can see a browser's arguments and the token
+    # in them.
     with tempfile.NamedTemporaryFile("w", prefix="xgpt-ui-", suffix=".html") as opening:
 
         def show(url: str) -> None:

@@ -47,7 +47,7 @@ RELAXATIONS = (1.25, 1.5, 2.0, None)
 
 NOT_RELAXED = "gains from a looser bound are not known"
 OnStart = Callable[[Plan], None]
-"""A function that is called with each plan before it is measured."""
+"""A function that is called with each plan before the plan is measured."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def compare(
     gains: dict[str, RangeOutput] = {}
     if scored is not None and rate_of(scored) > 0:
         gains = ranges(plans, problem.profile, scored, scored_profile, trace)
-        kind = max(plans, key=lambda kind: gains[kind].least)  # the first of equals
+        kind = max(plans, key=lambda kind: gains[kind].least)  # the first of equal ones
         notes = (*notes, *_what_holds(plans, gains, kind))
         plans = {kind: plans[kind], **plans}
     best, lines = next(iter(plans.values())), list[str]()
@@ -174,7 +174,7 @@ def compare(
     on_found(found)
     try:
         found = replace(found, relaxed=relax(problem, request.search, best))
-    except Exception as error:  # the answer does not depend on this table
+    except Exception as error:  # the comparison is complete without this table
         if os.environ.get("XGPT_TRACEBACK"):
             raise
         reason = f"{NOT_RELAXED}: {type(error).__name__}: {error}"
@@ -293,7 +293,7 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
         _check_room(current, problem, holds, longest or _longest(problem))
     most = floor(space.capacity_beside(np.asarray([step_tokens]))[0])
     settings = ChunkedSettings(
-        # A step runs one micro-batch; vLLM limits the tokens of a step, and the number of all running requests.
+        # A step runs one micro-batch. vLLM limits the tokens of a step, and the number of all running requests.
         token_budget=micro * step_tokens,
         max_batch=max(1, min(current.max_num_seqs, most)),
         **placement.fixed,
@@ -382,7 +382,7 @@ def check_current(problem: Problem, current: CurrentEngine, longest: int | None 
             "--enable-expert-parallel"
         )
         raise InputError("current: --data-parallel-size", current.replicas, accepted)
-    # On a CPU vLLM uses the config's dtype, but only the step times of the plans are known, which are in float32.
+    # On a CPU vLLM uses the config's dtype, but step times are known only for the plans' dtype, float32.
     is_known = current.dtype in (None, problem.profile.dtype)
     if cluster.device.type == "gpu":
         is_known = _has_types(problem, current)

@@ -148,7 +148,7 @@ def vllm_drafts(given: Given, model: str | None) -> Drafts | None:
     if not parts:
         return None
     draft, named = parts.get("model"), str(parts.get("method", ""))
-    if not named:  # vLLM then derives it from the draft
+    if not named:  # vLLM then derives the method from the draft
         named = "mtp" if draft == model else next((each for each in ("eagle3", "eagle") if each in str(draft)), "")
     method = METHODS.get("mtp" if named.endswith("_mtp") else named)
     field = "current: --speculative-config"
@@ -188,7 +188,7 @@ def sglang_drafts(given: Given) -> Drafts | None:
     if algorithm is None:
         return None
     draft, field = given.get("speculative-draft-model-path"), "current: --speculative-algorithm"
-    # Without a draft model, the draft is the model's layer for multi-token prediction.
+    # Without a draft model, the model's layer for multi-token prediction makes the drafts.
     known: dict[str, SpeculativeMethod] = {"NEXTN": "mtp", "EAGLE": "eagle" if draft else "mtp", "EAGLE3": "eagle3"}
     if algorithm not in known:
         raise InputError(field, algorithm, f"xgpt scores only {', '.join(known)}; {WITHOUT}")

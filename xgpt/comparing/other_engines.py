@@ -83,11 +83,11 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
             f"xgpt scores experts only if they are divided among all {degree} devices of a replica, or not at all"
         )
         raise InputError("current: --ep-size", experts, accepted)
-    if given.get("enable-dp-attention") == "yes" and replicas > 1:  # replicas of attention on the same devices
+    if given.get("enable-dp-attention") == "yes" and replicas > 1:  # several replicas of attention share these devices
         if experts != degree or degree % replicas:
             accepted = f"xgpt scores it only with whole experts: give --ep {degree}, and a --dp that divides {degree}"
             raise InputError("current: --enable-dp-attention", f"--ep {experts}", accepted)
-        # SGLang divides both sizes among these replicas.
+        # SGLang divides the numbers of tokens and requests among these replicas.
         degree, tokens, requests = degree // replicas, tokens // replicas, requests // replicas
     return CurrentEngine(
         tp_degree=degree,

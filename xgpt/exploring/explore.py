@@ -123,7 +123,7 @@ def quick(search: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, fl
         return {kind: (plan, None) for kind, plan in ordered}
     rated = [(kind, *found[0]) for kind in kinds if (found := Arrivals(search).of_kind(kind, 1))]
     if not rated:
-        search.best_of_each(kinds)  # raises an error with the reason if even requests that do not wait break the bounds
+        search.best_of_each(kinds)  # raises an error with the reason if requests break the bounds even without waiting
         name = next(name for name in BOUNDS if getattr(search.problem.constraint, name) is not None)
         raise InfeasibleError(
             f"{name}: by the closed forms, no schedule keeps the bounds once waiting is included",
@@ -260,12 +260,12 @@ def main() -> None:
     def leave(*_: object) -> None:
         nonlocal is_computing, is_superseded
         is_superseded = True
-        if is_computing:  # a line that is being written is finished first
+        if is_computing:  # otherwise a line is being written, which is finished first
             is_computing = False
             raise _Superseded
 
     signal.signal(signal.SIGUSR1, leave)
-    # sys.stdout loses the rest of a line that a signal interrupts if PYTHONUNBUFFERED is set.
+    # With PYTHONUNBUFFERED, sys.stdout loses the rest of a line that a signal interrupts.
     output = io.TextIOWrapper(io.BufferedWriter(io.FileIO(sys.stdout.fileno(), "w", closefd=False)))
 
     def write(line: Part) -> None:

@@ -62,7 +62,7 @@ class AnswerProcess:
     async def start(self) -> None:
         """Start the process, which then loads its modules."""
         if self._reading is not None:
-            await self._reading  # so that a line of the previous process does not count as an answer
+            await self._reading  # a line of the previous process must not count as an answer
         self._is_ready.clear()
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -71,7 +71,7 @@ class AnswerProcess:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=MOST_BYTES,
-            process_group=0,  # Ctrl-C goes to the server, which ends this process
+            process_group=0,  # Ctrl-C reaches only the server, which ends this process
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         self._reading = asyncio.create_task(self._read(self._process))
@@ -102,7 +102,7 @@ class AnswerProcess:
             self._lines.put_nowait(b"{}")  # wakes up the reader of the previous question
             lines: asyncio.Queue[bytes] = asyncio.Queue()
             self._lines = lines
-            # The process has ended; the reader of its output reports this.
+            # If the process has ended, the reader of its output reports this.
             with suppress(ProcessLookupError, ConnectionError):
                 self._process.send_signal(signal.SIGUSR1)
                 self._process.stdin.write(json.dumps({"id": number, "asked": asked}).encode() + b"\n")
@@ -244,7 +244,7 @@ def serve(port: int, on_ready: Callable[[str], None]) -> None:
     """Serve the page on loopback until SIGTERM or SIGINT.
 
     Args:
-        port: port to listen on. 0 means any free port.
+        port: port on which to listen. 0 means any free port.
         on_ready: called with the page's address, which contains a token that grants access.
 
     Raises:

@@ -89,7 +89,7 @@ def _recommender(fleet: FleetPlan, base: str, document: str) -> list[Object]:
     meta = {"name": name, "labels": {**selector, "app.kubernetes.io/managed-by": "xgpt"}}
     spec = {
         "replicas": 1,
-        "strategy": {"type": "Recreate"},  # the recommender has one replica, since only one process may record the load
+        "strategy": {"type": "Recreate"},  # only one process may record the load
         "selector": {"matchLabels": selector},
         "template": {"metadata": {"labels": meta["labels"]}, "spec": _pod(fleet, name, base)},
     }

@@ -93,7 +93,7 @@ def dynamo_files(plan: Plan) -> dict[str, str]:
             name="main",
         )
         component = _component(plan, names, worker, type_.capitalize(), type_, plan.replicas)
-        # The operator passes the nodes of a worker to vLLM in flags.
+        # Dynamo's operator passes a worker's nodes to vLLM in flags.
         components.append(component | ({"multinode": {"nodeCount": nodes}} if nodes > 1 else {}))
     graph = {
         "apiVersion": "nvidia.com/v1beta1",

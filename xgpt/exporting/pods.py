@@ -134,7 +134,7 @@ def pod(plan: Plan, names: Names, work: PodSpec, *, fetches: bool = True) -> Obj
     fetch = model_id is not None and fetches
     return {
         "automountServiceAccountToken": False,
-        "enableServiceLinks": False,  # Kubernetes' variables for services could have vLLM's names
+        "enableServiceLinks": False,  # Kubernetes' variables for services could have the same names as vLLM's
         "terminationGracePeriodSeconds": LEAVE_S + DRAIN_S + SPARE_S,
         "securityContext": {
             "runAsNonRoot": True,

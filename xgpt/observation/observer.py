@@ -133,8 +133,8 @@ class MeasuredPace:
         if count < ENOUGH_STRETCHES:
             return 0.0
         mean = fsum(self._stretches) / count
-        # The event loop calls this often: statistics.stdev would take thirty times as long, only to get the last digits
-        # right.
+        # The event loop calls this often, and statistics.stdev takes thirty times as long for a few more correct
+        # digits.
         error = sqrt(fsum((ratio - mean) ** 2 for ratio in self._stretches) / (count * (count - 1)))
         return exp(mean - SURE * error)
 
@@ -196,7 +196,9 @@ class Observer:
         self._judged_share = 0.0 if plan.estimate.reuse is None else plan.estimate.reuse.share
         """Share of reused prompt tokens in the last observation."""
         self._judged_common: list[Common] | None = None
-        """The requests from which `_judged_share` was computed. None means that it is the plan's own share."""
+        """The requests from which `_judged_share` was computed. None means that `_judged_share` is the plan's own
+        share.
+        """
         self._judged_rate_per_s = 0.0
         """The arrival rate in the last observation. If the plan maximises the rate, a higher rate leads to a new
         observation.
@@ -272,7 +274,7 @@ class Observer:
             found = now.observe(others).model_copy(update={"cause": "lengths"})
             self._detector = ChangeDetector(found.workload, found.weight)
         elif any(causes.values()) and sample.num_finished:
-            # Lengths are unchanged, and were known from more requests than the window contains.
+            # Lengths are unchanged, and the earlier ones were computed from more requests than the window contains.
             found = now.observe(sample)
             changes = {
                 "cause": next(name for name, holds in causes.items() if holds),

@@ -58,7 +58,7 @@ def usual(device: str) -> tuple[float, float]:
     paces = [entry["pace"] for entry in _recent(_path(device))]
     if len(paces) < ENOUGH:
         return PACES_AT_REST
-    # Weibull's positions: the next of few loads is outside of their extremes more often than a quantile says.
+    # Weibull's plotting positions allow for the fact that the next load is often outside the range of few loads.
     low, high = np.quantile(paces, INSIDE, method="weibull")
     return min(NARROWEST[0], float(low)), max(NARROWEST[1], float(high))
 

@@ -344,7 +344,7 @@ class ChangeDetector:
             around = {round(size * 2 ** (i / 8)) for i in range(-8, 9)}
             _, since = max((self._score(whole.tail(size)), size) for size in around)
             sample = whole.tail(since)
-            # Where requests wait, few finish: what has arrived and been generated shows the change before they do.
+            # While requests wait, few finish. Inputs and unfinished outputs then show the change earlier.
             return sample if sample.num_finished >= _enough(sample) else None
         return whole if self.weight is not None and whole.weight >= 2 * self.weight else None
 
@@ -352,7 +352,7 @@ class ChangeDetector:
         """Return the significance of the difference in inputs or in outputs, whichever is higher."""
         inputs, outputs, weight = self.planned.input, self.planned.output, self.weight or CERTAIN
         score = surprise(sample.input_histogram(), _effective(sample.weights), inputs, weight)
-        # A running output that is longer than any planned one shows a change as well as a finished one does.
+        # A running output that is longer than any planned output shows a change as clearly as a finished one.
         known = sample.has_ended | (sample.outputs > outputs.lengths[-1])
         if known.sum() >= MIN_FINISHED // 2:
             size = _effective(sample.weights[known])

@@ -59,7 +59,7 @@ def engine_command(plan: Plan, kept: Sequence[str] = ()) -> str | None:
     elif framework == "sglang":
         words = ["python3", "-m", "sglang.launch_server", "--model-path", model, *_flag("--tp-size", tp * sharing)]
         words += ["--dp-size", str(sharing), "--enable-dp-attention"] if sharing > 1 else []
-        # SGLang divides both sizes among the groups that share the experts.
+        # SGLang divides both numbers among the groups that share the experts.
         words += [*_flag("--pp-size", pp), *_flag("--ep-size", ep), "--chunked-prefill-size", str(tokens * sharing)]
         words += ["--max-running-requests", str(policy.max_batch * sharing), "--mem-fraction-static", f"{share:g}"]
         words += ["--quantization", "fp8"] if quantizes else []

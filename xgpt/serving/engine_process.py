@@ -32,13 +32,13 @@ END_S = 20.0
 
 def main() -> None:
     """Run the engine until the front ends or the engine fails."""
-    # Not SIG_IGN: processes that this process starts would inherit it.
+    # The handler is not SIG_IGN, which processes started here would inherit.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     order = EngineOrder.model_validate_json(sys.stdin.buffer.read())
     log_json(order.log_level)
     if _is_alone(order):
-        keep_freed_memory()  # called before another thread allocates memory, so that the engine gets no separate arena
+        keep_freed_memory()  # before another thread allocates memory, so that the engine gets no separate arena
     host = EngineHost(EngineEnd(socket.socket(fileno=int(sys.argv[1])), DecodeDown()), partial(_build, order))
     engine = threading.Thread(target=host.run, name="engine", daemon=True)
     engine.start()
@@ -54,7 +54,7 @@ def _build(order: EngineOrder, on_step: OnStep) -> HostedEngine:
     engine = build_engine(order.plan, listener, order.batching, order.ray, reuse=order.reuse)
     if is_alone:
         take_cores()
-    # Without this the garbage collector would scan all loaded modules in the middle of a step.
+    # Otherwise the garbage collector would scan all loaded modules in the middle of a step.
     gc.collect()
     gc.freeze()
     return engine

@@ -95,8 +95,7 @@ def _row_worker(plan: Plan, batching: Batching) -> RowWorker:
 
 def _redeployer(worker: Worker, plan: Plan) -> Deployer:
     """Return a function that allocates the K/V memory of another plan. The weights stay loaded."""
-    # The function must not refer to the worker, since the worker's memory must be free before the next worker's memory
-    # is allocated.
+    # `deploy` must not refer to the old worker, whose memory must be freed before the next worker's is allocated.
     model, backend = worker.model, worker.backend
     layer = worker.cache.layers[0]
     dtype, device = layer.dtype, layer.device

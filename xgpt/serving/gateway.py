@@ -177,7 +177,7 @@ class Gateway:
 
     async def _answers(self, within_s: float) -> bool:
         """Return whether the gateway lists the model in time."""
-        with suppress(OSError, ValueError, asyncio.IncompleteReadError):  # a timeout is an OSError
+        with suppress(OSError, ValueError, asyncio.IncompleteReadError):  # TimeoutError is an OSError
             return await asyncio.wait_for(_lists(self._host, self.port, self._model), within_s)
         return False
 

@@ -60,7 +60,7 @@ def running(
         if log is not None:
             at_end.callback(log.close)
         if planner is not None:
-            planner.start()  # the tokenizer loads in parallel with the engine
+            planner.start()  # the planner loads while the engine and the tokenizer load
             at_end.callback(planner.stop)
         engine = start_engine(plan, request, machines)
         at_end.callback(engine.close)

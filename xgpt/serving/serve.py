@@ -227,7 +227,7 @@ def _differences(plan: Plan, request: ServeRequest) -> str | None:
         return None
     try:
         return differences(profile_of(plan, request.profile))
-    except InputError:  # `missing` says so
+    except InputError:  # `missing` reports this
         return None
 
 
@@ -288,7 +288,7 @@ def open_tracer(endpoint: str | None) -> Tracer | None:
         from xrunner.server.observe.spans import Tracer
     except ImportError as error:
         if endpoint is None:
-            # A cluster's administrator sets these variables for every program on it.
+            # An administrator may set these variables for all programs on a cluster.
             logging.getLogger(__name__).warning("traces are off", extra={"fields": {"reason": str(error)}})
             return None
         raise InputError("otlp_endpoint", endpoint, "install OpenTelemetry: pip install 'xgpt-serve[otel]'") from None

@@ -19,8 +19,8 @@ from xsimulator.forecast import FORECASTS
 
 
 def with_capacities(plans: dict[str, Plan], profile: Profile) -> dict[str, Plan]:
-    """Return the plans with missing capacities simulated. The first plan is also simulated under slightly tighter and
-    looser bounds.
+    """Simulate the capacities that plans lack, and return the plans. The first plan is also simulated under slightly
+    tighter and looser bounds.
     """
     found = {}
     for i, (kind, plan) in enumerate(plans.items()):

@@ -13,7 +13,7 @@ from xscheduler.problem import Problem
 
 @dataclass(frozen=True)
 class ClusterChoice:
-    """A cluster, with the number of devices that sustains the arrival rate and their price.
+    """A cluster, the number of its devices that sustains the arrival rate, and the price of these devices.
 
     Attributes:
         num_devices: the smallest number of devices that sustains the arrival rate, or None if all devices do not

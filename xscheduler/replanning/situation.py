@@ -120,7 +120,7 @@ def with_reuse(plan: Plan, reuse: ObservedReuse | None) -> Plan:
 
 
 def at_pace(plan: Plan, slowdown: float | None) -> Plan:
-    """Return the plan with this ratio of step times to its profile's, or the same plan if `slowdown` is None."""
+    """Return the plan with `slowdown` as its ratio of step times to the profile's. None changes nothing."""
     if slowdown is None:
         return plan
     return plan.model_copy(update={"profile": plan.profile.model_copy(update={"slowdown": slowdown})})

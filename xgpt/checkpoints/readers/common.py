@@ -91,7 +91,7 @@ def windows(config: dict[str, Any], default: int | None, full_every: int | None)
     """
     window, num_layers = config.get("sliding_window", default), count(config, "num_hidden_layers")
     if window is not None and (type(window) is not int or window < 2):
-        # With a window of one, the cache of transformers keeps all tokens.
+        # With a window of 1, transformers' cache keeps all tokens.
         raise InputError("config.json: sliding_window", window, "it must be a whole number, at least 2")
     kinds = config.get("layer_types")
     if kinds is None:

@@ -56,7 +56,8 @@ def gated(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that families with Llama's shape have in common: all except rotary embeddings and windows."""
     hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     head_dim = count(config, "head_dim") if config.get("head_dim") is not None else hidden // heads
-    name = "qk_rope_head_dim" if "qk_rope_head_dim" in config else "head_dim"  # latent attention rotates only a part
+    # Latent attention rotates only a part of a head.
+    name = "qk_rope_head_dim" if "qk_rope_head_dim" in config else "head_dim"
     turning = config.get("qk_rope_head_dim", head_dim)
     if type(turning) is not int or turning % 2:
         raise InputError(
@@ -94,7 +95,7 @@ def _t5(config: dict[str, Any]) -> dict[str, Any]:
             "config.json: feed_forward_proj", config["feed_forward_proj"], "give an activation, or gated-ACTIVATION"
         )
     if gate and name == "gelu":
-        name = "gelu_new"  # "gelu" means this in T5
+        name = "gelu_new"  # T5 means this by "gelu"
     kind = activation({"feed_forward_proj": name}, "feed_forward_proj", name)
     for field, value in (("dense_act_fn", name), ("is_gated_act", bool(gate))):
         if config.get(field, value) != value:

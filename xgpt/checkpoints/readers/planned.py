@@ -226,7 +226,7 @@ def _compressed(config: Config, kind: str) -> Attention:
     return Attention(
         num_heads=heads,
         num_kv_heads=1,
-        head_dim=dim // 2,  # one vector is key and value
+        head_dim=dim // 2,  # one vector is both key and value
         window=count(config, "sliding_window"),
         indexer=indexer,
         compression=compression,

@@ -54,7 +54,7 @@ def quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None = Non
         part for part, names in PARTS.items() if any(matches(prefix + name) for name in names for prefix in PREFIXES)
     )
     if found["kind"] == "mxfp4" and given.get("quant_method") == "mxfp4":
-        return found  # gpt-oss: experts only
+        return found  # in gpt-oss, only experts are quantised
     if kept and "experts" not in kept:
         eight = found.get("eight_bit_parts", ())
         found["kept"] = tuple(part for part in (*found.get("kept", ()), *kept) if part not in eight)
