@@ -6,7 +6,7 @@ The input is a ModelSpec and a ClusterSpec. The output is a Profile. Only `xprof
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
-GENERATIONS = {"cpu": 14, "gpu": 11}
+GENERATIONS = {"cpu": 15, "gpu": 11}
 """Versions by type of device. Increment a version if steps are executed or measured differently. Older profiles are
 then no longer used for planning.
 """
