@@ -502,7 +502,7 @@ def day_table(fleet: FleetPlan) -> Table:
         kept = [interval.share_kept for interval in intervals if interval.share_kept is not None]
         rows.append(
             [
-                f"{_clock(first * fleet.interval_s)} - {_clock((first + len(intervals)) * fleet.interval_s)}",
+                f"{_clock(fleet.edges_s[first])} - {_clock(fleet.edges_s[first + len(intervals)])}",
                 f"{min(one.rate_per_s for one in intervals):.2f} - {max(one.rate_per_s for one in intervals):.2f}",
                 str(intervals[0].lengths),
                 fleet.in_words(intervals[0].replicas) or "none",
@@ -530,4 +530,4 @@ def costs_table(fleet: FleetPlan) -> Table:
 def _clock(seconds: float) -> str:
     """Return a time of day as text, as in 2:30 for 9000."""
     minutes = round(seconds / 60)
-    return f"{minutes // 60}:{minutes % 60:02d}" if seconds % 60 == 0 else f"{seconds:g} s"
+    return f"{minutes // 60}:{minutes % 60:02d}" if seconds % 60 == 0 or seconds > 3600 else f"{seconds:g} s"

@@ -63,7 +63,7 @@ def _row(name: str, figures: FleetFigures) -> dict[str, str]:
 
 
 def _day(fleet: FleetPlan) -> Chart:
-    hours = [i * fleet.interval_s / 3600 for i in range(len(fleet.intervals) + 1)]
+    hours = [edge_s / 3600 for edge_s in fleet.edges_s]
     intervals = fleet.intervals
 
     def cost_per_hour(replicas: tuple[int, ...]) -> float:

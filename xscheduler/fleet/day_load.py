@@ -69,6 +69,7 @@ class Intervals:
         seconds: length of each interval. Only the last interval may have a different length.
         rates: mean arrival rate, requests/s.
         peaks: arrival rate in each interval's busiest third, requests/s.
+        of_requests: the interval in which each request arrives. # [requests]
         groups: each interval's index in `lengths`.
         lengths: the lengths of each group's requests.
         everything: the lengths of all requests.
@@ -77,6 +78,7 @@ class Intervals:
     seconds: Array
     rates: Array
     peaks: Array
+    of_requests: Ints
     groups: Ints
     lengths: tuple[Workload, ...]
     everything: Workload
@@ -145,7 +147,7 @@ def cut(day: Day, interval_s: float) -> Intervals:
         for group in range(groups.max() + 1)
     )
     everything = _workload(day.name, requests.inputs, requests.outputs, longest)
-    return Intervals(seconds, arrived / seconds, busiest * PARTS / seconds, groups, lengths, everything)
+    return Intervals(seconds, arrived / seconds, busiest * PARTS / seconds, index, groups, lengths, everything)
 
 
 def _alike(requests: Requests, index: Ints, count: int) -> Ints:

@@ -85,8 +85,7 @@ class LoadForecast:
 
     def season(self, time_s: float) -> float:
         """Return the planned day's rate at a time, interpolated within the interval."""
-        number, part = divmod(time_s / self._fleet.interval_s, 1.0)
-        i = int(number) % len(self._rates)
+        i, part = self._fleet.place(time_s)
         return float(self._rates[i] + self._rises[i] * (part - 0.5))
 
     def look(self, now_s: float, seconds: float, num_requests: float) -> None:

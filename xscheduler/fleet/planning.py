@@ -40,6 +40,8 @@ MOST_TRIED = 10
 """Largest number of load factors that are tried. They grow until enough requests keep the bounds. Then factors between
 the last two are tried.
 """
+NOTHING = 0.01
+"""Share of an interval that may lack at the end of a day of whole intervals."""
 SAVED_REQUESTS = 1_000_000
 """With more requests than this, no smaller load factor is tried, since it would save little and take minutes."""
 
@@ -123,12 +125,13 @@ def plan_day(
         name=day.name,
         constraint=constraint,
         interval_s=interval_s,
+        day_s=_day_s(day.seconds, len(intervals.seconds) * interval_s, interval_s),
         least_stay_s=least_stay_s,
         least_replicas=least_replicas,
         load_factor=factor,
         kinds=kinds,
         lengths=intervals.lengths,
-        intervals=_intervals(model, solution.replicas, times, interval_s),
+        intervals=_intervals(model, solution.replicas, times),
         planned=figures_of(model, problem, solution.replicas, times),
         constant=ConstantFleet(
             replicas=tuple(constant.replicas[0].tolist()),
@@ -140,6 +143,13 @@ def plan_day(
         planning_s=round(planning_s, 3),
         verifying_s=round(time.perf_counter() - started - planning_s, 3),
     )
+
+
+def _day_s(seconds: float, whole_s: float, interval_s: float) -> float:
+    """Return the length of the day that repeats: whole intervals if it lacks almost nothing of them, since a trace ends
+    with its last request.
+    """
+    return whole_s if abs(whole_s - seconds) < NOTHING * interval_s else seconds
 
 
 def _candidates(
@@ -248,11 +258,10 @@ def figures_of(model: FleetModel, problem: FleetProblem, counts: Ints, times: Re
     )
 
 
-def _intervals(model: FleetModel, counts: Ints, times: RequestTimes, interval_s: float) -> tuple[FleetInterval, ...]:
+def _intervals(model: FleetModel, counts: Ints, times: RequestTimes) -> tuple[FleetInterval, ...]:
     intervals, count = model.intervals, len(counts)
-    index = np.minimum((model.day.requests.arrivals_s // interval_s).astype(int), count - 1)
-    arrived = np.bincount(index, minlength=count)
-    good = np.bincount(index, kept(model, times), count)
+    arrived = np.bincount(intervals.of_requests, minlength=count)
+    good = np.bincount(intervals.of_requests, kept(model, times), count)
     return tuple(
         FleetInterval(
             rate_per_s=float(intervals.rates[i]),

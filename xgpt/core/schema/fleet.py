@@ -95,6 +95,10 @@ class FleetPlan(Frozen):
     """The bounds. The quantile is the share of the day's requests that must keep the bounds."""
     interval_s: PositiveFloat
     """Length of an interval, in seconds. The last interval ends with the day."""
+    day_s: PositiveFloat | None = None
+    """Length of the day, in seconds, after which it repeats. None means that the last interval is as long as the
+    others.
+    """
     least_stay_s: NonNegativeFloat
     """Least time for which a started replica runs."""
     least_replicas: NonNegativeInt
@@ -130,9 +134,22 @@ class FleetPlan(Frozen):
         return any(kind.plan.cluster.price_per_device_hour is not None for kind in self.kinds)
 
     @property
-    def day_s(self) -> float:
-        """Length of the day."""
-        return self.interval_s * len(self.intervals)
+    def edges_s(self) -> tuple[float, ...]:
+        """The times at which the intervals begin, and the end of the day."""
+        return (*(self.interval_s * i for i in range(len(self.intervals))), self._seconds)
+
+    @property
+    def _seconds(self) -> float:
+        return self.day_s or self.interval_s * len(self.intervals)
+
+    def place(self, time_s: float) -> tuple[int, float]:
+        """Return the number of the interval at a time since the start of the day, and the share of it that has passed.
+        Days repeat.
+        """
+        into_s, last = time_s % self._seconds, len(self.intervals) - 1
+        i = min(int(into_s // self.interval_s), last)
+        start_s = self.interval_s * i
+        return i, (into_s - start_s) / (self.interval_s if i < last else self._seconds - start_s)
 
     def in_words(self, replicas: tuple[int, ...]) -> str:
         """Return the number of replicas of each kind, such as "2 h100, 1 cpu"."""
@@ -140,10 +157,12 @@ class FleetPlan(Frozen):
 
     def interval_at(self, time_s: float) -> FleetInterval:
         """Return the interval `time_s` seconds after the start of the day. Days repeat."""
-        return self.intervals[int(time_s % self.day_s // self.interval_s)]
+        return self.intervals[self.place(time_s)[0]]
 
     @model_validator(mode="after")
     def _check(self) -> FleetPlan:
+        if self.day_s is not None and self.day_s <= self.interval_s * (len(self.intervals) - 1):
+            raise ValueError(f"day_s: {self.day_s:g} s are too few for {len(self.intervals)} intervals")
         for i, interval in enumerate(self.intervals):
             if len(interval.replicas) != len(self.kinds):
                 raise ValueError(

@@ -23,9 +23,15 @@ def test_a_steady_load_is_as_high_in_a_last_interval_of_another_length(seconds: 
     arrivals_s = np.arange(0, seconds, 0.01)
     ones = np.ones(len(arrivals_s), int)
     found = cut(Day("day", Requests(ones, ones, arrivals_s), seconds), 100.0)
+    assert (found.of_requests == np.minimum(arrivals_s // 100, len(lengths) - 1)).all()
     assert found.seconds == pytest.approx(lengths)
     assert found.rates == pytest.approx([100.0] * len(lengths), rel=0.01)
     assert found.peaks == pytest.approx([100.0] * len(lengths), rel=0.01)
+
+
+def test_a_trace_that_ends_with_its_last_request_is_a_whole_day() -> None:
+    assert planning._day_s(86399.7, 86400, 900) == 86400
+    assert planning._day_s(86000, 86400, 900) == 86000
 
 
 def settled(monkeypatch: pytest.MonkeyPatch, enough: int) -> tuple[float, int]:

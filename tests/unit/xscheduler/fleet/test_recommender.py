@@ -187,3 +187,14 @@ def test_lengths_are_the_seasons_unless_others_are_observed_beyond_chance(num_le
     mean = 1.3 * 2 * float(values.mean())
     sample = LoadSample(900.0, LOOK_S, 60, 0.0, [3], mean, mean, num_lengths)
     assert Recommender(fleet, look_s=LOOK_S).recommend(sample).held_per_s == pytest.approx(3 * expected)
+
+
+@pytest.mark.parametrize(("day_s", "rates"), [(None, [1, 2, 3, 1]), (700.0, [1, 2, 1, 1]), (980.0, [1, 2, 3, 3])])
+def test_a_day_repeats_after_its_own_length(day_s: float | None, rates: list[float]) -> None:
+    """The last interval ends with the day. Without its length, as in older files, it is as long as the others."""
+    fleet = fleet_of([1.0, 2.0, 3.0]).model_copy(update={"day_s": day_s})
+    days_later = 5 * (day_s or 900.0)
+    assert [fleet.interval_at(days_later + at).rate_per_s for at in (0.0, 300.0, 710.0, 970.0)] == rates
+    assert fleet.edges_s == (0.0, 300.0, 600.0, day_s or 900.0)
+    forecast = LoadForecast(fleet, lead_s=120)
+    assert forecast.season(days_later + (600 + fleet.edges_s[-1]) / 2) == pytest.approx(3.0)
