@@ -1,1 +1,1 @@
-"""The foundation: schemas, the scheduling rule, errors, files and workloads. It imports no other package of ours."""
+"""Define schemas, scheduling rules, errors, files and workloads. This package imports no other package of xgpt."""

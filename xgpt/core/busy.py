@@ -1,4 +1,4 @@
-"""Ask a server how long its workers have computed."""
+"""Ask a server for how long its workers have executed steps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ TIMEOUT_S = 10.0
 
 
 def busy_of_workers(url: str) -> dict[str, float]:
-    """Return, after each worker has reported its last step, the seconds for which it has executed steps since it was
-    ready.
+    """Return for each worker the seconds for which it has executed steps. This waits until all workers have reported.
 
     Raises:
         MachineError: the server does not answer.

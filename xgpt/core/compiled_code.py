@@ -1,7 +1,7 @@
-"""Choose where numba keeps compiled code: one directory of the user's cache for each state of the sources.
+"""Choose where numba stores compiled code, which is one directory of the user's cache for each state of the sources.
 
-By default numba keeps compiled code next to its source, and checks only whether the function's own file has changed. So
-a compiled function would stay in use although a function that it calls in another file has changed.
+By default, numba stores compiled code next to the source, and checks only whether the function's own file has changed.
+So a compiled function would stay in use after a change to a function that it calls in another file.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from xgpt.core.io import cache_dir
 ROOMS = ("xrunner/cpu", "xsimulator/counts", "xsimulator/costs")
 """Folders whose functions are compiled."""
 KEPT_S = 30 * 86400.0
-"""Seconds for which directories of other states of the sources are kept."""
+"""Seconds after which directories of other states of the sources are deleted."""
 
 
 LOCATORS = "xgpt.core.compiled_files.Locator,InTreeCacheLocator,UserWideCacheLocator,IPythonCacheLocator"
-"""Where numba searches for compiled code, in this order. See `compiled_files`."""
+"""Classes with which numba searches for compiled code, in this order (see `compiled_files`)."""
 NOWHERE = os.devnull + "/compiled"
 """A directory that nobody can create, so that code is compiled each time."""
 
@@ -32,18 +32,16 @@ logger = logging.getLogger(__name__)
 
 
 def set_directory() -> None:
-    """Set where numba keeps compiled code, unless the user has set it. Call this before numba is imported or
-    compiles.
-    """
+    """Set where numba stores compiled code, unless the user has set it. Call this before numba compiles."""
     _set("CACHE_LOCATOR_CLASSES", LOCATORS)
     try:
         _set("CACHE_DIR", str(_directory()))
-    except (OSError, RuntimeError):  # without readable sources or a home directory, numba chooses another place
+    except (OSError, RuntimeError):  # without readable sources or a home directory, numba chooses another directory
         return
 
 
 def _set(name: str, value: str) -> None:
-    """Set one of numba's options, unless the environment has it."""
+    """Set one of numba's options, unless the environment sets it."""
     if f"NUMBA_{name}" not in os.environ:
         os.environ[f"NUMBA_{name}"] = value
         if "numba" in sys.modules:
@@ -60,10 +58,10 @@ def sources() -> str:
 
 
 def _directory() -> Path:
-    """Return the directory for this state of the sources, which only its owner can write to.
+    """Return the directory for this state of the sources, to which only its owner can write.
 
-    Code in this directory is executed, so the result is `NOWHERE` if another user owns it or one of its parent
-    directories in the cache.
+    Code in this directory is executed. So the result is `NOWHERE` if another user owns the directory or one of its
+    parents in the cache.
     """
     directory = cache_dir() / "compiled" / sources()[:16]
     for folder in (directory.parents[1], directory.parents[0], directory):

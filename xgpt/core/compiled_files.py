@@ -1,8 +1,7 @@
 """Load compiled code from disk for numba, but never another user's files, and replace unreadable files.
 
 numba unpickles the files that it finds, and unpickling runs code. When numba first searches for compiled code, it
-imports this module, whose name `compiled_code.set_directory` has set; from then on, numba compiles as `Library`
-describes.
+imports this module, which `compiled_code.set_directory` has named. From then on, numba compiles as `Library` describes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _told: set[str] = set()
 
 
 def _tell(path: str, reason: str) -> None:
-    """Warn once about a path."""
+    """Warn about a path, but only once."""
     if path not in _told:
         _told.add(path)
         logger.warning("compiled code at %s is not used: %s", path, reason)
@@ -29,7 +28,7 @@ def is_ours(path: str | os.PathLike[str]) -> bool:
     """Return whether a file or directory belongs to this user or to root, or does not exist.
 
     Raises:
-        OSError: its owner cannot be determined.
+        OSError: the owner cannot be determined.
     """
     try:
         return os.stat(path).st_uid in (os.geteuid(), 0)
@@ -38,7 +37,7 @@ def is_ours(path: str | os.PathLike[str]) -> bool:
 
 
 class Locator(caching.UserProvidedCacheLocator):
-    """Keeps code in the configured directory if that can be written."""
+    """Stores code in the configured directory, if that directory can be written."""
 
     def ensure_cache_path(self) -> None:
         """Create the directory if possible."""
@@ -61,7 +60,7 @@ class Files(caching.IndexDataCacheFile):
         return self._read(self._data_path(name), lambda: super(Files, self)._load_data(name))
 
     def _read(self, path: str, read: Any) -> Any:
-        """Return the result of `read`, or None if the file is another user's or unreadable."""
+        """Return the result of `read`, or None if the file is unreadable or belongs to another user."""
         try:
             if is_ours(self._cache_path) and is_ours(path):
                 return read()
@@ -71,7 +70,7 @@ class Files(caching.IndexDataCacheFile):
         return None
 
     def save(self, key: Any, data: Any) -> None:
-        """Write compiled code, if there is room."""
+        """Write compiled code, if possible."""
         try:
             if is_ours(self._cache_path):
                 super().save(key, data)
@@ -87,11 +86,9 @@ REPLACED = (
     "_get_compiled_object",
     "get_pointer_to_function",
 )
-"""Methods of numba on which this depends. A version without one of them compiles as usual."""
+"""Methods of numba that this module needs. A version of numba that lacks one of them compiles as usual."""
 LOOP_BODY = "__numba_parfor_gufunc"
-"""A text that occurs in the names of functions that hold the body of a parallel loop. Only the function with the loop
-calls them.
-"""
+"""Part of the names of functions that are the body of a parallel loop, which only the function with the loop calls."""
 _set_env = codegen.JITCPUCodegen.set_env
 
 
@@ -100,13 +97,13 @@ class Library(codegen.JITCodeLibrary):
 
     By default numba optimises and emits each function as soon as it is compiled, together with a copy of every function
     that it calls. A helper four levels below the function that Python calls is optimised and emitted four times, and
-    only the last copy runs. Here a function is linked into its callers as it is, and optimised together with them.
+    only the last copy runs. Here, a function is linked into its callers first, and optimised together with them.
     """
 
     _is_emitted = False
 
     def _optimize_final_module(self) -> None:
-        """Do nothing: `_emit` optimises."""
+        """Do nothing, since `_emit` optimises."""
 
     def _finalize_final_module(self) -> None:
         """Make the code ready to be linked into other code. Code that was loaded from disk is also ready to run."""
@@ -128,7 +125,7 @@ class Library(codegen.JITCodeLibrary):
                 super()._finalize_final_module()
 
     def get_pointer_to_function(self, name: str) -> int:
-        """Return the address of a function, or 0 if this code does not define it, or if it is the body of a loop."""
+        """Return the address of a function, or 0 for the body of a loop and if this code has no such function."""
         self._ensure_finalized()
         if LOOP_BODY in name:
             return 0
@@ -138,14 +135,14 @@ class Library(codegen.JITCodeLibrary):
         return address
 
     def _get_compiled_object(self) -> Any:
-        """Return the machine code to keep on disk."""
+        """Return the machine code to store on disk."""
         self._ensure_finalized()
         self._emit()
         return super()._get_compiled_object()
 
 
 def set_env(self: Any, env_name: str, env: object) -> None:
-    """Set a function's environment if its code has been emitted. Before that, there is no place to store it."""
+    """Set the environment of a function whose code has been emitted. Before that, it cannot be stored."""
     if self._engine.is_symbol_defined(env_name):
         _set_env(self, env_name, env)
 

@@ -1,4 +1,4 @@
-"""The exception tree. Each class carries the exit code that the command line returns for it.
+"""Define the exceptions. Each class has the exit code with which the command line ends.
 
 XgptError (4: a defect of this program)
 ├── InfeasibleError (1: nothing meets the bound)
@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 MAX_SHOWN = 200
-"""Most characters of foreign text that an error or a log line shows."""
+"""Largest number of characters of the user's text that an error or a log line shows."""
 
 
 class XgptError(Exception):
-    """Base of every error that this program raises on purpose."""
+    """The base class of every error that this program raises on purpose."""
 
     exit_code = 4
 
@@ -27,14 +27,14 @@ class InfeasibleError(XgptError):
     """No schedule meets the constraint.
 
     Args:
-        message: one line, naming the constraint that binds.
+        message: one line that names the constraint that cannot be met.
         nearest_bound_s: the smallest value of the bound in `binding` that some schedule keeps. None means that no value
             helps.
-        binding: the constraint that binds, e.g. "latency_bound_s" or "memory".
+        binding: the constraint that cannot be met, such as "latency_bound_s" or "memory".
         reason: what takes the time, if the latency bound cannot be kept.
 
     Attributes:
-        warnings: reasons to doubt the refusal, one sentence each.
+        warnings: reasons to doubt that no schedule meets the constraint, one sentence each.
     """
 
     exit_code = 1
@@ -72,11 +72,11 @@ class MachineError(XgptError):
 
 
 RUNS_MODELS = {"torch", "safetensors", "tokenizers", "llguidance", "zmq"}
-"""Modules that the optional dependencies `serve` install. Planning does not need them."""
+"""Modules that the optional dependencies `serve` install, and that planning does not need."""
 
 
 def not_installed(error: ModuleNotFoundError) -> MachineError | None:
-    """If a missing module is optional, return an error that says what to install, or None otherwise."""
+    """Return an error that says what to install if the missing module is optional, or None otherwise."""
     module = (error.name or "").partition(".")[0]
     if module not in RUNS_MODELS:
         return None
@@ -90,12 +90,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def similar(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the known names that begin with this one, or the nearest one, as "X or Y", or "" if none is near.
+    """Return the known names that begin with `name`, or else the nearest one, as "X or Y", or "" if none is near.
 
     Args:
         cutoff: the least similarity of the nearest name, from 0 to 1 (see `difflib`).
     """
-    if len(name) > MAX_SHOWN:  # comparing takes time in proportion, and ten times the memory
+    if len(name) > MAX_SHOWN:  # comparing long names takes much time, and ten times their memory
         return ""
     known = list(known)
     begin = [each for each in known if name and each.startswith(name)]
@@ -103,8 +103,8 @@ def similar(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def nearest_names(name: str, known: Iterable[str], most: int = 3, cutoff: float = 0.6) -> list[str]:
-    """Return the known names most similar to this one, the nearest first. Those with the same parts in another order
-    count as similar: 8xh100 is near h100x8.
+    """Return the known names that are most similar to `name`, the nearest first. Names with the same parts in another
+    order, such as 8xh100 and h100x8, count as similar.
 
     Args:
         cutoff: see `similar`.
@@ -126,12 +126,12 @@ def reason_of(error: OSError | UnicodeDecodeError) -> str:
 
 
 def cut(text: str, most: int = MAX_SHOWN) -> str:
-    """Return a text cut to `most` characters, with dots at the end if it was longer."""
+    """Return a text, cut to `most` characters with dots at the end if the text is longer."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def printable(text: str) -> str:
-    """Return a text with control characters escaped. Newlines and tabs stay."""
+    """Return a text with control characters escaped, except newlines and tabs."""
     return "".join(
         character if character in "\n\t" or unicodedata.category(character)[0] != "C" else repr(character)[1:-1]
         for character in text

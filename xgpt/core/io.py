@@ -1,4 +1,4 @@
-"""Read and write files: configs by name or path, JSON and YAML as schema types, atomic writes."""
+"""Read configs by name or path, read and write JSON and YAML as schema types, and write files atomically."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=BaseModel)
 LARGEST = 4e18
-"""Numbers in files are at most this, so that sums and products of them stay finite and fit into 64 bits."""
+"""Largest number in a file, so that sums and products of numbers stay finite and fit into 64 bits."""
 ConfigKind = Literal["models", "devices", "clusters", "engines", "workloads"]
 
 
 def configs_dir() -> Path:
-    """Return the directory of the shipped configs: inside the package in a wheel, next to it in a checkout."""
+    """Return the directory of the shipped configs, which is in the package in a wheel, and beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 
 
 def cache_dir() -> Path:
-    """Return where profiles are cached: XDG_CACHE_HOME/xgpt, or ~/.cache/xgpt."""
+    """Return the directory of cached profiles, which is XDG_CACHE_HOME/xgpt or ~/.cache/xgpt."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "xgpt"
 
@@ -46,17 +46,17 @@ def config_names(kind: ConfigKind) -> list[str]:
 
 
 FILES = (".yaml", ".yml", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".txt", ".prom", ".gz", ".xlsx")
-"""Endings that only file names have."""
+"""Suffixes with which a name is the name of a file, not of a config."""
 
 
 def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
-    """Return the file for a name on the command line: a shipped config, or a path.
+    """Return the file for a name on the command line, which is a shipped config or a path.
 
     Args:
         field: the argument that gave the name, for errors. None means the argument that is named like the kind.
 
     Raises:
-        InputError: neither a config nor a file has that name. The message lists the shipped configs.
+        InputError: neither a config nor a file has this name. The message lists the shipped configs.
     """
     shipped = configs_dir() / kind / f"{name}.yaml"
     if "/" not in name and shipped.is_file():
@@ -75,7 +75,7 @@ def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
 
 
 def parse(data: Any, type_: type[T], field: str) -> T:
-    """Return `data` validated as a type. `field` names it in errors.
+    """Return `data`, validated as a type. Errors call it `field`.
 
     Raises:
         InputError: `data` is not valid. The message states the first mistake, in one line.
@@ -87,10 +87,10 @@ def parse(data: Any, type_: type[T], field: str) -> T:
 
 
 def parse_arguments(given: dict[str, Any], type_: type[T]) -> T:
-    """Return a function's keyword arguments validated as a type. The error names the argument.
+    """Return a function's keyword arguments, validated as a type.
 
     Raises:
-        InputError: the first argument that is not accepted or not known, in one line.
+        InputError: an argument is not accepted or not known. The message names the first such argument, in one line.
     """
     try:
         return type_.model_validate(given)
@@ -138,11 +138,11 @@ FIELDS_OF_FILES = {
     "profile": {"layers", "spread"},
     "model's config": {"model_type"},
 }
-"""Fields by which plan.json, fleet.json, profile.json and config.json are told apart."""
+"""Fields that distinguish plan.json, fleet.json, profile.json and config.json."""
 
 
 def load_json(path: Path, type_: type[T], field: str) -> T:
-    """Return the content of one of our JSON files. Its schema version is checked first.
+    """Return the content of one of xgpt's JSON files, after checking the schema version.
 
     Raises:
         InputError: the file is missing, not JSON, of another kind or schema version, or invalid.
@@ -156,7 +156,7 @@ def load_json(path: Path, type_: type[T], field: str) -> T:
 
     try:
         data = json.loads(_read_text(path, field), parse_int=number, parse_float=number)
-    except (ValueError, RecursionError) as error:  # numbers with too many digits, or nesting that is too deep
+    except (ValueError, RecursionError) as error:  # also numbers with too many digits, and nesting that is too deep
         raise InputError(field, str(path), f"it is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise InputError(field, str(path), "it must contain a JSON object")
@@ -174,10 +174,10 @@ def load_json(path: Path, type_: type[T], field: str) -> T:
 
 
 def dump_json(value: BaseModel) -> str:
-    """Return the text of one of our files, after checking that it can be read back.
+    """Return the text of one of xgpt's JSON files, after checking that it can be read back.
 
     Raises:
-        XgptError: the value is not valid (`model_copy` does not check). The message names the field.
+        XgptError: the value is not valid, since `model_copy` does not check. The message names the field.
     """
     text = value.model_dump_json(indent=1) + "\n"
     try:
@@ -189,14 +189,14 @@ def dump_json(value: BaseModel) -> str:
 
 
 def sha256(value: BaseModel) -> str:
-    """Return a hash of a value's content, independent of the formatting of its file."""
+    """Return a hash of a value's content, which does not depend on how a file is formatted."""
     return hashlib.sha256(value.model_dump_json().encode()).hexdigest()
 
 
 def file_sha256(path: Path) -> str | None:
-    """Return the `sha256` of the value in a JSON file written by any version, or None if it cannot be read.
+    """Return the `sha256` of the value in a JSON file, or None if the file cannot be read.
 
-    A later version may add fields to the value, which changes the hash.
+    The file may be from any version of xgpt. If a later version adds fields to the value, its hash changes.
     """
     try:
         return hashlib.sha256(to_json(json.loads(path.read_bytes()))).hexdigest()
@@ -208,7 +208,7 @@ def write_atomic(path: Path, text: str) -> None:
     """Write all of `text` or nothing.
 
     Raises:
-        MachineError: the place cannot be written.
+        MachineError: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -228,7 +228,8 @@ def write_atomic(path: Path, text: str) -> None:
 class StepLogWriter:
     """Writes the engine's steps, one JSON line each, for `xsimulator.measures` and for replays.
 
-    If a line cannot be written, for example on a full disk, the log ends there. The engine goes on.
+    If a line cannot be written, for example because the disk is full, the log ends before this line, but the engine
+    continues.
 
     Attributes:
         num_lost: number of steps that were not written.
@@ -263,7 +264,7 @@ class StepLogWriter:
 
     def close(self) -> None:
         self.flush()
-        with suppress(OSError):  # data that could not be written before an error cannot be written now either
+        with suppress(OSError):  # data that could not be written before cannot be written now either
             self._file.close()
 
     def _end(self, error: OSError) -> None:
@@ -272,7 +273,7 @@ class StepLogWriter:
 
 
 def read_step_log(path: Path) -> list[StepRecord]:
-    """Return the steps of a log. An incomplete last line, as a killed engine leaves it, is ignored."""
+    """Return the steps of a log, without an incomplete last line, which a killed engine leaves."""
     decode = msgspec.json.Decoder(StepRecord).decode
     lines = path.read_bytes().split(b"\n")
     return [decode(line) for line in lines[:-1]]

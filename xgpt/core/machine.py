@@ -14,18 +14,18 @@ from xgpt.core.io import config_names, configs_dir, load_cluster_yaml, parse
 from xgpt.core.schema import ClusterSpec, DeviceKind, Link
 
 LOOPBACK = Link(bandwidth_bytes_per_s=2e9, latency_s=50e-6)
-"""Link between processes of one machine over Gloo: an order of magnitude, since there is no datasheet."""
+"""Link between processes of one machine over Gloo. The figures are orders of magnitude, since there is no datasheet."""
 
 CPU_USABLE_MEMORY = 0.5
 """Share of a CPU's memory that a plan may fill. The system and other programs need the rest."""
 
 
 def detect(num_devices: int | None = None, *, root: Path = Path("/")) -> ClusterSpec:
-    """Return this machine as a cluster: the GPUs that nvidia-smi lists, or else the CPU as one device.
+    """Return this machine as a cluster of the GPUs that nvidia-smi lists, or else of the CPU as one device.
 
     Args:
-        num_devices: use this number of GPUs, or of CPU devices with equal shares of cores and memory. None means all.
-        root: folder that holds proc and sys.
+        num_devices: number of GPUs, or of CPU devices with equal shares of cores and memory. None means all.
+        root: directory that contains proc and sys.
 
     Raises:
         MachineError: the machine has fewer GPUs, or fewer cores, than `num_devices`.
@@ -44,7 +44,7 @@ def _detect_cpu(num_devices: int | None, root: Path) -> ClusterSpec:
             f"cluster: {_name(num_devices)} needs a core for each device; this machine has {cores} cores"
         )
     device = DeviceKind(
-        # Step times depend on the cores, so devices of one and of two cores are different kinds.
+        # Step times depend on the number of cores, so devices of one core and of two cores are different kinds.
         name=f"{slug(_cpu_model(root))}-{cores // count}c",
         type="cpu",
         memory_bytes=_memory_bytes(root) // count,
@@ -91,7 +91,7 @@ def _detect_gpus(num_devices: int | None) -> ClusterSpec | None:
 
 
 def _shipped_cluster_of(device: str) -> ClusterSpec | None:
-    """Return the largest shipped cluster of such devices, whose datasheet states rates and links."""
+    """Return the largest shipped cluster of this kind of device, which states rates and links from a datasheet."""
     documents = [load_cluster_yaml(configs_dir() / "clusters" / f"{n}.yaml") for n in config_names("clusters")]
     clusters = [parse(d, ClusterSpec, d["name"]) for d in documents if "detect" not in d]
     same = [cluster for cluster in clusters if cluster.device.name == device]
@@ -99,28 +99,26 @@ def _shipped_cluster_of(device: str) -> ClusterSpec | None:
 
 
 def slug(name: str) -> str:
-    """Return a product's name as in configs: "NVIDIA A100-SXM4-80GB" becomes a100-sxm4-80gb."""
+    """Return a product's name in the form of configs, such as a100-sxm4-80gb for "NVIDIA A100-SXM4-80GB"."""
     plain = re.sub(r"\((r|tm)\)|\b(nvidia|tesla|cpu|processor)\b|@.*", " ", name.lower())
     return re.sub(r"[^a-z0-9]+", "-", plain).strip("-") or "cpu"
 
 
 def num_cores(root: Path = Path("/")) -> int:
-    """Return the number of cores that this process may use: those of its affinity, limited by the CPU time of its
-    cgroup.
-    """
+    """Return the number of cores that this process may use by its affinity and by the CPU time of its cgroup."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for directory in _cgroup_dirs(root, "cpu"):
         written = _read(directory / "cpu.max") or " ".join(
             _read(directory / f"cpu.cfs_{part}_us") for part in ("quota", "period")
         )
-        limit = re.fullmatch(r"(\d+)\s+(\d+)\s*", written)  # version 2 writes "max", version 1 "-1" for none
+        limit = re.fullmatch(r"(\d+)\s+(\d+)\s*", written)  # no limit is "max" in version 2, "-1" in 1
         if limit:
             cores = min(cores, max(1, int(limit[1]) // int(limit[2])))
     return cores
 
 
 def _memory_bytes(root: Path) -> int:
-    """Return the bytes of physical memory, limited by the cgroup.
+    """Return the bytes of physical memory, or the cgroup's limit if it is lower.
 
     Raises:
         MachineError: the machine does not state its memory.
@@ -146,7 +144,7 @@ def _cpu_model(root: Path) -> str:
 
 
 def _cgroup_dirs(root: Path, controller: str) -> list[Path]:
-    """Return the directories that may hold the limits of this process: its cgroup and all parents, versions 1 and 2."""
+    """Return directories that may have this process's limits, for its cgroup and all parents, in versions 1 and 2."""
     mount = root / "sys/fs/cgroup"
     directories = [mount, mount / controller]
     for line in _read(root / "proc/self/cgroup").splitlines():

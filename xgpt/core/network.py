@@ -13,7 +13,7 @@ from xgpt.core.errors import MachineError
 CONNECT_S = 5.0
 NAMED_WITHIN_S = 30.0
 SIOCGIFADDR = 0x8915
-"""Linux's ioctl for an interface's address."""
+"""Linux's ioctl that returns the address of an interface."""
 
 
 def interface_of(host: str) -> str | None:
@@ -30,7 +30,7 @@ def reach(address: str) -> None:
     """Connect to HOST:PORT, and close the connection.
 
     Raises:
-        OSError: nothing listens there, or it does not answer in time.
+        OSError: nothing listens at the address, or the connection takes too long.
         ValueError: the address has no port.
     """
     host, _, port = address.rpartition(":")
@@ -38,10 +38,10 @@ def reach(address: str) -> None:
 
 
 def address_towards(host: str, *, named_within_s: float = NAMED_WITHIN_S) -> str:
-    """Return this machine's address on the route to another.
+    """Return this machine's address on the route to another machine.
 
     Args:
-        named_within_s: seconds for which to retry if `host` does not resolve yet, such as the name of a starting pod.
+        named_within_s: seconds for which to retry if `host` does not resolve yet, as while a pod starts.
 
     Raises:
         MachineError: there is no route.

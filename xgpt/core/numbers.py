@@ -1,4 +1,4 @@
-"""Read numbers in their usual notation. Python's own functions also accept 1_0, nan and digits of other alphabets."""
+"""Read numbers only in their usual notation. Python's functions also accept 1_0, nan and digits of other alphabets."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _DECIMAL = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 def whole(text: str) -> int:
-    """Return the integer in a text. Raises ValueError."""
+    """Return the integer that a text states, or raise ValueError."""
     if not _WHOLE.fullmatch(text):
         raise ValueError(f"not a whole number: {text!r}")
     return int(text)
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in the unit that suits it: "45 s", "12 min", "6 h", "3.5 days"."""
+    """Return a duration in a suitable unit, such as "45 s", "12 min", "6 h" or "3.5 days"."""
     for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
         if seconds < limit:
             return f"{seconds / unit:.3g} {name}"
@@ -24,7 +24,7 @@ def duration(seconds: float) -> str:
 
 
 def decimal(text: str) -> float:
-    """Return the finite number in a text. Raises ValueError."""
+    """Return the finite number that a text states, or raise ValueError."""
     if not _DECIMAL.fullmatch(text) or (number := float(text)) in (float("inf"), float("-inf")):
         raise ValueError(f"not a number: {text!r}")
     return number

@@ -1,8 +1,9 @@
-"""Write a command's files: each completely or not at all, and never over a user's file.
+"""Write a command's files, each completely or not at all, and never over a user's file.
 
-A command may replace a file only if xgpt wrote it and nothing has changed it since. The cache directory has a record of
-each written file: its path and the SHA-256 of its bytes. A file without a record or with other bytes counts as the
-user's. If the cache is lost, every existing file counts as the user's, and commands refuse to replace it.
+A command may replace a file only if xgpt wrote the file and nothing has changed it since. For each written file, the
+cache directory has a record with the path and the SHA-256 of the file's bytes. A file without a record or with other
+bytes counts as the user's. If the cache is lost, every existing file counts as the user's, and commands refuse to
+replace it.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from xgpt.core.schema.step_log import StepRecord
 
 
 class OutputFile:
-    """A file that a command is going to write.
+    """A file that a command will write.
 
     Args:
-        path: path of the file. A symbolic link stands for the file that it points to.
+        path: path of the file. A symbolic link stands for the file to which it points.
         field: the option or argument that names the file, for errors.
-        force: overwrite any file, even one that the command reads.
-        inputs: paths that the command reads. Those that are not files are ignored.
+        force: whether to overwrite any file, even a file that the command reads.
+        inputs: paths that the command reads. Paths that are not files are ignored.
     """
 
     def __init__(self, path: Path, field: str = "output", *, force: bool = False, inputs: Iterable[str] = ()) -> None:
@@ -36,10 +37,10 @@ class OutputFile:
         self._field, self._force, self._inputs = field, force, tuple(inputs)
 
     def check(self, text: str | None = None) -> None:
-        """Raise an error if the file cannot be written, or is the user's. Call it before long work.
+        """Raise an error if the file cannot be written, or is the user's. Call this before long work.
 
         Args:
-            text: the text to write, if it is known already. A file that holds exactly this text may be replaced.
+            text: the text to write, if known. A file with exactly this text may be replaced.
 
         Raises:
             InputError: the same command reads the file, or xgpt did not write it.
@@ -61,8 +62,8 @@ class OutputFile:
         """Write all of `text` or nothing.
 
         Raises:
-            InputError: see `check`. The file may have appeared after that check.
-            MachineError: the place cannot be written.
+            InputError: see `check`. The file may have appeared after the last check.
+            MachineError: the file cannot be written.
         """
         self.check(text)
         if self.path.exists() and not self.path.is_file():  # a pipe or a device
@@ -79,7 +80,7 @@ class OutputFile:
         record(target)
 
     def _create(self, target: Path, text: str) -> None:
-        """Write a new file. If the file system has hard links, a file that appears meanwhile is never replaced."""
+        """Write a new file. If the file system has hard links, this never replaces a file that appears meanwhile."""
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as directory:
@@ -97,13 +98,13 @@ class OutputFile:
 
 
 def check_step_log(path: Path, *, force: bool = False) -> None:
-    """Raise InputError if a step log would replace a file whose first line is not that of a step log.
+    """Raise an error if a step log would replace a file that is not a step log.
 
     A log grows until its server ends, perhaps by a signal, so the hash of its bytes cannot be recorded.
 
     Raises:
-        InputError: the file holds something else.
-        MachineError: the place cannot be written.
+        InputError: the file's first line is not a step.
+        MachineError: the file cannot be written.
     """
     check_writable(path)
     if force or not path.is_file():
@@ -151,9 +152,7 @@ def check_writable(path: Path) -> None:
 
 
 def _why_not_writable(directory: Path) -> str:
-    """Return why no file can be made in a directory, or "" if one can. The function makes one, because access rights do
-    not show this reliably.
-    """
+    """Return why no file can be created in a directory, or "". To find out, this creates a file."""
     try:
         with tempfile.TemporaryFile(dir=directory):
             return ""
@@ -173,5 +172,5 @@ def _digest(path: Path) -> str:
 def _is_same(path: Path, other: Path) -> bool:
     try:
         return path.samefile(other)
-    except (OSError, ValueError):  # no such file, or text that cannot be a path
+    except (OSError, ValueError):  # the file does not exist, or the text cannot be a path
         return False

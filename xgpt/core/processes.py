@@ -1,4 +1,4 @@
-"""End processes with their parent, find out whether they hang or fail too often, and stop on signals."""
+"""End processes with their parent, find out whether processes hang or fail too often, and stop on signals."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from threading import Event, current_thread, main_thread
 
 PR_SET_PDEATHSIG = 1
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
-"""Looked up here, because between fork and exec no lock may be taken that another thread might hold."""
+"""Looked up at import, because between fork and exec no lock may be taken that another thread might hold."""
 
 
 def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIGKILL) -> None:
     """On Linux, make the kernel end this process when the thread that started the process ends.
 
     Args:
-        parent: id of the parent process. If it has already ended, this process ends at once.
-        sent: the signal that the kernel then sends to this process.
+        parent: id of the parent process. If the parent has already ended, this process ends at once.
+        sent: the signal that the kernel sends to this process.
     """
     if _prctl is not None:
         _prctl(PR_SET_PDEATHSIG, sent, 0, 0, 0)
@@ -32,7 +32,7 @@ def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIG
 
 
 def end(process: subprocess.Popen[bytes] | subprocess.Popen[str], within_s: float = 0.0) -> None:
-    """Wait for the end of a process, and kill it if it does not end in time."""
+    """Wait until a process ends, and kill the process if it does not end in time."""
     try:
         process.wait(within_s)
     except subprocess.TimeoutExpired:
@@ -43,14 +43,15 @@ def end(process: subprocess.Popen[bytes] | subprocess.Popen[str], within_s: floa
 def is_at_work(process: int) -> bool:
     """Return whether a thread of a process runs, waits for a processor or waits for a disk. False except on Linux.
 
-    Such a process may be unable to report that it is alive, because processors are busy or one of its threads holds the
-    interpreter's lock. A process that was stopped (SIGSTOP), or whose threads all wait for something, is not at work.
+    A process at work may be unable to report that it is alive, because processors are busy or one of its threads has
+    the interpreter's lock. A process that was stopped (SIGSTOP), or whose threads all wait for something else, is not
+    at work.
     """
     return bool(_states(process) & {"R", "D"})
 
 
 def _states(process: int) -> set[str]:
-    """Return the states of a process's threads, as letters of /proc/PID/stat; none if it has ended."""
+    """Return the states of a process's threads, as letters of /proc/PID/stat, or none if it has ended."""
     states = set()
     with suppress(OSError):  # the process has ended
         for thread in Path(f"/proc/{process}/task").iterdir():
@@ -69,7 +70,7 @@ def children_of(process: int) -> list[int]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free port of one of this machine's addresses."""
+    """Return a free port at an address of this machine."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
         found.bind((host, 0))
         port: int = found.getsockname()[1]
@@ -77,7 +78,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def too_often(failures_s: list[float], most: int, period_s: float) -> bool:
-    """Add a failure that happens now, and return whether more than `most` of them lie within the last `period_s`."""
+    """Add a failure now, and return whether more than `most` failures are from the last `period_s` seconds."""
     now_s = time.monotonic()
     failures_s[:] = [*(then_s for then_s in failures_s if now_s - then_s < period_s), now_s]
     return len(failures_s) > most
@@ -85,7 +86,7 @@ def too_often(failures_s: list[float], most: int, period_s: float) -> bool:
 
 @contextmanager
 def stops_on_signal(stop: Event) -> Iterator[None]:
-    """Set the event on SIGTERM or SIGINT within the block. Outside of the main thread, do nothing."""
+    """Within the block, set the event on SIGTERM or SIGINT. Outside the main thread, do nothing."""
     if current_thread() is not main_thread():
         yield
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 Progress = Callable[[int, int, str], None]
-"""Called with the number of finished parts, the number of all parts, and the name of the current part."""
+"""A function of the number of finished parts, the number of all parts, and the name of the current part."""
 
 
 def silent(done: int, total: int, what: str) -> None:

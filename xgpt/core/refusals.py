@@ -1,4 +1,4 @@
-"""Turn pydantic's validation errors into one line with the names of the user's file."""
+"""Turn pydantic's validation errors into one line that uses the names in the user's file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refusal(error: ValidationError, type_: type[BaseModel], data: Any, field: st
 
     Args:
         type_: the expected type of `data`.
-        field: name of `data` in messages, empty if the names of its fields are clear to the user without it.
+        field: name of `data` in messages, or "" if its fields' names are clear to the user without this name.
     """
     first = error.errors()[0]
     kind, value, context = first["type"], first["input"], first.get("ctx", {})
@@ -39,7 +39,7 @@ def refusal(error: ValidationError, type_: type[BaseModel], data: Any, field: st
             if kind != "extra_forbidden" or part != loc[-1]:
                 types = [model for known in types for model in _models(known.model_fields.get(str(part)))]
         else:
-            continue  # the type of a member of a union, which is not a name in the file
+            continue  # the type of a union's member, which is not a name in the file
         names.append(str(part))
     accepted = (
         first["msg"]
@@ -66,7 +66,7 @@ def refusal(error: ValidationError, type_: type[BaseModel], data: Any, field: st
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the models in a field's annotation, also those within a union, a list or an optional value."""
+    """Yield the models in a field's annotation, also models within a union, a list or an optional value."""
     annotated = getattr(annotation, "annotation", annotation)
     if isinstance(annotated, type) and issubclass(annotated, BaseModel):
         yield annotated

@@ -1,9 +1,9 @@
-"""Compute which share of a trace's prompts a cache of any size holds, in one pass over the reuse distances of blocks.
+"""Compute which share of a trace's prompts is cached, for caches of any size, from the reuse distances of blocks.
 
-In an LRU cache, a request finds a block of an earlier request if the number of other blocks used in between is smaller
-than the cache. The distances of all blocks are counted in one pass. Between two uses of a block, each other block
-counts once, at its first use there, so the distances are numbers of inversions. Source: Mattson et al., Evaluation
-techniques for storage hierarchies, 1970.
+In an LRU cache, a request finds a block of an earlier request if fewer other blocks were used in between than fit in
+the cache. Between two uses of a block, each other block counts once, at its first use, so the distances are numbers of
+inversions. One pass computes the distances of all blocks. Source: Mattson et al., Evaluation techniques for storage
+hierarchies, 1970.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ Ints = npt.NDArray[np.int64]
 
 
 class ReuseCurve:
-    """The tokens of each prompt that are found in a cache of any size. A request finds only a prefix of its blocks.
+    """The number of tokens of each prompt that are found in the cache, for caches of any size.
+
+    A request finds only a prefix of its blocks.
 
     Args:
         trace: a trace with prefixes.
-        block_size: tokens of a K/V block. Only whole blocks are found.
-        inside: number of requests that run at the same time. Their answers are not cached yet when the next request
+        block_size: number of tokens in a K/V block. Only whole blocks are found.
+        inside: number of requests that run at the same time, whose outputs are not cached yet when the next request
             enters.
     """
 
@@ -47,29 +49,27 @@ class ReuseCurve:
         self._request, self._needed = request, _worst_so_far(request, distance)
 
     def cached(self, tokens: float) -> Ints:
-        """Return the tokens that each request finds in a cache of `tokens` tokens. # [requests]"""
+        """Return how many tokens each request finds in a cache of `tokens` tokens. # [requests]"""
         found = np.bincount(self._request[self._needed * self._size < tokens], minlength=len(self.inputs))
         most = (self.inputs - 1) // self._block_size * self._block_size  # the last token is always computed
         return np.minimum(found * self._size // self._block_size * self._block_size, most)
 
     def share(self, tokens: float, begin: int = 0) -> float:
-        """Return the share of prompt tokens found in a cache of `tokens` tokens, for requests from `begin` on."""
+        """Return the share of prompt tokens that requests from `begin` on find in a cache of `tokens` tokens."""
         return float(self.cached(tokens)[begin:].sum() / self.inputs[begin:].sum())
 
     @property
     def most(self) -> float:
-        """The share found in a cache of unlimited size."""
+        """The share of prompt tokens that requests find in an unlimited cache."""
         return self.share(np.inf)
 
     def distances(self, quantiles: Sequence[float]) -> list[tuple[float, float]]:
-        """Return pairs (quantile, tokens used between two uses of a block), for the blocks that are reused at all."""
+        """Return pairs (quantile, tokens used between two uses of a block), over the blocks that are reused."""
         needed = self._needed[np.isfinite(self._needed)]
         return [(q, float(np.quantile(needed, q) * self._size)) for q in quantiles if len(needed)]
 
     def sizes(self, count: int) -> Array:
-        """Return cache sizes, in tokens, at which the share grows in equal steps. The last size gives the largest
-        share.
-        """
+        """Return cache sizes, in tokens, with which the share grows in equal steps up to its largest value."""
         needed = np.sort(self._needed[np.isfinite(self._needed)])
         if not len(needed):
             return np.zeros(1)
@@ -78,10 +78,10 @@ class ReuseCurve:
 
 
 def _whole_outputs(trace: TraceLengths, size: int, block_size: int) -> Ints:
-    """Return for each request how many further blocks of `size` tokens, after the full blocks of its prompt, are cached
-    when it ends.
+    """Return for each request how many blocks of `size` tokens, after the full blocks of its prompt, are cached when it
+    ends.
 
-    K/V blocks of `block_size` tokens are cached. If these are smaller than the trace's blocks, the count is rounded.
+    The cache has K/V blocks of `block_size` tokens. If these are smaller than the trace's blocks, the count is rounded.
     """
     kept = (trace.input + trace.output - 1) // block_size * block_size - trace.input // size * size
     return np.maximum(0, (kept + (size - 1) // 2) // size)
@@ -90,12 +90,12 @@ def _whole_outputs(trace: TraceLengths, size: int, block_size: int) -> Ints:
 def _distances(
     prompts: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int | None, ...]], inside: float = 0.0
 ) -> tuple[Ints, Array]:
-    """Return two arrays with one entry for each prompt block: the number of its request, and how many other blocks were
-    used since the block was last used (infinite if it was not used before).
+    """Return for each block of a prompt the number of its request, and how many other blocks were used since the block
+    was last used (infinite if it was not used before).
 
-    A request uses all its blocks when it ends, beginning with the last one of its sequence. When a request begins, the
-    answers of the `inside` requests before it are not cached yet. Blocks without an id are used only once, and occupy
-    memory until they are evicted.
+    A request uses all its blocks when it ends, from the last block of its sequence to the first. When a request begins,
+    the outputs of the `inside` requests before it are not cached yet. Blocks without an id are used only once, and
+    occupy memory until they are evicted.
     """
     used = [id_ for prompt, output in zip(prompts, outputs, strict=True) for id_ in (prompt + output)[::-1]]
     ids = np.fromiter((0 if id_ is None else id_ for id_ in used), dtype=np.int64, count=len(used))
@@ -114,13 +114,13 @@ def _distances(
     is_prompt = np.arange(len(ids)) - begin >= of_output[request]
     is_answer = (previous >= 0) & ~is_prompt[previous]
     distance[is_answer & (request - request[previous] <= inside)] = np.inf
-    # Restore the order of the sequence.
+    # Restore the order of blocks in their sequences.
     turned = np.lexsort((-np.flatnonzero(is_prompt), request[is_prompt]))
     return request[is_prompt][turned], distance[is_prompt][turned]
 
 
 def _greater_before(values: Ints) -> Ints:
-    """Return, for each value, the number of earlier values that are greater. # [n]"""
+    """Return for each value how many earlier values are greater. # [n]"""
     count = 1 << max(1, (len(values) - 1).bit_length())
     padded = np.full(count, -1, dtype=np.int64)
     padded[: len(values)] = values
@@ -138,12 +138,12 @@ def _greater_before(values: Ints) -> Ints:
 
 
 def _worst_so_far(request: Ints, distance: Array) -> Array:
-    """Return, for each block, the greatest distance among it and the request's earlier blocks, since a block is found
-    only if all before it are found.
+    """Return for each block the greatest distance of this block and the request's earlier blocks, since a block is
+    found only if all blocks before it are found.
     """
     if not len(distance):
         return distance
-    # Requests follow each other; adding an offset for each request lets one running maximum serve all of them.
+    # With an offset added for each request, one running maximum gives the result for all requests.
     ranks = np.unique(distance, return_inverse=True)
     span = len(ranks[0]) + 1
     highest = np.maximum.accumulate(ranks[1] + request * span)

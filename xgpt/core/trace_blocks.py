@@ -1,9 +1,9 @@
 """Read the blocks that requests of a trace share, in Mooncake's format.
 
-In a trace, `hash_ids` of a line lists the ids of the request's blocks of `block_size` tokens. Equal ids mean that all
-tokens up to the end of the block are equal. `output_hash_ids`, an extension of xgpt, continues after the prompt's full
-blocks with the rest of the prompt and the output. The next turn of a conversation finds these blocks. Source: Qin et
-al., Mooncake, FAST 2025 (traces).
+In a line of a trace, `hash_ids` has the ids of the request's blocks of `block_size` tokens. Equal ids mean that all
+tokens up to the end of the block are equal. `output_hash_ids`, an extension of xgpt, has the ids of the blocks after
+the prompt's full blocks, which contain the rest of the prompt and the output. The next turn of a conversation finds
+these blocks. Source: Qin et al., Mooncake, FAST 2025 (traces).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from xgpt.core.errors import InputError
 from xgpt.core.schema.step_log import Chain
 
 MOONCAKE_BLOCK = 512
-"""Tokens of a block if a trace does not state them."""
+"""Number of tokens in a block if a trace does not state this number."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracePrefixes:
-    """The blocks of a trace's requests, in the order of its requests.
+    """The blocks of a trace's requests, in the order of the requests.
 
     Attributes:
-        block_size: number of tokens of a block. The last block of a request may hold fewer.
-        prompts: ids of each prompt's blocks.
-        outputs: ids of each request's blocks from the first one that its prompt does not fill. Empty means that no
-            request continues them.
+        block_size: number of tokens in a block. The last block of a request may have fewer.
+        prompts: for each request, the ids of its prompt's blocks.
+        outputs: for each request, the ids of its blocks from the first block that the prompt does not fill. Empty means
+            that no other request has these blocks.
     """
 
     block_size: int
@@ -39,16 +39,15 @@ class TracePrefixes:
     def chain(self, request: int, input_length: int, block_size: int) -> Chain:
         """Return the keys of a prompt's full K/V blocks.
 
-        A K/V block is identified by the trace's block that holds its last token. If the trace's blocks are longer, less
-        is shared than would be possible.
+        The trace's block with the K/V block's last token identifies the K/V block. If the trace's blocks are longer,
+        less is shared than would be possible.
         """
         return self._keys(self.prompts[request], 0, 0, input_length // block_size, block_size)
 
     def output_chain(self, request: int, input_length: int, output_length: int, block_size: int) -> Chain:
-        """Return the keys of the K/V blocks after the prompt's blocks. The last token does not count, since it is never
-        fed to the model.
+        """Return the keys of the K/V blocks after the prompt's blocks. The last token has no K/V.
 
-        If no request continues the output, the blocks get unique keys: an engine caches these blocks too, since it
+        If no request continues the output, the blocks get unique keys. An engine caches these blocks too, since it
         cannot know that no request will find them.
         """
         ids, first = self.outputs[request], input_length // self.block_size
@@ -59,8 +58,7 @@ class TracePrefixes:
         return tuple((of_request | block).to_bytes(8, "big", signed=True) + b"own" for block in range(begin, end))
 
     def _keys(self, ids: tuple[int, ...], offset: int, begin: int, end: int, block_size: int) -> Chain:
-        """Return the keys of the K/V blocks [begin, end); `ids` are the trace's blocks beginning with number
-        `offset`."""
+        """Return the keys of the K/V blocks [begin, end). `ids` are the trace's blocks from number `offset` on."""
         keys = []
         for block in range(begin, end):
             id_ = ids[((block + 1) * block_size - 1) // self.block_size - offset]
@@ -79,14 +77,14 @@ def read_ids(where: str, row: Mapping[str, object], input_length: int, output_le
     """Return a line's `hash_ids`.
 
     Raises:
-        InputError: the ids are not whole numbers, or their number is not that of the prompt's blocks.
+        InputError: the ids are not whole numbers, or are not as many as the prompt's blocks.
     """
     size = block_size_of(where, row)
     return _ids(f"{where}, hash_ids", row.get("hash_ids"), -(-input_length // size))
 
 
 def read_output_ids(where: str, row: Mapping[str, object], input_length: int, output_length: int) -> tuple[int, ...]:
-    """Return a line's `output_hash_ids`, if it has any.
+    """Return a line's `output_hash_ids`, or an empty tuple.
 
     Raises:
         InputError: see `read_ids`.
@@ -99,7 +97,7 @@ def read_output_ids(where: str, row: Mapping[str, object], input_length: int, ou
 
 
 def block_size_of(where: str, row: Mapping[str, object]) -> int:
-    """Return the tokens of a line's blocks.
+    """Return the number of tokens in each of a line's blocks.
 
     Raises:
         InputError: the number is not a positive whole number.

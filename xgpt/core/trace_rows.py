@@ -1,6 +1,6 @@
-"""Read the rows of a trace in the formats of many tools: CSV, JSON or JSON lines, optionally compressed.
+"""Read the rows of a trace in the formats of many tools, as CSV, JSON or JSON lines, compressed or not.
 
-The table `NAMES` has all known names of lengths and times. They identify the format.
+The table `NAMES` has all known names of lengths and times. These names identify the format.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ NAMES: dict[Role, tuple[str, ...]] = {
     ),
     "status": ("status", "status_code", "http_status", "http_status_code", "response_status", "response_code"),
 }  # fmt: skip
-"""Names of columns and fields, as `plain` spells them. The first one that is present counts."""
+"""Names of columns and fields, as `plain` spells them. The first name that is present counts."""
 _ROLES: dict[str, tuple[Role, int]] = {name: (role, i) for role, all_ in NAMES.items() for i, name in enumerate(all_)}
 DELIMITERS = ",;\t|"
 CHARACTERS = 4
-"""Mean number of characters of a token, for files that have text and no counts."""
+"""Mean number of characters in a token, for files that have text but no token counts."""
 _METRIC = re.compile(r"^(# (HELP|TYPE) |[a-zA-Z_:][a-zA-Z0-9_:]*(\{[^}]*\})? [-+0-9])")
 
 
@@ -58,9 +58,9 @@ class Row(NamedTuple):
     """A request with the values that its file states.
 
     Attributes:
-        where: the place in the file.
-        timestamp: the request's time. None means that the file states none.
-        has_failed: whether its HTTP status is an error's (400 to 599).
+        where: the file, and the line or entry in it.
+        timestamp: the request's time, or None.
+        has_failed: whether the HTTP status is an error (400 to 599).
         fields: all fields, if the row is a JSON object.
     """
 
@@ -76,8 +76,8 @@ class TraceRows(NamedTuple):
     """The requests of a file.
 
     Attributes:
-        rows: one for each request, including requests without output.
-        time_name: name of the column or field of times, or "".
+        rows: one row for each request, including requests without output.
+        time_name: name of the column or field with times, or "".
         notes: assumptions made to read the file.
     """
 
@@ -87,16 +87,16 @@ class TraceRows(NamedTuple):
 
 
 def plain(name: str) -> str:
-    """Return a name in the spelling of `NAMES`, in which "Request tokens" is request_tokens."""
+    """Return a name in the spelling of `NAMES`, such as request_tokens for "Request tokens"."""
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.strip())
     return re.sub(r"[^a-z0-9]+", "_", words.lower()).strip("_")
 
 
 def read_text(path: Path, field: str) -> str:
-    """Return the text of a file. A file ending in .gz is decompressed.
+    """Return the text of a file. A file whose name ends in .gz is decompressed.
 
     Raises:
-        InputError: it cannot be read, or is not text.
+        InputError: the file cannot be read, or is not text.
     """
     try:
         content = path.read_bytes()
@@ -110,10 +110,10 @@ def read_text(path: Path, field: str) -> str:
 
 
 def read_rows(path: Path, field: str) -> TraceRows:
-    """Return the requests of a trace in any of the formats.
+    """Return the requests of a trace in any known format.
 
     Raises:
-        InputError: the trace is in none of these formats. The message states the file, or the place in it.
+        InputError: the trace is in no known format. The message names the file, and the line if possible.
     """
     text = read_text(path, field)
     if path.with_suffix("" if path.suffix == ".gz" else path.suffix).suffix in (".json", ".jsonl", ".ndjson") or (
@@ -166,7 +166,7 @@ def _csv_rows(path: Path, text: str) -> TraceRows:
 
 
 def _columns(header: list[str]) -> dict[Role, int]:
-    """Return the position of each role's column."""
+    """Return for each role the position of its column."""
     found: dict[Role, tuple[int, int]] = {}
     for position, cell in enumerate(header):
         if (known := _ROLES.get(plain(cell))) is not None and known[1] < found.get(known[0], (len(_ROLES), 0))[0]:
@@ -186,7 +186,7 @@ def _cells(path: Path, reader: Any, columns: dict[Role, int], width: int, delimi
                     delimiter.join(cells),
                     f"this row has {len(cells)} cells, but the header names {width} columns",
                 )
-            if delimiter == ";":  # the comma is then the decimal point
+            if delimiter == ";":  # such files have a decimal comma
                 cells = [re.sub(r"^(-?\d+),(\d+)$", r"\1.\2", cell.strip()) for cell in cells]
             time, status = (cells[columns[role]].strip() if role in columns else "" for role in ("timestamp", "status"))
             lengths = cells[columns["input"]].strip(), cells[columns["output"]].strip()
@@ -219,12 +219,12 @@ def _json_rows(path: Path, text: str) -> TraceRows:
 
 
 def _documents(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the JSON documents of a file, each with its place: the whole file, or one for each line."""
+    """Yield the JSON documents of a file (the whole file, or one for each line), each with its position."""
     try:
         yield f"{path}, line 1", json.loads(text)
         return
     except (ValueError, RecursionError):
-        pass  # either each line is a document, or the JSON is invalid; the loop below finds the invalid line
+        pass  # either each line is a document, or the loop below finds the invalid line
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             where = f"{path}, line {number}"
@@ -235,7 +235,7 @@ def _documents(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _entries(where: str, document: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the requests of a document: the document itself, or the requests that it contains."""
+    """Yield the requests of a document, which are the document itself or requests in it."""
     if not isinstance(document, dict):
         raise InputError(where, str(document)[:80], "it must be a JSON object")
     lists = {name: entries for name, entries in document.items() if isinstance(entries, list)}
@@ -292,7 +292,7 @@ def _row(where: str, entry: Mapping[str, Any]) -> tuple[Row, str]:
 
 
 def _is_error(status: object) -> bool:
-    """Return whether an HTTP status is an error's."""
+    """Return whether an HTTP status is an error."""
     return bool(re.fullmatch(r"[45]\d\d(\.0)?", str(status)))
 
 
@@ -301,7 +301,7 @@ def _is_value(role: Role, text: str) -> bool:
 
 
 def _fields(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield names and values without their units. Those of outer objects come first."""
+    """Yield names and values without units. Fields of outer objects come first."""
     level: list[Mapping[str, Any]] = [entry]
     while level:
         inner: list[Mapping[str, Any]] = []
@@ -321,7 +321,7 @@ def _fields(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _spans(entries: list[tuple[str, Mapping[str, Any]]]) -> TraceRows:
-    """Return the spans that are requests: those that have token counts and whose parents have none."""
+    """Return the spans that are requests, which have token counts while their parents have none."""
     rows = {}
     for where, span in entries:
         names = {plain(name) for name, _ in _fields(span)}
@@ -338,7 +338,7 @@ def _spans(entries: list[tuple[str, Mapping[str, Any]]]) -> TraceRows:
 
 
 def _conversations(documents: list[tuple[str, Any]]) -> TraceRows:
-    """Return the answers of ShareGPT's conversations as requests, each with all previous turns as its prompt."""
+    """Return each answer in ShareGPT's conversations as a request, with all previous turns as the prompt."""
     rows = []
     for where, document in documents:
         said = 0

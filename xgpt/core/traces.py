@@ -1,6 +1,6 @@
 """Read traces as lengths and arrival times, and pages of metrics as histograms of lengths.
 
-Assumptions made to read a file, such as the unit of its times, are logged once for each file.
+Assumptions about a file, such as the unit of its times, are logged once.
 """
 
 from __future__ import annotations
@@ -24,35 +24,33 @@ from xgpt.core.workload import TraceLengths, histogram_of
 logger = logging.getLogger(__name__)
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".txt", ".prom")
-"""File name suffixes of traces and of pages of metrics; .gz may follow."""
+"""File name suffixes of traces and of pages of metrics. The suffix .gz may follow."""
 LARGEST_LENGTH = 2**31 - 1
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 WORDS = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
 EPOCHS = {"s": 1e9, "ms": 1e12, "us": 1e15, "ns": 1e18}
-"""The year 2001 as a time since 1970, in each unit. Larger numbers must be in that unit."""
+"""In each unit, the time from 1970 to 2001. A larger number must be a time in this unit since 1970."""
 SECONDS_BY_FORMAT = ("arrived_at", "start_times", "created")
-"""Names under which Vidur, vLLM and OpenAI give times in seconds."""
+"""Names of times that Vidur, vLLM and OpenAI give in seconds."""
 FEW_TIMES, LONG_GAP_S = 20, 100.0
-"""If there are at least `FEW_TIMES` requests, numbers with a longer mean gap than `LONG_GAP_S` are not taken for
-seconds.
-"""
+"""If at least `FEW_TIMES` requests have times with a longer mean gap than `LONG_GAP_S`, the times are not seconds."""
 NAME_IT = "name the column timestamp_ms or timestamp_s"
 POINTS = 8
-"""Number of lengths that represent a bucket of a page of metrics."""
+"""Number of lengths that represent a histogram's bucket."""
 METRICS = {
     "input": ("request_prompt_tokens", "prompt_tokens_histogram", "tgi_request_input_length"),
     "output": ("request_generation_tokens", "generation_tokens_histogram", "tgi_request_generated_tokens"),
 }
-"""Names of histograms of lengths in the metrics of vLLM, SGLang and TGI, without the engine's prefix."""
+"""Names of length histograms in the metrics of vLLM, SGLang and TGI, without the engine's prefix."""
 
 
 def is_trace(path: Path) -> bool:
-    """Return whether a file has a name of traces or pages of metrics."""
+    """Return whether a file is named like a trace or a page of metrics."""
     return path.with_suffix("").suffix in SUFFIXES if path.suffix == ".gz" else path.suffix in SUFFIXES
 
 
 def trace_name(path: Path) -> str:
-    """Return the name of a trace's workload: the file's name without suffixes."""
+    """Return the name of a trace's workload, which is the file's name without suffixes."""
     return Path(path.stem).stem if path.suffix == ".gz" else path.stem
 
 
@@ -60,7 +58,7 @@ def read_workload(path: Path, field: str = "workload") -> Workload:
     """Return the histograms of a trace, or of a page of metrics.
 
     Raises:
-        InputError: as `read_lengths`.
+        InputError: see `read_lengths`.
     """
     text = "" if path.suffix in (".csv", ".jsonl") else read_text(path, field)
     if is_metrics(text):
@@ -177,7 +175,7 @@ def _in_order(lengths: TraceLengths) -> TraceLengths:
 def _unit(
     path: Path, field: str, name: str, times: list[float], row: Row, prefixes: TracePrefixes | None
 ) -> tuple[str, bool]:
-    """Return the unit of a trace's times, and whether their name or the format states it."""
+    """Return the unit of a trace's times, and whether the name or the format states this unit."""
     written = plain(name)
     stated = "ns" if written.endswith("nano") else written.rpartition("_")[2]
     if stated in UNITS:
@@ -219,7 +217,7 @@ def _length(where: str, name: str, value: object) -> int:
 
 
 def _time(where: str, value: object) -> tuple[float, bool]:
-    """Return a time as a number, and whether it was a date. Dates become seconds since 1970."""
+    """Return a time as a number, and whether the time was a date. Dates become seconds since 1970."""
     time, is_date = math.nan, False
     try:
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -238,7 +236,7 @@ def _time(where: str, value: object) -> tuple[float, bool]:
 
 def _date_s(text: str) -> float:
     moment = datetime.fromisoformat(re.sub(r"\s*(UTC|GMT)$", "+00:00", text))
-    # Without an offset it is UTC: local time would add the jumps of daylight saving time.
+    # A date without an offset is in UTC, since local time would add the jumps of daylight saving time.
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
@@ -261,7 +259,7 @@ def _read_metrics(path: Path, text: str, field: str) -> Workload:
 
 
 def _buckets(text: str, names: tuple[str, ...]) -> tuple[dict[float, float], float | None]:
-    """Return a histogram's cumulative counts by upper limit, over all labels, and its mean."""
+    """Return a histogram's cumulative counts over all labels, by upper limit, and the histogram's mean."""
     counts: dict[float, float] = {}
     totals = {"sum": 0.0, "count": 0.0}
     for name, kind, labels, value in re.findall(
@@ -277,7 +275,7 @@ def _buckets(text: str, names: tuple[str, ...]) -> tuple[dict[float, float], flo
 
 
 def _spread(buckets: dict[float, float]) -> Histogram:
-    """Return the histogram of cumulative counts. Lengths above the last limit count as that limit."""
+    """Return the histogram of cumulative counts. Lengths above the last limit count as this limit."""
     below, low = 0.0, 0
     weights: dict[int, float] = {}
     for limit, count in sorted(buckets.items()):

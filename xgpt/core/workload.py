@@ -1,5 +1,5 @@
-"""Request lengths and arrival times as numpy arrays: histograms of distributions, samples, and times of arrivals at
-one rate or in stages, as a Poisson process or in bursts.
+"""Compute request lengths and arrival times as numpy arrays: histograms and samples of lengths, and arrivals at one
+rate or in stages, as a Poisson process or in bursts.
 
 Random numbers come from an explicit numpy Generator.
 """
@@ -28,15 +28,15 @@ LARGEST_CV = 100
 """Largest coefficient of variation. Above it, nearly all gaps would be too short for a float."""
 
 MAX_LENGTHS = 1 << 20
-"""Largest number of lengths of a distribution. A plan contains the probability of each."""
+"""Largest number of lengths in a distribution, since a plan contains the probability of each."""
 
 
 class TraceLengths(NamedTuple):
-    """Requests of a trace, in order of time if it has times.
+    """The requests of a trace, in order of time if the trace has times.
 
     Attributes:
-        input: prompt tokens, [requests].
-        output: output tokens, [requests].
+        input: numbers of prompt tokens, [requests].
+        output: numbers of output tokens, [requests].
         timestamp_s: seconds since the first request, [requests]. None means that the trace has no times.
         prefixes: common prefixes of prompts, or None if not known.
     """
@@ -54,10 +54,10 @@ class TraceLengths(NamedTuple):
         return TraceLengths(self.input[places], self.output[places], times, prefixes)
 
     def since(self, seconds: float) -> TraceLengths:
-        """Return the requests from a time on. Their times then count from the first of them.
+        """Return the requests from `seconds` on, with times that count from the first of these requests.
 
         Raises:
-            InputError: the trace has no times, or ends before.
+            InputError: the trace has no times, or ends before `seconds`.
         """
         if not seconds:
             return self
@@ -74,11 +74,11 @@ class TraceLengths(NamedTuple):
 def histogram(distribution: LengthDistribution) -> Histogram:
     """Return the exact probability of every integer length.
 
-    Under a truncated normal, the probability of length k is the mass of the density over [k - 1/2, k + 1/2], divided by
-    its mass from min - 1/2 to max + 1/2.
+    In a truncated normal distribution, length k has the normal distribution's mass over [k - 1/2, k + 1/2], divided by
+    the mass from min - 1/2 to max + 1/2.
 
     Raises:
-        InputError: min is above max, or a normal distribution has no mass between them.
+        InputError: min is above max, or a normal distribution has no mass between min and max.
     """
     if isinstance(distribution, Histogram):
         return distribution
@@ -103,7 +103,7 @@ def histogram(distribution: LengthDistribution) -> Histogram:
 
 
 def _normal_mass(k: int, normal: TruncatedNormal) -> float:
-    """Return the mass of the normal distribution before truncation over [k - 1/2, k + 1/2]."""
+    """Return the mass over [k - 1/2, k + 1/2] of the normal distribution before truncation."""
     scale = normal.sd * math.sqrt(2)
     low, high = (k - 0.5 - normal.mean) / scale, (k + 0.5 - normal.mean) / scale
     if low > 0:  # erfc of the smaller tail keeps its digits
@@ -125,30 +125,28 @@ def standard_deviation(histogram: Histogram) -> float:
 
 
 def decoding_share(workload: Workload) -> float:
-    """Return the share of requests with more than one output token. These decode, since encoding emits the first
-    token.
-    """
+    """Return the share of requests that decode, because they have more than one output token."""
     output = workload.output
     return 1 - output.probabilities[0] if output.lengths[0] == 1 else 1.0
 
 
 def quantile(histogram: Histogram, q: float) -> int:
-    """Return the smallest length with cdf >= q.
+    """Return the smallest length that a share q of all lengths does not exceed.
 
     Raises:
         InputError: q is outside (0, 1].
     """
     if not 0 < q <= 1:
         raise InputError("quantile", q, "it must be above 0 and at most 1")
-    # The cdf is a sum of rounded terms: without the tolerance 0.99 could miss its own length.
+    # The cdf is a sum of rounded terms, so without the tolerance the next length could be found.
     index = np.searchsorted(np.cumsum(histogram.probabilities), q * (1 - 1e-12))
     return histogram.lengths[min(int(index), len(histogram.lengths) - 1)]
 
 
 def sample(workload: Workload, n: int, rng: np.random.Generator, *, stratified: bool = True) -> tuple[Ints, Ints]:
-    """Draw the lengths of `n` requests, inputs independent of outputs.
+    """Draw the input and output lengths of `n` requests independently.
 
-    A stratified sample draws each run of 100 requests (the last run may be shorter) as a Latin hypercube: the k
+    A stratified sample draws each run of 100 requests (the last run may be shorter) as a Latin hypercube. The k
     requests of a run take one uniform number from each of k strata of equal probability, in random order. Every request
     still follows the histogram, but the mean of a run varies far less than the mean of independent draws, so that short
     simulations can be compared.
@@ -175,13 +173,14 @@ def _draw(histogram: Histogram, n: int, rng: np.random.Generator, *, stratified:
     else:
         uniforms = rng.random(n)
     index = np.searchsorted(np.cumsum(histogram.probabilities), uniforms, side="right")
-    # A uniform may round to 1, and the cdf may end just below it.
+    # A uniform number may round to 1, while the cdf may end just below 1.
     last = int(np.flatnonzero(histogram.probabilities)[-1])
     return np.asarray(histogram.lengths, dtype=np.int64)[np.minimum(index, last)]
 
 
 def gamma_arrivals(rate: float, n: int, cv: float, rng: np.random.Generator) -> Floats:
-    """Return arrival times in seconds, [n], with gamma-distributed gaps: bursts for `cv` above 1, Poisson at 1.
+    """Return arrival times in seconds, [n], with gamma-distributed gaps. `cv` is 1 for Poisson arrivals, and above 1
+    for bursts.
 
     Args:
         rate: mean requests a second.
@@ -202,7 +201,7 @@ class RateStage(NamedTuple):
 
     Attributes:
         rate_per_s: mean requests a second.
-        seconds: its length. None means that it never ends.
+        seconds: length of the period. None means that the period never ends.
     """
 
     rate_per_s: float
@@ -214,8 +213,9 @@ class ArrivalProcess:
     """A random process of arrivals at one rate, or at several rates in turn.
 
     Attributes:
-        stages: at least one. The rate of the last stage continues for ever.
-        burstiness: coefficient of variation of the gaps between arrivals: 1 for Poisson arrivals, above for bursts.
+        stages: one or several stages. The rate of the last stage continues for ever.
+        burstiness: coefficient of variation of the gaps between arrivals, which is 1 for Poisson arrivals and above 1
+            for bursts.
     """
 
     stages: tuple[RateStage, ...]
@@ -223,10 +223,10 @@ class ArrivalProcess:
 
     @classmethod
     def at(cls, rate: float | Sequence[tuple[float, float | None]], burstiness: float = 1.0) -> ArrivalProcess:
-        """Return the process of one rate, or of stages.
+        """Return the process with one rate, or with stages of (rate, seconds).
 
         Raises:
-            InputError: a rate or a time is not positive, or a stage before the last one has no end.
+            InputError: a rate or a time is not positive, or a stage before the last stage has no end.
         """
         given = [(rate, None)] if isinstance(rate, int | float) else list(rate)
         stages = tuple(RateStage(*rate_stage) for rate_stage in given)
@@ -240,12 +240,12 @@ class ArrivalProcess:
 
     @property
     def num_requests(self) -> int | None:
-        """Expected number of requests in all stages, or None if the last one has no end."""
+        """Expected number of requests in all stages, or None if the last stage has no end."""
         total = sum(stage.rate_per_s * (stage.seconds or math.inf) for stage in self.stages)
         return max(1, round(total)) if math.isfinite(total) else None
 
     def mean_rate(self, n: int) -> float:
-        """Return the mean rate at which the first n requests arrive."""
+        """Return the mean arrival rate of the first n requests."""
         seconds = 0.0
         left = float(n)
         for stage in self.stages:

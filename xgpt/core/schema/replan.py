@@ -102,7 +102,7 @@ class Decision(Frozen):
         reason: the reason for the decision, as text.
         lengths: whether `input_mean` and `output_mean` are the running plan's lengths or observed ones.
         input_mean, output_mean: mean lengths, in tokens, under which both plans were predicted.
-        observed_input_mean, observed_output_mean: mean lengths of the recent requests, as at /metrics.
+        observed_input_mean, observed_output_mean: mean lengths of the recent requests, as in /metrics.
         arrival_rate_per_s: observed arrival rate, for which `keeps_bound` is stated, or None if not known.
         running: figures of the plan that ran until the decision.
         best: figures of the best plan for these lengths. None means that no plan keeps the bound.
