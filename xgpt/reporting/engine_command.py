@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from xgpt.checkpoints import hub
 from xgpt.core.schema import ChunkedSettings, Plan, Speculation
-from xrunner.vllm.command import own_sizes
+from xrunner.vllm.command import context_of, own_sizes, quantizes
 from xsimulator.front import most_rate
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM", "trtllm": "TensorRT-LLM"}
@@ -40,8 +40,8 @@ def engine_command(plan: Plan, kept: Sequence[str] = ()) -> str | None:
     tokens, most = own_sizes(plan, policy)
     if plan.speculation is not None and framework not in SPECULATES:
         return None
-    quantizes = plan.dtype == "float8" and plan.model.quantization is None
-    if quantizes and framework not in QUANTIZES:
+    in_eight = quantizes(plan)
+    if in_eight and framework not in QUANTIZES:
         return None
     tp, pp, ep = stages[0].tp, len(stages), stages[0].ep
     model = hub.id_of(plan.checkpoint) or plan.checkpoint or hub.id_of_shipped(plan.model.name) or plan.model.name
@@ -52,17 +52,19 @@ def engine_command(plan: Plan, kept: Sequence[str] = ()) -> str | None:
         words += [*_flag("--data-parallel-size", sharing), *(["--enable-expert-parallel"] if ep > 1 else [])]
         words += ["--max-num-batched-tokens", str(tokens), "--max-num-seqs", str(most)]
         words += ["--gpu-memory-utilization", f"{share:g}"]
-        words += ["--quantization", "fp8"] if quantizes else []
+        words += ["--quantization", "fp8"] if in_eight else []
         words += ["--kv-cache-dtype", "fp8"] if kv_in_eight else []
         words += ["--no-async-scheduling"] if plan.engine is not None and not plan.engine.schedules_ahead else []
         words += [*_flag("--api-server-count", plan.api_servers), *vllm_draft(plan.speculation)]
+        if (context := context_of(plan, stages)) < plan.model.max_context and "--max-model-len" not in kept:
+            words += ["--max-model-len", str(context)]
     elif framework == "sglang":
         words = ["python3", "-m", "sglang.launch_server", "--model-path", model, *_flag("--tp-size", tp * sharing)]
         words += ["--dp-size", str(sharing), "--enable-dp-attention"] if sharing > 1 else []
         # SGLang divides both numbers among the groups that share the experts.
         words += [*_flag("--pp-size", pp), *_flag("--ep-size", ep), "--chunked-prefill-size", str(tokens * sharing)]
         words += ["--max-running-requests", str(policy.max_batch * sharing), "--mem-fraction-static", f"{share:g}"]
-        words += ["--quantization", "fp8"] if quantizes else []
+        words += ["--quantization", "fp8"] if in_eight else []
         words += ["--kv-cache-dtype", "fp8_e4m3"] if kv_in_eight else []
         words += _sglang_draft(plan.speculation)
     else:

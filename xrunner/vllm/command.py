@@ -10,7 +10,7 @@ from typing import Any
 
 from xgpt.core.errors import InputError
 from xgpt.core.machine import num_cores
-from xgpt.core.schema import ChunkedSettings, ClusterSpec, LaneName, Plan, Stage, WaaSettings
+from xgpt.core.schema import ChunkedSettings, ClusterSpec, LaneName, Plan, Precision, Stage, WaaSettings
 from xgpt.core.schema.policy import most_running
 from xrunner.vllm.lane import LEAST_KV, settings_of
 
@@ -188,7 +188,8 @@ def _launch(
     if plan.model.is_encoder_decoder:
         accepted = "it is an encoder-decoder, which xgpt does not run in vLLM: serve it with `engine=xgpt`"
         raise InputError("plan.model", plan.model.name, accepted)
-    if plan.kv_dtype not in (None, plan.dtype, "float8"):
+    state = Precision.of(plan.dtype, plan.cluster.device.type, "vllm").state
+    if plan.kv_dtype not in (None, state, "float8"):
         raise InputError(
             "plan.kv_dtype", plan.kv_dtype, "vLLM stores keys and values only in the weights' dtype or in float8"
         )
@@ -203,17 +204,17 @@ def _launch(
     environment = {}
     if len(set(layers)) > 1:
         environment["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, layers))
-    cluster, spec = plan.cluster, plan.model
+    cluster = plan.cluster
     block_size = block_size_of(cluster)
-    tokens = min(stage.kv_blocks for stage in stages) * plan.block_size
-    blocks = tokens // block_size
+    blocks = _num_blocks(plan, stages)
     environment |= variables(cluster, devices_of(plan, stages))
     step, most = step_tokens(plan), min(MAX_RUNNING, max_running(plan, blocks, block_size))
     if runs_by_itself(plan) and isinstance(plan.policy, ChunkedSettings):
         step, most = own_sizes(plan, plan.policy)
     sizes = [
-        *("--dtype", plan.dtype),
-        *("--max-model-len", str(min(spec.max_context, int(LEAST_KV * blocks) * block_size))),
+        *("--dtype", state),
+        *(["--quantization", "fp8"] if quantizes(plan) else []),
+        *("--max-model-len", str(context_of(plan, stages))),
         *("--block-size", str(block_size)),
         *("--max-num-seqs", str(most)),
         *("--max-num-batched-tokens", str(max(step, most))),
@@ -221,7 +222,7 @@ def _launch(
         *("--pipeline-parallel-size", str(len(stages))),
         *("--data-parallel-size", str(plan.replicas)),
         *(["--enable-expert-parallel"] if by_experts else []),
-        *(["--kv-cache-dtype", "fp8"] if plan.kv_dtype == "float8" else []),
+        *(["--kv-cache-dtype", "fp8"] if (plan.kv_dtype or plan.dtype) == "float8" else []),
         "--async-scheduling" if plan.engine is not None and plan.engine.schedules_ahead else "--no-async-scheduling",
     ]
     if cluster.device.type == "gpu":
@@ -240,6 +241,21 @@ def _launch(
     ]
     arguments = (*sizes, *words)
     return Launch(lane, plan.checkpoint, arguments, tuple(sizes), environment, blocks, block_size)
+
+
+def quantizes(plan: Plan) -> bool:
+    """Return whether the engine turns the checkpoint's weights into float8 at start."""
+    return plan.dtype == "float8" and plan.model.quantization is None
+
+
+def context_of(plan: Plan, stages: Sequence[Stage]) -> int:
+    """Return the tokens of the longest request with which vLLM starts: its K/V memory must hold one of them."""
+    return min(plan.model.max_context, int(LEAST_KV * _num_blocks(plan, stages)) * block_size_of(plan.cluster))
+
+
+def _num_blocks(plan: Plan, stages: Sequence[Stage]) -> int:
+    """Return the number of vLLM's K/V blocks on the stage with the fewest."""
+    return min(stage.kv_blocks for stage in stages) * plan.block_size // block_size_of(plan.cluster)
 
 
 def step_tokens(plan: Plan) -> int:

@@ -27,6 +27,8 @@ PLANNED = {
     "orca": ("vllm", "orca"),
     "rra": ("vllm", "rra"),
     "waa": ("vllm", "waa-c"),
+    "by itself, in eight bits": ("vllm", "chunked"),
+    "waa, in eight bits": ("vllm", "waa-c"),
 }
 TARGETS: tuple[Target, ...] = ("vllm", "k8s", "dynamo", "llm-d")
 
@@ -36,7 +38,8 @@ def planned(case: str) -> Plan:
     engine, policy = PLANNED[case]
     devices = {"cluster": "h100x8", "devices": 2} if policy.startswith("waa") else {"cluster": "h100x1"}
     asked = {"model": "llama-3.1-8b", "workload": "chat-short", "latency_bound_s": 20, "objective": "saturated"}
-    plan = xgpt.plan(**asked, **devices, engine=engine, policy=policy)
+    dtype = "float8" if case.endswith("in eight bits") else None
+    plan = xgpt.plan(**asked, **devices, engine=engine, policy=policy, dtype=dtype)
     return plan.model_copy(update={"checkpoint": "/weights", "replicas": 1})
 
 
@@ -81,8 +84,9 @@ def check(plan: Plan, words: list[str], *, is_lane: bool) -> None:
     assert (given.get("scheduler-cls") == SCHEDULER) is (engine.scheduler == "xgpt" and not is_lane)
     stages = {(stage.tp, stage.ep > 1) for stage in plan.stages}
     assert (int(given.get("tensor-parallel-size", 1)), "enable-expert-parallel" in given) in stages
-    assert given.get("dtype", plan.dtype) == plan.dtype
-    assert ("kv-cache-dtype" in given) is (plan.kv_dtype == "float8")
+    in_eight = plan.dtype == "float8"
+    assert given.get("dtype", "bfloat16") == "bfloat16"  # vLLM's --dtype refuses float8
+    assert (given.get("quantization"), given.get("kv-cache-dtype")) == (("fp8", "fp8") if in_eight else (None, None))
     assert float(given["gpu-memory-utilization"]) == plan.cluster.device.usable_memory
     if plan.policy.kind in ("chunked", "orca"):
         assert int(given["max-num-batched-tokens"]) == max(step_tokens(plan), int(given["max-num-seqs"]))
@@ -120,6 +124,15 @@ def test_the_printed_command_is_of_plans_that_vllm_runs_by_itself(case: str) -> 
         assert given.get("async-scheduling", "yes") == ("yes" if plan.engine.schedules_ahead else "no")
         with pytest.raises(InputError, match="the plan is for vLLM's own scheduler"):
             launch(plan, plan_path="plan.json")
+
+
+def test_the_printed_command_starts_where_memory_holds_less_than_the_models_context() -> None:
+    plan = planned("by itself")
+    stages = (plan.stages[0].model_copy(update={"kv_blocks": 1000}),)
+    for kept in ((), ("--max-model-len", "4096")):
+        command = engine_command(plan.model_copy(update={"stages": stages}), kept)
+        assert str(command).endswith("--max-model-len " + (kept[1] if kept else "15200"))
+    assert "--max-model-len" not in str(engine_command(plan))
 
 
 def test_all_commands_start_at_most_one_request_for_each_token_of_a_step() -> None:
