@@ -113,7 +113,7 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         cuts_prompts=cuts_prompts,
         drops_windows=given.get("disable-hybrid-kv-cache-manager") != "yes",
         text_only=given.get("language-model-only") == "yes",
-        kept_words=tuple(_kept(given)),
+        kept_words=tuple(_kept(given if longest is None else given | {"max-model-len": str(longest)})),
         schedules_ahead={"yes": True, "no": False}.get(given.get("async-scheduling", "")),
     )
 

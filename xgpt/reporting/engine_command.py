@@ -56,8 +56,7 @@ def engine_command(plan: Plan, kept: Sequence[str] = ()) -> str | None:
         words += ["--kv-cache-dtype", "fp8"] if kv_in_eight else []
         words += ["--no-async-scheduling"] if plan.engine is not None and not plan.engine.schedules_ahead else []
         words += [*_flag("--api-server-count", plan.api_servers), *vllm_draft(plan.speculation)]
-        if (context := context_of(plan, stages)) < plan.model.max_context and "--max-model-len" not in kept:
-            words += ["--max-model-len", str(context)]
+        words, kept = _shortened(words, kept, context_of(plan, stages), plan.model.max_context)
     elif framework == "sglang":
         words = ["python3", "-m", "sglang.launch_server", "--model-path", model, *_flag("--tp-size", tp * sharing)]
         words += ["--dp-size", str(sharing), "--enable-dp-attention"] if sharing > 1 else []
@@ -72,6 +71,16 @@ def engine_command(plan: Plan, kept: Sequence[str] = ()) -> str | None:
         words += ["--max_num_tokens", str(tokens), "--max_batch_size", str(policy.max_batch)]
         words += ["--kv_cache_dtype", "fp8"] if kv_in_eight else []
     return shlex.join([*words, *kept])
+
+
+def _shortened(words: list[str], kept: Sequence[str], context: int, longest: int) -> tuple[list[str], Sequence[str]]:
+    """Return a command, and the options it keeps, after limiting the context to the tokens with which vLLM starts."""
+    for at, name in enumerate(kept[:-1]):
+        if name == "--max-model-len":
+            value = kept[at + 1]
+            value = str(min(int(value), context)) if value.isdecimal() else value
+            return words, [*kept[: at + 1], value, *kept[at + 2 :]]
+    return (words if context >= longest else [*words, "--max-model-len", str(context)]), kept
 
 
 def vllm_draft(speculation: Speculation | None) -> list[str]:

@@ -59,10 +59,12 @@ def test_flags_are_read(command: str, devices: tuple[int, int, int], seqs: int, 
 
 
 def test_options_that_a_plan_keeps_start_it_elsewhere() -> None:
-    drafts = "--spec-method eagle3 --spec-model d --spec-tokens 3"  # vLLM refuses them beside --speculative-config
+    drafts = "--spec-method eagle3 --spec-model d --spec-tokens 3"  # refused beside --speculative-config
     placed = "-dp 2 --headless --data-parallel-start-rank 1 --data-parallel-rpc-port 9 --master-addr h"
-    found = read_current(f"vllm serve m {drafts} {placed} --served-model-name a b --port 9000", load_cluster("a40x4"))
-    assert found.kept_words == ("--served-model-name", "a", "b", "--port", "9000")
+    found = read_current(
+        f"vllm serve m {drafts} {placed} --served-model-name a b --max-model-len 9k", load_cluster("a40x4")
+    )
+    assert found.kept_words == ("--served-model-name", "a", "b", "--max-model-len", "9000")
 
 
 @pytest.mark.parametrize(

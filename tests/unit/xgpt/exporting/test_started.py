@@ -129,9 +129,10 @@ def test_the_printed_command_is_of_plans_that_vllm_runs_by_itself(case: str) -> 
 def test_the_printed_command_starts_where_memory_holds_less_than_the_models_context() -> None:
     plan = planned("by itself")
     stages = (plan.stages[0].model_copy(update={"kv_blocks": 1000}),)
-    for kept in ((), ("--max-model-len", "4096")):
+    for given, written in (("", "15200"), ("4096", "4096"), ("65536", "15200"), ("auto", "auto")):
+        kept = ("--max-model-len", given) if given else ()
         command = engine_command(plan.model_copy(update={"stages": stages}), kept)
-        assert str(command).endswith("--max-model-len " + (kept[1] if kept else "15200"))
+        assert str(command).endswith(f" --max-model-len {written}")
     assert "--max-model-len" not in str(engine_command(plan))
 
 
