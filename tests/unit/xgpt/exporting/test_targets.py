@@ -80,7 +80,7 @@ def test_compose_starts_the_planned_command_on_the_plans_devices_for_each_replic
     own = yaml.safe_load(export(plan.model_copy(update={"checkpoint": "/w/$HOME"}), "compose")["compose.yaml"])
     mounted = own["services"]["vllm-0"]["volumes"][0]
     assert (mounted["source"], mounted["target"]) == ("/w/$$HOME", "/model") and "volumes" not in own
-    with pytest.raises(InputError, match="needs 2 devices, but a machine has only 1"):
+    with pytest.raises(InputError, match="needs 2 devices, but a machine has only 1: export `to=llm-d`"):
         export(plan.model_copy(update={"cluster": planned().cluster}), "compose")
 
 
