@@ -213,7 +213,8 @@ def autoscale(
     Args:
         fleet: the plan of a day, or the path of its fleet.json.
         on_note: called with a line of text for each reading of the load.
-        stop: event that ends the function. None means that only signals end the function. **asked
+        stop: event that ends the function. None means that only signals end the function.
+        **asked
 
     Raises:
         InputError: the plan or an argument is not accepted.
@@ -263,7 +264,8 @@ def compare(
         latency_bound_s: see `plan`.
         progress: called with (done, total, what is being done).
         on_start: called with each plan before the plan is measured.
-        on_found: called with the result before looser bounds are tried and plans are measured. **asked
+        on_found: called with the result before looser bounds are tried and plans are measured.
+        **asked
 
     Raises:
         InputError: an argument is not accepted, or the current deployment cannot run the same work as the plans.
@@ -320,7 +322,8 @@ def simulate(plan: Plan | PathLike, *, keep_steps: bool = False, **asked: Unpack
 
     Args:
         keep_steps: whether to return the steps of such a replay, too. The simulation then takes about 0.6 ms for each
-        request. **asked
+            request.
+        **asked
 
     Raises:
         InputError: the requests do not fit into the plan's memory, its profile is not on this machine, or arguments
@@ -403,7 +406,8 @@ def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywo
 
     Args:
         lengths: a trace (CSV, JSON lines), or the URL of a running server. The server's current plan and observed
-        lengths are then used. **asked
+            lengths are then used.
+        **asked
 
     Raises:
         InputError: the trace is malformed, or the server runs another model.

@@ -58,7 +58,7 @@ def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners:
 
     Args:
         evaluation, floor: predictions for the corners of all boxes, on the profile and on its lower tables. Each box
-        has `corners` entries, from the corner with the lowest values to the corner with the highest.
+            has `corners` entries, from the corner with the lowest values to the corner with the highest.
         fast: index of the fast corner, or None if there is none.
     """
     low, high = slice(0, None, corners), slice(corners - 1, None, corners)

@@ -51,7 +51,7 @@ class LoadSample:
         ready: number of replicas of each kind that serve now. None means that this number is unknown, so those count
             that were recommended long enough ago. # [kinds]
         input_mean, output_mean: recent mean lengths. None means that they are unknown, since there were too few
-        requests.
+            requests.
         num_lengths: number of requests from which the means were computed.
     """
 

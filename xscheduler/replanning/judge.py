@@ -135,7 +135,7 @@ class SaturatedJudge(Judge):
 
     Attributes:
         ratio, ratio_of_others: factors by which the closed form's latency of a request of the quantile's length is
-        multiplied before it is compared with the bound, for the running plan and for candidates.
+            multiplied before it is compared with the bound, for the running plan and for candidates.
     """
 
     situation: Situation
