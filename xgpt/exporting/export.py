@@ -224,7 +224,7 @@ def compose_files(plan: Plan) -> dict[str, str]:
         raise InputError("to", "compose", says)
     if plan.num_devices > plan.cluster.devices_per_node:
         says = f"the plan needs {plan.num_devices} devices, but a machine has only {plan.cluster.devices_per_node}: "
-        raise InputError("to", "compose", f"{says}export `to=k8s`")
+        raise InputError("to", "compose", f"{says}export `to=llm-d`")
     words = [word.replace("$", "$$") for word in shlex.split(command)]  # $$ is a literal $ in Compose
     weights: Object = {"type": "volume", "source": "hub", "target": "/root/.cache/huggingface"}
     if plan.checkpoint is not None and hub.id_of(plan.checkpoint) is None:
