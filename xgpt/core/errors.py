@@ -34,7 +34,7 @@ class InfeasibleError(XgptError):
         reason: what takes the time, if the latency bound cannot be kept.
 
     Attributes:
-        warnings: reasons to doubt that no schedule meets the constraint, one sentence each.
+        warnings: reasons why some schedule might meet the constraint after all, one sentence each.
     """
 
     exit_code = 1

@@ -15,7 +15,7 @@ NUM_STEPS = 200
 
 
 def with_step_times(plan: Plan, profile: Profile) -> Plan:
-    """Return a plan, which has one lane, with the step times that its scheduling rule needs."""
+    """Return a single-lane plan with the step times that its scheduling rule needs."""
     times = step_times(plan, lanes_of(plan, profile)["both"])
     return plan.with_estimate(step_times=times)
 

@@ -53,7 +53,7 @@ def admit(s, lane):
 
 @helper
 def leave(s, lane, id_, more=0):
-    """Free a request's blocks. With `by_use`, they contain all its tokens except the last, and `more` others."""
+    """Free a request's blocks. With `by_use`, these hold all its tokens but the last, and `more` other tokens."""
     request = s.requests[id_]
     lane.reserved -= blocks_of(lane, request.input + (request.output - 1 + more if lane.by_use else request.most))
     lane.num_inside -= 1

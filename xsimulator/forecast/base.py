@@ -113,7 +113,7 @@ class Forecast(ABC, Generic[M]):
         return values
 
     def is_allowed(self, found: Performance) -> npt.NDArray[np.bool_]:
-        """Return which of the predicted settings the policy allows, memory aside."""
+        """Return which of the predicted settings the policy allows, whether or not they fit in memory."""
         return np.ones(len(found.throughput), bool)
 
     # Predictions -------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ class Request:
     deadline_ns: int | None = None
     """Latest time at which the request may enter, on the same clock as `arrival_ns`. None means any time."""
     promised_output: int | None = None
-    """Number of output tokens for which K/V memory is reserved when the request enters. None means its maximum."""
+    """Output tokens for which K/V memory is reserved when the request enters. None means its maximum output."""
     account: Account = ANYONE
     chain: Chain = ()
     """Keys of the full blocks of the prompt. Empty means that the request shares no blocks."""

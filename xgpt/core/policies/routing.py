@@ -29,8 +29,8 @@ class ReplicaRouter:
 
     Args:
         count: number of replicas.
-        slack: number of requests that a replica may have more than another one and still get a prompt that it has
-            cached.
+        slack: a replica gets a prompt that it has cached unless it has more requests than another replica by this
+            number.
     """
 
     def __init__(self, count: int, slack: float) -> None:

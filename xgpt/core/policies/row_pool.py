@@ -63,7 +63,7 @@ class RowPool(Pool):
         self.batching = batching
         self.layout_tokens = row_tokens
         self._rows: dict[int, _RowBatch] = {}
-        """By number of the micro-batch: its batch, if it has requests."""
+        """By number of a micro-batch with requests: the batch that it runs."""
         self._number: dict[int, int] = {}
         """By id of a running request: the number of its micro-batch."""
 

@@ -61,7 +61,7 @@ class TwoLaneSettings:
 
 
 class TwoLane(Schedule):
-    """The schedule of waa. The pool's memory is the decode lane's. Requests get blocks there when they enter."""
+    """The schedule of waa. When requests enter, they get blocks of the pool, which are in the decode lane."""
 
     lanes: tuple[LaneName, ...] = ("decode", "transfer", "encode")
 
