@@ -19,4 +19,4 @@ def test_the_reference_is_current(page: str) -> None:
 
 
 def test_the_schema_describes_fields() -> None:
-    assert '"description": "Mean number of requests encoded in a step that encodes."' in make_schema.text()
+    assert '"description": "Mean number of requests in a step that encodes."' in make_schema.text()

@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from xgpt.cli import commands
+from xgpt.cli.options import fields_as_options
 from xgpt.core.errors import InfeasibleError, XgptError, nearest, not_installed, printable, similar
 from xgpt.core.version import __version__
 
@@ -203,14 +204,9 @@ def in_options(message: str, params: Sequence[click.Parameter]) -> str:
     """Return a message in which arguments of the API are written as options, as in --seed 1 for `seed=1`."""
     longest = [(param.name, max(param.opts, key=len)) for param in params if isinstance(param, click.Option)]
     options = {name: option for param, option in longest for name in (param, option[2:].replace("-", "_"))}
-
-    def option(match: re.Match[str]) -> str:
-        name, _, value = match[1].partition("=")
-        return " ".join(filter(None, (options[name], value))) if name in options else match[0]
-
     message = re.sub(r"^([a-z_]+)(\.\d+)?(?=:| is )", lambda match: options.get(match[1], match[0]), message)
     message = re.sub(": (True|False) is", " is", message, count=1)  # a flag has no value
-    return re.sub(r"`([a-z_]+(?:=[^`]*)?)`", option, message)
+    return fields_as_options(message, options)
 
 
 def _fail(message: str, code: int) -> None:

@@ -99,7 +99,7 @@ def _run(name: str, **params: Any) -> Any:
 
 def _option(field: dict[str, Any], flags: dict[str, str]) -> Callable[[F], F]:
     """Return a decorator that adds the option for a field."""
-    text = in_options(field["text"], flags)
+    text = fields_as_options(field["text"], flags)
     settings: dict[str, Any] = {"default": field["default"], "metavar": field["metavar"] or None}
     if field["type"]["kind"] == "flag":
         settings = {"is_flag": True, "default": field["default"], "flag_value": not field["default"]}
@@ -109,7 +109,7 @@ def _option(field: dict[str, Any], flags: dict[str, str]) -> Callable[[F], F]:
     else:
         settings["type"] = _type(field["type"])
     if field["unset"]:
-        text += f"  [default: {in_options(field['unset'], flags)}]"
+        text += f"  [default: {fields_as_options(field['unset'], flags)}]"
     if field["is_repeatable"]:
         settings |= {"multiple": True, "default": None}
     if field["type"]["kind"] == "held":
@@ -145,7 +145,7 @@ def _type(field: dict[str, Any]) -> Any:
     return KINDS[kind]
 
 
-def in_options(text: str, flags: dict[str, str]) -> str:
+def fields_as_options(text: str, flags: dict[str, str]) -> str:
     """Return a text in which fields are written as options: --sla for `sla`, and --sla request for `sla=request`."""
 
     def option(match: re.Match[str]) -> str:

@@ -80,6 +80,30 @@ class _Shared:
     unstarted: int | None = None
 
 
+class RestartBudget:
+    """Counts restarts. The loss of a machine may be noticed twice, first by its silent workers and then by its
+    launcher, but counts as one restart.
+    """
+
+    def __init__(self) -> None:
+        self._restarts: list[float] = []
+        self._noticed: set[int] = set()
+        """Machines whose launchers were lost during the last restart, before their workers had started."""
+
+    def spend(self, lost: str | None, unstarted: int | None) -> None:
+        """Count a restart after a loss. See `_Shared` for `lost` and `unstarted`.
+
+        Raises:
+            MachineError: there have been `RESTARTS` restarts within `PERIOD_S` already.
+        """
+        if unstarted is not None and unstarted not in self._noticed:
+            self._noticed.add(unstarted)
+            return
+        self._noticed.clear()
+        if too_often(self._restarts, RESTARTS, PERIOD_S):
+            raise MachineError(f"workers have died {RESTARTS + 1} times within {PERIOD_S:.0f} s, the last time: {lost}")
+
+
 class _PreparedGrammar:
     """A reference to a grammar: workers keep the grammar compiled as long as this object is referenced."""
 
@@ -109,9 +133,7 @@ class Workers:
         self.host = host
         self.secret = Secret.new()
         self._machines = machines
-        self._restarts: list[float] = []
-        self._noticed: set[int] = set()
-        """Machines whose launchers were lost during the last restart, before their workers had started."""
+        self._budget = RestartBudget()
         self._shared = _Shared()
         self._orders: SimpleQueue[tuple[bytes, bytes]] = SimpleQueue()
         self._closing = False
@@ -230,22 +252,10 @@ class Workers:
     def restart(self) -> None:
         """End the remaining workers, and restart all workers.
 
-        The loss of a machine may be noticed twice, first by its silent workers and then by its launcher, but counts as
-        one restart.
-
         Raises:
             MachineError: workers have been restarted `RESTARTS` times within `PERIOD_S` already.
         """
-        machine = self._shared.unstarted
-        if machine is not None and machine not in self._noticed:
-            self._noticed.add(machine)
-            self.renew()
-            return
-        self._noticed.clear()
-        if too_often(self._restarts, RESTARTS, PERIOD_S):
-            raise MachineError(
-                f"workers have died {RESTARTS + 1} times within {PERIOD_S:.0f} s, the last time: {self._shared.lost}"
-            )
+        self._budget.spend(self._shared.lost, self._shared.unstarted)
         self.renew()
 
     def renew(self) -> None:

@@ -12,7 +12,15 @@ from xgpt.core.schema.constraint import (
     SearchMethod,
 )
 from xgpt.core.schema.engine import EngineSpec
-from xgpt.core.schema.estimate import Capacity, Estimate, JointLengths, MixingEdge, ReuseEstimate, SearchCertificate
+from xgpt.core.schema.estimate import (
+    Capacity,
+    Estimate,
+    JointLengths,
+    MixingEdge,
+    ReuseEstimate,
+    SearchCertificate,
+    StepTimes,
+)
 from xgpt.core.schema.model import (
     BYTES_PER_ELEMENT,
     HEAD,
@@ -67,7 +75,6 @@ from xgpt.core.schema.replan import Decision, FailedJudgement, Observation, Obse
 from xgpt.core.schema.report import BenchReport, Calibration, Comparison, CoreWaits, UrlReport
 from xgpt.core.schema.speculation import Speculation, SpeculativeMethod
 from xgpt.core.schema.step_log import ANYONE, Account, Arrival, LaneName, StepRecord
-from xgpt.core.schema.step_times import StepTimes
 from xgpt.core.schema.workload import (
     Constant,
     Histogram,

@@ -69,7 +69,7 @@ def alone() -> Iterator[Workers]:
 
 @pytest.mark.parametrize("how", few([signal.SIGKILL, signal.SIGTERM]))
 def test_a_launcher_that_dies_is_noticed_and_started_anew(alone: Workers, how: signal.Signals) -> None:
-    alone._restarts.clear()
+    alone._budget._restarts.clear()
     before = pids(alone)
     (launcher,) = {parent(pid) for pid in before}
     os.kill(launcher, how)
@@ -78,7 +78,7 @@ def test_a_launcher_that_dies_is_noticed_and_started_anew(alone: Workers, how: s
 
 
 def test_a_worker_that_dies_is_noticed_at_once(alone: Workers) -> None:
-    alone._restarts.clear()
+    alone._budget._restarts.clear()
     before = pids(alone)
     started_s = time.monotonic()
     os.kill(before[1], signal.SIGKILL)
@@ -89,7 +89,7 @@ def test_a_worker_that_dies_is_noticed_at_once(alone: Workers) -> None:
 
 def test_a_worker_that_is_seen_to_work_may_be_silent(alone: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short of processors, or while it compiled, it was called silent after 4 s, and a good plan was refused."""
-    alone._restarts.clear()
+    alone._budget._restarts.clear()
     before = pids(alone)
     monkeypatch.setattr(workers_module, "SILENCE_S", 0.8)
     with monkeypatch.context() as seen:
@@ -102,7 +102,7 @@ def test_a_worker_that_is_seen_to_work_may_be_silent(alone: Workers, monkeypatch
 
 def test_nothing_is_killed_but_children_of_the_launcher(alone: Workers) -> None:
     """A worker that claimed the number of another process had it killed, as did one of a machine of the same name."""
-    alone._restarts.clear()
+    alone._budget._restarts.clear()
     before = pids(alone)
     bystander = subprocess.Popen(["sleep", "60"])
     try:
