@@ -86,7 +86,7 @@ def too_often(failures_s: list[float], most: int, period_s: float) -> bool:
 
 @contextmanager
 def stops_on_signal(stop: Event) -> Iterator[None]:
-    """Within the block, set the event on SIGTERM or SIGINT. Outside the main thread, do nothing."""
+    """Within the `with` block, set `stop` on SIGTERM or SIGINT. Outside the main thread, do nothing."""
     if current_thread() is not main_thread():
         yield
         return
