@@ -31,7 +31,7 @@ from xgpt.reporting.engine_command import vllm_draft
 from xgpt.serving.checking import check_vllm_runs
 from xprofiler.store import check_engine
 from xrunner.vllm import TESTED_VERSION
-from xrunner.vllm.command import SCHEDULER, launch, launch_lane, own_arguments, runs_by_itself
+from xrunner.vllm.command import SCHEDULER, launch, launch_lane, own_arguments, partition_of, runs_by_itself
 
 DYNAMO = "1.5.0"
 DYNAMO_IMAGE = "nvcr.io/nvidia/ai-dynamo/vllm-runtime"
@@ -89,6 +89,7 @@ def dynamo_files(plan: Plan) -> dict[str, str]:
             env=[
                 {"name": "DYN_SYSTEM_PORT", "value": str(SYSTEM_PORT)},
                 of_pod("VLLM_NIXL_SIDE_CHANNEL_HOST", "status.podIP"),
+                *_partition(plan, lane),
             ],
             name="main",
         )
@@ -204,7 +205,15 @@ def _arguments(plan: Plan, lane: LaneName) -> list[str]:
         return list(launch_lane(one, lane, _nixl("kv_both")).sizes)
     path = f"{ETC}/plan/plan.json"
     config = json.dumps({"xgpt": {"plan": path}})
-    return [*launch(one, plan_path=path).sizes, "--scheduler-cls", SCHEDULER, "--additional-config", config]
+    started = launch(one, plan_path=path)
+    caching = started.arguments[-1]
+    return [*started.sizes, caching, "--scheduler-cls", SCHEDULER, "--additional-config", config]
+
+
+def _partition(plan: Plan, lane: LaneName) -> list[Object]:
+    """Return the environment variable for the layers of a lane's stages, unless the stages are equal."""
+    stages = [stage for stage in plan.stages if lane in ("both", stage.lane)]
+    return [{"name": name, "value": value} for name, value in partition_of(stages).items()]
 
 
 def _nixl(role: str) -> dict[str, Any]:
@@ -283,6 +292,7 @@ def _vllm_itself(plan: Plan, names: Names, image: str, lane: LaneName, nodes: in
             of_secret("VLLM_API_KEY", f"{names.name}-keys", "key"),
             of_pod("VLLM_HOST_IP", "status.podIP"),
             *([] if role is None else [of_pod("VLLM_NIXL_SIDE_CHANNEL_HOST", "status.podIP")]),
+            *_partition(plan, lane),
         ],
     )
 

@@ -200,10 +200,7 @@ def _launch(
     if by_experts and (plan.replicas > 1 or stages[0].ep != stages[0].tp):
         accepted = "vLLM puts either whole experts or slices of all experts on each device of a replica"
         raise InputError("plan.stages.ep", stages[0].ep, accepted)
-    layers = [last - first for first, last in (stage.decode_layers for stage in stages)]
-    environment = {}
-    if len(set(layers)) > 1:
-        environment["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, layers))
+    environment = partition_of(stages)
     cluster = plan.cluster
     block_size = block_size_of(cluster)
     blocks = _num_blocks(plan, stages)
@@ -251,6 +248,12 @@ def quantizes(plan: Plan) -> bool:
 def context_of(plan: Plan, stages: Sequence[Stage]) -> int:
     """Return the tokens of the longest request with which vLLM starts: its K/V memory must hold one of them."""
     return min(plan.model.max_context, int(LEAST_KV * _num_blocks(plan, stages)) * block_size_of(plan.cluster))
+
+
+def partition_of(stages: Sequence[Stage]) -> dict[str, str]:
+    """Return the environment variable that gives vLLM the layers of each stage, or nothing if the stages are equal."""
+    layers = [last - first for first, last in (stage.decode_layers for stage in stages)]
+    return {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, layers))} if len(set(layers)) > 1 else {}
 
 
 def _num_blocks(plan: Plan, stages: Sequence[Stage]) -> int:

@@ -136,6 +136,28 @@ def test_the_printed_command_starts_where_memory_holds_less_than_the_models_cont
     assert "--max-model-len" not in str(engine_command(plan))
 
 
+@pytest.mark.parametrize("target", ["dynamo", "llm-d"])
+def test_pods_divide_the_layers_as_planned(target: Target) -> None:
+    plan = planned("by itself")
+    ends = ((0, 18), (18, 32))
+    stages = tuple(plan.stages[0].model_copy(update={"devices": (i,), "decode_layers": ends[i]}) for i in range(2))
+    settings = plan.policy.model_copy(update={"microbatches": 2})
+    changes = {"stages": stages, "policy": settings, "cluster": plan.cluster.model_copy(update={"devices_per_node": 2})}
+    changes["estimate"] = plan.estimate.model_copy(update={"memory_bytes": 2 * plan.estimate.memory_bytes})
+    text = export(plan.model_copy(update=changes), target)[f"{target}.yaml"]
+    assert text.count("VLLM_PP_LAYER_PARTITION") == 1 and "18,14" in text
+
+
+def test_dynamo_caches_prefixes_only_if_the_rule_does() -> None:
+    """The rule's pool cannot follow vLLM's cache of a model with several kinds of K/V blocks, so it is off there."""
+    plan = planned("orca")
+    windows = plan.model.model_copy(update={"sliding_window": 1024})
+    for model, says in ((plan.model, "yes"), (windows, "no")):
+        [words] = started(plan.model_copy(update={"model": model}), "dynamo")
+        given, _ = TABLE.read(words)
+        assert given["enable-prefix-caching"] == says
+
+
 def test_all_commands_start_at_most_one_request_for_each_token_of_a_step() -> None:
     """`--fix` may ask for more; the export once started more tokens instead."""
     plan = planned("by itself")
