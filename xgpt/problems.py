@@ -76,7 +76,11 @@ def _speculation(request: PlanRequest, model: ModelSpec) -> Speculation | None:
                 raise InputError(name, getattr(request, name), "it needs `speculative`")
         return None
     if request.acceptance is None:
-        raise InputError("acceptance", None, "`speculative` needs it: give shares, or a server's metrics page")
+        ways = (
+            "the probability that a draft token is accepted, the shares of steps that accept at least one, two, ... "
+            "draft tokens, or the file of a server's metrics page"
+        )
+        raise InputError("acceptance", None, f"`speculative` needs it: give {ways}")
     if method in ("mtp", "ngram") and request.draft_model is not None:
         raise InputError("draft_model", request.draft_model, f"{method} has no draft model: leave it out")
     if method == "mtp" and not model.mtp_layers:
@@ -171,7 +175,8 @@ def _named_engine(request: PlanRequest, cluster: ClusterSpec) -> EngineSpec | No
     """Return the requested engine, or None if no engine is requested.
 
     Raises:
-        InputError: the cluster is this machine, on which the engine's steps must be measured.
+        InputError: the cluster is this machine and the engine is not xgpt's own. Its steps must first be measured here
+            (`xgpt profile --engine`).
     """
     if request.engine is None:
         return None

@@ -85,7 +85,9 @@ class StepBuffers:
 
 
 def _widths(spec: ModelSpec, stage: StageShape) -> tuple[float, float]:
-    """Return a token's elements on one device: in the widest layer, and between the matrix products of experts."""
+    """Return how many tensor elements each token of a step takes on one device: in the widest layer, and between the
+    matrix products of its experts.
+    """
     products, layer, between = spec.sizes.products, 0.0, 0.0
     for kind in spec.kinds:
         wide = float(products * kind.ffn_size)

@@ -46,7 +46,8 @@ class RequestLaw:
     """The distribution of latencies: for each admission, the latency of a request of each length.
 
     Attributes:
-        seconds: latencies. If lengths were drawn, there is one column. # [admissions, lengths or 1]
+        seconds: latencies, with a column for each length, or a single column if each admission has one drawn length.
+            # [admissions, lengths or 1]
         probabilities: probabilities of the lengths. # [lengths or 1]
         batch: the step of each admission. Requests with the same step form a batch. # [admissions]
     """

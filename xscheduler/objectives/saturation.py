@@ -269,8 +269,9 @@ class Saturated(Objective):
         known = len(bounds) == 1 and name == "latency_bound_s"
         nearest = f"; the nearest bound that can be kept is {round_up(nearest_s)} s" if known else ""
         return InfeasibleError(
-            f"{name}: no schedule keeps {' and '.join(f'{bound:g} s' for bound in bounds.values())} in simulation, "
-            f"because requests that began together stay together{nearest}",
+            f"{name}: no schedule keeps {' and '.join(f'{bound:g} s' for bound in bounds.values())} in simulation: "
+            "closed forms assume that running requests are at different points of their outputs, but requests that "
+            f"begin together here also end together{nearest}",
             nearest_bound_s=nearest_s if known else None,
             binding=name,
         )

@@ -91,8 +91,8 @@ def _longcat_flash(config: Config) -> Config:
 
 
 def _glm_moe_dsa(config: Config) -> Config:
-    """Set which layers have an index: the first layers, then one in every `index_topk_freq` layers. Other layers use
-    the choice of the last index before them.
+    """Set which layers have an indexer (of sparse attention): the first layers, then one in every `index_topk_freq`
+    layers. Each other layer attends to the tokens that the last indexer before it has selected.
     """
     every, first = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset") or 0
     if "indexer_types" not in config and every > 1:
