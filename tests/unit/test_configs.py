@@ -266,16 +266,17 @@ class TestMachine:
         cluster, shipped = machine.detect(root=root), load_cluster("h200x8")
         assert cluster.num_devices == 2
         assert cluster.device.memory_bytes == 143771 * 2**20
-        assert cluster.device.flops_per_s == shipped.device.flops_per_s
+        memory = {"memory_bytes": cluster.device.memory_bytes}
+        assert cluster.device == shipped.device.model_copy(update=memory), "efficiencies in float8, too"
         assert cluster.intra_node == shipped.intra_node
         assert machine.detect(1, root=root).num_devices == 1
         with pytest.raises(MachineError, match="local:3 needs 3 devices; nvidia-smi lists 2"):
             machine.detect(3, root=root)
 
     def test_gpus_that_no_config_knows(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.nvidia_smi(root, monkeypatch, "echo 'NVIDIA GeForce RTX 4090, 24564'")
+        self.nvidia_smi(root, monkeypatch, "echo 'NVIDIA GeForce RTX 3060, 12288'")
         device = machine.detect(root=root).device
-        assert (device.name, device.type, device.flops_per_s) == ("geforce-rtx-4090", "gpu", {})
+        assert (device.name, device.type, device.flops_per_s) == ("rtx-3060", "gpu", {})
 
     @pytest.mark.parametrize(
         "script", ["echo 'NVIDIA A40, 46068'; echo 'NVIDIA H200, 143771'", "echo 'NVIDIA GB10, [N/A]'"]
@@ -298,6 +299,10 @@ class TestMachine:
             ("Tesla V100-SXM2-16GB", "v100x1"),
             ("NVIDIA H100 80GB HBM3", "h100x8"),
             ("NVIDIA H200", "h200x1"),
+            ("NVIDIA GH200 480GB", "gh200-96gb-x1"),
+            ("NVIDIA GH200 144G HBM3e", "gh200-144gb-x1"),
+            ("NVIDIA GeForce RTX 4090", "rtx-4090x8"),
+            ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000x8"),
         ],
     )
     def test_shipped_kinds_are_named_as_their_driver_names_them(self, product: str, kind: str) -> None:

@@ -16,6 +16,9 @@ from xgpt.core.schema import ClusterSpec, DeviceKind, Link
 LOOPBACK = Link(bandwidth_bytes_per_s=2e9, latency_s=50e-6)
 """Link between processes of one machine over Gloo. The figures are orders of magnitude, since there is no datasheet."""
 
+GRACE_HOPPER = {"gh200-480gb": "gh200-96gb", "gh200-144g-hbm3e": "gh200-144gb"}
+"""Names of configs for products whose drivers name the CPU's memory, or abbreviate."""
+
 CPU_USABLE_MEMORY = 0.5
 """Share of a CPU's memory that a plan may fill. The system and other programs need the rest."""
 
@@ -73,17 +76,12 @@ def _detect_gpus(num_devices: int | None) -> ClusterSpec | None:
     name, _, mebibytes = gpus[0].rpartition(", ")
     if not mebibytes.isdecimal():
         raise MachineError(f"nvidia-smi does not say how much memory {gpus[0]!r} has; write a cluster file")
-    known = _shipped_cluster_of(slug(name))
+    device = DeviceKind(name=slug(name), type="gpu", memory_bytes=int(mebibytes) * 2**20)
+    if (known := _shipped_cluster_of(device.name)) is not None:
+        device = known.device.model_copy(update={"memory_bytes": device.memory_bytes})
     return ClusterSpec(
         name=_name(num_devices),
-        device=DeviceKind(
-            name=slug(name),
-            type="gpu",
-            memory_bytes=int(mebibytes) * 2**20,
-            flops_per_s=known.device.flops_per_s if known else {},
-            memory_bandwidth_bytes_per_s=known.device.memory_bandwidth_bytes_per_s if known else None,
-            efficiency=known.device.efficiency if known else None,
-        ),
+        device=device,
         devices_per_node=num_devices or len(gpus),
         intra_node=known.intra_node if known else None,
         host=known.host if known else None,
@@ -100,8 +98,9 @@ def _shipped_cluster_of(device: str) -> ClusterSpec | None:
 
 def slug(name: str) -> str:
     """Return a product's name in the form of configs, such as a100-sxm4-80gb for "NVIDIA A100-SXM4-80GB"."""
-    plain = re.sub(r"\((r|tm)\)|\b(nvidia|tesla|cpu|processor)\b|@.*", " ", name.lower())
-    return re.sub(r"[^a-z0-9]+", "-", plain).strip("-") or "cpu"
+    words = r"\((r|tm)\)|\b(nvidia|tesla|geforce|blackwell|(server|workstation) edition|cpu|processor)\b|@.*"
+    found = re.sub(r"[^a-z0-9]+", "-", re.sub(words, " ", name.lower())).strip("-") or "cpu"
+    return GRACE_HOPPER.get(found, found)
 
 
 def num_cores(root: Path = Path("/")) -> int:
