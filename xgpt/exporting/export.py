@@ -228,7 +228,7 @@ def compose_files(plan: Plan) -> dict[str, str]:
     words = [word.replace("$", "$$") for word in shlex.split(command)]  # $$ is a literal $ in Compose
     weights: Object = {"type": "volume", "source": "hub", "target": "/root/.cache/huggingface"}
     if plan.checkpoint is not None and hub.id_of(plan.checkpoint) is None:
-        words[2] = MODEL_PATH
+        words[words.index("serve") + 1] = MODEL_PATH
         source = plan.checkpoint.replace("$", "$$")
         weights = {"type": "bind", "source": source, "target": MODEL_PATH, "read_only": True}
     devices = plan.devices_per_replica * plan.sharing_replicas

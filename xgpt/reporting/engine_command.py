@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from xgpt.checkpoints import hub
 from xgpt.core.schema import ChunkedSettings, Plan, Speculation
-from xrunner.vllm.command import context_of, own_sizes, quantizes
+from xrunner.vllm.command import context_of, own_sizes, partition_of, quantizes
 from xsimulator.front import most_rate
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM", "trtllm": "TensorRT-LLM"}
@@ -57,6 +57,8 @@ def engine_command(plan: Plan, kept: Sequence[str] = ()) -> str | None:
         words += ["--no-async-scheduling"] if plan.engine is not None and not plan.engine.schedules_ahead else []
         words += [*_flag("--api-server-count", plan.api_servers), *vllm_draft(plan.speculation)]
         words, kept = _shortened(words, kept, context_of(plan, stages), plan.model.max_context)
+        if variables := partition_of(stages):
+            words = ["env", *(f"{name}={value}" for name, value in variables.items()), *words]
     elif framework == "sglang":
         words = ["python3", "-m", "sglang.launch_server", "--model-path", model, *_flag("--tp-size", tp * sharing)]
         words += ["--dp-size", str(sharing), "--enable-dp-attention"] if sharing > 1 else []

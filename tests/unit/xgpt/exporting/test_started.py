@@ -136,16 +136,28 @@ def test_the_printed_command_starts_where_memory_holds_less_than_the_models_cont
     assert "--max-model-len" not in str(engine_command(plan))
 
 
-@pytest.mark.parametrize("target", ["dynamo", "llm-d"])
-def test_pods_divide_the_layers_as_planned(target: Target) -> None:
+def with_uneven_stages() -> Plan:
     plan = planned("by itself")
     ends = ((0, 18), (18, 32))
     stages = tuple(plan.stages[0].model_copy(update={"devices": (i,), "decode_layers": ends[i]}) for i in range(2))
     settings = plan.policy.model_copy(update={"microbatches": 2})
     changes = {"stages": stages, "policy": settings, "cluster": plan.cluster.model_copy(update={"devices_per_node": 2})}
     changes["estimate"] = plan.estimate.model_copy(update={"memory_bytes": 2 * plan.estimate.memory_bytes})
-    text = export(plan.model_copy(update=changes), target)[f"{target}.yaml"]
+    return plan.model_copy(update=changes)
+
+
+@pytest.mark.parametrize("target", ["dynamo", "llm-d"])
+def test_pods_divide_the_layers_as_planned(target: Target) -> None:
+    text = export(with_uneven_stages(), target)[f"{target}.yaml"]
     assert text.count("VLLM_PP_LAYER_PARTITION") == 1 and "18,14" in text
+
+
+def test_commands_divide_the_layers_as_planned() -> None:
+    plan = with_uneven_stages()
+    words = ["env", "VLLM_PP_LAYER_PARTITION=18,14", "vllm", "serve"]
+    assert str(engine_command(plan)).startswith(" ".join(words))
+    own = export(plan.model_copy(update={"checkpoint": "/model/here"}), "compose")["compose.yaml"]
+    assert yaml.safe_load(own)["services"]["vllm-0"]["entrypoint"][:5] == [*words, "/model"]
 
 
 def test_dynamo_caches_prefixes_only_if_the_rule_does() -> None:
