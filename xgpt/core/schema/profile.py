@@ -30,7 +30,7 @@ its clients on the same cores, and memory that is written for the first time, ma
 SERVED = "served"
 """Key in a profile's provenance that describes its fit to the steps of a served engine."""
 PACES_AT_REST = (0.90, 1.10)
-"""Range of the pace on an idle machine, for a fitted profile. The range contains 64 of 69 loads, in three number types
+"""Range of the pace on an idle machine, for a fitted profile. The range contains 82 of 92 loads, in three number types
 (docs/results/prediction.md).
 """
 
