@@ -148,4 +148,7 @@ class EngineStore(dist.Store):
             answer = m.decode_store_answer(mine.socket.recv())
             if answer.number == mine.number:
                 return answer.values
-        raise MachineError(f"no worker has set {', '.join(keys)} in the store within {timeout_s:.0f} s")
+        raise MachineError(
+            f"no worker has set {', '.join(keys)} in the store within {timeout_s:.0f} s: a worker hangs or has ended; "
+            "its log says why"
+        )

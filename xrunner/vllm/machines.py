@@ -117,7 +117,10 @@ class Followers:
         until_s = time.monotonic() + MEET_S
         while missing := sorted(set(range(1, self._machines.count)) - self._connections.keys()):
             if self._is_over() or time.monotonic() > until_s:
-                raise MachineError(f"machines {missing} have not connected to this one within {MEET_S:.0f} s")
+                raise MachineError(
+                    f"machines {missing} have not connected to this one within {MEET_S:.0f} s: start `xgpt serve` with "
+                    "--node-rank on each, and check that --master-addr reaches this machine"
+                )
             with suppress(OSError):
                 self._greet(self._listener.accept()[0])
             for rank in self._gone():
