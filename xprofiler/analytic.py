@@ -127,8 +127,8 @@ def groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]
 
 
 def shared_groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
-    """Return pairs (tensor-parallel degree, number of devices) for groups that together spread the experts over more
-    devices: all devices of a node, or of all nodes.
+    """Return pairs (tensor-parallel degree, number of devices) in which several tensor-parallel groups divide the
+    experts among all their devices: those of a node, or of all linked nodes.
     """
     found = [kind.experts for kind in spec.kinds if kind.experts is not None]
     linked = cluster.num_devices if cluster.inter_node is not None else cluster.devices_per_node

@@ -38,7 +38,7 @@ def state_dtype(dtype: DType, device: str) -> torch.dtype:
 
 
 def kept_dtype(dtype: DType, device: str, kv_dtype: DType | None = None) -> torch.dtype:
-    """Return the dtype of a model's stored keys and values on a device if its products are in `dtype`.
+    """Return the dtype in which a device stores K/V: `kv_dtype`, or the default for matrix products in `dtype`.
 
     Raises:
         InputError: the device does not support keys and values in this dtype.

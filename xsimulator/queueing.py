@@ -80,7 +80,10 @@ class LoadPoints(NamedTuple):
     beyond: Array
 
     def longer(self, drain: Array) -> Array:
-        """Return the probability that a uniform wait up to the gate plus an exponential wait is too long."""
+        """Return the probability that a request waits too long for its admission.
+
+        The wait is a time uniform between 0 and `gate` plus an exponential time with rate `drain`.
+        """
         beyond, inside, gate = self.beyond, self.inside, self.gate
         late = 1 - inside / gate + (np.exp(-drain * beyond) - np.exp(-drain * (beyond + inside))) / (gate * drain)
         return np.where(self.is_late, 1.0, late)

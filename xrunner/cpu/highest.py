@@ -58,8 +58,8 @@ class Screen:
         self._rest = self._left = 0
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """Return sums whose highest value in each row is at the output that is highest in float32. Other sums of the
-        row may be wrong, but are never higher.
+        """Return sums in which each row's argmax is that of the float32 sums. Other sums of the row may be wrong, but
+        are never higher.
 
         # float32 [rows, in] -> [rows, out]
 

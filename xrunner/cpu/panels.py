@@ -355,7 +355,10 @@ def _pass_slice(arrays: Any, rows: Any, width: Any, inputs: Any, how: Any, argum
 
 
 def _multiplying(instruction: str) -> Any:
-    """Return the function that multiplies one to GROUP rows by a slice of a panel, as its array of arguments says."""
+    """Return the function that multiplies `num_rows` rows (1 to GROUP) by a slice of a panel.
+
+    Its array `arguments` holds the addresses, the strides and the numbers of iterations.
+    """
 
     @inlined
     def multiply_rows(typing_context: Any, arguments: Any, num_rows: Any) -> Any:

@@ -156,8 +156,8 @@ class _Searched(NamedTuple):
     bound: UpperBound
 
     def holds(self, relaxed: Space, left: Array, at_least: float) -> bool:
-        """Return whether the bound is valid for settings with at most the time `left`, and another search could not
-        lower it.
+        """Return whether this bound can be reused: it holds for settings that leave at most the shares `left` of the
+        latency bound, and a new search could not lower it.
 
         The latter is true if the best point found is still allowed, since the bound exceeds this point's throughput by
         no more than the precision of a search.

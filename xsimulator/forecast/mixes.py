@@ -197,8 +197,9 @@ class Mixes:
 
         For any `room`, the mean tokens and the mean prompts of these values equal the means of a busy step. So a cost
         that is linear in tokens and prompts is exact, and only the curvature of tables causes errors. To achieve this,
-        tokens that do not fit in one value and move to another take their prompts with them. With the other value's
-        ratio of prompts to tokens, prompts would be counted several times, and throughput would be underestimated.
+        tokens that do not fit in one value and move to another take their prompts with them. If they took the
+        other value's ratio of prompts to tokens instead, prompts would be counted several times, and throughput would
+        be underestimated.
 
         Args:
             requests, tokens: mean number of prompts and of prompt tokens in a busy step.

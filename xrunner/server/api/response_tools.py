@@ -160,7 +160,8 @@ def _all_of(tools: Sequence[ResponseTool]) -> Iterator[Declared]:
             inner = [Declared(tool.name, each) for each in tool.tools or ()]
         for each in inner:
             if each.tool.type not in ("function", "custom") or each.tool.name is None:
-                refuse("tools", f"the namespace {quoted(tool.name)} has a tool of type {quoted(each.tool.type)}")
+                says = f"namespace {quoted(tool.name)}: a tool has no name or the type {quoted(each.tool.type)}"
+                refuse("tools", f"{says}; send functions and custom tools with names")
             if each.function in names:
                 refuse("tools", f"two functions have the name {quoted(each.function)}")
             names.add(each.function)

@@ -146,7 +146,7 @@ class Metrics:
         ]
         self._gauge(
             "xgpt_arrival_rate",
-            "Arrival rate in requests/s over the last 64 arrivals, within at least a second and at most a minute.",
+            "Arrival rate in requests/s since the 64th latest arrival, over at least a second and at most a minute.",
             lambda: watch.arrival_rate_per_s,
         )
 
