@@ -28,7 +28,7 @@ POINTS = {
     3: Point(
         "torch's store on all interfaces",
         "a stranger set keys, and ran code within a second",
-        ("tests/unit/xrunner/cluster/test_fleet.py",),
+        ("tests/unit/xrunner/cluster/test_workers.py",),
     ),
     4: Point(
         "300 idle sockets at 256 files",
@@ -53,7 +53,7 @@ POINTS = {
     9: Point(
         "two machines of one name",
         "a local process with the remote worker's PID was killed",
-        ("tests/unit/xrunner/cluster/test_fleet.py",),
+        ("tests/unit/xrunner/cluster/test_workers.py",),
     ),
     10: Point(
         "exported Kubernetes objects",
@@ -146,7 +146,7 @@ POINTS = {
         "a template's '%0999999999d' % 1 took all memory; a tokenizer without its special token gave 500 to each "
         "request; a header of 5 GiB was read whole",
         (
-            "tests/unit/xrunner/server/test_chat.py::test_a_hostile_template_is_refused_when_it_renders",
+            "tests/unit/xrunner/server/test_chat.py::test_a_hostile_template_is_refused",
             "tests/unit/xrunner/server/test_chat.py::test_a_process_that_renders_and_is_stopped_or_killed_is_replaced",
             "tests/unit/xrunner/server/test_text.py::test_a_tokenizer_that_encodes_nothing_is_refused_when_it_is_loaded",
             "tests/cli/test_hostile_files.py",
