@@ -63,8 +63,8 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
 
 
 def _speculation(request: PlanRequest, model: ModelSpec) -> Speculation | None:
-    """Return the settings of speculative decoding, or None if the request has no draft. By default there are as many
-    draft tokens as acceptance has positions.
+    """Return the settings of speculative decoding, or None if the request has no draft. By default, there are as many
+    draft tokens as `acceptance` has shares, or `FEW_AHEAD` for a single share.
 
     Raises:
         InputError: fields are missing or cannot be combined, or the model does not support such drafts.

@@ -629,7 +629,7 @@ def plan_request(**asked: Any) -> PlanRequest:
 
 
 def as_plan_request(request: ProblemRequest | FleetRequest, **changes: Any) -> PlanRequest:
-    """Return a request for a plan with the fields that another request sets and a plan request has."""
+    """Return a request for a plan that copies the fields set in another request, if a plan request has these fields."""
     shared = (PlanRequest.model_fields.keys() & request.model_fields_set) - {"among", "devices"}
     return plan_request(**{name: getattr(request, name) for name in shared} | changes)
 

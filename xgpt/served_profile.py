@@ -60,8 +60,8 @@ def as_served(
     """Serve a short load on this machine, and return the profile fitted to the load's steps.
 
     The profile is returned unchanged for several devices, for an encoder-decoder, if the profile is brief, and if the
-    load fails. The fitted profile's `others` lists the other processes during the measurement or the load, whichever
-    they disturbed more.
+    load fails. The fitted profile's `others` lists the other processes during the measurement or during the load,
+    whichever was disturbed more.
     """
     if cluster.num_devices > 1 or spec.is_encoder_decoder or profile.is_brief:
         return profile

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MAX_BYTES = 1 << 16
 """Largest grammar in bytes. The grammars of usual tools are a tenth as large."""
 KEPT_S = 0.3
-"""Largest total of the processor seconds in which the kept grammars, the most recently used ones, were compiled. Their
+"""The most recently used grammars are kept, as many as took at most this number of processor seconds to compile. Their
 memory is in proportion to this time: one of the longest grammars takes 0.2 s and 15 MiB, and one for eight usual tools
 takes 8 ms.
 """
@@ -43,10 +43,10 @@ LONG_BYTES = 1 << 13
 that followed the grammar.
 """
 STEP_FUEL, STEP_ITEMS, STATES = 20_000, 20_000, 30_000
-"""Largest work on the tokens that may come next, in llguidance's units for its lexer and its parser, and the largest
-number of the lexer's states. Usual schemas need a tenth of this. A pattern that needs more work takes 25 MiB, and adds
-2 ms to a step for each output until it is refused. With llguidance's own limits it took 200 MiB, and added 8 ms to
-every step."""
+"""Limits on computing the tokens that may come next: the work of llguidance's lexer and of its parser, each in
+llguidance's units, and the number of the lexer's states. Usual schemas need a tenth of this. A pattern that needs more
+work takes 25 MiB, and adds 2 ms to a step for each output until it is refused. With llguidance's own limits it took 200
+MiB, and added 8 ms to every step."""
 KEPT_ANSWERS = 64
 """Number of grammars of which the process remembers whether they are accepted."""
 
@@ -257,8 +257,8 @@ class Compiled:
 
 
 class GrammarState:
-    """The position of an output in its grammar, at first the start. The grammar stays compiled as long as this object
-    exists.
+    """The position of an output in its grammar. The first position is the grammar's start. The grammar stays compiled
+    as long as this object exists.
 
     Args:
         eos_token_ids: tokens that are allowed only if the output is complete, even if the tokenizer has text for them.

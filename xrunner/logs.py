@@ -30,7 +30,7 @@ MAX_CHARACTERS, MAX_TRACEBACK = 1000, 8000
 `MAX_SHOWN` characters are written.
 """
 KINDS = 1000
-"""Number of kinds of lines that are remembered. Only the most recent kinds are."""
+"""Number of kinds of lines that are remembered, which are the most recent ones."""
 
 
 class Rate(NamedTuple):

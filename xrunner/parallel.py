@@ -130,7 +130,7 @@ class Part:
 
     @property
     def cached_heads(self) -> Share:
-        """Heads in this rank's cache. If it holds latent vectors, there is one head, the same on all ranks."""
+        """Heads in this rank's cache. If the cache holds latent vectors, there is one head, the same on all ranks."""
         return self.kv_heads if self.spec.latent is None else Share(0, 1, 1)
 
     @property

@@ -358,10 +358,11 @@ def clocks_of(keys: np.ndarray, noise: Tensor) -> Iterator[Tensor]:
     """Return random numbers such that the token with the highest sum of log weight and random number is a sample drawn
     by weight.
 
-    The numbers are negative logarithms of exponential clocks: among clocks whose rates are the weights, each is the
-    first with a probability in proportion to its rate. A token's clock depends only on the row's key and the token. So
-    if weights differ by rounding errors, a different token is drawn only if two clocks are that close. Inverting the
-    cumulative distribution would add up the rounding errors of all tokens.
+    Each number is the negative logarithm of an exponentially distributed time, the token's clock. If a clock's rate is
+    the token's weight, the probability that this clock is the shortest is in proportion to the weight. A token's clock
+    depends only on the row's key and the token. So if weights differ by rounding errors, a different token is drawn
+    only if two clocks differ by no more. Inverting the cumulative distribution would add up the rounding errors of all
+    tokens.
 
     Args:
         keys: key of each row. # uint64 [rows]

@@ -30,7 +30,7 @@ DTYPES: dict[DType, torch.dtype] = {
 
 
 def state_dtype(dtype: DType, device: str) -> torch.dtype:
-    """Return the dtype of a model's activations on a device if its products are in `dtype`."""
+    """Return the dtype of a model's activations on a device if matrix products are in `dtype`."""
     state = _precision(dtype, device).state
     if state not in DTYPES:
         raise InputError("dtype", dtype, f"on {device} models run in {', '.join(DTYPES)}")
@@ -69,7 +69,7 @@ class Weight(NamedTuple):
         out: destination in the model: a parameter, or some rows of a parameter that fuses several tensors.
         transposed: whether the checkpoint stores the tensor as [in, out].
         cut: the part of the stored tensor that is needed. None means all of it.
-        entry: index in a stored tensor that stacks several tensors, and their number. None means that the tensor is
+        entry: the tensor's index in a stored stack of tensors, and the size of the stack. None means that the tensor is
             stored separately.
     """
 

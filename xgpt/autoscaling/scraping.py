@@ -118,7 +118,7 @@ class LoadReader:
         self._headers = {"Accept-Encoding": "identity", **key}
         self._tls = httpx.create_ssl_context(trust_env=False)
         self._before: dict[str, tuple[float, Counts]] = {}
-        """Time and counters of the last answer of each replica, even if it was not the last reading."""
+        """Time and counters of each replica's last answer, even if the replica did not answer the last reading."""
         self._read_s: float | None = None
 
     def read(self, now_s: float) -> ScrapedTraffic | None:

@@ -66,7 +66,7 @@ class Seconds(click.ParamType):
 
 
 def rates(value: str) -> list[tuple[float, float | None]]:
-    """Return arrivals a second: R, or stages R:SECONDS,R:SECONDS,R."""
+    """Return arrivals a second, given as R or as stages R:SECONDS,R:SECONDS,R."""
     stages = []
     for part in value.split(","):
         rate, colon, seconds = part.strip().partition(":")
@@ -88,7 +88,7 @@ class SecondsOrNone(Decimal):
 
 
 def prices(value: str) -> dict[str, float]:
-    """Return clusters with their prices, CLUSTER=PRICE,CLUSTER=PRICE."""
+    """Return clusters with their prices, given as CLUSTER=PRICE,CLUSTER=PRICE."""
     found: dict[str, float] = {}
     for part in value.split(","):
         name, _, text = part.strip().rpartition("=")
@@ -121,7 +121,7 @@ def requests_or_all(value: str) -> int | str:
 
 
 def devices_of_each(value: str) -> int | dict[str, int]:
-    """Return a number of devices, for all clusters or for each: N, or CLUSTER=N,CLUSTER=N."""
+    """Return a number of devices for all clusters, given as N, or for each cluster, given as CLUSTER=N,CLUSTER=N."""
     found: dict[str, int] = {}
     for part in value.split(","):
         name, _, count = part.strip().rpartition("=")
@@ -135,7 +135,7 @@ def devices_of_each(value: str) -> int | dict[str, int]:
 
 
 def held(value: str) -> tuple[str, int]:
-    """Return a control variable and its value, NAME=N, as a pair."""
+    """Return a control variable and its value, given as NAME=N, as a pair."""
     name, _, text = (part.strip() for part in value.partition("="))
     try:
         number = whole(text)
@@ -147,7 +147,7 @@ def held(value: str) -> tuple[str, int]:
 
 
 def acceptance(value: str) -> float | tuple[float, ...] | str:
-    """Return the shares of draft tokens that are accepted, SHARE or SHARE,SHARE, or the name of a file."""
+    """Return the shares of draft tokens that are accepted, given as SHARE or SHARE,SHARE, or the name of a file."""
     try:
         shares = [decimal(part) for part in value.split(",")]
     except ValueError:

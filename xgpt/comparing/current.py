@@ -98,7 +98,7 @@ def is_model(served: str, name: str) -> bool:
 
 
 def check_model(current: CurrentEngine, name: str) -> None:
-    """Check that a command names no other Hub model than the one for which the plans are.
+    """Check that a command names no Hub model other than the model of the plans.
 
     Raises:
         InputError: the command names another model. (A path, or a name without an owner, may be any model.)

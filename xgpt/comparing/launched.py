@@ -219,7 +219,7 @@ def _commands(words: list[str]) -> Iterator[list[str]]:
 
 
 def _in_docker(words: list[str]) -> Iterator[Launched]:
-    """Yield the engine that `docker run` starts, by its arguments or by the image's name."""
+    """Yield the engine that `docker run` starts, which its arguments or the image's name show."""
     entrypoint = ""
     at = 0
     while at < len(words) and words[at].startswith("-"):

@@ -29,7 +29,7 @@ ConfigKind = Literal["models", "devices", "clusters", "engines", "workloads"]
 
 
 def configs_dir() -> Path:
-    """Return the directory of the shipped configs, which is in the package in a wheel, and beside it in a checkout."""
+    """Return the directory of the shipped configs: inside the package in a wheel, next to the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
@@ -46,7 +46,7 @@ def config_names(kind: ConfigKind) -> list[str]:
 
 
 FILES = (".yaml", ".yml", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".txt", ".prom", ".gz", ".xlsx")
-"""Suffixes with which a name is the name of a file, not of a config."""
+"""A name with one of these suffixes is the name of a file, not of a config."""
 
 
 def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
@@ -99,7 +99,7 @@ def parse_arguments(given: dict[str, Any], type_: type[T]) -> T:
 
 
 def load_cluster_yaml(path: Path) -> Any:
-    """Return a cluster's document. If it names its device, the name is replaced by that device's document.
+    """Return a cluster's document. If the document names a device, the name is replaced by the device's document.
 
     Raises:
         InputError: there is no such file, or no such device.

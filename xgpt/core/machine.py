@@ -17,7 +17,7 @@ LOOPBACK = Link(bandwidth_bytes_per_s=2e9, latency_s=50e-6)
 """Link between processes of one machine over Gloo. The figures are orders of magnitude, since there is no datasheet."""
 
 GRACE_HOPPER = {"gh200-480gb": "gh200-96gb", "gh200-144g-hbm3e": "gh200-144gb"}
-"""Names of configs for products whose drivers name the CPU's memory, or abbreviate."""
+"""Names of configs by the names that drivers report, if a driver's name states the CPU's memory or is abbreviated."""
 
 CPU_USABLE_MEMORY = 0.5
 """Share of a CPU's memory that a plan may fill. The system and other programs need the rest."""

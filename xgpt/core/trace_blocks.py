@@ -39,8 +39,8 @@ class TracePrefixes:
     def chain(self, request: int, input_length: int, block_size: int) -> Chain:
         """Return the keys of a prompt's full K/V blocks.
 
-        The trace's block with the K/V block's last token identifies the K/V block. If the trace's blocks are longer,
-        less is shared than would be possible.
+        A K/V block is identified by the trace's block that contains the K/V block's last token. If the trace's blocks
+        are longer, less is shared than would be possible.
         """
         return self._keys(self.prompts[request], 0, 0, input_length // block_size, block_size)
 

@@ -75,9 +75,10 @@ def has_requests(path: Path, field: str = "workload") -> bool:
 def read_lengths(path: Path, field: str = "workload") -> TraceLengths:
     """Return the requests of a trace, in order of time if it has times. Errors call it `field`.
 
-    Formats and names are those of `xgpt.core.trace_rows`. Requests that failed, or have no input or output tokens,
-    are left out. Times are dates in ISO 8601 (UTC if they have no offset) or numbers, whose unit is in their name
-    (`timestamp_ms`), or follows from the format, or from their size if they count from 1970. Other numbers are seconds.
+    Formats and names are those of `xgpt.core.trace_rows`. Requests that failed, or have no input or output tokens, are
+    left out. Times are dates in ISO 8601 (UTC if they have no offset) or numbers. The unit of numbers follows from the
+    column's name (`timestamp_ms`), from the format or, if they count from 1970, from their size. Other numbers are
+    seconds.
 
     Raises:
         InputError: a value is wrong, or the unit of times is not known. For a wrong value, the message states the line.
@@ -197,7 +198,7 @@ def _unit(
 
 
 def _length(where: str, name: str, value: object) -> int:
-    """Return the number of tokens in a value, or 0 if it is empty."""
+    """Return a value as a number of tokens, or 0 if the value is empty."""
     if value is None or value == "":
         return 0
     number: object = value

@@ -73,7 +73,8 @@ def slowdown_to_plan_with(profile: ProfileRef, measured: float | None) -> float:
 class MeasuredPace:
     """Computes the ratio of measured to predicted time over the latest steps.
 
-    The ratio is one of sums, so that a long step counts as much as several short steps.
+    The ratio is the sum of measured times divided by the sum of predicted times, so that a long step counts as much as
+    several short steps.
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ HALF_LIFE = 1024
 MIN_FINISHED = 100
 """Smallest number of finished requests from which a change is detected."""
 MIN_CENSORED = 25
-"""As `MIN_FINISHED`, if most requests wait or are cancelled before their first token."""
+"""Used instead of `MIN_FINISHED` if most requests wait or are cancelled before their first token."""
 RATE_REQUESTS = 64
 """The arrival rate is computed from this number of the latest requests. With fewer requests, the rate is unknown."""
 LEAST_RATE_S, MOST_RATE_S = 1.0, 60.0
@@ -256,7 +256,7 @@ def observe_lengths(inputs: npt.ArrayLike, outputs: npt.ArrayLike, planned: Work
 
 
 def _reaching(outputs: Histogram, longest: int) -> Histogram:
-    """Return the output lengths with the longest allowed length, for which K/V memory is reserved, added."""
+    """Return the output lengths, with the longest allowed length added, since K/V memory is reserved for it."""
     if longest <= outputs.lengths[-1]:
         return outputs
     return Histogram(lengths=(*outputs.lengths, longest), probabilities=(*outputs.probabilities, 0.0))
@@ -285,7 +285,7 @@ def surprise(
 
     Args:
         planned_size: number of requests from which the planned lengths were computed.
-        known_to: the observed histogram is known below this length. Other lengths only count as longer.
+        known_to: the observed histogram is known below this length. Requests from this length on count only as longer.
 
     Returns:
         The negative logarithm of the probability that chance explains the difference. Source: Wilks, Annals of

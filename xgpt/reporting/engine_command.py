@@ -76,7 +76,7 @@ def engine_command(plan: Plan, kept: Sequence[str] = ()) -> str | None:
 
 
 def _shortened(words: list[str], kept: Sequence[str], context: int, longest: int) -> tuple[list[str], Sequence[str]]:
-    """Return a command, and the options it keeps, after limiting the context to the tokens with which vLLM starts."""
+    """Return a command and its kept options, with the context limited to the tokens with which vLLM can start."""
     for at, name in enumerate(kept[:-1]):
         if name == "--max-model-len":
             value = kept[at + 1]

@@ -132,7 +132,9 @@ def ranges_from_rows(plan: Plan) -> list[str]:
 
 
 def mixing_in_words(plan: Plan) -> list[str]:
-    """Return a line on the cost of mixed steps at which another policy is better, or nothing if it is not known."""
+    """Return a line on the slow-down by mixed steps from which another policy would be better, or nothing if it is not
+    known.
+    """
     edge = plan.estimate.mixing_edge
     if edge is None:
         return []

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 NUM_REQUESTS = 400
 """Number of requests in the simulated run whose figures are shown next to the prediction."""
 LOAD_WITHOUT_BOUNDS = 0.8
-"""If a plan has no bounds, its report is for this share of the throughput at saturation as the arrival rate."""
+"""If a plan has no bounds, the arrival rate in its report is this share of the throughput at saturation."""
 HISTOGRAM_BINS = 40
 
 

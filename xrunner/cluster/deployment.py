@@ -22,7 +22,7 @@ class Deployment(Frozen):
     """Settings of all workers, apart from their K/V blocks and the number of their device."""
     stages: tuple[Stage, ...]
     devices_per_node: PositiveInt = 1
-    """Devices of a machine, whether these stages have them all or not."""
+    """Number of devices of a machine, even if these stages have only some of them."""
 
     @classmethod
     def of(cls, plan: Plan) -> Self:

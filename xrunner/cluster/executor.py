@@ -91,7 +91,9 @@ class RemoteExecutor:
         self._in_order: dict[str, deque[int]] = {lane: deque() for lane in self._lanes}
         """Steps under way, in the order in which they began."""
         self._done: dict[int, m.Done] = {}
-        """Steps that ended before an earlier step, whose prompts first had to go through the encoder."""
+        """Ended steps that wait for an earlier step to end, which takes longer because its prompts first go through the
+        encoder.
+        """
         self._number = 0
         self._generations: dict[int, Generation] = {}
         self._tables: dict[int, tuple[BlockTable, BlockTable]] = {}

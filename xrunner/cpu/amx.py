@@ -1,9 +1,9 @@
 """Products of bfloat16 numbers in the processor's matrix registers (AMX), summed in float32. Numba calls these
 functions.
 
-A register holds 16 rows of 64 bytes. A product takes 16 x 32 numbers times 32 x 16. The second operand has pairs of
-rows: each element of an even row is followed by the element of the next row. Queries are lanes, as in `simd`, in one or
-two registers.
+A register holds 16 rows of 64 bytes. A product multiplies 16 x 32 numbers by 32 x 16 numbers. The second operand has
+pairs of rows: each element of an even row is followed by the element of the next row. Queries are lanes, as in `simd`,
+in one or two registers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHAPES[0] = 1
 SHAPES[16:32:2] = 64
 SHAPES[48:56] = 16
 
-# Register numbers: sums of each half of the rows and each half of the lanes; the rows; the lanes.
+# Numbers of the registers for the sums (of each half of the rows and each half of the lanes), the rows and the lanes.
 SUMS, ROWS, LANES = ((0, 1), (2, 3)), (4, 5), (6, 7)
 
 
@@ -181,7 +181,7 @@ def add_values(
     head_dim: Any,
     lanes: Any,
 ) -> Any:
-    """Add weights^T values to sums, over 32 dimensions of the values.
+    """Add weights^T * values to sums, over 32 dimensions of the values.
 
     # weights: pairs [16 * num_steps, lanes], values as stored by `turn_values`, from a byte offset on, sums [32, lanes]
     """

@@ -182,7 +182,7 @@ def _adjust(scores, scored, head, distance):
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _add(weights, values, sums, from_values, from_sums, shrink, begin, end, head_dim):
-    """Set sums = shrink * sums + weights values, over keys from `begin` to `end`."""
+    """Set sums = shrink * sums + the weighted values of keys from `begin` to `end`."""
     d = 0
     while d + 4 * LINE <= head_dim:
         add_rows(weights, values, sums, from_values + d, from_sums + d, shrink, begin, end, head_dim, 4, LINE)

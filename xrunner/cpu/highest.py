@@ -44,8 +44,8 @@ class Screen:
 
     Args:
         weight: the weight. # float32 [out, in]
-        rounded: the product with a copy of the weight in eight bits, whose rows are rounded by `quantise`.
-        whole: the product with the whole weight in float32, for rows in which too many outputs can be the highest.
+        rounded: multiplies by a copy of the weight in eight bits, whose rows are rounded by `quantise`.
+        whole: multiplies by the whole weight in float32, for rows in which too many outputs can be the highest.
     """
 
     def __init__(self, weight: Tensor, rounded: PackedLinear, whole: PackedLinear) -> None:

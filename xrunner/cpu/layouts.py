@@ -20,7 +20,9 @@ def _activated(product: PackedLinear, activation: str) -> PackedLinear:
 
 
 def _in_panels(pack: Callable[..., PackedLinear], activation: str) -> PackedLinear:
-    """Return the product, followed by the activation function. Panels apply the most usual gate themselves."""
+    """Return a function that multiplies and applies the activation function. Panels apply the most usual gate
+    themselves.
+    """
     return pack(gated=True) if activation == GATES["silu"] else _activated(pack(), activation)
 
 
@@ -29,14 +31,14 @@ def _panels(weight: Tensor, activation: str) -> PackedLinear:
 
 
 def _bfloat16_panels(weight: Tensor, activation: str) -> PackedLinear:
-    """Return the product with a weight in bfloat16. Activations are rounded, too. Sums, bias and activation function
-    are float32."""
+    """Return a function that multiplies by a weight in bfloat16. Activations are rounded, too. Sums, bias and
+    activation function are float32."""
     return _in_panels(partial(panels.pack_bfloat16, weight.bfloat16()), activation)
 
 
 def _int8_panels(weight: Tensor, activation: str) -> PackedLinear:
-    """Return the product with a weight in eight bits, with scales for outputs and for rows of activations. Sums have 32
-    bits."""
+    """Return a function that multiplies by a weight in eight bits, with scales for outputs and for rows of activations.
+    Sums have 32 bits."""
     return _in_panels(partial(panels.pack_int8, *quantise(weight)), activation)
 
 

@@ -68,7 +68,7 @@ def is_available() -> bool:
 
 
 def pack(weight: Tensor, scales: Tensor) -> PackedLinear:
-    """Return the product x W^T + b of x and b. Each row of x is rounded to eight bits.
+    """Return a function of x and b that computes x W^T + b. Each row of x is rounded to eight bits.
 
     Args:
         weight: the weight. # int8 [out, in]

@@ -6,12 +6,12 @@ slice's multiplications.
 
 A weight is stored in blocks of up to DEEPEST inputs, a block in panels of WIDTH outputs, and a panel input by input, in
 the order in which it is read. An input has four bytes: one number in float32, two in bfloat16, four in eight bits,
-which the processor's dot-product instructions multiply together. With fewer bits than float32, one call rounds,
-multiplies and scales. The sums of up to GROUP rows by WIDTH outputs stay in registers. A compiler would not keep them
-there, so the inner loop is in assembly. A slice of a panel stays in a cache while all groups of rows are multiplied by
-it, and a block of the rows' inputs stays in the second-level cache while it is multiplied by all panels. Panels of
-gates alternate with panels of gated outputs: a gate is applied before its sums leave the cache, so only half as much is
-written. The threads are torch's OpenMP threads, as in attention.
+which the processor's dot-product instructions multiply together. If the numbers have fewer bits than float32, one call
+rounds the rows, multiplies them and scales the sums. The sums of up to GROUP rows by WIDTH outputs stay in registers. A
+compiler would not keep them there, so the inner loop is in assembly. A slice of a panel stays in a cache while all
+groups of rows are multiplied by it, and a block of the rows' inputs stays in the second-level cache while it is
+multiplied by all panels. Panels of gates alternate with panels of gated outputs: a gate is applied before its sums
+leave the cache, so only half as much is written. The threads are torch's OpenMP threads, as in attention.
 
 Source: K. Goto and R. van de Geijn, Anatomy of High-Performance Matrix Multiplication (2008).
 """
@@ -85,7 +85,7 @@ def is_available(dtype: str = "float32") -> bool:
 
 
 def pack(weight: Tensor, *, gated: bool = False) -> PackedLinear:
-    """Return the product x W^T + b of x and b. # float32 [out, in]
+    """Return a function of x and b that computes x W^T + b. # float32 [out, in]
 
     Args:
         gated: whether the first half of the outputs gates the second half (see `scalars.gated`), which halves the
@@ -95,13 +95,13 @@ def pack(weight: Tensor, *, gated: bool = False) -> PackedLinear:
 
 
 def pack_bfloat16(weight: Tensor, *, gated: bool = False) -> PackedLinear:
-    """Return the product x W^T + b with a weight in bfloat16 [out, in]. The rows of x are rounded to bfloat16, and sums
-    are float32."""
+    """Return a function that computes x W^T + b with a weight in bfloat16 [out, in]. The rows of x are rounded to
+    bfloat16, and sums are float32."""
     return _packed(weight, None, None, BFLOAT16, gated=gated)
 
 
 def pack_int8(weight: Tensor, scales: Tensor, *, gated: bool = False) -> PackedLinear:
-    """Return the product x W^T + b with a weight in eight bits. Each row of x is rounded to eight bits.
+    """Return a function that computes x W^T + b with a weight in eight bits. Each row of x is rounded to eight bits.
 
     Args:
         weight: the weight. # int8 [out, in]
@@ -139,7 +139,7 @@ class PanelOutputs:
 
 
 def _packed(weight: Tensor, scales: Tensor | None, begin: Tensor | None, kind: int, *, gated: bool) -> PackedLinear:
-    """Return the product with a weight of this kind. # [out, in]
+    """Return a function that multiplies by a weight of this kind. # [out, in]
 
     Args:
         scales: scale of each output. # [out]
@@ -186,7 +186,7 @@ def _block_depth(depth: int) -> int:
 
 
 def _run(x: np.ndarray, packed: Any, y: np.ndarray, block: int, how: tuple[bool, int]) -> None:
-    """# packed: panels, what sums begin with, scales of outputs, bias; how: whether outputs are gated, and the kind"""
+    """# packed: panels, initial sums, scales of outputs, bias; how: whether outputs are gated, and the kind"""
     inputs, count = (x, _NO_SCALES), num_threads()
     if count == 1:
         _multiply_all(inputs, packed, y, block, how)
@@ -302,7 +302,7 @@ def _multiply(inputs: Any, packed: Any, y: Any, block: Any, how: Any, first: Any
 
 @njit(**OPTIONS, **INNER)
 def _scale(sums: Any, width: Any, count: Any, of_panel: Any) -> None:
-    """Scale a panel's sums in place. They are int32 bits."""
+    """Convert a panel's sums from int32 bits to float32 in place, scale them and add the bias."""
     of_outputs, bias, of_rows = of_panel
     for i in range(count):
         of_row = of_rows[i]

@@ -28,7 +28,7 @@ NARROW, WIDE = 16, 32
 """Number of lanes of a tile. In a wide tile, a loaded key is used for two registers."""
 
 KEYS_AT_ONCE = {WIDE: 8, NARROW: 16}
-"""Number of keys that are scored together: their sums fit into registers."""
+"""Number of keys that are scored together, so few that their sums fit into registers."""
 
 
 class Vectors(NamedTuple):
@@ -66,8 +66,8 @@ class RowSpan(NamedTuple):
     (`simd.at`).
 
     Attributes:
-        queries, results: queries and results of the group at the sequence's first token of this step. Strides, in
-            elements, give the positions of the others.
+        queries, results: queries and results of the group at the sequence's first token of this step. Those of other
+            tokens and heads follow at the given strides, in elements.
         num_tokens: tokens of the sequence in this step.
         group: number of heads that share the K/V head.
         first, num_rows: index of the span's first row among the sequence's rows, and the span's number of rows.
@@ -106,7 +106,8 @@ class Context(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """A `Scoring` whose factors are for powers of two. An absent cap, window, bias or sinks is 0.
+    """A `Scoring` with factors for a softmax in powers of two instead of powers of e. An absent cap, window, bias or
+    sinks is 0.
 
     Attributes:
         bias: bias of the K/V head, by query position minus key position. Each head has its own keys.
@@ -127,8 +128,8 @@ class ThreadScratch(NamedTuple):
 
     Attributes:
         tiles: queries, sums and softmax state. # float32 [tiles, tile_floats]
-        scores: a piece's scores, then its weights as pairs, then the factors for earlier weights. # float32
-            [score_floats]
+        scores: a piece's scores, then its weights as pairs of bfloat16 numbers, then the factors for earlier weights. #
+            float32 [score_floats]
         keys: keys and values of a piece in float32, or transposed values. # float32 [2, piece, head_dim]
         limits: number of keys that each row sees. # int32 [tiles * WIDE]
         places: positions of the rows of queries, and of results. # int64 [2, tiles * WIDE]
@@ -182,7 +183,7 @@ def score_floats(way):
 
 @register_jitable
 def space_floats(way, num_tiles, head_dim):
-    """Return the size of a `ThreadScratch`, in numbers of float32."""
+    """Return the size of a `ThreadScratch`, in float32 numbers."""
     keys = 2 * way.piece * head_dim
     integers = num_tiles * WIDE + 2 * (2 * num_tiles * WIDE + 3 * way.piece)
     return num_tiles * tile_floats(head_dim) + score_floats(way) + keys + integers
@@ -252,8 +253,8 @@ def attend(way, span, context, rules, space):
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def place_keys(context, begin, end, most, places):
-    """Write the cache positions of the keys from `begin` on to the end of `end`'s block, but of at most `most` keys.
-    Return the number of keys.
+    """Write the cache positions of at most `most` keys, from `begin` to the end of the block that contains the key
+    before `end`. Return the number of keys.
     """
     block_size = context.block_size
     count = min(most, max((end + block_size - 1) // block_size * block_size - begin, 0))
@@ -589,6 +590,6 @@ def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, asks_
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _ask_values(context, space, count, first, last):
-    """Prefetch a part of the next piece's values, in proportion to these dimensions of a head."""
+    """Prefetch a part of the next piece's values: the share that dimensions `first` to `last` have of a head."""
     begin, end = count * first // context.head_dim, count * last // context.head_dim
     ask(context, space.soon, begin, end, context.to_values)

@@ -48,8 +48,8 @@ def _lanes(*firsts: int, run: int) -> tuple[int, ...]:
     return tuple(first + i for first in firsts for i in range(run))
 
 
-# Each shuffle takes two vectors and returns two. The sum of the results has each vector's partial sums in half as many
-# lanes, and after the last shuffle in one lane.
+# Each shuffle takes two vectors and returns two. In the sum of the two results, each vector's partial sums are in half
+# as many lanes; after the last shuffle, they are in one lane.
 _PAIRS = (
     (
         tuple(lane + other for group in range(0, 16, 4) for lane in (group, group + 1) for other in (0, 16)),
@@ -65,8 +65,8 @@ _PAIRS = (
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """Return a function that numba can call and that compiles to the instructions which `generate` appends. It has the
-    parameters of `function` except the first.
+    """Return a function that numba can call, with the parameters of `function` except the first. It compiles to the
+    instructions that the inner function `generate` of `function` appends.
     """
     return intrinsic(prefer_literal=True)(function)
 
@@ -162,7 +162,8 @@ def add_rows(
     num_vectors: Any,
     lanes: Any,
 ) -> Any:
-    """Set sums = shrink * sums + weights values of keys from `begin` to `end`, for `num_vectors` vectors of dimensions.
+    """Set sums = shrink * sums + the weighted values of keys from `begin` to `end`, for `num_vectors` vectors of
+    dimensions.
 
     # weights [keys], values [keys, head_dim], sums [num_vectors * lanes]
     """
@@ -360,7 +361,7 @@ class Emit:
         return self.builder.bitcast(self.builder.or_(low, self._cut(self._raised(odd))), self.type)
 
     def _raised(self, x: ir.Value) -> ir.Value:
-        """Return the bits plus half of the part that bfloat16 drops."""
+        """Return the bits plus half of bfloat16's last bit, so that dropping the lower bits rounds."""
         return self.builder.add(
             self.builder.bitcast(x, self.integers), ir.Constant(self.integers, [0x8000] * self.lanes)
         )

@@ -68,7 +68,7 @@ def add_values(
     num_dims: Any,
     lanes: Any,
 ) -> Any:
-    """Set sums = shrink * sums + weights^T values, over `num_dims` dimensions of the values of keys from `first` on.
+    """Set sums = shrink * sums + weights^T * values, over `num_dims` dimensions of the values of keys from `first` on.
 
     # weights [keys, lanes], shrink [lanes], places of the values' rows int64 [keys], sums [num_dims, lanes]
     """
@@ -126,8 +126,8 @@ def soften(
 def hide(
     typing_context: Any, scores: Any, limits: Any, before: Any, begin: Any, end: Any, window: Any, lanes: Any
 ) -> Any:
-    """Hide the scores, from `begin` to `end`, of keys that are not visible to a lane: keys from the lane's limit on,
-    and keys more than `window` positions before the limit.
+    """Hide scores from `begin` to `end` if a lane cannot see the key: keys from the lane's limit on, and keys more than
+    `window` positions before the limit.
 
     # scores [keys, lanes] of keys from the sequence's `before`-th on, limits int32 [lanes]
     """

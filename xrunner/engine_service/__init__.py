@@ -2,10 +2,10 @@
 
 Its input is token ids and sampling parameters, its output is token ids and log probabilities.
 
-The messages are those of `vllm_engine.proto` (package `smg-grpc-proto`), so a gateway that speaks to vLLM speaks to
-this engine. The gateway has the text: it renders chats, tokenises, detokenises, ends outputs at stop strings and parses
-calls of functions. The engine has the tokens: it never sees a template, and reads a tokenizer only if an output must
-follow a grammar.
+The messages are those of `vllm_engine.proto` (package `smg-grpc-proto`), so a gateway that can talk to vLLM can also
+talk to this engine. The gateway has the text: it renders chats, tokenises, detokenises, ends outputs at stop strings
+and parses calls of functions. The engine has the tokens: it never sees a template, and reads a tokenizer only if an
+output must follow a grammar.
 
 Contract of `Generate`:
     input           `tokenized.input_ids` only. `text`, media and K/V transfers are refused.

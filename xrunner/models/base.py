@@ -71,7 +71,7 @@ class Model(nn.Module):
         checkpoint_layers: the name in checkpoints of each list of layers in this class.
         checkpoint_names: the name in checkpoints of each module in this class, or several names if the module fuses
             several projections. Modules of a layer are named relative to the layer ("layers.*." precedes the names
-            here). Modules that are not listed have the same name in checkpoints. In both names, * replaces the number
+            here). Modules that are not listed have the same name in checkpoints. In both names, * stands for the number
             of an expert.
         checkpoint_stacked: for each parameter that a checkpoint stores for all experts in one tensor, the tensor's
             name. Such tensors are indexed by expert and have matrices as [in, out].

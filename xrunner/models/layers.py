@@ -68,14 +68,14 @@ class Linear(nn.Module):
     def prepack(self, dtype: DType = "float32", layouts: Mapping[str, str] | None = None) -> None:
         """Pack the weight as the device's kernels need it, if that is faster (see `xrunner.packing.choice.pack`).
 
-        A weight that is not shared is freed. A tied weight stays in the embedding, so packing it takes as much memory
-        again.
+        The original weight is then freed, unless it is tied: then it stays in the embedding, and the packed copy takes
+        as much memory again.
         """
         if self.weight is not None and (packed := pack(self.weight.data, self.activation, dtype, layouts)) is not None:
             self._packed = packed
             self.weight = None
 
-    def forward(self, x: Tensor) -> Tensor:  # [tokens, in] -> [tokens, sum of parts], of gates half of it
+    def forward(self, x: Tensor) -> Tensor:  # [tokens, in] -> [tokens, sum of parts], or half of it if gated
         if self._packed is not None:
             return self._packed(x, self.bias)
         assert self.weight is not None

@@ -19,9 +19,8 @@ Shape = tuple[int, int]
 
 
 HighestLinear = Callable[[Tensor, Tensor | None], Tensor]
-"""Returns the sums for x plus the given numbers, of which only each row's highest is needed. The highest value in each
-row is at the output that is highest in float32. Other sums of the row may be wrong, but are never higher.
-# float32 [rows, in], [rows, out] -> [rows, out]
+"""Returns the sums for x plus the given numbers. Each row's argmax is that of the float32 sums. Other sums of the row
+may be wrong, but are never higher. # float32 [rows, in], [rows, out] -> [rows, out]
 """
 
 
@@ -31,11 +30,11 @@ class WeightLayout(NamedTuple):
     Attributes:
         dtype: dtype of the products.
         is_available: whether this processor and this torch support it.
-        pack: returns the product with a float32 weight [out, in], followed by the activation function of the given
-            name.
-        pack_highest: takes a float32 weight [out, in] and the product with it. Returns a product that finds each row's
-            highest sum by means of a copy of the weight in this layout. None means that the layout is not used for
-            this.
+        pack: returns a function that multiplies by a float32 weight [out, in] and applies the activation function of
+            the given name.
+        pack_highest: takes a float32 weight [out, in] and the function that multiplies by this weight. Returns a
+            function that finds each row's highest sum with a copy of the weight in this layout. None means that the
+            layout is not used for this.
     """
 
     dtype: DType

@@ -64,8 +64,8 @@ def _with_onednn_bfloat16(weight: Tensor, activation: str) -> PackedLinear:
 
 
 def _with_onednn_int8(weight: Tensor, activation: str) -> PackedLinear:
-    """Return the product with a weight in eight bits, with a scale for each output. Each call rounds its activations,
-    with a scale for each row.
+    """Return a function that multiplies by a weight in eight bits, with a scale for each output. Each call rounds its
+    activations, with a scale for each row.
 
     Sums are exact in 32 bits. Scales, bias and activation function are float32.
     """
@@ -121,8 +121,8 @@ def shape_name(shape: Shape) -> str:
 def pack(
     weight: Tensor, activation: str, dtype: DType = "float32", layouts: Mapping[str, str] | None = None
 ) -> PackedLinear | None:
-    """Return the product with a weight [out, in], or None if it is not on a CPU, or no layout is available for the
-    dtype.
+    """Return a function that multiplies by a weight [out, in], or None if the weight is not on a CPU, or no layout is
+    available for the dtype.
 
     Args:
         layouts: layout to use for each shape, by `shape_name`. Layouts that are not available here are ignored.
@@ -137,10 +137,11 @@ def pack(
 
 
 def pack_highest(weight: Tensor, whole: PackedLinear, layouts: Mapping[str, str] | None = None) -> HighestLinear | None:
-    """Return the product for which only each row's highest sum is needed, or None if the whole product is used instead.
+    """Return a function that computes only each row's highest sum exactly, or None if the whole product is used
+    instead.
 
     Args:
-        whole: the product with the same weight in float32.
+        whole: multiplies by the same weight in float32.
         layouts: under `HEAD`, the layout of a copy of the weight in eight bits.
     """
     name = (layouts or {}).get(HEAD)

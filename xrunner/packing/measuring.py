@@ -15,8 +15,8 @@ from xrunner.packing.base import Shape
 from xrunner.packing.choice import LAYOUTS, layouts_of, pack, pack_highest, shape_name
 
 ROWS = (1, 8, 32, 128, 512)
-"""Numbers of rows at which layouts are compared. At each, times are relative to the fastest layout, so all count
-equally.
+"""Numbers of rows at which layouts are compared. At each number, times are relative to the fastest layout, so that all
+numbers count equally.
 """
 MOST_PRODUCT = 2**33
 """Largest product that is timed, in multiplications. A step has few rows for the head of a large vocabulary."""
@@ -32,9 +32,9 @@ use."""
 def fastest(shapes: Collection[Shape], dtype: DType, *, is_brief: bool = False) -> dict[str, str]:
     """Return the fastest layout for each shape of weight, or {} if only one is available.
 
-    A weight is stored once, so one layout serves all numbers of rows: the layout with the least mean over ROWS of its
-    time relative to the fastest layout's. If several tie, the first of LAYOUTS is chosen, so that repeated measurements
-    give the same choice.
+    A weight is stored once, so one layout serves all numbers of rows. For each number in ROWS, a layout's time is
+    divided by the fastest layout's time. The layout with the lowest mean of these ratios is chosen. If several tie, the
+    first of LAYOUTS is chosen, so that repeated measurements give the same choice.
 
     Args:
         is_brief: whether to measure at fewer numbers of rows, and fewer times at each, because the machine is busy.
@@ -73,7 +73,7 @@ def fastest_head(shape: Shape, layouts: Mapping[str, str], *, is_brief: bool = F
 def mean_times(
     products: Mapping[str, Callable[..., Tensor]], shape: Shape, *, is_brief: bool = False
 ) -> dict[str, float]:
-    """Return each product's mean over ROWS of its time relative to the fastest product's."""
+    """Return for each product the mean over ROWS of its time divided by the fastest product's time."""
     others = torch.ones(EVICTING)
     rows = [n for n in ROWS[:: 2 if is_brief else 1] if n == 1 or n * shape[0] * shape[1] <= MOST_PRODUCT]
     repeats = 2 if is_brief else REPEATS

@@ -111,7 +111,7 @@ class EngineClient:
     All methods run in the event loop's thread. A lost engine is restarted (`lasting_engine`).
 
     Args:
-        watch: observes the requests, and re-plans. None means that the server does not re-plan or restart a lost
+        watch: observes the requests, and re-plans. None means that the server neither re-plans nor restarts a lost
             engine.
 
     Attributes:

@@ -68,8 +68,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | Non
     attended = _masked(q, k, v, allowed, bias, scale)
     if not attended.isnan().any():
         return attended
-    # A key that is not finite would make the whole slot NaN, even if the key is masked, but only its own request may
-    # become NaN.
+    # A key that is not finite would make the whole slot NaN, even if the key is masked, but only the key's own request
+    # may become NaN.
     is_finite = (k.isfinite() & v.isfinite()).all(3).all(1)
     k, v = (x.where(is_finite[:, None, :, None], 0) for x in (k, v))
     is_lost = (allowed & ~is_finite[:, None]).any(2)
@@ -131,7 +131,7 @@ class Rows(ABC):
         self._most = layout.most
         self._device = next(model.parameters()).device
         self._num_steps = 0
-        """Number of generated tokens of each request whose keys and values are stored after the prompts'."""
+        """Number of output tokens of each request that are stored (as keys and values) after the prompts."""
         self._owner = self._tensor(layout.owner)
         self._slot, self._number = self._tensor(layout.slot), self._tensor(layout.number)
         numbers = torch.full((len(layout.owner), layout.most), PADDING, device=self._device)
@@ -159,7 +159,9 @@ class Rows(ABC):
         """Return all caches."""
 
     def keep(self, stay: np.ndarray) -> None:
-        """Remove all slots without remaining requests, whose indices are given. # int64 [remaining]"""
+        """Remove all slots in which no request remains. `stay` has the indices of the remaining requests. # int64
+        [remaining]
+        """
         chosen = self._tensor(stay)
         slots, self._slot = self._slot[chosen].unique_consecutive(return_inverse=True)
         self._number = self._number[chosen]
@@ -211,7 +213,7 @@ class SlotCache:
     """Keys and values of one attention block, slot by slot, with memory for `most` tokens in each slot.
 
     Args:
-        dtype: dtype to which they are rounded. None means the dtype in which they are computed.
+        dtype: dtype to which keys and values are rounded. None means the dtype in which they are computed.
     """
 
     def __init__(self, most: int, dtype: torch.dtype | None) -> None:

@@ -37,7 +37,7 @@ class _RunningBatch:
         self.last_token = np.zeros(len(self.ids), dtype=np.int64)
 
     def keep(self, stay: np.ndarray) -> None:
-        """Remove all requests except those with these indices, and their slots."""
+        """Remove all requests except those with these indices, and the slots in which no request remains."""
         self.rows.keep(stay)
         self.ids = [self.ids[index] for index in stay]
         self.slot, self.lines = self.slot[stay], self.lines[stay]

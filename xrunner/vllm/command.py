@@ -52,7 +52,7 @@ class Launch:
     block_size: int = 0
 
     def command(self, python: str, directory: str) -> list[str]:
-        """Return the command that starts this vLLM with its own Python. It gets requests from a socket in
+        """Return the command that starts this vLLM with its own Python. This vLLM gets requests from a socket in
         `directory`.
         """
         return [python, "-m", HOST, f"--model={self.model}", *self.arguments, directory, self.lane]
@@ -133,7 +133,9 @@ def runs_by_itself(plan: Plan) -> bool:
 
 
 def own_sizes(plan: Plan, policy: ChunkedSettings) -> tuple[int, int]:
-    """Return the tokens of a micro-batch's step, and the running requests, of a plan under vLLM's own scheduler."""
+    """Return two limits of a plan under vLLM's own scheduler: the tokens of a micro-batch's step, and the running
+    requests.
+    """
     tokens = plan.step_tokens(policy.token_budget) // policy.microbatches
     return tokens, min(policy.max_batch, most_running(policy.token_budget, policy.microbatches))
 
@@ -246,7 +248,9 @@ def quantizes(plan: Plan) -> bool:
 
 
 def context_of(plan: Plan, stages: Sequence[Stage]) -> int:
-    """Return the tokens of the longest request with which vLLM starts: its K/V memory must hold one of them."""
+    """Return the length, in tokens, of the longest request that vLLM may accept: vLLM starts only if its K/V memory can
+    hold one such request.
+    """
     return min(plan.model.max_context, int(LEAST_KV * _num_blocks(plan, stages)) * block_size_of(plan.cluster))
 
 

@@ -14,7 +14,7 @@ from xgpt.core.schema import Plan, WaaSettings
 from xrunner.channel.messages import Followed, Refused, Room
 
 LEAST_KV = 0.95
-"""Least share of a plan's K/V memory that vLLM, which itself chooses the size of its memory, must have to run it."""
+"""Least share of a plan's K/V memory with which vLLM may run the plan. vLLM itself chooses the size of its memory."""
 
 
 def settings_of(plan: Plan) -> LaneSettings:

@@ -83,7 +83,7 @@ class XgptScheduler(LoggedScheduler):
         self._mirror = Mirror(self.kv_cache_manager, self._table_of) if caches else None
         self._most_tokens: int = self.max_num_scheduled_tokens
         self._ended: dict[int, Chain] = {}
-        """Keys of the blocks of requests that ended in a step that is not settled."""
+        """By request: the keys of its blocks, if it ended in a step that is not settled."""
         self._untold: list[Request] = []
         """Requests that have not been submitted to the rule, including those that arrive while a plan waits."""
         self._name: dict[int, str] = {}
@@ -325,8 +325,8 @@ class Mirror:
     b + 1.
 
     vLLM keeps its own tables, hashes and reference counts. The rule decides which cached blocks a request has when it
-    enters, and which block it gets next. So the blocks that the rule's pool keeps stay cached, even if vLLM would evict
-    them.
+    enters, and which block it gets next. So a block stays cached as long as the rule's pool keeps it, even if vLLM
+    would evict it.
 
     Args:
         table_of: returns the blocks of a request that the rule has admitted.

@@ -41,7 +41,7 @@ class _Inside:
     Attributes:
         lane: the lane that has the request. None means that neither has it.
         transfer: where the request's K/V are, as the encode lane's connector reports to the decode lane's. None means
-            that it has reported nothing.
+            that the connector has reported nothing.
     """
 
     request: Generation

@@ -27,7 +27,7 @@ from xgpt.core.policies.request import Request
 from xgpt.core.schema import AdmissionOrder
 
 QueuePlace = Literal["front", "order", "overdue", "back"]
-"""The part of its account's queue from which a request enters. "overdue" means that it enters out of order."""
+"""The part of an account's queue from which a request enters. "overdue" means that the request enters out of order."""
 
 
 class Queue:
@@ -272,7 +272,7 @@ class Queue:
 
 
 class _NextRequest(NamedTuple):
-    """The request that enters next. `since_ns` (the time at which its wait began) is set only in place "back"."""
+    """The request that enters next. `since_ns` (the time at which its wait began) is set only for part "back"."""
 
     account: _Account
     request: Request

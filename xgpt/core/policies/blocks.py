@@ -67,7 +67,7 @@ class Blocks:
         self._num_touched = 0
         """Blocks [0, num_touched) have been given to a request at least once."""
         self._free: list[int] = []
-        """The free ones of these blocks."""
+        """The free blocks in [0, num_touched)."""
         self._by_key: dict[bytes, int] = {}
         self._key: dict[int, bytes] = {}
         self._uses: dict[int, int] = {}

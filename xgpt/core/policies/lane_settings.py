@@ -43,7 +43,7 @@ class LaneSettings:
         whole_prompts: whether prompts are not cut: a prompt waits until a step can take all of it (only with `mix`).
         batch_wait_steps: number of steps for which prompts wait for more prompts while requests decode (only with
             `mix`).
-        batch_wait_tokens: number of tokens in a step for which prompts wait no longer.
+        batch_wait_tokens: number of tokens in a step from which on prompts wait no longer.
         receive_steps: number of decode steps between two checks for new requests (only with `mix`).
         slack: limits a step's prompt tokens by the time until running requests are due their next tokens, instead of by
             `token_budget` (only with `mix`).
@@ -100,8 +100,7 @@ def lane_settings(
 
 
 def as_run_by(engine: EngineSpec | None, settings: LaneSettings, num_stages: int = 1) -> LaneSettings:
-    """Return the settings, adapted to how an engine runs steps that both encode and decode. None means no particular
-    engine.
+    """Return the settings, adapted to how `engine` (None: any engine) runs steps that both encode and decode.
 
     An engine schedules ahead only if one step runs at a time, since micro-batches already keep a pipeline busy. Phases
     and static batches are never scheduled ahead, since they depend on which requests have ended.

@@ -185,7 +185,9 @@ class MicroBatch:
 
     @property
     def next_to_decode(self) -> tuple[int, ...]:
-        """Ids of the requests that get a token in the next decode step: held ones only while others decode."""
+        """Ids of the requests in the next decode step. Finished requests that keep their slots are computed only while
+        others decode.
+        """
         ids = tuple(self.decoding)
         if self.stopped:
             ids = tuple(id_ for id_ in ids if id_ not in self.stopped)
@@ -221,7 +223,7 @@ class MicroBatch:
             self._due.clear()
 
     def hold(self, request: Request) -> None:
-        """Keep the slot of a finished request, which is computed further up to its maximum output."""
+        """Keep the slot of a finished request. Steps continue to compute the request up to its maximum output."""
         self.held[request.id] = self.decoding.pop(request.id)
         if request.generated >= request.max_output:
             self.stop(request)

@@ -134,8 +134,8 @@ class OneLaneRule:
 
     def _waits_for_others(self, pool: Pool, batch: MicroBatch) -> bool:
         """Return whether waiting prompts stay out of this step, either because the engine does not check for new
-        requests now, or because more prompts should be encoded together. This counts the consecutive steps in which
-        prompts wait for more prompts.
+        requests now, or because more prompts should be encoded together. The method also counts the consecutive steps
+        in which prompts wait for more prompts.
         """
         settings = self.settings
         if self._iterations % settings.receive_steps and self._decodable(pool, batch):

@@ -1,5 +1,5 @@
-"""Define the schedule, which decides the steps of the simulated and the real engine: lanes with micro-batches, which
-share one pool of requests.
+"""Define the schedule, which decides the steps of the simulated and the real engine. A schedule has lanes with
+micro-batches, and all micro-batches share one pool of requests.
 
 An engine submits requests, asks each lane for steps until no step is left, and settles each step once it has been
 executed:

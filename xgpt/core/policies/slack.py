@@ -94,8 +94,8 @@ class Slack(NamedTuple):
     def step_s(self, own_ns: float, others_ns: Sequence[float]) -> float:
         """Return the seconds that a step may take through all stages.
 
-        Micro-batches take turns, and their other steps are taken to be equally long. The next step, of another
-        micro-batch, begins once this step has left the first stage, and ends after this step.
+        Micro-batches take turns, and all steps except this one are assumed to be equally long. The next step, of
+        another micro-batch, begins once this step has left the first stage, and ends after this step.
 
         Args:
             own_ns: time from when the first stage is free until a request of the micro-batch is due its next token, or
@@ -144,8 +144,8 @@ class LaneForecast:
         """
 
     def first_due_ns(self, batch: MicroBatch, now_ns: int, slack: Slack) -> float:
-        """Return when a request of a micro-batch is first due a token beyond those of running steps; infinite without
-        decodes.
+        """Return the earliest time at which a request of a micro-batch is due a token that no running step computes, or
+        infinity if no request decodes.
         """
         coming = batch.steps_under_way if batch.assumed is None else 0
         further = batch.iterations + coming + slack.budget.behind_tokens
@@ -238,8 +238,9 @@ class TimeRoom:
     """A limit on the time of a step. The slack budget's least and largest numbers of prompt tokens also apply.
 
     Args:
-        spare_s: seconds that the step may take. decodes, context: number of requests that the step decodes, and number
-        of tokens to which they attend. even: number of prompt tokens from which on the step takes no further prompt.
+        spare_s: seconds that the step may take.
+        decodes, context: number of requests that the step decodes, and number of tokens to which they attend.
+        even: number of prompt tokens from which on the step takes no further prompt.
     """
 
     def __init__(self, slack: Slack, spare_s: float, decodes: int, context: int, even: int) -> None:

@@ -1,10 +1,10 @@
 """Implement the two-lane scheduling rule of waa, under which one group of workers encodes and another one decodes.
 
-The encode lane starts a batch of prompts once the whole batch fits under the largest number of requests. After its
-requests' first tokens, the batch waits until its K/V is moved to the decode lane. "Transfer" steps move K/V, one step
-at a time, and each moves all batches that were encoded since the step before it. Then the requests join the micro-batch
-of the decode lane whose turn it is, but not before the buffer time has passed since their encode step began. The buffer
-time is counted in decode iterations, because a rule reads no clock. Source: ExeGPT sec. 4.1, 5.2, Figure 4 (b) and (c).
+The encode lane starts a batch of prompts once the whole batch fits within the limit on requests. After its requests'
+first tokens, the batch waits until its K/V is moved to the decode lane. "Transfer" steps move K/V, one step at a time,
+and each moves all batches that were encoded since the step before it. Then the requests join the micro-batch of the
+decode lane whose turn it is, but not before the buffer time has passed since their encode step began. The buffer time
+is counted in decode iterations, because a rule reads no clock. Source: ExeGPT sec. 4.1, 5.2, Figure 4 (b) and (c).
 """
 
 from __future__ import annotations

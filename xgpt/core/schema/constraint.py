@@ -190,7 +190,7 @@ class Admission(Frozen):
     max_running: PositiveInt | None = None
     """Largest number of running requests. None means as many as fit in memory."""
     patience: PositiveFloat | None = 8.0
-    """Multiple of the plan's latency after which a waiting request is overdue. None means that no request is."""
+    """Multiple of the plan's latency after which a waiting request is overdue. None means never."""
     promise_quantile: float = Field(default=0.99, gt=0, lt=1)
     """Quantile of output lengths for which memory is reserved if a request states no maximum."""
 

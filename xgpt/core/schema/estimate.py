@@ -26,7 +26,7 @@ class JointLengths(Frozen):
 
 
 class MixingEdge(Frozen):
-    """The cost of mixed steps at which another policy's plan begins to have the higher throughput."""
+    """The cost of mixed steps from which on another policy's plan has the higher throughput."""
 
     mixing: float
     """Extra time of a mixed step, as a share of the time of a step with only its decodes (see `EngineSpec.mixing`)."""
@@ -171,9 +171,9 @@ class Estimate(Frozen):
     step_times: StepTimes | None = None
     """Step times that the scheduling rule uses, or None."""
     ranges: dict[str, tuple[float, float]] = Field(default_factory=dict, exclude_if=lambda ranges: not ranges)
-    """For each figure and for the capacity's `rate_per_s`, the range of nine of ten cases. If the profile is fitted to
-    a served engine, the cases are loads on this machine while it is otherwise idle. If not, they are the published
-    measurements in `ranges_from`.
+    """For each figure and for the capacity's `rate_per_s`, the range that contains nine of ten cases. If the profile is
+    fitted to a served engine, the cases are loads on this machine while it is otherwise idle. If not, they are the
+    published measurements in `ranges_from`.
     """
     ranges_from: dict[str, str] = Field(default_factory=dict, exclude_if=lambda rows: not rows)
     """For each figure, the published measurements whose prediction errors give the range. Empty means that the ranges

@@ -143,8 +143,8 @@ class FleetPlan(Frozen):
         return self.day_s or self.interval_s * len(self.intervals)
 
     def place(self, time_s: float) -> tuple[int, float]:
-        """Return the number of the interval at a time since the start of the day, and the share of it that has passed.
-        Days repeat.
+        """Return the number of the interval at a time since the start of the day, and the share of the interval that
+        has passed. Days repeat.
         """
         into_s, last = time_s % self._seconds, len(self.intervals) - 1
         i = min(int(into_s // self.interval_s), last)

@@ -49,7 +49,7 @@ RunDType = Literal[StoredDType, "int8"]
 token.
 """
 DType = Literal[RunDType, "float8"]
-"""Types for which models are planned. xgpt's own engine does not run float8, for weights and K/V."""
+"""Types for which models are planned. xgpt's own engine supports float8 neither for weights nor for K/V."""
 
 BYTES_PER_ELEMENT: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8": 1}
 
@@ -91,8 +91,8 @@ class Precision(NamedTuple):
     ) -> Precision:
         """Return the types that an engine uses for a dtype.
 
-        On CPUs, xgpt's own engine uses float32 for everything except products and K/V. K/V has the smaller type
-        because, for few tokens, attention takes as long as reading K/V.
+        If products are bfloat16 or int8 on a CPU, xgpt's own engine uses float32 for everything except products and
+        K/V. K/V is then bfloat16 because, for few tokens, attention takes as long as reading K/V.
 
         Args:
             engine: the engine. None means xgpt's own.
@@ -248,7 +248,7 @@ class ModelSpec(ModelShape):
 
     @property
     def special_attention(self) -> str | None:
-        """Name of the first field with which attention differs from a softmax over all keys, or None."""
+        """Name of the first field that makes attention differ from a softmax over all keys, or None."""
         names = ("sliding_window", "attention_sinks", "score_softcap", "latent")
         return next((name for name in names if getattr(self, name)), None)
 

@@ -30,7 +30,7 @@ class Variable(NamedTuple):
 
 
 class TensorParallel(Frozen):
-    """Tensor parallelism of a lane: `devices` devices form groups of `degree`. Each other device is a stage."""
+    """Tensor parallelism of a lane: `devices` devices form groups of `degree`. Each other device is its own stage."""
 
     degree: PositiveInt = 1
     """Number of devices in a group."""
@@ -41,8 +41,8 @@ class TensorParallel(Frozen):
 
 
 class SingleLane(Frozen):
-    """Settings of all single-lane policies. `tp_devices` devices form groups of `tp_degree`. Each other one is a
-    stage.
+    """Settings of all single-lane policies. `tp_devices` devices form groups of `tp_degree`. Each other device is a
+    stage by itself.
     """
 
     tp_degree: PositiveInt = 1
@@ -101,7 +101,7 @@ class OrcaSettings(SingleLane):
     kind: Literal["orca"] = "orca"
     """The policy."""
     max_batch: PositiveInt
-    """Largest number of running requests over all micro-batches. A step has the share of one micro-batch."""
+    """Largest number of running requests over all micro-batches. A step runs one micro-batch's share of them."""
     microbatches: PositiveInt = 1
     """Number of micro-batches that pass through the pipeline in turn."""
 
@@ -137,7 +137,8 @@ class SlackBudget(Frozen):
 
 
 def most_running(token_budget: Any, microbatches: int) -> Any:
-    """Return the largest number of running requests under vLLM's own scheduler, which needs a token of a step for each.
+    """Return the largest number of running requests under vLLM's own scheduler, which needs one token of a step for
+    each request.
 
     Args:
         token_budget: tokens in the steps of all micro-batches together, as a number or an array.
@@ -155,7 +156,7 @@ class ChunkedSettings(SingleLane):
     of each step instead, the number of tokens in a step at saturation.
     """
     max_batch: PositiveInt
-    """Largest number of running requests over all micro-batches. A step has the share of one micro-batch."""
+    """Largest number of running requests over all micro-batches. A step runs one micro-batch's share of them."""
     microbatches: PositiveInt = 1
     """Number of micro-batches that pass through the pipeline in turn."""
     tuned: ClassVar[tuple[str, ...]] = ("slack",)

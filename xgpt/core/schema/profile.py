@@ -16,8 +16,8 @@ KNOWN_ERROR = {"measured": 0.05, "imported": 0.10, "analytic": 0.12}
 
 - measured: LEAST_HEADROOM;
 - imported: the median error of the time per output token over 925 measured configurations of served models, 9.5%;
-- analytic: that error and the median error of the datasheet's operators against those tables, 6 to 9%: sqrt(9.5^2 +
-  7^2).
+- analytic: that error combined with the median error of a datasheet's operator times against the imported ones (6 to
+  9%): sqrt(9.5^2 + 7^2).
 
 The error of closed forms against the simulated engine (a median of 0.2% of latency) is small in comparison.
 """
@@ -240,7 +240,7 @@ class Profile(Frozen):
     kv_transfer: Curve | None = None
     """Times to transfer the K/V of all layers from one device through host memory to another, by tokens.
 
-    For a device with a share of the layers or heads, take this share of the tokens.
+    For a device with a share of the layers or heads, use the time for this share of the tokens.
     """
     load_bytes_per_s: float | None = Field(default=None, gt=0, exclude_if=lambda rate: rate is None)
     """Bytes a second at which a device loads weights from a checkpoint in host memory, or None if not known."""
@@ -251,8 +251,8 @@ class Profile(Frozen):
     the time that the host of a virtual machine gave to other machines.
     """
     is_brief: bool = Field(default=False, exclude_if=lambda is_brief: not is_brief)
-    """Whether fewer points were measured, and less often, because other processes used the machine. Others are
-    interpolated.
+    """Whether fewer points were measured, and less often, because other processes used the machine. The other points
+    are interpolated.
     """
     gflops: float | None = Field(default=None, gt=0, exclude_if=lambda gflops: gflops is None)
     """GFLOP/s of a fixed matrix product on all cores at the start of the measurement, which shows the clock rate."""

@@ -49,7 +49,7 @@ class Observation(Frozen):
         goodput: share of the latest requests that kept their bounds. None means that there are no bounds, or too few
             requests.
         cause: the change because of which the plan is judged. "asked" means that a user asked for it.
-        lengths: whether `workload` was observed or is the plan's workload, as it is if nothing shows that lengths
+        lengths: whether `workload` was observed or is the plan's. It is the plan's if nothing shows that lengths
             changed.
         recent_input_mean, recent_output_mean: mean lengths of the recent requests, whatever `workload` is. None means
             the same as in `workload`.
@@ -78,8 +78,8 @@ class Outcome(Frozen):
 
     Attributes:
         latency_s: the latency that is compared with the bound.
-        keeps_bound: whether the plan keeps the bound. If the plan maximises the arrival rate, this is meant at the
-            observed rate. None means that there is no bound.
+        keeps_bound: whether the plan keeps the bound, at the observed arrival rate if the plan maximises the arrival
+            rate. None means that there is no bound.
         arrival_rate_per_s: simulated highest arrival rate within the bounds. `latency_s` is then the quantile of the
             time from arrival to the last token at this rate. None means that the plan does not maximise the arrival
             rate.

@@ -68,13 +68,13 @@ class StepRecord(NamedTuple):
     """One executed step. Steps may overlap on the stages of a pipeline and are logged in the order in which they end.
 
     Attributes:
-        start_ns: the engine's clock when the step was scheduled. By then, requests that had arrived had been received,
-            and waiting requests beyond their deadline had been dropped.
+        start_ns: the engine's clock when the step was scheduled. Just before, the engine received all requests that had
+            arrived, and dropped waiting requests that were past their deadline.
         end_ns: the engine's clock after the step's results were processed.
         encode: (request, first prompt token, number of tokens) triples.
         decode: requests that decoded one token.
         finished: requests that ended in this step.
-        arrivals: requests received since the previous step was scheduled, before this one was.
+        arrivals: requests received after the previous step was scheduled and before this step was.
         cancelled: requests removed before this step was scheduled.
         preempted: requests that lost their K/V for this step and wait again.
         transfer: requests whose K/V moved from the encode lane to the decode lane.

@@ -15,8 +15,8 @@ from xrunner.server.api.protocol import GenerationRequest
 
 
 class Allowance(NamedTuple):
-    """The largest number of output tokens of a prompt, and the number for which K/V memory is reserved. None means for
-    all of them.
+    """The largest number of output tokens of a prompt, and the number for which K/V memory is reserved. None means that
+    memory is reserved for the largest number.
     """
 
     max_output: int

@@ -93,7 +93,9 @@ def refusal_of(error: msgspec.ValidationError, kind: Any) -> ApiError:
 
 
 def _in_text(body: Body) -> str | None:
-    """Return which byte of a body is not UTF-8, or None if all are. Msgspec counts from the beginning of a string."""
+    """Return which byte of a body is not UTF-8, or None if all are. (msgspec's error counts from the start of a
+    string.)
+    """
     try:
         body.decode()
     except UnicodeDecodeError as error:

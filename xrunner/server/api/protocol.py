@@ -59,14 +59,14 @@ TOKEN_BYTES, BIAS_BYTES = 40, 200
 BRACE_BYTES, BRACKET_BYTES, STRING_BYTES, ITEM_BYTES = 200, 64, 50, 16
 """Memory that an object, a list, a text and an item take beyond their characters."""
 FREE_OBJECT_BYTES = 192 << 10
-"""Memory of a request's objects that is not counted: enough for 20 to 30 kB of functions, more than most clients
-send."""
+"""Memory of a request's objects that is not counted. It is enough for 20 to 30 kB of declared functions, which is more
+than most clients send."""
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 def memory_of(*values: Any) -> int:
-    """Return approximately the memory of decoded JSON beyond `FREE_OBJECT_BYTES`. An empty list takes twenty times its
-    three characters.
+    """Return approximately the memory of decoded JSON beyond `FREE_OBJECT_BYTES`. It can be much more than the text: an
+    empty list takes twenty times the memory of its three characters.
     """
     num_bytes = -FREE_OBJECT_BYTES
     for written in (msgspec.json.encode(value) for value in values if value is not None):

@@ -1,4 +1,4 @@
-"""Implement OpenAI's Responses by chats: POST /v1/responses.
+"""Implement OpenAI's Responses API (POST /v1/responses) by translation to chats.
 
 Nothing is stored: `previous_response_id`, `conversation`, `background` and stored prompts are refused, and answers say
 `store: false`. Reasoning is returned as an item with its text, and clients may send it back unchanged. Tools that the

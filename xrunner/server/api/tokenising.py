@@ -23,12 +23,12 @@ NUM_THREADS, PER_ACCOUNT = 3, 2
 NICENESS = 10
 """Niceness of these threads, so that the engine's threads have priority."""
 SECONDS_A_CHARACTER = 5e-6
-"""Seconds by which each character of a text delays its turn, several times the tokenising time of a character. So short
-texts overtake long ones, but every long text gets its turn.
+"""Seconds by which each character of a text delays the text's turn: several times as long as tokenising a character
+takes. So short texts overtake long ones, but every long text gets its turn.
 """
 FIRST_LOOK = 8
-"""Number of characters for each token of the context that are encoded first. Few texts have more characters for each
-token.
+"""If a text has more than this number of characters for each token of the context, only its beginning is encoded first.
+Few texts have so many characters for each token.
 """
 
 T = TypeVar("T")

@@ -125,7 +125,7 @@ class Writer(AnswerWriter):
         self._continuous = continuous
         self._num_reasoning = 0
         self._silent: dict[int, list[int]] = {}
-        """Tokens of choices that had no text to show, and are sent with the next chunk."""
+        """By choice: tokens that had no text to show. They are sent with the choice's next chunk."""
         head = msgspec.json.encode(self._envelope | {"object": self.chunk_object})[:-1].decode()
         self._head = f'{head},"choices":[{{"index":'
         self._tail = ',"usage":null' if include_usage else ""

@@ -45,15 +45,15 @@ BACKLOG = 2048
 ACCEPT_AT_ONCE = 16
 """Number of connections that are accepted in one iteration of the event loop."""
 RESERVED_FILES = 64
-"""Number of open files besides connections, such as logs, checkpoints and pipes, and connections that are accepted
-before another is closed."""
+"""Number of files that may be open besides counted connections: logs, checkpoints, pipes, and connections that are
+accepted before another one is closed."""
 SURPLUS = 16
 """Number of connections beyond the limit, for probes, which must see that the server runs even if all other connections
 are busy."""
 MAX_CONNECTIONS = 8192
 MAX_FILES = 1 << 16
 PROBE_S = 0.05, 1.0
-"""Shortest and longest interval between checks whether a client that sends no more still reads."""
+"""Shortest and longest interval between two checks whether a client that has stopped sending still reads."""
 
 logger = logging.getLogger(__name__)
 _uvicorn = logging.getLogger(f"{__name__}.uvicorn")

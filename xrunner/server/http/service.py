@@ -59,8 +59,9 @@ CHARACTERS_A_TOKEN = 4
 
 
 TRIED_BYTES, PART_BYTES = MAX_BYTES, 1 << 10
-"""Largest total size of the parts of a refused JSON schema that are compiled to find the wrong part, where a shorter
-part counts as `PART_BYTES`. So the search takes no longer than compiling the refused grammar did.
+"""If a JSON schema is refused, parts of it are compiled to find the wrong part. `TRIED_BYTES` is the largest total size
+of these parts, and each counts as at least `PART_BYTES`. So the search takes no longer than compiling the refused
+grammar did.
 """
 MAX_KEY = 60
 """Characters that are shown of a property's name in the path of a part."""
@@ -290,8 +291,8 @@ class Service:
         refuse(field, f"{await self._wrong_part(info, request.schemas(field), said)} is not accepted: {cut(said)}")
 
     async def _wrong_part(self, info: RequestInfo, schemas: Iterable[tuple[str, dict[str, Any]]], said: str) -> str:
-        """Return the path of the smallest part of these schemas that is refused for the same reason, or "it" if no part
-        is."""
+        """Return the path of the smallest part of these schemas that is refused for the same reason, or "it" if there
+        is no such part."""
         found, parts, num_left = "it", iter(schemas), TRIED_BYTES
         while self._model.grammars is not None and (entry := next(parts, None)) is not None:
             path, part = entry

@@ -24,8 +24,8 @@ CLOSE_S = 3.0
 """Seconds for which an ending server waits for its collector."""
 MAX_STATE = 512
 """Characters of the longest `tracestate` that is read, which is the length that systems must pass on (W3C, Trace
-Context, sec. 3.3.1.5). Before the API key is checked, the library takes time in proportion to the square of the
-header's blanks."""
+Context, sec. 3.3.1.5). The header is read before the API key is checked, and the library takes time in proportion to
+the square of the number of blanks in it."""
 ATTRIBUTES = {
     "key": "xgpt.key",
     "prompt_tokens": "gen_ai.usage.input_tokens",

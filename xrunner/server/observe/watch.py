@@ -124,7 +124,7 @@ class Watch:
         """Settings and stages of plans that could not be deployed."""
         self._judging: asyncio.Task[None] | None = None
         self._asking = asyncio.Lock()
-        """Taken while the planner answers a question, since it can answer only one at a time."""
+        """Locked while the planner answers a question, since the planner can answer only one at a time."""
         self._would: asyncio.Task[Decision | None] | None = None
         self._is_draining: Callable[[], bool] = lambda: False
         self.on_decision: Callable[[Decision | FailedJudgement], None] = lambda decision: None
@@ -247,8 +247,8 @@ class Watch:
         self._observer.go_over_to(plan)
 
     def go_back(self, reason: str) -> None:
-        """Return to the previous plan, because the engine could not deploy the running one, which is not tried
-        again.
+        """Return to the previous plan, because the engine could not deploy the running plan. The running plan is not
+        tried again.
         """
         before, refused = self._before, self.plan
         if before is None or self._apply is None:
