@@ -424,7 +424,7 @@ def _figures(measured: Measured, times: RequestTimes | None) -> dict[str, float]
 def bench_url(url: str, load: Load, rng: np.random.Generator, progress: Progress = silent) -> UrlReport:
     """Send sampled requests to any running endpoint, and return what the client measured.
 
-    Requests arrive at the load's rate. If it has no rate, `concurrency` requests are always outstanding.
+    Requests arrive at the load's rate. If the load has no rate, `concurrency` requests are always outstanding.
 
     Raises:
         InputError: `ca_file` contains no certificate, or XGPT_API_KEY is not a key.

@@ -153,7 +153,7 @@ def _load(settings: WorkerSettings, part: Part | None) -> Model:
     """Return the model with its weights.
 
     Raises:
-        MachineError: this machine does not have the device, or it cannot multiply in this dtype.
+        MachineError: this machine does not have the device, or the device cannot multiply in this dtype.
         torch.OutOfMemoryError: the weights do not fit into the device's memory.
     """
     place, _ = _place(settings)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from xrunner.generation import NO_TOKEN, Generation, Token
 
 AHEAD_BYTES = 1 << 18
-"""Largest total length of the compiled grammars of requests that have not begun. Four grammars of the largest size fill
-it, and take 60 MiB in each process that chooses tokens. Each account may have one grammar beyond this limit."""
+"""Largest total length of the compiled grammars of requests that have not begun. Four grammars of the largest size
+reach this limit, and take 60 MiB in each process that chooses tokens. Each account may have one grammar beyond this
+limit."""
 
 
 @dataclass(slots=True)

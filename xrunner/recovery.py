@@ -1,4 +1,4 @@
-"""Keep the requests that an engine has accepted, and their tokens, for the case of preemption or a lost worker."""
+"""Keep an engine's requests and their tokens, in case a request is preempted or a worker is lost."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class Sampler:
             yield from at_once
 
     def start(self, row: int, params: SamplingParams, output: Sequence[int] = (), prompt: Sequence[int] = ()) -> None:
-        """Store the sampling parameters of a row's request. `output`: tokens that it had generated before a
+        """Store the sampling parameters of a row's request. `output`: tokens that the request had generated before a
         preemption.
         """
         if params.is_plain:

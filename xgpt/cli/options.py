@@ -72,7 +72,8 @@ class Command(click.Command):
 
 
 def command(name: str, most_used: tuple[str, ...] = ()) -> Callable[[F], Command]:
-    """Return a decorator that makes a command, which has the options of its request and calls `xgpt.cli.NAME.run`.
+    """Return a decorator that makes a command with the options of the command's request. The command calls
+    `xgpt.cli.NAME.run`.
 
     Args:
         most_used: options that help lists first although they are not fields of the request.

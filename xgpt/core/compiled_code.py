@@ -1,4 +1,4 @@
-"""Choose where numba stores compiled code, which is one directory of the user's cache for each state of the sources.
+"""Choose where numba stores compiled code: in the user's cache, in a directory for each state of the sources.
 
 By default, numba stores compiled code next to the source, and checks only whether the function's own file has changed.
 So a compiled function would stay in use after a change to a function that it calls in another file.

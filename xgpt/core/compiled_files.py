@@ -88,7 +88,9 @@ REPLACED = (
 )
 """Methods of numba that this module needs. A version of numba that lacks one of them compiles as usual."""
 LOOP_BODY = "__numba_parfor_gufunc"
-"""Part of the names of functions that are the body of a parallel loop, which only the function with the loop calls."""
+"""Part of the name of each function that is the body of a parallel loop. Only the function with the loop calls such a
+body.
+"""
 _set_env = codegen.JITCPUCodegen.set_env
 
 
@@ -142,7 +144,7 @@ class Library(codegen.JITCodeLibrary):
 
 
 def set_env(self: Any, env_name: str, env: object) -> None:
-    """Set the environment of a function whose code has been emitted. Before that, it cannot be stored."""
+    """Set the environment of a function whose code has been emitted. It cannot be stored earlier."""
     if self._engine.is_symbol_defined(env_name):
         _set_env(self, env_name, env)
 

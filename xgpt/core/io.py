@@ -50,7 +50,7 @@ FILES = (".yaml", ".yml", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".txt", 
 
 
 def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
-    """Return the file for a name on the command line, which is a shipped config or a path.
+    """Return the file for a name on the command line. The name is that of a shipped config, or a path.
 
     Args:
         field: the argument that gave the name, for errors. None means the argument that is named like the kind.
@@ -189,7 +189,7 @@ def dump_json(value: BaseModel) -> str:
 
 
 def sha256(value: BaseModel) -> str:
-    """Return a hash of a value's content, which does not depend on how a file is formatted."""
+    """Return a hash of a value's content. The hash does not depend on how a file is formatted."""
     return hashlib.sha256(value.model_dump_json().encode()).hexdigest()
 
 

@@ -89,7 +89,7 @@ def _detect_gpus(num_devices: int | None) -> ClusterSpec | None:
 
 
 def _shipped_cluster_of(device: str) -> ClusterSpec | None:
-    """Return the largest shipped cluster of this kind of device, which states rates and links from a datasheet."""
+    """Return the largest shipped cluster of this kind of device. Its config states rates and links from a datasheet."""
     documents = [load_cluster_yaml(configs_dir() / "clusters" / f"{n}.yaml") for n in config_names("clusters")]
     clusters = [parse(d, ClusterSpec, d["name"]) for d in documents if "detect" not in d]
     same = [cluster for cluster in clusters if cluster.device.name == device]
@@ -157,7 +157,7 @@ def _cgroup_dirs(root: Path, controller: str) -> list[Path]:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a kernel's file. The result is empty if this system does not have it."""
+    """Return the text of a kernel's file. The result is empty if this system does not have the file."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:

@@ -136,7 +136,7 @@ def is_recorded(path: Path) -> bool:
 
 
 def check_writable(path: Path) -> None:
-    """Raise MachineError if a file cannot be written. It is called before work that may take minutes."""
+    """Raise MachineError if a file cannot be written. Call this before work that may take minutes."""
     place = next((parent for parent in path.absolute().parents if parent.exists()), Path("/"))
     if path.is_dir():
         reason = "it is a directory"

@@ -321,7 +321,7 @@ def _fields(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _spans(entries: list[tuple[str, Mapping[str, Any]]]) -> TraceRows:
-    """Return the spans that are requests, which have token counts while their parents have none."""
+    """Return the spans that are requests. Such a span has token counts, and its parent has none."""
     rows = {}
     for where, span in entries:
         names = {plain(name) for name, _ in _fields(span)}

@@ -46,7 +46,7 @@ FRAMEWORKS: dict[Target, tuple[str | None, ...]] = {
     "llm-d": ("vllm", None),
     "script": ("xgpt", None),
 }
-"""For each target, the engines of the plans that it can start. None means plans without an engine."""
+"""For each target, the engines of the plans that the target can start. None means plans without an engine."""
 
 WEIGHTS = "weights"
 """A script downloads weights into this directory next to it."""

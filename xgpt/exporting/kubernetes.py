@@ -87,8 +87,8 @@ def num_nodes(plan: Plan) -> int:
 def replica_files(plan: Plan, names: Names) -> dict[str, str]:
     """Return the files of `kubernetes_files` except the autoscaler, with these names of the objects.
 
-    They have a Deployment with a pod for each replica; or, if a replica spans nodes, a LeaderWorkerSet with a group of
-    pods for each replica, in which all pods compute and the leader answers requests.
+    The files have a Deployment with a pod for each replica. If a replica spans nodes, they instead have a
+    LeaderWorkerSet with a group of pods for each replica: all pods compute, and the leader answers requests.
     """
     in_vllm, nodes = plan.profile.engine != "xgpt", num_nodes(plan)
     check_engine(plan, "vllm" if in_vllm else "xgpt")

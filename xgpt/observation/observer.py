@@ -46,7 +46,8 @@ COMPARED_EVERY_S = 0.05
 """If steps take longer than this, every step is compared. A comparison takes a tenth of a millisecond."""
 RISE = 1.25
 """The arrival rate counts as changed if it exceeds both the rate at the last observation and the plan's highest rate by
-this factor. The factor is two standard errors of the rate of `RATE_REQUESTS` Poisson arrivals.
+this factor. The factor exceeds 1 by two relative standard errors of a rate computed from `RATE_REQUESTS` Poisson
+arrivals.
 """
 _GOLDEN = (5**0.5 - 1) / 2
 
@@ -87,10 +88,11 @@ class MeasuredPace:
         """Logarithms of the ratios of earlier periods."""
 
     def wants_step(self, step_s: float) -> bool:
-        """Return whether to compare the step that has just ended. The chosen steps are a share of all steps,
-        independent of a policy's cycles.
+        """Return whether to compare the step that has just ended. A share of all steps is compared, whatever the
+        policy's cycles.
 
-        Multiples of the golden ratio are spread evenly over [0, 1) (Weyl).
+        A step is chosen if its number times the golden ratio, modulo 1, is below the share, since such multiples are
+        spread evenly over [0, 1) (Weyl).
         """
         self._num_steps += 1
         self._step_s += (step_s - self._step_s) / min(self._num_steps, PACE_MEMORY_STEPS)

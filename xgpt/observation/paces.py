@@ -34,8 +34,8 @@ def record(plan: Plan, pace: float) -> None:
     """Record the pace of a load in the cache, or do nothing if the cache cannot be written.
 
     Args:
-        plan: the plan that was served. It counts only if its profile was fitted to a served engine, since other
-            profiles have a known error.
+        plan: the plan that was served. The pace counts only if the plan's profile was fitted to a served engine, since
+            other profiles have a known error.
         pace: measured time of the steps divided by their time in the profile.
     """
     if SERVED not in plan.profile.provenance:

@@ -123,7 +123,7 @@ def _numbers(chain: Chain) -> Ints:
 def changed(requests: Sequence[Common], share: float) -> Sequence[Common] | None:
     """Return the requests since the reused share of prompt tokens changed, or None if there is no significant change.
 
-    A low share does not count while the cache fills, since it will rise.
+    A low share does not count while the cache fills, since the share will rise.
     """
     best: tuple[float, int] | None = None
     size = ENOUGH

@@ -280,8 +280,8 @@ def surprise(
     """Return how significant the difference between observed and planned lengths is.
 
     Requests are counted between quantiles of the planned lengths and beyond the outer quantiles, so that a change of
-    the spread is detected as early as a change of the mean. If nothing changed, the likelihood ratio of these counts,
-    in nats, is half a chi-squared variable.
+    the spread is detected as early as a change of the mean. If nothing changed, the logarithm of the likelihood ratio
+    of these counts, in nats, is half a chi-squared variable.
 
     Args:
         planned_size: number of requests from which the planned lengths were computed.

@@ -214,7 +214,8 @@ def nodes_of(plan: Plan, devices: int) -> int:
 
 
 def check_own_schedule(plan: Plan) -> None:
-    """Check that a plan has no draft, and no experts that replicas share, which only an engine's own scheduler can run.
+    """Check that a plan has neither a draft nor experts that replicas share, since only an engine's own scheduler can
+    run these.
 
     Raises:
         InputError: the plan has a draft, or experts that replicas share.

@@ -1,8 +1,9 @@
 """Serve a plan behind the Shepherd Model Gateway (`pip install smg`) instead of xgpt's endpoint.
 
 The gateway answers clients: it renders chats, tokenises, parses tool calls and reasoning, and offers the APIs
-Completions, Chat, Responses and Messages. It sends token ids to this process over gRPC (`xrunner.engine_service`). This
-process is connected to the engine in the same way as xgpt's endpoint, and serves pages on an admin port.
+Completions, Chat, Responses and Messages. The gateway sends token ids to this process over gRPC
+(`xrunner.engine_service`). This process is connected to the engine in the same way as xgpt's endpoint, and serves pages
+on an admin port.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def running(
 
 
 def start_engine(plan: Plan, request: ServeRequest, machines: Machines | None = None) -> RemoteEngine:
-    """Start a plan's engine, which is xgpt's in a separate process or vLLM, and return it ready for requests.
+    """Start a plan's engine (xgpt's in a separate process, or vLLM), and return the engine, ready for requests.
 
     Raises:
         InputError: the plan cannot be run in the requested way.

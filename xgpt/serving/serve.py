@@ -207,8 +207,8 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
 
 
 def _check_port(request: ServeRequest, on_note: Callable[[str], None]) -> None:
-    """Check that the port is free before the engine starts, which takes long. A dry run only reports a port that is
-    taken.
+    """Check that the port is free. This is checked before the engine starts, since starting takes long. A dry run only
+    reports a port that is taken.
 
     Raises:
         MachineError: the address is not available.

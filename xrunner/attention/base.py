@@ -223,7 +223,7 @@ class AttentionBackend(ABC):
             q: queries, which need not be contiguous. # [tokens, heads, head_dim]
             k, v: keys and values of the tokens in `batch.cache_slots`: of the query tokens in self-attention, of the
                 encoder's new output in cross-attention. # [tokens, kv_heads, head_dim]
-            cache: one layer of `KvCache.layers`, which already contains the sequences' earlier tokens, perhaps in fewer
+            cache: one layer of `KvCache.layers`. It already contains the sequences' earlier tokens, perhaps in fewer
                 bits than the queries. If keys are also the values, `v` is not read.
             scoring: the layer's scoring.
 

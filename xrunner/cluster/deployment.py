@@ -83,7 +83,7 @@ class Deployment(Frozen):
         )
 
     def lane(self, name: str) -> tuple[Stage, ...]:
-        """Return the stages of a lane, in order. A policy with only one lane calls it "both"."""
+        """Return the stages of a lane, in order. The lane of a policy with only one lane is called "both"."""
         return tuple(stage for stage in self.stages if stage.lane == name)
 
 

@@ -103,7 +103,7 @@ class RemoteExecutor:
         return seconds
 
     def redeployed(self, stages: tuple[Stage, ...]) -> RemoteExecutor:
-        """Return an executor for other stages on the same workers, which replaces this one.
+        """Return the executor that replaces this one, for other stages on the same workers.
 
         Raises:
             MachineError: there are too few workers, or a worker cannot build its part. This executor can then be

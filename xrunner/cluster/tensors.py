@@ -1,5 +1,5 @@
 """The tensor plane, over torch.distributed: sums within a stage, hidden states between stages, and transfers of K/V (or
-encoder outputs) from WAA's encode lane to its decode lane, in a thread of their own.
+encoder outputs) from WAA's encode lane to its decode lane. Transfers run in a separate thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from xrunner.cluster.deployment import Deployment, Role
 from xrunner.transfer import Cargo, Moving, Piece, encoder_output_pieces, pieces
 
 MAX_UNDER_WAY = 8
-"""Largest number of tensors under way: further ones wait. It exceeds a pipeline's number of micro-batches."""
+"""Largest number of tensors under way: further ones wait. This number exceeds a pipeline's number of micro-batches."""
 MAX_MEMORIES = 64
 """Largest number of encoder outputs under way. A step's second pass receives one for each slice of the step."""
 
@@ -132,8 +132,8 @@ class Mover(threading.Thread):
     """A thread that carries out transfers, one after the other.
 
     Args:
-        group: the group of all workers of the replica. It is used only for transfers, so that these never wait for
-            hidden states.
+        group: the group of all workers of the replica. This group is used only for transfers, so that transfers never
+            wait for hidden states.
         moved: called in this thread with a transfer's number, when this worker's part of the transfer has ended.
     """
 

@@ -87,7 +87,7 @@ class NumbaAttention(AttentionBackend):
     """Attention by online softmax over paged blocks, on CPUs: queries in float32, keys and values in float32, bfloat16
     or int8.
 
-    It runs on as many threads as torch.
+    The kernels run on as many threads as torch.
     """
 
     def __init__(self) -> None:

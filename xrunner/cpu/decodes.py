@@ -135,7 +135,7 @@ def decode(q, keys, num_kv_heads, scored, acc, floats):
 
 def _heads_at_once(cache: np.ndarray, num_kv_heads: int) -> Any:
     """Return the number of K/V heads whose products are computed before the softmax of the first head, so that no
-    softmax waits for its product. In float32 it is 1, because memory is the limit.
+    softmax waits for its product. In float32 this number is 1, because memory is the limit.
     """
 
 

@@ -1,8 +1,8 @@
 """Compute attention of tokens that share keys: prompts, and decodes whose heads share K/V heads.
 
-Up to 32 queries that read the same K/V head form a tile: the queries of one token's heads, then of the next token's.
-Several tiles of one sequence form a span. The tiles of a span read a piece of the sequence's keys one after the other,
-so that the keys are converted (to float32, or transposed for matrix registers) only once.
+Up to 32 queries that read the same K/V head form a tile. They are ordered by token: all heads of one token, then all
+heads of the next. Several tiles of one sequence form a span. The tiles of a span read a piece of the sequence's keys
+one after the other, so that the keys are converted (to float32, or transposed for matrix registers) only once.
 
 Products are float32 in vector registers (`tiles`). If keys are bfloat16 and the processor has matrix registers,
 products are bfloat16 with sums in float32 (`amx`): each query is split into two bfloat16 numbers, which together keep
@@ -90,7 +90,7 @@ class Context(NamedTuple):
     Attributes:
         cache: the K/V head in the first block. Values lie `to_values` elements after their keys.
         scales: the cache's memory as float32 numbers, used only if the cache has eight bits.
-        stride: elements from block to block.
+        stride: number of elements from the start of one block to the start of the next.
     """
 
     cache: Any

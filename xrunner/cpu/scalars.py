@@ -22,7 +22,7 @@ INNER: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 @njit(inline="always")
 def exp(x):
-    """Return e^x for x <= 0, with a relative error of 1e-7. It is a polynomial, because the library's function is not
+    """Return e^x for x <= 0, with a relative error of 1e-7. A polynomial is used, because the library's function is not
     vectorised."""
     x = max(x, np.float32(-87.0))
     t = x * np.float32(1.4426950408889634)

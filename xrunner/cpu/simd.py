@@ -124,7 +124,7 @@ def soften_keys(
 
     Scores become weights, computed as powers of two. Totals sum them lane by lane.
 
-    # scores [lanes], totals [lanes] -> the highest score so far, what all earlier weights must be multiplied by
+    # scores [lanes], totals [lanes] -> the highest score so far, the factor for all earlier weights
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:

@@ -217,7 +217,7 @@ def num_splits(num_tiles: int, most_keys: int, keys: int, num_processors: int) -
 
 def dot_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of products: float32 in place of bfloat16 on GPUs before Ampere, whose tensor cores do not
-    support it."""
+    support bfloat16."""
     if dtype == torch.bfloat16 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
         return torch.float32
     return dtype

@@ -96,7 +96,8 @@ def size_of(count: int, sizes: tuple[int, ...]) -> int:
 
 
 class _Captured:
-    """Steps captured in several sizes, either of decodes or of any sequences, which read a batch at fixed addresses.
+    """Steps captured in several sizes, either of decodes or of any sequences. These steps read their batch at fixed
+    addresses.
 
     Padding rows decode the first token of the last block. K/V of tokens that belong to no sequence are written there,
     too.

@@ -259,7 +259,7 @@ def _tile(num_tiles, first_sequence, query_start, num_sequences, TOKENS: tl.cons
 
 @triton.jit
 def _splits_in_use(num_decodes, splits, NUM_KV_HEADS: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Return how many of the launched splits keep the device busy."""
+    """Return how many of the launched splits are used: as many as keep the device busy."""
     tiles = tl.maximum(num_decodes, 1) * NUM_KV_HEADS
     return tl.minimum(tl.maximum(PROGRAMS // tiles, 1), splits)
 

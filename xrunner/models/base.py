@@ -111,8 +111,8 @@ class Model(nn.Module):
         return self.norm(empty, self.spec.hidden_size, self.spec.norm_eps)
 
     def layer(self, empty: Empty, layer: int) -> DecoderLayer:
-        """Return a new layer. If a family's layers are not attention followed by a feed-forward block, it returns a
-        subclass of `DecoderLayer` whose `forward` calls `attend_to` if `rows` are given."""
+        """Return a new layer. If a family's layers are not attention followed by a feed-forward block, this method
+        returns a subclass of `DecoderLayer` whose `forward` calls `attend_to` if `rows` are given."""
         attention, mlp = self.attention(empty, layer), self.mlp(empty, layer)
         return DecoderLayer(partial(self._norm, empty), attention, mlp, norms_results=self.norms_results)
 

@@ -29,7 +29,7 @@ class WeightLayout(NamedTuple):
 
     Attributes:
         dtype: dtype of the products.
-        is_available: whether this processor and this torch support it.
+        is_available: whether this processor and this torch support the layout.
         pack: returns a function that multiplies by a float32 weight [out, in] and applies the activation function of
             the given name.
         pack_highest: takes a float32 weight [out, in] and the function that multiplies by this weight. Returns a

@@ -1,4 +1,4 @@
-"""The front's access to the engine, which submits requests, delivers their tokens, and counts how requests end."""
+"""The front's access to the engine: submit requests, deliver their tokens, and count how requests end."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class EngineClient:
 
     @property
     def capacity(self) -> int:
-        """Number of tokens that fit in the K/V pool, which limits the sum of a request's prompt and output."""
+        """Number of tokens that fit in the K/V pool. A request's prompt and output together cannot have more."""
         return self.remote.pool.limits.kv_blocks * self.remote.pool.limits.block_size
 
     def check_open(self) -> None:

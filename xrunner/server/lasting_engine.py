@@ -174,7 +174,8 @@ class LastingEngine:
         self._looking: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._lost_s: float | None = None
-        """Time at which the engine was lost. None means that it runs, or is being restarted for another plan."""
+        """Time at which the engine was lost. None means that the engine runs, or is being restarted for another plan.
+        """
         self._is_over = False
         engine.listen(self._records.append)
 

@@ -117,7 +117,7 @@ def check_prompts(
 
 
 class EngineOutputs:
-    """The outputs of a request: n for each of its prompts, which are submitted to the engine together or not at all.
+    """The outputs of a request: n for each of its prompts. All outputs are submitted to the engine together, or none.
 
     Attributes:
         inbox: receives the outputs' tokens, or the reason why no more will come.

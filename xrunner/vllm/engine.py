@@ -31,7 +31,7 @@ MAX_PATH = 107 - len("/00000000-0000-0000-0000-000000000000")
 """Largest length of the directory's path in characters. vLLM's sockets are in this directory, and the length of a Unix
 socket's path is limited."""
 PREFIX, LOCK = "xgpt-run-", "in-use"
-"""Prefix of a run's directory, and name of the file in it that the run locks."""
+"""Prefix of the name of a run's directory, and name of the file that the run locks in this directory."""
 
 
 @contextmanager
@@ -163,8 +163,8 @@ class VllmEngine(RemoteEngine):
     def resumes(self, generation: Generation) -> bool:
         """Return whether a request continues with the same tokens if its output so far is encoded with the prompt.
 
-        It does not if the request has penalties, which would ignore the output so far, or samples at random, since the
-        generator would restart from the seed.
+        The tokens would differ if the request has penalties, which would ignore the output so far, or if it samples at
+        random, since the generator would restart from the seed.
         """
         sampling = generation.sampling
         is_penalised = sampling.presence_penalty or sampling.frequency_penalty

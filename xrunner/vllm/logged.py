@@ -32,9 +32,10 @@ KEY_BYTES = 16
 class LoggedScheduler(Scheduler):
     """vLLM's scheduler. With `additional_config={"xgpt": {"step_log": FILE}}`, it logs the executed steps.
 
-    With `front` (the directory of an `xgpt serve` run) and `lane`, it reports each step and its tokens to that run, and
-    requests have the numbers that `xgpt serve` has given them. Otherwise requests are counted from 0 in the order of
-    arrival. If the K/V of a prompt's first tokens were computed elsewhere, the log has only the prompt's later tokens.
+    With `front` (the directory of an `xgpt serve` run) and `lane`, the scheduler reports each step and its tokens to
+    that run, and requests have the numbers that `xgpt serve` has given them. Otherwise requests are counted from 0 in
+    the order of arrival. If the K/V of a prompt's first tokens were computed elsewhere, the log has only the prompt's
+    later tokens.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

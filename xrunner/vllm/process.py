@@ -99,8 +99,8 @@ def started(command: Sequence[str], packages: Path, variables: dict[str, str]) -
 
 
 def preload(vllm_python: str) -> dict[str, str]:
-    """Return the variable that loads Intel's OpenMP, with which vLLM's CPU kernels are fastest, if it is next to this
-    Python."""
+    """Return the variable that loads Intel's OpenMP, with which vLLM's CPU kernels are fastest, if this library is next
+    to this Python."""
     library = Path(vllm_python).parent.parent / "lib" / "libiomp5.so"
     return {"LD_PRELOAD": str(library)} if library.is_file() else {}
 

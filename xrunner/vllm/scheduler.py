@@ -94,8 +94,8 @@ class XgptScheduler(LoggedScheduler):
         self._open: _Execution | None = None
         """The execution whose step vLLM has not completely scheduled."""
         self._until: dict[str, int] = {}
-        """For each request that vLLM sees, by vLLM's name, the number of its tokens that are computed after this
-        step."""
+        """For each request that vLLM sees, by vLLM's name, the number of its tokens that will have been computed when
+        this step ends."""
         self._pieces: deque[_Execution | None] = deque()
         """The execution to which each unfinished vLLM step belongs, or None if it belongs to none."""
 

@@ -5,8 +5,8 @@ order of admission (see `orders`). The next request comes from the account with 
 accounts have this priority, it comes from the account with the fewest counted tokens relative to its share. Prompt
 tokens are counted when a request enters, output tokens when they are generated. So two accounts that always have
 waiting requests get tokens in the ratio of their shares, whatever the lengths of their requests. After a time without
-requests, an account's count is raised to that of the account served last, so it cannot save up its share. Source: Sheng
-et al., Fairness in serving large language models, OSDI 2024 (the virtual token counter), with shares.
+requests, an account's count is raised to that of the account served last, so that the account cannot save up its share.
+Source: Sheng et al., Fairness in serving large language models, OSDI 2024 (the virtual token counter), with shares.
 
 No order starves a request. A request that has waited longer than `patience_ns` is overdue. Its account then has the
 highest priority, and every second request that enters from this account is the overdue request that has waited longest.

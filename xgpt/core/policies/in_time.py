@@ -20,7 +20,9 @@ from xgpt.core.policies.request import Request
 from xgpt.core.policies.slack import Slack, StepClock
 
 UNCUT_TOKENS = 2048
-"""If no budget limits a step's prompt tokens, the time per prompt token is computed for a step with this number."""
+"""If no budget limits a step's prompt tokens, the time per prompt token is computed for a step with this number of
+tokens.
+"""
 
 
 class Pace(NamedTuple):

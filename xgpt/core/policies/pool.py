@@ -1,4 +1,4 @@
-"""Manage the requests of one engine, which wait or run in a micro-batch.
+"""Manage the requests of one engine. Each request waits, or runs in a micro-batch.
 
 The simulated and the real engine keep their requests in a `Pool` and change the pool only through a schedule's methods.
 So the schedule depends only on the order of submissions, steps, endings and cancellations.

@@ -35,7 +35,7 @@ class StepClock:
         return int(counts[i] + share * (counts[i + 1] - counts[i]))
 
     def decodes(self, count: int, context: int) -> float:
-        """Return the seconds of attention for `count` decoding requests with `context` tokens together."""
+        """Return the seconds of attention for `count` decoding requests that attend to `context` tokens in total."""
         return self._decode_s * count + self._context_s * context
 
     def piece(self, start: int, end: int) -> float:

@@ -1,4 +1,4 @@
-"""Arrange a batch in rows of equal length, which are padded, concatenated or divided into slots.
+"""Arrange a batch in rows of equal length: padded requests, concatenated requests, or rows divided into slots.
 
 TCB and its baselines use these layouts. TNB pads each request to the longest one. TTB (TurboTransformers) does the same
 in batches of requests with similar lengths. TCB concatenates several requests in each row of fixed length, or in each

@@ -1,4 +1,4 @@
-"""Define a plan's constraint, which has the objective and the bounds, and its admission of requests."""
+"""Define a plan's constraint (the objective and the bounds), and the plan's admission of requests."""
 
 from __future__ import annotations
 

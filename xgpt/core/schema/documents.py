@@ -8,7 +8,7 @@ from xgpt.core.schema.report import BenchReport
 
 
 class GainOutput(Frozen):
-    """The factor by which the best plan's highest arrival rate exceeds that of the current deployment."""
+    """The gain of the best plan over the current deployment, as a ratio of their highest arrival rates."""
 
     arrivals: float
     """The best plan's highest arrival rate divided by that of the current deployment."""
@@ -43,7 +43,9 @@ class CompareOutput(Frozen):
     current_notes: list[str]
     """Assumptions about the current deployment."""
     gain: GainOutput | None
-    """Gain over the current deployment. Null means that none was given, or that it keeps the bounds at no rate."""
+    """Gain over the current deployment. Null means that no deployment was given, or that it keeps the bounds at no
+    rate.
+    """
     gain_ranges: dict[str, RangeOutput]
     """The range of each policy's gain, over assumptions about the cost of mixed steps, the pace, lengths and bursts."""
     keeps_current: bool = False
@@ -52,7 +54,8 @@ class CompareOutput(Frozen):
     """Sentences that say whether late requests are due to the current deployment's settings, from a replay of the log
     at its own times."""
     command: str | None = None
-    """The command with which the engine runs its best plan by itself. Null means that it needs xgpt's scheduler."""
+    """The command with which the engine runs its best plan by itself. Null means that the plan needs xgpt's scheduler.
+    """
     measured: dict[str, BenchReport]
     """By policy, the figures of each plan that were measured on this machine."""
 

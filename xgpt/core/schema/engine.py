@@ -34,7 +34,8 @@ class EngineSpec(Frozen):
     scheduler: Literal["own", "xgpt"] = "own"
     """The scheduler: the engine's own, or xgpt's scheduler class."""
     waiting_step_s: NonNegativeFloat = 0.0
-    """Further seconds of the loop for each step if it is scheduled after the previous one, as by xgpt's scheduler."""
+    """Further seconds of the loop for each step that is scheduled only after the previous step, as by xgpt's scheduler.
+    """
     waiting_request_s: NonNegativeFloat = 0.0
     """Further seconds for each request in such a step."""
     mixes: bool = True
@@ -104,7 +105,9 @@ class EngineSpec(Frozen):
     max_batch: PositiveInt | None = None
     """Default largest number of requests in a step. Plans do not exceed this number unless `--fix` sets more."""
     token_budget: PositiveInt | None = None
-    """Default largest number of tokens in a step. It limits orca, and chunked unless `--fix` sets more."""
+    """Default largest number of tokens in a step. The default limits orca, and also limits chunked unless `--fix` sets
+    more.
+    """
     sources: dict[str, str] = Field(default_factory=dict)
     """By field name, the source of each figure."""
 

@@ -129,8 +129,8 @@ class Estimate(Frozen):
     output_tokens_per_s: NonNegativeFloat
     """Output tokens a second at saturation."""
     latency_s: NonNegativeFloat
-    """Latency from admission. Under sla "length", it is that of a request whose output length is at the quantile. Under
-    sla "request", it is the quantile over all requests.
+    """Latency from admission. Under sla "length", this is the latency of a request whose output length is at the
+    quantile. Under sla "request", this is the quantile of the latency over all requests.
     """
     latency_error: float | None = None
     """Relative standard error of a simulated latency (sla "request"). None means a latency from the closed form."""
@@ -190,7 +190,7 @@ class Estimate(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _without_unverified_rates(cls, data: Any) -> Any:
-        """Drop the arrival rates of older files, which no simulation has confirmed."""
+        """Drop arrival rates that no simulation has confirmed, as in older files."""
         if not isinstance(data, dict):
             return data
         return {name: value for name, value in data.items() if name not in UNVERIFIED}

@@ -1,4 +1,4 @@
-"""Define the blocks of a decoder, which are the parts of layers with their sizes, whatever the model family."""
+"""Define the blocks of a decoder: the parts of its layers and their sizes, in one form for all model families."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Indexer(Frozen):
     num_heads: PositiveInt
     """Number of heads that score tokens."""
     head_dim: PositiveInt
-    """Width of a head of the index, which is also the width of the 8-bit key that it stores for each token."""
+    """Width of a head of the index, which is also the width of the 8-bit key that the index stores for each token."""
     top_k: PositiveInt
     """Largest number of tokens that attention reads."""
     pool: PositiveInt = 1

@@ -39,7 +39,7 @@ requests in each row ("rows"), or with rows that are divided into slots ("slots"
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether the Hugging Face Hub allows a name, which is ORGANISATION/MODEL in letters, digits and - . _"""
+    """Return whether the Hugging Face Hub allows a name: ORGANISATION/MODEL in letters, digits and - . _"""
     return _HUB_ID.fullmatch(name) is not None and not ("--" in name or ".." in name or name.endswith(".git"))
 
 
@@ -73,7 +73,7 @@ class ProfileRef(Frozen):
     """The profile from which the plan was made. Model, dtype and device are the same as in the plan.
 
     Attributes:
-        sha256: Hash of the profile's content, which identifies it.
+        sha256: Hash of the profile's content, which identifies the profile.
         engine: The engine whose steps were timed, and for which the plan was made. None means that times are from a
             datasheet, for any engine.
         slowdown: Factor on the profile's times, measured by a server.
@@ -307,8 +307,8 @@ class Plan(Frozen):
     def may_outgrow(self) -> bool:
         """Whether an output may exceed its reservation.
 
-        An output may not exceed its reservation in a static batch, whose memory is reserved as a whole, or in an
-        encoder-decoder, since an encoder would have to read the prompt again.
+        In a static batch it may not, since the batch's memory is reserved as a whole. In an encoder-decoder it may not,
+        since an encoder would have to read the prompt again.
         """
         return not (self.policy.holds_finished or self.model.is_encoder_decoder)
 

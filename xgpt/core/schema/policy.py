@@ -85,7 +85,7 @@ class RraSettings(SingleLane):
     @model_validator(mode="before")
     @classmethod
     def _without_thresholds(cls, data: object) -> object:
-        """Drop the thresholds of a removed policy, which plans of version 0.1 contain, if they are null."""
+        """Drop null thresholds of a removed policy, which plans of version 0.1 contain."""
         if isinstance(data, dict) and data.get("thresholds", 0) is None:
             return {name: value for name, value in data.items() if name != "thresholds"}
         return data
@@ -114,7 +114,7 @@ class SlackBudget(Frozen):
     """A limit on the prompt tokens of a step, from the slack of running requests.
 
     A running request's next token is due when the request's mean time per token would reach the plan's bound. A step
-    gets as many prompt tokens as possible, if by the plan's step times it still ends before any token is due. Source:
+    gets as many prompt tokens as it can encode, by the plan's step times, before any token is due. Source:
     FairBatching, arXiv 2510.14392. In xgpt, deadlines count from the first token.
     """
 
@@ -147,7 +147,7 @@ def most_running(token_budget: Any, microbatches: int) -> Any:
 
 
 class ChunkedSettings(SingleLane):
-    """Decode all running requests in every step, and fill it with chunks of prompts up to `token_budget` tokens."""
+    """Decode all running requests in every step, and fill it up to `token_budget` tokens with chunks of prompts."""
 
     kind: Literal["chunked"] = "chunked"
     """The policy."""
@@ -250,7 +250,7 @@ POLICY_GROUPS: dict[str, tuple[str, ...]] = {
 
 
 class Pinned(Frozen):
-    """The settings of the schedule that the user fixed, which re-planning keeps. See also `constraint` and
+    """The schedule's settings that the user fixed. Re-planning keeps these settings. See also `constraint` and
     `admission`.
     """
 

@@ -49,7 +49,7 @@ plans that waste more of the machine.
 
 
 class Curve(Frozen):
-    """Seconds as a function of one size, with `seconds[i]` at `points[i]`. Between points, it is linear."""
+    """Seconds as a function of one size, with `seconds[i]` at `points[i]`. Between points, the function is linear."""
 
     points: tuple[int, ...] = Field(min_length=2)
     """Sizes, rising."""
@@ -138,7 +138,7 @@ class LayerTimes(Frozen):
     tokens.
     """
     rest: Curve
-    """Everything except attention, by tokens."""
+    """Times of everything except attention, by tokens."""
     last: Curve | None = None
     """Times of everything except attention in the model's last layer, for tokens whose logits are not needed. For
     these, the layer computes only keys and values, and its work for tokens with logits is part of `head`. None means
@@ -162,9 +162,9 @@ class EncoderLayerTimes(Frozen):
     tp_degree: PositiveInt = 1
     """Number of devices of the group."""
     rest: Curve
-    """Everything except attention, by tokens."""
+    """Times of everything except attention, by tokens."""
     attention: Surface
-    """Times of attention of all tokens of a prompt to all of its tokens, by (batch, prompt length)."""
+    """Times of attention among all tokens of a prompt, by (batch, prompt length)."""
 
 
 class Jitter(Frozen):
@@ -257,7 +257,9 @@ class Profile(Frozen):
     gflops: float | None = Field(default=None, gt=0, exclude_if=lambda gflops: gflops is None)
     """GFLOP/s of a fixed matrix product on all cores at the start of the measurement, which shows the clock rate."""
     jitter: Jitter | None = Field(default=None, exclude_if=lambda jitter: jitter is None)
-    """The variation of short steps around their mean. If it is None (not known), all steps take the mean time."""
+    """The variation of short steps around their mean. None means that it is not known, and all steps take the mean
+    time.
+    """
     provenance: dict[str, str] = Field(default_factory=dict)
     """By name, the sources of parts of the profile, in addition to `source`."""
     environment: dict[str, str] = Field(default_factory=dict)
@@ -294,8 +296,8 @@ class Profile(Frozen):
         """Default headroom of plans from this profile.
 
         It is the larger of two numbers. One is the profile's spread. The other is the known error of the source, plus
-        the share of the engine's cores that other processes used during the measurement, since they may take as much
-        again while the plan runs. Spread and other processes raise the headroom to at most `MOST_HEADROOM`.
+        the share of the engine's cores that other processes used during the measurement, since these processes may use
+        as many cores while the plan runs. Spread and other processes raise the headroom to at most `MOST_HEADROOM`.
         """
         is_unserved = self.source == "measured" and self.engine == "xgpt" and not self.is_served
         known = UNSERVED_ERROR if is_unserved else KNOWN_ERROR[self.source]

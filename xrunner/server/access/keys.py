@@ -34,7 +34,7 @@ class Key:
     """The account, limits and rights of an API key, but never the key itself.
 
     Attributes:
-        account: name of the account, which has a share of the engine under load, and a priority.
+        account: name of the account. An account has a priority and, under load, a share of the engine.
         is_admin: whether the key may also read pages about all accounts: /plan, /metrics, the live page.
         requests_per_minute, tokens_per_minute: limits. None means no limit.
         answer_within_s: promised time of answers to this key's requests, as in `Limits`. None means the server's

@@ -27,7 +27,7 @@ class CallPiece(NamedTuple):
 
 
 class CallList:
-    """The function calls of an output, which can be read as a whole, or in pieces for a stream.
+    """The function calls of an output. They can be read as a whole, or in pieces for a stream.
 
     Args:
         most: largest number of calls of an output. Further calls are left out. None means no limit.
@@ -91,7 +91,7 @@ class Calls:
         self._format = format_
         self._held = ""
         self._unread: list[str] = []
-        """Pieces after `_held`, which cannot contain the end of a call."""
+        """Pieces after `_held`. These pieces cannot contain the end of a call."""
         self._tail = ""
         """Last characters of the pieces so far: the mark that ends a call may begin there."""
         self._space: list[str] = []

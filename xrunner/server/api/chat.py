@@ -185,7 +185,7 @@ def _joined(contents: list[Content]) -> Content:
 
 
 def _up_to(text: str, content: Content) -> str:
-    """Return a prompt up to the end of its last message. Raises ValueError if the template does not show it."""
+    """Return a prompt up to the end of its last message. Raises ValueError if the template omits that message."""
     last = content if isinstance(content, str) else content[-1]["text"]
     # `rfind` takes quadratic time, during which no other thread runs.
     after = text[::-1].find(last.strip()[::-1])

@@ -45,7 +45,7 @@ def read_settings(checkpoint: Path) -> dict[str, Any]:
     """Return tokenizer_config.json, empty if there is none.
 
     Raises:
-        InputError: it is not a JSON object.
+        InputError: the file is not a JSON object.
     """
     path = checkpoint / "tokenizer_config.json"
     if not path.is_file():

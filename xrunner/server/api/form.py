@@ -52,7 +52,7 @@ class OutputForm:
         calls: the format of calls.
         marks: marks around reasoning. None means that the model shows no reasoning, or the format of calls includes
             reasoning.
-        thought: how the output after a given prompt may begin. None means that it has no reasoning.
+        thought: how the output after a given prompt may begin. None means that the output has no reasoning.
         tokens: ids of the tokens with which the marks are written.
     """
 

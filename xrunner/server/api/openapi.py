@@ -154,7 +154,7 @@ _GETS: tuple[tuple[str, str, Json, Sequence[str]], ...] = (
 
 
 def describe(names: Sequence[str], spec: ModelSpec, *, has_keys: bool) -> Json:
-    """Return the OpenAPI document of a server of a model with these names."""
+    """Return the OpenAPI document of a server whose model has these names."""
     kinds = (
         CompletionRequest,
         ChatRequest,

@@ -109,7 +109,7 @@ VLLM_FIELDS = ("structured_outputs", "guided_json", "guided_regex", "guided_choi
 
 
 def _accepted(kind: Any, path: str) -> str:
-    """Return the end of a message, which names the values that a field may have, or "" if these are not a few words.
+    """Return the end of a message, with the values that a field may have, or "" if these values are not a few words.
 
     Args:
         path: the field's path in messages of msgspec, for example $.tools[0].type.

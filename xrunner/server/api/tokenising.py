@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from xrunner.server.api.text import TextCodec
 
 NUM_THREADS, PER_ACCOUNT = 3, 2
-"""Number of threads, and largest number of threads for one account, which is smaller because a chat may take
-`rendering.RENDER_S` until it is refused."""
+"""Number of threads, and largest number of threads for one account. The second number is smaller because a chat may
+take `rendering.RENDER_S` until it is refused."""
 NICENESS = 10
 """Niceness of these threads, so that the engine's threads have priority."""
 SECONDS_A_CHARACTER = 5e-6

@@ -1,4 +1,4 @@
-"""The common part of adapters for other APIs, which translate a request into a chat, and the answer into blocks."""
+"""The common part of adapters for other APIs. Each translates a request into a chat, and the answer into blocks."""
 
 from __future__ import annotations
 

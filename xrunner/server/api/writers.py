@@ -142,7 +142,7 @@ class Writer(AnswerWriter):
 
     @abstractmethod
     def text(self, choice: Choice) -> dict[str, Any]:
-        """Return the member of a whole choice that contains the text, and the calls of functions."""
+        """Return the member of a whole choice with the choice's text and function calls."""
 
     def chunk(self, delta: Delta, timings: dict[str, float] | None, prompt: PromptTokens, num_tokens: int) -> bytes:
         self._num_reasoning += delta.is_reasoning

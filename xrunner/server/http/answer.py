@@ -117,8 +117,8 @@ class Answer(Response):
         self._metrics.delivery_s.observe(time.perf_counter() - sampled_s)
 
     async def _events(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events. The head is sent with the first token, so that a failure before it can have the status of an
-        error.
+        """Send events. The head is sent with the first token, so that a failure before the first token can still be
+        answered with an error's status.
 
         After `HEAD_S` without a token, the head is sent anyway, because proxies and clients close silent connections.
         """

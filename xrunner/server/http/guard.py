@@ -44,11 +44,11 @@ SINGLE_HEADERS = (
     "x-deadline-s",
     "x-request-id",
 )
-"""Headers that must not occur twice: the server and a proxy in front of it might each use a different one."""
+"""Headers that must not occur twice: the server and a proxy in front of it might use different occurrences."""
 
 
 class Guard:
-    """An ASGI application that checks requests for another one, before any of the body is read.
+    """An ASGI application that checks requests for another application, before any of the body is read.
 
     Args:
         keys: API keys. None means that clients need no key.

@@ -189,7 +189,7 @@ class Metrics:
                 tokens.labels(name, "output").inc(output_tokens)
 
     def note_bounds(self, account: Account, took: RequestBounds, bounds: RequestBounds) -> bool | None:
-        """Count a complete request, and return whether it kept the bounds of its key, or None if it has no bounds.
+        """Count a complete request, and return whether it kept the bounds of its key, or None if no bounds apply.
 
         A key without bounds has the plan's bounds. A request of a class without bounds always counts as keeping its
         bounds.

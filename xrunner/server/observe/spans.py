@@ -46,7 +46,9 @@ class Tracer:
 
     @classmethod
     def to(cls, endpoint: str | None) -> Tracer:
-        """Return a tracer to an OTLP collector over HTTP. None means the one in the standard environment variables."""
+        """Return a tracer to an OTLP collector over HTTP. None means the collector in the standard environment
+        variables.
+        """
         # The defaults of Resource.create record the process's command line, which may contain secrets.
         resource = Resource({SERVICE_NAME: "xgpt", "service.version": __version__})
         provider = TracerProvider(resource=resource.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
