@@ -191,8 +191,8 @@ def transfers(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DTy
     return {
         "hop": sent(cluster.intra_node, hidden_bytes, 1),
         "inter_node_hop": sent(cluster.inter_node, hidden_bytes, 1),
-        # The copies into and out of host memory run one layer apart at the same time, so together they take two
-        # latencies and the time of one copy.
+        # Copies into and out of host memory overlap, one layer apart, so together they take two latencies and the time
+        # of one copy.
         "kv_transfer": sent(cluster.host, kv_bytes, 2),
     }
 

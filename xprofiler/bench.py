@@ -1,9 +1,10 @@
 """Measure the points of a profile on a worker.
 
-Each point is measured once in each of several passes. Its time is the mean over the passes, since a run also takes the
-mean time on average. The clock of a shared machine changes between two or three rates about every second. A median of a
-few calls would be the time at one of these rates, which would differ between points. Layers are run one after the
-other, as in a step, so weights and K/V come from memory and not from a cache that is warm only in benchmarks.
+Each point is measured once in each of several passes. Its time is the mean over the passes, since the time of many
+steps is a sum of such means. The clock of a shared machine changes between two or three rates about every second. A
+median of a few calls would be the time at one of these rates, and not at the same rate for all points. Layers are run
+one after the other, as in a step, so weights and K/V come from memory and not from a cache that is warm only in
+benchmarks.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ STAIR = 128
 of rows, so times rise in stairs."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = tuple(n - BLOCK_SIZE // 2 for n in (16, 64, 128, 256, 512, 1024, 2048))
-"""Contexts end in the middle of a block, since kernels read whole blocks: on average half a block more."""
+"""Measured contexts end in the middle of a block. Kernels read whole blocks, on average half a block beyond a
+context."""
 PROMPTS = (8, 24, *CONTEXTS[1:])
 ENCODE_BATCHES = (1, 4, 16)
 STEP_PROMPT = 128
@@ -70,7 +72,7 @@ more.
 """
 BRIEF_PASSES, BRIEF_TOKENS = 2, 512
 """Number of passes, and tokens of the largest measured step, on a busy machine. Steps of more than 128 tokens compute
-no logits. Two of these are measured, and times of larger steps are on the line through them.
+no logits. Two sizes of such steps are measured, and the times of larger steps are extrapolated linearly.
 """
 LEAST_TRIMMED = 3
 """If a point has at most this number of calls, the mean includes all of them."""
@@ -188,7 +190,7 @@ def middle_mean(values: Sequence[float]) -> float:
 
 def brief(keys: Collection[tuple[str | int, ...]]) -> list[tuple[str | int, ...]]:
     """Return the points to measure on a busy machine: counts that are powers of two, and every second length. The
-    shortest length is included, since the other points of several prompts are extrapolated from it.
+    shortest length of large batches is among these, since times of their longer prompts are extrapolated from it.
 
     Times of large steps are not measured: `filled` extrapolates them linearly. Attention's time is not linear, so
     attention is measured up to the longest single prompts.
@@ -377,7 +379,7 @@ class Bench:
         return self.seconds(self.as_served(run, "all layers", *sequences))
 
     def last_layer(self, sequences: Sizes) -> float:
-        """Return the seconds of the last layer for tokens without logits, without attention.
+        """Return the seconds, without attention, that the last layer takes for tokens whose logits are not needed.
 
         All layers run in this way, so that weights come from memory. The result is their mean.
         """

@@ -105,7 +105,8 @@ class Tables:
         return np.minimum(whole_s, np.maximum(saved_s, self._least_s("fp8", "fp8", 2 * rows * n * k, n * k)))
 
     def _quantizing_grid(self, operator: str) -> Grid2 | None:
-        """Return the milliseconds of rounding [m, k], or of computing its scale, or None if no table has them."""
+        """Return the milliseconds that an operator takes to round [m, k] or to compute its scale, or None if there is
+        no table."""
         if not self._found("quantize", operator, self.framework):
             return None
         rows = self._read("quantize", operator, ("m", "k", "quant_dtype", "latency"), may_be_zero=True)

@@ -77,7 +77,7 @@ SHIFT_BISECTIONS = 14
 
 
 def loosened(constraint: Constraint, lengths: Lengths) -> Constraint:
-    """Return loosened bounds. If arriving requests keep the constraint at some rate, a saturated engine keeps these.
+    """Return bounds so loose that a saturated engine keeps them if arriving requests keep `constraint` at some rate.
 
     A bound is removed if no finite loosening is enough.
     """
@@ -230,8 +230,8 @@ class PromptSteps:
     Smaller steps take more time per token, so a prompt takes the least time in full steps. By Little's law, full steps
     also decode at least `rate E[D] t` requests, where t is the time of an iteration that decodes one request. The
     number of requests in decode is assumed to vary like a Poisson number. In reality it varies less, since prompts end
-    one by one. If f rises and f(n) / n falls, then E[f(b)] >= f(c) E[min(1, b / c)] for any c. The bound uses c = 1 and
-    c = the mean.
+    one by one. For a time f(b) of b requests that rises with b while f(b) / b falls, E[f(b)] >= f(c) E[min(1, b / c)]
+    for any c. The bound uses c = 1 and c = the mean.
 
     Args:
         lane: the lane's costs on the lower tables (`xscheduler.lower_tables`).

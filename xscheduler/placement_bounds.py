@@ -362,7 +362,7 @@ class PolicyBounds:
         return np.where(at_end_s > 0, np.maximum(inside, at_end), np.inf)
 
     def _crossing(self, seconds: Array, limit_s: Array) -> Array:
-        """Return the largest m whose time is within the limit, or -1 if no m's is. # [placements, terms]"""
+        """Return the largest m whose time is within the limit, or -1 if there is no such m. # [placements, terms]"""
         m = self.steps.iterations.batches
         count = (seconds <= limit_s[:, None, None]).sum(axis=2)  # times rise with m
         index = np.clip(count - 1, 0, len(m) - 2)

@@ -53,7 +53,8 @@ class _Drawn(NamedTuple):
 
     Attributes:
         inputs, outputs: numbers of prompt and output tokens.
-        decoded: `outputs`, or with a draft the output length that needs the request's number of decode steps.
+        decoded: `outputs` or, with a draft, the lengths with which outputs are simulated
+            (`xsimulator.lengths.decoded`).
     """
 
     inputs: Ints
@@ -152,7 +153,7 @@ class Trial:
 
     def saturated(self) -> float:
         """Return the requests a second of all replicas at saturation, with admission in order of arrival."""
-        # As many requests follow the measured ones, since an engine that runs empty serves fewer requests a second.
+        # The same requests follow once more, since an engine that runs empty serves fewer requests a second.
         inputs, outputs, longest, cached = (
             np.tile(values, 2) for values in (self._drawn.inputs, self._drawn.decoded, self._longest, self._cached)
         )
@@ -319,8 +320,8 @@ class CapacitySearch:
             return max(high / (1 + 2 * step), high / 2)
         if high == self._most or not np.isfinite(self._excess[high]) or bisect:
             return min(low * (1 + step), (low * high) ** 0.5 if high < 4 * low else 2 * low)
-        # Interpolate the rate at which the excess equals the slack. If this rate is close to an end, take a rate
-        # between both, so near the end that the search is over.
+        # Interpolate the rate at which the excess equals the slack. If this rate is too close to `low` or `high`, move
+        # it away, but only so far that this step may end the search.
         at_low, at_high = self._excess[low], self._excess[high]
         rate = low + (high - low) * (slack - at_low) / (at_high - at_low)
         margin = 0.95 * precision * low

@@ -23,7 +23,7 @@ Batch = tuple[str, int, int]
 """The lane, micro-batch and replica of requests that decode together."""
 
 VIRTUAL_SHARE = 0.8
-"""Least share of admissions from which the log must show the latency of a request with `quantile_output` tokens."""
+"""For at least this share of admissions, the log must show the latency of a request with `quantile_output` tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class RequestTimes:
         return cls((first - arrived) / 1e9, (last - first) / gaps / 1e9, (last - arrived) / 1e9, num_lost)
 
     def later(self, path_s: float) -> RequestTimes:
-        """Return the times as if each request's first token came `path_s` later."""
+        """Return the times as if all tokens came `path_s` later."""
         return replace(self, ttft_s=self.ttft_s + path_s, whole_s=self.whole_s + path_s) if path_s else self
 
     def excess(self, goal: Goal) -> Array:

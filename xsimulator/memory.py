@@ -33,7 +33,7 @@ WORKSPACE_BYTES = 256 * MIB
 PADDED = "mxfp4"
 """Weight format of experts whose sizes engines pad. Its kernels need no buffers between the matrix products."""
 OWN_KERNELS = re.compile(r"^g?h(100|20|200)|^g?b[23]00")
-"""Names of devices for which engines have their own kernels for this format. On other devices they use Marlin."""
+"""Names of devices for which engines have their own kernels for `PADDED`. On other devices they use Marlin."""
 
 
 def activation_bytes_per_token(spec: ModelSpec, dtype: DType) -> int:
@@ -152,8 +152,8 @@ class _Kept(NamedTuple):
         Args:
             in_flight: number of tokens that a layer keeps beyond its window.
         """
-        # If the k shortest windows are full, the bytes grow linearly with the tokens. The smallest of these lines is
-        # true.
+        # For each k, bytes that grow as if the k shortest windows were full are linear in the tokens. The true number
+        # of bytes is the smallest of these.
         left, slope, most = free - self.constant, self.grows + sum(size for _, size in self.windows), 0.0
         for window, size in (*self.windows, (0, 0.0)):
             most = max(most, left / slope) if slope > 0 else np.inf if left >= 0 else most
@@ -164,10 +164,10 @@ class _Kept(NamedTuple):
 class LaneMemory:
     """The memory of the devices of one lane.
 
-    Every stage has the K/V of its layers for every request in the lane, so the stage with the fewest blocks decides.
-    The encode lane of an encoder-decoder has no decoder layer. Its last stage keeps the encoder's output, one hidden
-    state per token, until the decode lane has received the output. Arrays have an entry for each stage, since all
-    devices of a stage use the same number of bytes.
+    Every stage has the K/V of its layers for every request in the lane, so the number of requests is limited by the
+    stage with memory for the fewest blocks. The encode lane of an encoder-decoder has no decoder layer. Its last stage
+    keeps the encoder's output, one hidden state per token, until the decode lane has received the output. Arrays have
+    an entry for each stage, since all devices of a stage use the same number of bytes.
 
     Args:
         precision: data types of weights, activations and K/V.
@@ -385,10 +385,10 @@ def capacity(
     """Return the number B of requests that may run at the same time.
 
     Each request takes r blocks, with variance v. Under "reserve", requests enter while they fit, so the sum of their
-    blocks is a compound Poisson sum, and B is the largest number with B E[r] + z sqrt(B E[r^2]) <= blocks. A request
-    that does not fit only waits, so it is enough that B requests fit at 99 of 100 moments. Under "quantile", B is the
-    plan's `max_running`, so the sum has variance B v. If the sum exceeds memory, a request is preempted, so B requests
-    must fit at 999 of 1000 moments. In both cases, a quadratic equation in sqrt(B) is solved.
+    blocks is a compound Poisson sum, and B is the largest number with B E[r] + z sqrt(B E[r^2]) <= blocks, where z is a
+    normal quantile. A request that does not fit only waits, so it is enough that B requests fit 99% of the time. Under
+    "quantile", B is the plan's `max_running`, so the sum has variance B v. If the sum exceeds memory, a request is
+    preempted, so B requests must fit 99.9% of the time. In both cases, a quadratic equation in sqrt(B) is solved.
 
     Args:
         kept_blocks: number of blocks for cached prompts. All outputs must fit into the other blocks. Blocks that are

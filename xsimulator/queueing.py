@@ -42,7 +42,7 @@ FEW_STATES = 24
 """Up to this number of requests, each number is a state. Larger states are further and further apart."""
 NUM_STATES = 72
 RATE_STEPS = 14
-"""Number of bisections for a rate, which give a ten-thousandth of saturation."""
+"""Number of bisection steps for a rate. They determine the rate to a ten-thousandth of the throughput at saturation."""
 LENGTH_EDGES = np.unique(np.concatenate([np.linspace(0, 0.9, 13), np.linspace(0.9, 0.98, 9), np.linspace(0.98, 1, 11)]))
 """Quantiles that divide output lengths into groups. The mean represents each group."""
 
@@ -63,7 +63,7 @@ class LoadPoints(NamedTuple):
         spread: (1 + s^2) / 2, with the coefficient of variation s of running times.
         is_late: whether a bound is broken even without waiting.
         gate: longest wait for the next admission. # [n, 1]
-        inside, beyond: time that remains for waiting, up to the gate, and the rest of this time.
+        inside, beyond: the part, up to `gate`, of the time that remains for waiting, and the rest of this time.
     """
 
     saturation: Array

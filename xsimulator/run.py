@@ -43,8 +43,8 @@ MANY_REQUESTS = 20_000
 def warm_up_requests(plan: Plan) -> int:
     """Return the number of requests that must end before a replica's batch is in its steady state.
 
-    An engine that starts empty has too few long requests at first: short ones end long before as many long ones decode
-    as in the steady state.
+    An engine that starts empty has too few long requests at first. Many short requests end before the number of long
+    ones reaches its steady state.
     """
     estimate, decodes = plan.estimate, plan.workload.output.mean - 1
     # If a policy refills only an empty batch, most requests may have ended with their first token.
@@ -81,7 +81,8 @@ def _num_blocks(plan: Plan) -> int:
 def requests_to_send(plan: Plan, num_requests: int, *, saturated: bool) -> int:
     """Return how many requests to replay on one replica so that `num_requests` can be measured.
 
-    A saturated run starts with a warm-up. The window closes at a step that encodes, so further requests must follow.
+    A saturated run starts with a warm-up. The measured window closes at a step that encodes, so further requests must
+    follow.
     """
     return num_requests + outstanding_requests(plan) + (warm_up_requests(plan) if saturated else 0)
 
@@ -331,7 +332,8 @@ def request_latencies(
 def seen_at_once(
     plan: Plan, profile: Profile, inputs: Ints, outputs: Ints, longest: Ints, needed: int | None = None
 ) -> SeenSteps:
-    """Return the steps of one replica with mean step times if all requests arrive at the start, by counts if possible.
+    """Return the steps of one replica if all requests arrive at the start and each step takes its mean time. The run is
+    simulated by counts if possible.
 
     Args:
         longest: the longest output that each request may have.
@@ -358,7 +360,7 @@ def _counted(plan: Plan, profile: Profile, stream: Stream, *, is_logged: bool) -
 
 
 def is_drawn(plan: Plan) -> bool:
-    """Return whether the latencies of all requests need drawn lengths, as `xsimulator.request_law` explains."""
+    """Return whether only requests with randomly drawn lengths show the latencies (see `xsimulator.request_law`)."""
     return FORECASTS[plan.policy.kind].stations.admits_each_step
 
 
@@ -396,8 +398,8 @@ def _replayed(plan: Plan, workload: Workload, trace: TraceLengths, num_requests:
 def replay_by_counts(
     plan: Plan, profile: Profile, workload: Workload, trace: TraceLengths, num_requests: int
 ) -> Simulated | None:
-    """Replay a trace by counts, with mean step times and without steps. Return None if the plan cannot be simulated by
-    counts.
+    """Replay a trace by counts, with mean step times. No steps are returned. Return None if the plan cannot be
+    simulated by counts.
 
     The times of requests equal those of `replay_trace`, but gaps between single tokens and idle shares are not known.
 
@@ -518,7 +520,7 @@ def run_requests(
 
 
 def accounts_of(plan: Plan, num_requests: int) -> list[Account]:
-    """Return an account for each request, so that consecutive requests have about the shares of the plan's classes."""
+    """Return an account for each request. Among consecutive requests, each class has about its planned share."""
     classes = plan.constraint.classes
     accounts = [plan.account_of(each) for each in classes]
     ends = list(accumulate(each.share for each in classes))
@@ -609,7 +611,7 @@ def times_of(plan: Plan, log: Sequence[StepRecord], num_requests: int, tokens: I
 
 
 def kept_by_class(plan: Plan, log: Sequence[StepRecord], num_requests: int) -> dict[str, float]:
-    """Return for each class which share of its requests kept the bounds, among the first requests of a log."""
+    """Return, for each class, the share of its requests that kept the bounds, among the first requests of a log."""
     found = {}
     for each in plan.constraint.classes:
         times = request_times(log, num_requests, encode_emits=encode_emits(plan), of_class=each.name)

@@ -4,9 +4,9 @@ Minimise, over whole numbers n[t, k] of replicas and starts u[t, k],
 
     sum_t sum_k  price[k] hours[t] n[t, k] + start_cost[k] u[t, k]
     subject to   sum_k rate[t, k] n[t, k] >= need[t]              the load is served
-                 u[t, k] >= n[t, k] - n[t-1, k]                   more than before are starts
+                 u[t, k] >= n[t, k] - n[t-1, k]                   additional replicas start
                  sum_{t-stay < s <= t} u[s, k] <= n[t, k]         started replicas stay
-                 sum_k devices[k] n[t, k] <= limit                of each group of kinds that share devices
+                 sum_k devices[k] n[t, k] <= limit                for each group of kinds that share devices
 
 Starts in the first interval cost nothing unless `before` states the previous fleet. If replicas need not stay and few
 fleets are possible, the cheapest day is found as a shortest path over intervals and fleets. Otherwise HiGHS finds it by

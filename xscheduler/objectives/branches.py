@@ -80,9 +80,9 @@ class Branch:
     def refine(self, at_least: float, waits: Waits | None) -> None:
         """Tighten the bound by including the waits at a rate. The bound does not fall below this rate.
 
-        At a higher rate, requests wait longer and less time remains for decoding. So the throughput that is possible in
-        the time that remains at this rate bounds all higher rates. If this throughput is below the rate, no settings
-        sustain the rate.
+        At a higher rate, requests wait longer and less time remains for decoding. So the highest throughput in the time
+        that remains at this rate is an upper bound for all higher rates, too. If this throughput is below the rate, no
+        settings sustain the rate.
         """
         self.bound, self.is_refined = min(self.bound, max(self._served(at_least, at_least, waits), at_least)), True
 
@@ -101,7 +101,7 @@ class Branch:
                 low, self.bound = rate, min(self.bound, served)
 
     def breach(self, rate: float, waits: Waits | None) -> float:
-        """Return the larger share by which a simulated rate, or a random point of a box, exceeds its bound."""
+        """Return by what share a simulated rate, or a random point of a box, exceeds its bound (the larger share)."""
         by_point = breach(self.relaxed, NUM_BOXES, np.random.default_rng(0))
         return max(by_point, rate / max(self._served(rate, FAR_BELOW * rate, waits), 1e-9) - 1)
 
@@ -149,14 +149,15 @@ class Branch:
 
 
 class _Searched(NamedTuple):
-    """A search of a branch's settings: the share of the bound left to them, the rate at the start, and the result."""
+    """A search of a branch's settings: the shares of the latency bound that they may use, the rate at the start, and
+    the result."""
 
     left: Array
     at_least: float
     bound: UpperBound
 
     def holds(self, relaxed: Space, left: Array, at_least: float) -> bool:
-        """Return whether this bound can be reused: it holds for settings that leave at most the shares `left` of the
+        """Return whether this bound can be reused: it is valid if settings may use at most the shares `left` of the
         latency bound, and a new search could not lower it.
 
         The latter is true if the best point found is still allowed, since the bound exceeds this point's throughput by
@@ -210,7 +211,7 @@ class Branches:
         self._waits = Waits(self._constraint, self._lengths)
 
     def breach(self, space: Space, rate: float, *, waits: bool = True) -> float:
-        """Return the larger share by which a simulated rate, or a random point of its space, exceeds its bound.
+        """Return by what share a simulated rate, or a random point of its space, exceeds its bound (the larger share).
 
         Args:
             waits: whether to compare the rate with the bounds that include waits.

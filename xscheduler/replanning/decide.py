@@ -303,7 +303,8 @@ def weights_loading_s(plan: Plan, profile: Profile) -> float:
 
 
 def _repays(rate: float, in_place_rps: float, pause_s: float, terms: Terms) -> bool:
-    """Return whether a plan on another placement gains enough over the best plan in place and repays its pause."""
+    """Return whether a plan on another placement gains enough over the best plan on the running placement, and repays
+    its pause."""
     repaid = (rate - in_place_rps) * terms.horizon_s
     return repaid > rate * pause_s and rate > (1 + terms.least_gain) * in_place_rps
 
@@ -327,7 +328,7 @@ def _compare(judge: Judge, best: Plan, *, pause_s: float, is_swap: bool) -> Verd
 
 
 def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:
-    """If a plan that keeps the bound for longer requests, too, costs little, return the verdict with this plan."""
+    """Return the verdict with a plan that keeps the bound for longer requests, too, if such a plan costs little."""
     plan, running = (verdict.plan, verdict.plan) if verdict.switch else (judge.plan, judge.running)
     assert plan is not None and running is not None
     best = judge.careful(within_pins(judge.plan, SWAPPABLE), plan, judge.rate(running))
@@ -343,7 +344,7 @@ def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:
 
 
 def _although_broken(near: Verdict, constraint: Constraint) -> Verdict:
-    """Return a verdict that was reached under a looser bound, with the plan's own bound, which no plan keeps."""
+    """Return the verdict `near`, reached under a looser bound, with the original constraint, which no plan keeps."""
     assert near.best is not None and near.plan is not None
     wider_s = near.plan.constraint.latency_bound_s
     return replace(

@@ -178,7 +178,8 @@ class LaneCost:
         return np.asarray([stage.decoder_layers * seconds for stage, seconds in self._by_kind(of_layer)])
 
     def prompts(self, lengths: Lengths) -> Table:
-        """Return the seconds of encoding beyond `tokens`, `samples` and `overhead`, by number of prompts. # [kinds]
+        """Return the seconds of encoding that are not in `tokens`, `samples` and `overhead`, by number of prompts.
+        # [kinds]
 
         These are the seconds of attention and, with an encoder, of the encoder's layers and of the keys and values of
         its output.

@@ -1,11 +1,11 @@
 """Define the state of a simulation by counts, in which requests arrive one by one.
 
 A decode step gives a token to every request that decodes in the micro-batch. So the cost of a step depends only on the
-number of these requests and the total number of tokens to which they attend, and only the iteration in which it ends is
-stored for a request. Requests enter in order of arrival. Memory for a request's longest output is reserved ("reserve").
-With a single micro-batch of orca or chunked, requests may instead enter with only the blocks of their prompts
-("quantile"). Other schedules are simulated on the simulated engine (`xsimulator.events`). For schedules that both can
-simulate, all times are equal (tests/contract/test_counts.py).
+number of these requests and the total number of tokens to which they attend. Of a request's decode iterations, only the
+last is stored. Requests enter in order of arrival. Memory for a request's longest output is reserved ("reserve"). With
+a single micro-batch of orca or chunked, requests may instead enter with only the blocks of their prompts ("quantile").
+Other schedules are simulated on the simulated engine (`xsimulator.events`). For schedules that both can simulate, all
+times are equal (tests/contract/test_counts.py).
 
 When the loops first run, numba compiles them and stores the compiled code on disk (see `xsimulator.counts.compiled`).
 """
@@ -180,7 +180,7 @@ class RunState(NamedTuple):
     Attributes:
         lane: one record of the schedule.
         batches: the micro-batches. Under waa, those of the decode lane come before those of the encode lane.
-        ends: for each iteration, modulo their number, the first request that ends in it. # [batches, iterations]
+        ends: for each iteration, modulo the array's length, the first request that ends in it. # [batches, iterations]
         grows: for each iteration, modulo a block's tokens, the number of requests that take a block in it. # [tokens]
         steps, pieces: ring buffers of running steps and of prompt pieces.
         moved: under waa, requests in the order in which their prompts ended.

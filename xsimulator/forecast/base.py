@@ -133,7 +133,8 @@ class Forecast(ABC, Generic[M]):
         return self.evaluate(model, **columns).at(0)
 
     def reestimate(self, plan: Plan, model: M, inside: float) -> dict[str, float]:
-        """Return the predictions for a plan under other lengths, with the plan's numbers unchanged.
+        """Return the predictions for a plan under other lengths, with its settings unchanged if K/V still fits in
+        memory.
 
         Args:
             model: the model under the other lengths.
@@ -143,7 +144,7 @@ class Forecast(ABC, Generic[M]):
         return self.estimate(model, plan.policy.model_copy(update={self.load: most}))
 
     def promises_too_little(self, found: Performance) -> npt.NDArray[np.bool_]:
-        """Return which settings may clearly exceed their prediction, so that the search uses bounds for them."""
+        """Return which settings may be clearly better than predicted, so that the search uses bounds for them."""
         return np.zeros(len(found.throughput), bool)
 
     # Bounds ------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from xsimulator.lengths import Lengths
 
 ROOT_STEPS = np.linspace(0.0, 1.0, 33)
 ROOT_LEVELS = 2
-"""Number of grids that find the root, each within the segment of the one before."""
+"""Number of grids on which the root is searched. Each grid divides one segment of the previous grid."""
 PROMPTS = np.asarray([0.35, 0.3, 0.2, 0.1, 0.05])
 """Shares of all prompts, from the shortest to the longest. The mean length of each share represents its prompts."""
 DEVIATES = np.asarray([[-2.334414], [-0.741964], [0.741964], [2.334414]])
@@ -85,8 +85,8 @@ class _Mix(NamedTuple):
     shares: Array
     """For each value that represents busy steps, the number of prompts and the probability. # [values, n] each"""
     columns: Array
-    """Decode batch, prompts and prompt tokens of a step that only decodes, of each value, and of the longest step.
-    # [3, 2 + values, n]"""
+    """Decode batch, number of prompts and number of prompt tokens, for a step that only decodes, for each value, and
+    for the longest step. # [3, 2 + values, n]"""
     spans: Array | None
     """Mean number of steps in which a prompt waits or is encoded. None means one."""
     room: Array | None
@@ -462,8 +462,8 @@ class Mixed(Forecast[OneLaneModel]):
 def _budgets(room: PlacementLimits) -> list[int]:
     """Return the token budgets to try.
 
-    If the engine cuts no prompts, these are the budgets that suffice for the longest prompt and all decodes. If no
-    budget suffices, this is the largest budget.
+    If the engine cuts no prompts, a budget must suffice for the longest prompt and all decodes. If no budget suffices,
+    the largest budget is tried.
     """
     longest, engine = room.lengths.max_input, room.engine
     least, most = 0, 2 * room.max_batch * longest

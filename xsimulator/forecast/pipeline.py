@@ -102,8 +102,8 @@ class RandomSteps:
         (E[c; shorter] + E[through; as long]) / (1 - p + M p),   p = P(as long).
 
     The certain time with the highest gain gives a lower bound on the mean time of a step, since better paths may exist.
-    As an upper estimate, every M steps take as long as the longest of them, which is too long if M is large. The true
-    time is between the two, and for few micro-batches nearer to the upper estimate.
+    The upper estimate is that every M steps take as long as the longest of them. It is far too high if M is large. The
+    true time is between the two, and for few micro-batches nearer to the upper estimate.
 
     Args:
         through, slowest: seconds of each kind of step through all stages, and on the slowest stage. # [steps, n]

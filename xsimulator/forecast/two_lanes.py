@@ -8,11 +8,12 @@ the largest number B_max of requests in both lanes:
 
 A batch waits until the whole batch fits beside the remaining requests of earlier batches, which entered j periods of
 B_E / X before, and then until the encode lane is free (as in a queue with batch arrivals). G(a) is the share of
-requests that are still in the lanes a seconds after they entered. Until they are encoded, all are. After that, those
-with further output are, until they have been moved, have joined (after half an iteration on average) and have run their
-iterations. If all requests of a batch end together, whole batches are in the lanes. Otherwise, half a batch's slots are
-free on average. If devices are CPU cores, moving K/V takes their compute time, so both lanes do nothing else meanwhile
-(TransferCost.occupies). Source: ExeGPT sec. 4.1, 6, for the case B = B_E E[S], in which encode and decode take turns.
+requests that are still in the lanes a seconds after they entered. All requests are in the lanes until they are encoded.
+Those with further output stay until they have been moved, have joined (after half an iteration on average) and have run
+their iterations. If all requests of a batch end together, whole batches are in the lanes. Otherwise, half a batch's
+slots are free on average. If devices are CPU cores, moving K/V takes their compute time, so both lanes do nothing else
+meanwhile (TransferCost.occupies). Source: ExeGPT sec. 4.1, 6, for the case B = B_E E[S], in which encode and decode
+take turns.
 """
 
 from __future__ import annotations
