@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from xgpt.core import policies
 from xgpt.core.errors import XgptError
@@ -14,7 +14,7 @@ from xgpt.core.schema.step_log import Chain, StepRecord
 from xrunner.executor import Deployer, Executor, Use, Vacant, WorkerLost
 from xrunner.generation import NO_TOKEN, Generation, Token
 from xrunner.grammar_queue import GrammarQueue
-from xrunner.inbox import HandedIn, Inbox
+from xrunner.inbox import Inbox
 from xrunner.prefixes import Prefixes
 from xrunner.recorder import Recorder
 from xrunner.recovery import Ledger
@@ -59,19 +59,17 @@ class Engine:
         self.on_begin: Callable[[list[int]], None] = lambda ids: None
         self._given_up: list[Token] = []
         """Ends of lost requests that `step` has not returned yet."""
-        self._suspects: Suspects[Request] = Suspects()
+        self._suspects = Suspects()
         self._redeployment = Redeployment(deploy)
         self._progress = Ledger()
         self.scores_prompts = executor.scores_prompts
         self._schedule = schedule
         self.executor = executor
         self._clock = clock
-        self._prefixes = Prefixes() if reuse else None
+        self._prefixes = Prefixes(reuse)
         self._recorder = Recorder([] if on_step is None else [on_step])
-        self._inbox = Inbox()
-        self._num_plans = self._num_taken = self._num_followed = 0
-        """Number of plans handed in, number of plans taken from the inbox, and number of plans adopted or refused."""
-        self._grammars = GrammarQueue(lambda grammar: self.executor.prepare(grammar), self._hand_in)
+        self._inbox = Inbox(lambda: self.executor.interrupt())
+        self._grammars = GrammarQueue(lambda grammar: self.executor.prepare(grammar), self._inbox.put)
         self._now_ns = 0
 
     def listen(self, on_step: Callable[[StepRecord], None]) -> None:
@@ -89,22 +87,16 @@ class Engine:
     def cancel(self, id_: int) -> None:
         """Remove a request before the next step. If it has already ended, do nothing."""
         if not self._grammars.cancel(id_):
-            self._hand_in(id_)
+            self._inbox.put(id_)
 
     def apply(self, schedule: Schedule) -> None:
-        """Adopt another plan's schedule: before the next step if the placement is the same, else when no request
-        runs.
-        """
-        self._num_plans += 1
-        self._hand_in(schedule)
+        """Adopt another plan's schedule before the next step or, for another placement, when no request runs."""
+        self._redeployment.announce()
+        self._inbox.put(schedule)
 
     def go_over_to(self, plan: Plan) -> None:
         """Adopt the plan's schedule. See `apply`."""
         self.apply(policies.build(plan))
-
-    def _hand_in(self, what: HandedIn) -> None:
-        self._inbox.put(what)
-        self.executor.interrupt()
 
     takes_seeds = True
 
@@ -121,7 +113,7 @@ class Engine:
     @property
     def is_changing(self) -> bool:
         """Return whether the engine has been given a plan that it has neither adopted nor refused."""
-        return self._num_followed < self._num_plans
+        return self._redeployment.is_changing
 
     def wait(self, timeout_s: float) -> None:
         """Wait until another thread hands something in, for at most `timeout_s`. Call this when `step` has returned
@@ -198,7 +190,7 @@ class Engine:
 
     def _enter(self, generation: Generation) -> None:
         """Queue a request, or end it if it can never be executed."""
-        chain = () if self._shared is None else self._shared.of_prompt(generation, self.pool.block_size)
+        chain = self._prefixes.of_prompt(generation, self.pool.block_size) if self.executor.resumes else ()
         request = _request_of(generation, self._now_ns, chain)
         if not self.pool.can_ever_fit(request):
             self._give_up(generation.id, "it does not fit in the K/V memory of the plan that runs now")
@@ -212,25 +204,14 @@ class Engine:
         self._schedule.submit(request)
         self._recorder.arrive(request)
 
-    @property
-    def _shared(self) -> Prefixes | None:
-        """Return the hash chains for blocks that requests share, or None if requests share no blocks, for example
-        because an encoder reads prompts.
-        """
-        return self._prefixes if self.executor.resumes else None
-
     def _go_over(self, schedule: Schedule) -> None:
-        self._num_taken += 1
-        if not self.is_emptying and self._schedule.apply(schedule):
-            self._num_followed = self._num_taken
+        if self._redeployment.adopt(schedule, self._schedule):
             return
-        self._redeployment.want(schedule)
-        for request in list(self._schedule.pool.waiting):
-            if self._progress.has_begun(request.id):
-                continue  # the request was preempted, and ends here
-            self._redeployment.park(self._progress.generations[request.id])
-            self._recorder.cancel(request.id)
-            self._forget(self._schedule.cancel(request.id))
+        for request in list(self.pool.waiting):
+            if not self._progress.has_begun(request.id):  # otherwise it was preempted, and ends here
+                self._redeployment.park(self._progress.generations[request.id])
+                self._recorder.cancel(request.id)
+                self._forget(self._schedule.cancel(request.id))
 
     def _redeploy(self) -> None:
         """Release the workers, deploy the other plan, and admit the requests that were parked."""
@@ -238,8 +219,7 @@ class Engine:
         self._schedule, self.executor, refused = self._redeployment.run(self._schedule)
         if refused is not None:
             self.on_refused(refused)
-        self._num_followed = self._num_taken
-        for generation in self._redeployment.unpark():
+        for generation in self._redeployment.finish():
             if not self._grammars.compile_again(generation):
                 self._enter(generation)
 
@@ -257,8 +237,7 @@ class Engine:
             request = self.pool.running[chunk.id]
             if chunk.start == request.cached:
                 taken_up.append(chunk.id)
-                assert request.table is not None
-                tables = (request.table,) if request.prompt_table is None else (request.prompt_table, request.table)
+                tables = [table for table in (request.prompt_table, request.table) if table is not None]
                 self.executor.start(self._progress.resumed(request), *tables)
         self.executor.begin(step)
         self._recorder.begin(step, self._now_ns)
@@ -267,23 +246,13 @@ class Engine:
             self.on_begin(taken_up)
 
     def _settle(self, step: Step, sampled: dict[int, int]) -> list[Token]:
-        """Account for the step's tokens. A static batch continues to compute requests that have ended. Their further
-        tokens are not returned.
-        """
-        logprobs, failed, pool = self.executor.logprobs, self.executor.failed, self._schedule.pool
-        tokens = []
-        for id_, chosen in sampled.items():
-            if not pool.is_silent(id_):
-                finish = self._progress.generations[id_].finish(chosen, 1 + pool.running[id_].generated)
-                tokens.append(Token(id_, chosen, finish, logprobs.get(id_), failed.get(id_, "")))
-        tokens = self._progress.without_repeated(tokens)
+        """Account for the step's tokens, and return them."""
+        pool, executor = self.pool, self.executor
+        tokens = self._progress.tokens(sampled, pool, executor.logprobs, executor.failed)
         finished = [token.id for token in tokens if token.finish]
         ended_in_error = [token.id for token in tokens if token.finish == "error"]
-        outputs: dict[int, Chain] = {}
-        if (shared := self._shared) is not None:
-            for id_ in (id_ for id_ in finished if id_ not in ended_in_error):
-                sequence = self._progress.sequence(id_)  # does not contain the last token
-                outputs[id_] = shared.of_output(pool.running[id_], sequence, pool.block_size)
+        ended = [pool.running[id_] for id_ in finished if id_ not in ended_in_error]
+        outputs = self._prefixes.of_outputs(ended, self._progress.sequence, pool.block_size) if executor.resumes else {}
         freed = self._schedule.settle(step, finished, outputs, ended_in_error)
         for token in tokens:
             self._progress.note(token)
@@ -317,12 +286,11 @@ class Engine:
         logger.warning("%s; restarting with %d requests", why, len(self._progress.generations))
         self.executor.restart()
         old = self._schedule.pool
-        requests = [*self._suspects.recall(), *old.running.values(), *old.waiting]
         self._forget([request.id for request in old.running.values() if old.is_silent(request.id)])
         self._schedule = self._schedule.fresh()
         self._recorder.clear()
-        for request in requests:
-            if request.id in self._progress.generations and not self._suspects.hold(request.id, request):
+        for request in self._suspects.recall(old):
+            if request.id in self._progress.generations:
                 self._take_in_again(request)
 
     def _take_in_again(self, request: Request) -> None:
@@ -330,13 +298,12 @@ class Engine:
         self._schedule.submit(again)
         self._recorder.arrive(again)
 
-    def _forget(self, ids: Iterable[int]) -> None:
-        freed = list(ids)
-        for id_ in freed:
+    def _forget(self, ids: list[int]) -> None:
+        for id_ in ids:
             self._progress.forget(id_)
             self._suspects.forget(id_)
-        self._grammars.forget(freed)
-        self.executor.release(freed)
+        self._grammars.forget(ids)
+        self.executor.release(ids)
 
     def uses(self) -> list[Use]:
         """Return what each process has done, if the engine has several processes."""

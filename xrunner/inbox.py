@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
 from xgpt.core.policies import Schedule
@@ -14,9 +14,10 @@ HandedIn = Generation | int | Schedule | Token
 
 
 class Inbox:
-    """A queue that wakes the engine's thread."""
+    """A queue that wakes the engine's thread. `interrupt` wakes it from waiting for its workers."""
 
-    def __init__(self) -> None:
+    def __init__(self, interrupt: Callable[[], None]) -> None:
+        self._interrupt = interrupt
         self._queue: SimpleQueue[HandedIn] = SimpleQueue()
         self._wake = threading.Event()
 
@@ -24,6 +25,7 @@ class Inbox:
         """Add an item. Any thread may call this."""
         self._queue.put(handed_in)
         self._wake.set()
+        self._interrupt()
 
     def wait(self, timeout_s: float) -> None:
         """Wait until an item has been added, for at most `timeout_s`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from xgpt.core.policies import Request
@@ -19,10 +19,11 @@ class Prefixes:
 
     Each account has separate chains, so that a request finds only K/V of its own account, and no account can infer from
     times to first token what another account has sent. The chains start from a secret of this process, so that no
-    client can construct two prompts with the same key.
+    client can construct two prompts with the same key. Without `reuse`, prompts and outputs have no keys.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reuse: bool = True) -> None:
+        self._reuse = reuse
         self._secret = secrets.token_bytes(32)
         self._roots: dict[str, bytes] = {}
         """The start of each account's chains."""
@@ -33,7 +34,7 @@ class Prefixes:
         """Return the keys of a prompt's full blocks, or () if the prompt is scored, since all its tokens must be
         computed.
         """
-        if generation.is_scored:
+        if generation.is_scored or not self._reuse:
             return ()
         prompt, size, account, chain = self._last
         if not (generation.prompt is prompt and block_size == size and generation.account.key == account):
@@ -41,11 +42,15 @@ class Prefixes:
             self._last = generation.prompt, block_size, generation.account.key, chain
         return chain
 
-    def of_output(self, request: Request, sequence: Sequence[int], block_size: int) -> Chain:
+    def of_outputs(self, ended: list[Request], tokens: Callable[[int], Sequence[int]], size: int) -> dict[int, Chain]:
         """Return the keys of the full blocks that follow the prompt's. These blocks stay in the cache after the
-        request's end.
+        requests' ends.
+
+        Args:
+            tokens: returns a request's tokens, except for the last, which has no K/V.
+            size: tokens in a block.
         """
-        return self.extend(request.chain, sequence, block_size, request.account)
+        return {one.id: self.extend(one.chain, tokens(one.id), size, one.account) for one in ended if self._reuse}
 
     def extend(self, chain: Chain, tokens: Sequence[int], block_size: int, account: Account) -> Chain:
         """Return the keys of a sequence's full blocks, except for its first blocks, whose keys are `chain`."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from xgpt.core.policies import Request
-from xrunner.generation import Generation, Token
+from xgpt.core.policies import Pool, Request
+from xrunner.generation import Generation, Logprobs, Token
 
 
 class Ledger:
@@ -21,6 +21,20 @@ class Ledger:
     def has_begun(self, id_: int) -> bool:
         """Return whether the request has generated a token."""
         return id_ in self._generated
+
+    def tokens(
+        self, sampled: Mapping[int, int], pool: Pool, logprobs: Mapping[int, Logprobs], errors: Mapping[int, str]
+    ) -> list[Token]:
+        """Return the tokens of a step that have not been returned before.
+
+        A static batch continues to compute requests that have ended. Their further tokens are not returned.
+        """
+        tokens = []
+        for id_, chosen in sampled.items():
+            if not pool.is_silent(id_):
+                finish = self.generations[id_].finish(chosen, 1 + pool.running[id_].generated)
+                tokens.append(Token(id_, chosen, finish, logprobs.get(id_), errors.get(id_, "")))
+        return self.without_repeated(tokens)
 
     def note(self, token: Token) -> None:
         """Note one more token of a request."""

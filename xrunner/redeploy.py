@@ -23,21 +23,40 @@ class Redeployment:
         self._deploy = deploy
         self._next: Schedule | None = None
         self._parked: dict[int, Generation] = {}
+        self._num_plans = self._num_taken = self._num_settled = 0
+        """Number of plans announced, number of plans passed to `adopt`, and number of plans adopted or refused."""
 
     @property
     def is_pending(self) -> bool:
         """Return whether another plan waits to be deployed."""
         return self._next is not None
 
-    def want(self, schedule: Schedule) -> None:
-        """Deploy this plan next.
+    @property
+    def is_changing(self) -> bool:
+        """Return whether a plan was announced that has been neither adopted nor refused."""
+        return self._num_settled < self._num_plans
+
+    def announce(self) -> None:
+        """Note that a plan will be passed to `adopt`. Any thread may call this."""
+        self._num_plans += 1
+
+    def adopt(self, schedule: Schedule, running: Schedule) -> bool:
+        """Adopt a plan now if its placement is the same and none is pending, and otherwise deploy it next.
+
+        Returns:
+            Whether the plan was adopted.
 
         Raises:
             MachineError: no other placement can be deployed.
         """
+        self._num_taken += 1
+        if not self.is_pending and running.apply(schedule):
+            self._num_settled = self._num_taken
+            return True
         if self._deploy is None:
             raise MachineError("this engine cannot change to another placement; start the server with that plan")
         self._next = schedule
+        return False
 
     def park(self, generation: Generation) -> None:
         """Park a request until the other plan has been deployed."""
@@ -66,7 +85,8 @@ class Redeployment:
         self._next = None
         return schedule, executor, refused
 
-    def unpark(self) -> list[Generation]:
-        """Return the parked requests in the order of their arrival, and stop parking them."""
+    def finish(self) -> list[Generation]:
+        """Return the parked requests in the order of their arrival. The plan now counts as adopted or refused."""
+        self._num_settled = self._num_taken
         parked, self._parked = list(self._parked.values()), {}
         return parked

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Generic, TypeVar
 
 from xgpt.core.errors import XgptError
+from xgpt.core.policies import Pool, Request
 from xgpt.core.processes import too_often
 
 FAILURES = 3
 PERIOD_S = 60.0
 """If more than `FAILURES` steps fail within this time, the engine gives up."""
 
-T = TypeVar("T")
-
 
 class EngineFailed(XgptError):
     """Steps fail repeatedly, whatever requests they contain."""
 
 
-class Suspects(Generic[T]):
+class Suspects:
     """The requests of a step that has failed.
 
     These requests are encoded again one after the other, each after the previous one has generated the token at which
@@ -29,7 +27,7 @@ class Suspects(Generic[T]):
     def __init__(self) -> None:
         self._failures: list[float] = []
         self._suspected: set[int] = set()
-        self._held: dict[int, T] = {}
+        self._held: dict[int, Request] = {}
         self._tried: int | None = None
         """The suspect that was admitted."""
 
@@ -53,20 +51,14 @@ class Suspects(Generic[T]):
             self._suspected.update(under_way)
         return culprit
 
-    def hold(self, id_: int, request: T) -> bool:
-        """Hold a suspect back. Return False if the request is not a suspect."""
-        if id_ in self._suspected:
-            self._held[id_] = request
-        return id_ in self._suspected
-
-    def recall(self) -> list[T]:
-        """Remove and return all requests that are held back, since workers were lost."""
-        requests = list(self._held.values())
-        self._held.clear()
+    def recall(self, pool: Pool) -> list[Request]:
+        """Return the requests of workers that were lost, in the order of their arrival. Hold suspects back."""
+        requests = [*self._held.values(), *pool.running.values(), *pool.waiting]
+        self._held = {request.id: request for request in requests if request.id in self._suspected}
         self._tried = None
-        return requests
+        return [request for request in requests if request.id not in self._suspected]
 
-    def next(self) -> T | None:
+    def next(self) -> Request | None:
         """Return the next suspect if it may be admitted now, or None."""
         if self._tried is not None or not self._held:
             return None
@@ -75,13 +67,12 @@ class Suspects(Generic[T]):
 
     def clear(self, sampled: Collection[int]) -> None:
         """Clear these requests of suspicion, since they have generated a token."""
-        if self._tried in sampled:
+        if self._tried is not None and self._tried in sampled:
             self.forget(self._tried)
 
-    def forget(self, id_: int | None) -> bool:
+    def forget(self, id_: int) -> bool:
         """Forget a request that has ended or was cleared. Return whether it was held back."""
         if id_ == self._tried:
             self._tried = None
-        if id_ is not None:
-            self._suspected.discard(id_)
-        return self._held.pop(id_, None) is not None  # type: ignore[arg-type]
+        self._suspected.discard(id_)
+        return self._held.pop(id_, None) is not None
