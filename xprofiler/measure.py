@@ -81,7 +81,8 @@ def profile(
 
     Args:
         kv_dtype: type of K/V. None means the dtype.
-        wait: returns once kernels have been compiled. On a busy machine, layouts of weights are compared first.
+        wait: returns once kernels have been compiled. On a busy machine, it is called only after layouts of weights
+            have been compared.
         progress: called with the number of measured points and the number of all points.
     """
     device = "cuda" if cluster.device.type == "gpu" else "cpu"
@@ -298,7 +299,7 @@ def _sliced(of_tokens: Curve) -> Curve:
     """Return the curve with a further point for two slices, because a step with more tokens than a slice runs slice by
     slice.
 
-    The last two measured points cannot be extrapolated, since times on a GPU rise in stairs.
+    A line through the last two measured points would be wrong, since times on a GPU rise in stairs.
     """
     if of_tokens.points[-1] != SLICE_TOKENS:
         return of_tokens

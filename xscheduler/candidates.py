@@ -102,7 +102,7 @@ class Candidates:
         ]
 
     def _spaces_of(self, kind: str) -> _Spaces:
-        """Return a policy's spaces and what is known of them under any bounds."""
+        """Return a policy's spaces, and those of their properties that do not depend on the constraint."""
         if kind not in self._spaces:
             found = list(self._standing(kind))
             placements, capacities = [space.placement for space in found], [space.capacity for space in found]

@@ -1,4 +1,4 @@
-"""Find the ways to divide a model among devices that an engine's kernels or its loader refuse."""
+"""State why an engine's kernels or its loader refuse some ways to divide a model among devices."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def _undivided(kind: Block, tp: int, ep: int) -> str | None:
 
 
 def _cut(model: ModelSpec, kind: Block, tp: int, ep: int) -> str | None:
-    """Return a sentence about a part of the model whose blocks or groups of weights would be cut, or None if no part's
-    would.
+    """Return a sentence about a part of the model whose blocks or groups of weights would be cut, or None if there is
+    no such part.
     """
     stored, parts = model.quantization, []
     if stored is None:

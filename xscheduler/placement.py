@@ -298,9 +298,10 @@ class Placements:
         """Return the numbers of encode devices to try, each with the WAA allocations (`compute`, `memory`) that it
         represents.
 
-        WAA-C divides devices by computing time (ExeGPT sec. 4.1: ceil(N C_E / (C_E + C_D))), WAA-M by memory. A number
-        represents the allocation whose computed number is nearer, or both. The computed numbers depend on the batch
-        size, which is not known yet. So neighbouring numbers are also tried, or all numbers if there are few devices.
+        WAA-C divides devices by computing time (ExeGPT sec. 4.1: ceil(N C_E / (C_E + C_D))), WAA-M by memory. Each
+        number to try represents the allocation whose computed number is nearer, or both allocations. The computed
+        numbers depend on the batch size, which is not known yet. So neighbouring numbers are also tried, or all numbers
+        if there are few devices.
         """
         if size < 2:
             return {}

@@ -107,7 +107,7 @@ class Problem:
 def runs_in_vllm(
     model: ModelSpec, cluster: ClusterSpec, profile: Profile, engine: EngineSpec | None, fixed: Mapping[str, int]
 ) -> bool:
-    """Return whether vLLM will run plans: because it is named, and by default on several machines."""
+    """Return whether vLLM will run the plans, as it does if the user names it, and by default on several machines."""
     named = profile.engine if engine is None else engine.framework
     is_default = named is None and cluster.num_nodes > 1 and "tp_devices" not in fixed
     return named == "vllm" or (is_default and not model.is_encoder_decoder)

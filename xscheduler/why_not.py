@@ -121,7 +121,8 @@ def _nearest(candidates: Candidates, kinds: Sequence[str]) -> tuple[dict[str, fl
 
 
 def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[str, float]) -> InfeasibleError:
-    """Return the error for bounds that can be kept one by one but not together. It names bounds that can."""
+    """Return the error for bounds that can be kept one by one but not together. It names bounds that can be kept
+    together."""
     free = candidates.problem.constraint.model_copy(update=dict.fromkeys(given))
     slack, least = 1 + free.headroom, np.inf
     figures = {"latency_bound_s": "latency", "ttft_s": "ttft", "tpot_s": "tpot"}

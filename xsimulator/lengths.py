@@ -28,7 +28,7 @@ class Reused:
         kept_tokens: tokens of K/V memory that contain prompts of running and earlier requests.
         most: share of all prompt tokens that an unlimited cache would contain.
         holds_prompts: whether each running request takes memory for its whole prompt, as if it shared no blocks with
-            other running requests. If false, no memory counts for prompts, which is too little, as bounds need it.
+            other running requests. If false, prompts take no memory. This is too little, but valid for bounds.
     """
 
     whole: Array

@@ -41,7 +41,7 @@ MOST_TRIED = 10
 the last two are tried.
 """
 NOTHING = 0.01
-"""Share of an interval that may lack at the end of a day of whole intervals."""
+"""A day counts as whole intervals if at most this share of an interval is missing at its end."""
 SAVED_REQUESTS = 1_000_000
 """With more requests than this, no smaller load factor is tried, since it would save little and take minutes."""
 
@@ -146,8 +146,8 @@ def plan_day(
 
 
 def _day_s(seconds: float, whole_s: float, interval_s: float) -> float:
-    """Return the length of the day that repeats: whole intervals if it lacks almost nothing of them, since a trace ends
-    with its last request.
+    """Return the length of the day that repeats. It is rounded to whole intervals if almost nothing is missing, since a
+    trace ends with its last request.
     """
     return whole_s if abs(whole_s - seconds) < NOTHING * interval_s else seconds
 

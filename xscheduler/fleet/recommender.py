@@ -48,8 +48,8 @@ class LoadSample:
         seconds: time since the previous sample.
         num_requests: number of requests that arrived since the previous sample.
         waiting: number of requests that wait now.
-        ready: number of replicas of each kind that serve now. None means that this number is unknown, so those count
-            that were recommended long enough ago. # [kinds]
+        ready: number of replicas of each kind that serve now. None means unknown. Then all that were recommended long
+            enough ago count as serving. # [kinds]
         input_mean, output_mean: recent mean lengths. None means that they are unknown, since there were too few
             requests.
         num_lengths: number of requests from which the means were computed.

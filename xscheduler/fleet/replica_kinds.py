@@ -36,7 +36,8 @@ class Candidate:
 
 
 def devices_here(cluster: ClusterSpec, num_threads: int | None) -> int:
-    """Return the number of devices on this machine. A CPU counts as often as a replica's threads fit on its cores."""
+    """Return the number of devices on this machine. A CPU counts as one device for each replica whose threads fit on
+    its cores."""
     count = cluster.num_devices
     if cluster.device.type == "gpu" or num_threads is None:
         return count

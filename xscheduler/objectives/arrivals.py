@@ -138,7 +138,7 @@ class Arrivals(Objective):
         started = time.perf_counter()
         self._say(len(order), len(order), "neighbours of the best plan")
         near = [name for name in order if ranked[name][0][1] > BEHIND * best.rate]
-        # By now each policy's simulation is compiled. A machine compiles it only once, so this time is not counted.
+        # The time limit begins only here, since simulations have been compiled by now, which a machine does only once.
         self._until = time.perf_counter() + MOST_SECONDS
         best = self._with_least_batch(self._settled(self._best_rival(self._best_nearby(best), near)))
         kind = choice_of(best.plan.policy, ranked)
@@ -260,8 +260,8 @@ class Arrivals(Objective):
         return [(other, closed_rate(space, settings)) for settings, other in plans if other is not None]
 
     def _best_rival(self, best: CapacitySearch, kinds: Sequence[str]) -> CapacitySearch:
-        """Return the best plan, or the plan with the highest throughput at saturation of some policy if its arrival
-        rate is higher.
+        """Return the best plan or, if its arrival rate is higher, some policy's plan with the highest throughput at
+        saturation.
         """
         best.precision = SHARP
         try:

@@ -118,8 +118,8 @@ class Ladder:
         self.plan = cache(self._plan)
 
     def top(self, bound_s: float) -> Plan | None:
-        """Return the plan of the highest rung that is searched under a bound, which has the highest throughput, or None
-        if no rung has a plan.
+        """Return the plan of the highest rung that is searched under a bound, or None if no rung has a plan. No rung
+        below this one has a higher throughput.
         """
         return self.plan((_top(bound_s) + 1) * BLOCK)
 

@@ -2,7 +2,7 @@
 
 The share of prompt tokens found in the cache depends on the memory that running requests leave for the cache. With a
 larger batch fewer tokens are cached, so throughput is not monotone in the batch size. Therefore the search tries
-several cache sizes, from each of which to the next the cached share grows by the same amount. At one cache size,
+several cache sizes. From each size to the next, the cached share grows by the same amount. At one cache size,
 throughput and latency are monotone in the settings, as without reuse. For cache sizes in between, the certificate uses
 an upper bound: the throughput with the cached share of the larger size, if running requests took memory only for their
 outputs.

@@ -2,8 +2,8 @@
 
 Closed forms describe the steady state in which running requests are at different points of their outputs. If outputs
 have nearly equal lengths there is another steady state, in which requests that began together end together. So each
-plan is simulated, and simulated figures replace those with which they disagree. If throughput disagrees or a bound is
-broken, the plans that are best in closed form under several tighter bounds are also simulated. The plan with the
+plan is simulated, and simulated figures replace predictions from which they differ. If throughput disagrees or a bound
+is broken, the plans that are best in closed form under several tighter bounds are also simulated. The plan with the
 highest simulated throughput becomes the policy's plan. The tighter bounds come from a fixed sequence, so a looser bound
 adds plans and removes none.
 """
@@ -115,7 +115,7 @@ def saturated_figures(plan: Plan, profile: Profile) -> SaturatedFigures:
     total = skipped + count + outstanding_requests(plan)
     inputs, outputs = sample(plan.workload, total, np.random.default_rng(SEED))
     longest = np.full(total, plan.workload.output.lengths[-1])
-    for needed in (skipped + count, None):  # None: continue to the end, since rarely no further request has ended
+    for needed in (skipped + count, None):  # None: to the end, if no further request has ended
         seen = seen_at_once(plan, profile, inputs, outputs, longest, needed)
         ends = np.sort(seen.end_s[seen.last_token[seen.last_token >= 0]])
         if len(ends) > skipped + count:
@@ -180,8 +180,8 @@ class Saturated(Objective):
         """Return each policy's plan with the highest throughput that keeps the bound for the quantile of all requests
         in simulation.
 
-        A policy is not simulated if its throughput in closed form is below the best policy's, even under a looser
-        bound. Its plan then keeps the bound only in closed form.
+        A policy is not simulated if even its closed-form throughput under a looser bound is below the best policy's
+        throughput. Its plan then keeps the bound only in closed form.
         """
         plans: dict[str, Plan] = {}
         best_rps = 0.0

@@ -93,7 +93,8 @@ class TunedArrivals(Arrivals):
         """Return the policy's best single-stage plan in closed form, or an empty list if `fixed` includes a
         single-stage plan.
 
-        In a pipeline, a step has less time, and a prompt goes through only one of the micro-batches.
+        With tuned settings a single stage may be better, since in a pipeline a step has less time, and a prompt goes
+        through only one of the micro-batches.
         """
         problem = self.scheduler.problem
         if any(len(plan.stages) == 1 for plan in fixed) or "pp" in problem.fixed:

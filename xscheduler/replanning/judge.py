@@ -222,9 +222,9 @@ class SaturatedJudge(Judge):
 class ArrivalsJudge(Judge):
     """Compares plans by the highest arrival rate at which they keep the bounds, by simulation.
 
-    The running plan breaks its bounds if requests arrive faster than at its rate. `careful` is not needed even if few
-    requests were observed. The times include waiting and depend on the mean length as much as on the longest length, so
-    a higher quantile of lengths would not show their error.
+    The running plan breaks its bounds if requests arrive at more than its highest rate. `careful` is not needed even if
+    few requests were observed. The times include waiting and depend on the mean length as much as on the longest
+    length, so a higher quantile of lengths would not show their error.
     """
 
     situation: Situation

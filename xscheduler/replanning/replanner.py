@@ -181,8 +181,8 @@ class BackgroundPlanner:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # Ctrl-C must reach only the server, which then ends this process. A new process group is enough; between
-            # sessions, the kernel would share the cores evenly, whatever the niceness of their processes (autogroups).
+            # Ctrl-C must reach only the server, which then ends this process. A new process group is enough. A new
+            # session would make niceness useless, since the kernel divides cores evenly among sessions (autogroups).
             process_group=0,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )

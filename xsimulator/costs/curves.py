@@ -194,7 +194,7 @@ class ContextTable:
         self._inner, self._contexts = points[1:-1], contexts
         slopes = np.diff(values, axis=-1) / np.diff(points)
         starts = values[..., :-1] - slopes * points[:-1]
-        at = np.stack([starts, slopes]).transpose(3, 2, 0, 1)  # [stretches, contexts, 2, functions]
+        at = np.stack([starts, slopes]).transpose(3, 2, 0, 1)  # [segments, contexts, 2, functions]
         self._corners = np.stack([at[:, :-1], at[:, 1:]], axis=3).copy()
         """# [segments, contexts - 1, 2, 2, functions]: contiguous for each place"""
 

@@ -387,7 +387,7 @@ def end_batch(s, lane):
 
 @helper
 def assume(s, lane, step):
-    """Count the tokens of a running step already now. Requests go on unless they reach their longest output."""
+    """Count the tokens of a running step before it ends, as if requests ended only at their longest output."""
     batch = s.batches[step.batch]
     if step.does_decode:
         batch.iteration += 1

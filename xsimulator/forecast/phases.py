@@ -42,8 +42,8 @@ class PhaseColumns(NamedTuple):
     """Share of the gaps between tokens that include an encode phase."""
     boundary_deviate: Array
     stray: Array
-    """Deviation of the decode batch from which on the rule adjusts its target, in standard deviations (negative), for
-    phases that encode one request.
+    """Deviation of the decode batch at which the rule begins to adjust its target, as a negative number of standard
+    deviations, for phases that encode one request.
     """
 
 
@@ -111,7 +111,7 @@ def phases_of(lengths: Lengths, decodes: int) -> Phases:
 
 
 def segments(length: int, edges: set[int], most: int) -> Counts:
-    """Divide 0 .. length into at most `most` segments, and return the segments' edges, together with `edges`. The first
+    """Divide 0 .. length into at most `most` segments. Return the segments' edges, merged with `edges`. The first
     segments are single iterations. Later segments are longer and longer.
     """
     if length <= most:

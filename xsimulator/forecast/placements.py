@@ -40,7 +40,8 @@ class Iterations:
 
     @cached_property
     def longest_met(self) -> Array:
-        """Mean number of these iterations in which a request with output length at the quantile decodes. # [m]"""
+        """Mean number of iterations, out of `longest`, in which a request of the quantile's output length decodes.
+        # [m]"""
         return self._some[:, : self.decodes].sum(axis=1)
 
     @property

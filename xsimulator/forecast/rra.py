@@ -77,7 +77,7 @@ class Rra(Forecast[OneLaneModel]):
 def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, microbatches: Array) -> Performance:
     """Return the predictions for candidates.
 
-    The time of a cycle is the longest of several paths through the cycle, which is exact for equal stages. One path is
+    The time of a cycle is the longest of several paths through the cycle. This is exact for equal stages. One path is
     the work of one stage. Another path is the steps of one micro-batch. Other paths follow the decode rounds, and then
     the encode round from some stage on.
 
