@@ -2,7 +2,8 @@
 
 Each measured load is simulated with its lengths and its clients or arrival rate. Three values are fitted together to
 the mean TTFT and the mean time between tokens: a factor on all step times, a constant for each step, and a request's
-time outside the engine's loop. If there are several loads, every second one is left out of the fit and shows its error.
+time outside the engine's loop. If there are several loads, every second one is left out of the fit and shows the fit's
+error.
 """
 
 from __future__ import annotations

@@ -237,9 +237,9 @@ class Speculated(RequestBase):
     acceptance: Annotated[
         float | tuple[float, ...] | Name | None, Option(metavar="SHARE|SHARE,…|FILE", kind="acceptance")
     ] = None
-    """Acceptance of drafts, with `speculative`. Several shares: of the steps that accept at least one draft token, at
-    least two, and so on. A single share: the probability that a draft token is accepted if all earlier ones are. A
-    file: a saved metrics page of a server (vLLM, SGLang)."""
+    """Acceptance of drafts, with `speculative`. Several shares: the share of steps that accept at least one draft
+    token, at least two, and so on. A single share: the probability that a draft token is accepted if all earlier ones
+    are. A file: a saved metrics page of a server (vLLM, SGLang)."""
     draft_model: Annotated[Name | None, Option(metavar="NAME", unset="none for mtp and ngram")] = None
     """Checkpoint of the draft model, for the engine's command."""
 
@@ -629,7 +629,9 @@ def plan_request(**asked: Any) -> PlanRequest:
 
 
 def as_plan_request(request: ProblemRequest | FleetRequest, **changes: Any) -> PlanRequest:
-    """Return a request for a plan that copies the fields set in another request, if a plan request has these fields."""
+    """Return a plan request with the fields that are set in another request. Fields that plan requests lack are left
+    out.
+    """
     shared = (PlanRequest.model_fields.keys() & request.model_fields_set) - {"among", "devices"}
     return plan_request(**{name: getattr(request, name) for name in shared} | changes)
 

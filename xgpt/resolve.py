@@ -32,7 +32,7 @@ class DetectedCluster(Frozen):
 
 
 def load_model(name: str, config: str | None = None) -> tuple[ModelSpec, Path | None]:
-    """Return a model, and the absolute path of the directory of its weights, or None if they are not on this machine.
+    """Return a model, and the absolute path of the directory of its weights (None if they are not on this machine).
 
     Args:
         name: a shipped model, a YAML file, a config.json, a directory in Hugging Face layout, or a Hugging Face id.

@@ -33,7 +33,8 @@ class Executor(Protocol):
 
     Attributes:
         logprobs: log probabilities of the last step's tokens, for requests that ask for them.
-        failed: why the last step chose no token (NO_TOKEN), by request, unless its logits were not finite.
+        failed: by request: why the last step chose no token (NO_TOKEN). Requests whose logits are not finite are left
+            out.
         resumes: whether a request can continue by encoding its prompt and output so far.
         scores_prompts: whether log probabilities of prompts are available.
     """

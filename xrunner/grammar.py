@@ -39,8 +39,8 @@ memory is in proportion to this time: one of the longest grammars takes 0.2 s an
 takes 8 ms.
 """
 LONG_BYTES = 1 << 13
-"""Length above which the process returns freed memory to the system, after a grammar was compiled and after an output
-that followed the grammar.
+"""If a grammar is longer than this, the process returns freed memory to the system after compiling the grammar and
+after each output that followed the grammar.
 """
 STEP_FUEL, STEP_ITEMS, STATES = 20_000, 20_000, 30_000
 """Limits on computing the tokens that may come next: the work of llguidance's lexer and of its parser, each in

@@ -70,7 +70,7 @@ class Redeployment:
         """Deploy the other plan. If that fails, perhaps for lack of memory, deploy the previous one again.
 
         Returns:
-            The plan that runs now, its workers, and the reason if this is not the other plan.
+            The plan that runs now, its workers and, if the other plan could not be deployed, the reason.
         """
         assert self._deploy is not None and self._next is not None
         refused = None

@@ -361,8 +361,8 @@ def clocks_of(keys: np.ndarray, noise: Tensor) -> Iterator[Tensor]:
     Each number is the negative logarithm of an exponentially distributed time, the token's clock. If a clock's rate is
     the token's weight, the probability that this clock is the shortest is in proportion to the weight. A token's clock
     depends only on the row's key and the token. So if weights differ by rounding errors, a different token is drawn
-    only if two clocks differ by no more. Inverting the cumulative distribution would add up the rounding errors of all
-    tokens.
+    only if two clocks differ by no more than these errors. Inverting the cumulative distribution would add up the
+    rounding errors of all tokens.
 
     Args:
         keys: key of each row. # uint64 [rows]

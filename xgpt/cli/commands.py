@@ -99,7 +99,7 @@ def serve() -> None:
     """Run a plan behind an OpenAI-compatible endpoint.
 
     When lengths change, the server switches to a better plan: see http://HOST:PORT/ and /plan/history. Logs are JSON on
-    standard error, with a line for each request that contains its id but never its prompt.
+    standard error. Each request has a line with its id, but never with its prompt.
 
     A plan for several devices runs in one process for each device. With --ray it runs on the machines of a Ray cluster.
     With --engine vllm start the same command on each machine, with --nnodes and the machine's --node-rank. Tensors are

@@ -19,7 +19,7 @@ from xscheduler.problem import Problem
 from xsimulator.capacity import capacity
 
 MIXING = (-0.2, 0.2)
-"""Changes to try of an engine's cost of mixed steps, as a share of the time of a step's decodes."""
+"""Changes that are tried in an engine's cost of mixed steps, as shares of the time of a step's decodes."""
 PACES = (0.9, 1.15)
 """Factors to try on the profile's step times."""
 OUTPUTS = (0.85, 1.15)

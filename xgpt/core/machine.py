@@ -104,7 +104,7 @@ def slug(name: str) -> str:
 
 
 def num_cores(root: Path = Path("/")) -> int:
-    """Return the number of cores that this process may use by its affinity and by the CPU time of its cgroup."""
+    """Return the number of cores that this process may use, given its affinity and its cgroup's limit on CPU time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for directory in _cgroup_dirs(root, "cpu"):
         written = _read(directory / "cpu.max") or " ".join(
@@ -143,7 +143,9 @@ def _cpu_model(root: Path) -> str:
 
 
 def _cgroup_dirs(root: Path, controller: str) -> list[Path]:
-    """Return directories that may have this process's limits, for its cgroup and all parents, in versions 1 and 2."""
+    """Return the directories of this process's cgroup and of all its parents, in versions 1 and 2, which may have
+    limits.
+    """
     mount = root / "sys/fs/cgroup"
     directories = [mount, mount / controller]
     for line in _read(root / "proc/self/cgroup").splitlines():

@@ -93,7 +93,7 @@ class PodSpec:
 
 
 def config_map(plan: Plan, names: Names) -> Object:
-    """Return a ConfigMap with the plan of one replica, whose checkpoint is the directory in pods.
+    """Return a ConfigMap with the plan of one replica, in which the checkpoint is the directory of the weights in pods.
 
     Raises:
         InputError: the plan is too large for a ConfigMap.

@@ -77,8 +77,8 @@ def _axes(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def timeline(spans: Sequence[Bar], rows: Sequence[str], decoding: Series, alt: str, caption: str) -> Chart:
-    """Draw the steps of each stage over time, coloured by encode and decode, and the number of requests in decode
-    below.
+    """Draw the steps of each stage over time, coloured by encode and decode, and below them the number of requests in
+    decode.
     """
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(10, 1.6 + 0.35 * len(rows)))

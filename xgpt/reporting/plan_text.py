@@ -132,8 +132,8 @@ def ranges_from_rows(plan: Plan) -> list[str]:
 
 
 def mixing_in_words(plan: Plan) -> list[str]:
-    """Return a line on the slow-down by mixed steps from which another policy would be better, or nothing if it is not
-    known.
+    """Return a line that states how much mixed steps must slow decodes for another policy to be better, or nothing if
+    this is not known.
     """
     edge = plan.estimate.mixing_edge
     if edge is None:

@@ -105,7 +105,7 @@ def _device_here(plan: Plan) -> str:
 
 
 def check_plan(plan: Plan, ray: str | None = None) -> None:
-    """Check that xgpt's own engine can serve a plan here, by its engine, devices, dtype, memory and checkpoint.
+    """Check that xgpt's own engine can serve a plan here, given its engine, devices, dtype, memory and checkpoint.
 
     Args:
         ray: address of the Ray cluster whose machines run the plan. None means that this machine runs it.

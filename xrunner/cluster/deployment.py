@@ -19,7 +19,7 @@ class Deployment(Frozen):
     """One replica: a model in stages. Worker i uses device i of the stages."""
 
     settings: WorkerSettings
-    """Settings of all workers, apart from their K/V blocks and the number of their device."""
+    """Settings of all workers, apart from each worker's K/V blocks and device number."""
     stages: tuple[Stage, ...]
     devices_per_node: PositiveInt = 1
     """Number of devices of a machine, even if these stages have only some of them."""

@@ -300,8 +300,8 @@ def soften(
 
 
 def _quarters(*ends: int) -> list[int]:
-    """Return a shuffle mask that chooses elements in each quarter: 0 to 3 are elements of the first register's same
-    quarter, 4 to 7 of the second register's.
+    """Return a shuffle mask that chooses elements in each quarter: 0 to 3 are elements of the same quarter of the first
+    register, 4 to 7 of the second.
     """
     return [4 * quarter + end % 4 + SQUARE * (end // 4) for quarter in range(4) for end in ends]
 

@@ -28,8 +28,8 @@ READING_BLOCK = 16
 
 
 class CrossLayer(nn.Module):
-    """Computes attention to the decoder's tokens, attention to the encoder's, and the feed-forward block, each after a
-    norm."""
+    """Computes attention to the decoder's tokens, attention to the encoder's tokens, and the feed-forward block, each
+    after a norm."""
 
     def __init__(
         self,
@@ -190,8 +190,8 @@ def biased(backend: AttentionBackend, cache: Tensor, batch: Batch, bias: Positio
 
 
 def own_tokens(batch: Batch) -> Batch:
-    """Return the batch for self-attention, in which each sequence's only decoder token attends to the decoder's
-    tokens."""
+    """Return the batch for self-attention, in which each sequence has one decoder token, which attends to the decoder's
+    tokens so far."""
     return replace(_one_each(batch, _last(batch)), first_key=batch.prompt_len)
 
 

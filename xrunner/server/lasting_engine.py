@@ -26,9 +26,9 @@ RESTARTS, PERIOD_S = 3, 600.0
 class Handover:
     """The requests that an engine has or will get, with their outputs so far.
 
-    The first loss of an engine counts as an accident. A request that was running when an engine was lost for the second
-    time is a suspect. Suspects are submitted one at a time, each after the previous one has generated a token. If an
-    engine is lost meanwhile, the current suspect is taken as the cause and is not submitted again.
+    The first loss of an engine counts as an accident. A request that has been running at two losses is a suspect.
+    Suspects are submitted one at a time, each after the previous one has generated a token. If an engine is lost
+    meanwhile, the current suspect is taken as the cause and is not submitted again.
     """
 
     def __init__(self) -> None:

@@ -36,8 +36,8 @@ class Limits:
             means no limit.
         default_max_tokens, max_max_tokens: see `OutputRule`.
         max_body_bytes: longer bodies get 413.
-        all_bodies_bytes: memory of all bodies together, from their first byte until their prompts are token ids,
-            without the first 64 KiB of each. An account may use half of it. Further bodies get 503.
+        all_bodies_bytes: memory of all bodies together, from their first byte until their prompts are token ids, not
+            counting the first 64 KiB of each. An account may use half of it. Further bodies get 503.
         all_requests_bytes: the same limit for requests after their prompts have become token ids, until the requests
             have ended.
         body_timeout_s: time in which a body must arrive. Later bodies get 408.

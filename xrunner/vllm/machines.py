@@ -32,8 +32,8 @@ from xrunner.vllm.process import Reader, package_path, preload, python, started
 logger = logging.getLogger(__name__)
 
 START, STOP, REFUSED = b"start\n", b"stop\n", b"refused\n"
-"""Messages from the first machine: start the workers; end for ever; refused, because the receiver has another plan or a
-rank in use."""
+"""Messages from the first machine: the receiver must start its workers, must end for ever, or is refused because it has
+another plan or a rank in use."""
 GREETING_BYTES = 256
 GREET_S = 5.0
 """Seconds in which a newly connected machine must identify itself."""

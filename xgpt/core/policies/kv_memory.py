@@ -64,8 +64,8 @@ class KvMemory:
         return self.blocks_for(request.context) - self._find(self.prompts, request).num_used
 
     def num_missing(self, request: Request, overdrawn: Iterable[BlockTable]) -> int:
-        """Return how many blocks too few are available for a waiting request to enter. 0 or less means that the request
-        fits.
+        """Return how many more blocks must become available before a waiting request can enter. 0 or less means that
+        the request fits.
 
         Args:
             overdrawn: block tables of requests that would be preempted for the waiting request.

@@ -123,10 +123,10 @@ class DasOrder(Order):
     """Deadline-aware scheduling: TCB Algorithm 1, extended to requests that keep arriving.
 
     A row holds `row_tokens` prompt tokens. Let s be the number of the shortest requests that would fill it. First, the
-    ceil(eta s) shortest requests enter. Then, with q = 1 - eta, the requests enter whose utility is at least q times
-    the mean utility of these first requests, the earliest deadline first. Last, the shortest requests enter again. A
-    request that does not fit in the rest of the row is skipped. If no request fits, the next row begins. For a fixed
-    set of requests, das reaches eta q / (eta q + 1) of the best schedule's utility (Theorem 5.1).
+    ceil(eta s) shortest requests enter. Then, with q = 1 - eta, requests with at least q times the mean utility of
+    these first requests enter, the earliest deadline first. Last, the shortest requests enter again. A request that
+    does not fit in the rest of the row is skipped. If no request fits, the next row begins. For a fixed set of
+    requests, das reaches eta q / (eta q + 1) of the best schedule's utility (Theorem 5.1).
 
     A request that is longer than a row enters once no other request waits.
     """

@@ -43,7 +43,7 @@ class Request:
     batch: MicroBatch | None = field(default=None, repr=False, compare=False)
     """The micro-batch in which the request runs. None means that the request is waiting."""
     place: int = field(default=0, repr=False, compare=False)
-    """How many requests had begun to decode in the micro-batch `batch` when this one did, this one included."""
+    """The request's number in the order in which requests began to decode in the micro-batch `batch`, from 1."""
     base: int = field(default=0, repr=False)
     """Number of output tokens, not counting the tokens that `counter` counts."""
     counter: MicroBatch | None = field(default=None, repr=False, compare=False)

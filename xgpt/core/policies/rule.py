@@ -27,9 +27,9 @@ class PromptBudget:
     """The number of prompt tokens that a phase may encode: a target, corrected by the excess or deficit of earlier
     phases.
 
-    A prompt is encoded only if the remaining tokens are at least half of its tokens. So every phase is within half a
-    prompt of the target, and the mean is the target. Prompts of different lengths then neither cost throughput nor
-    stall the decode batch.
+    A prompt is encoded only if the budget's remaining tokens are at least half of the prompt's tokens. So every phase
+    is within half a prompt of the target, and the mean is the target. Prompts of different lengths then neither cost
+    throughput nor stall the decode batch.
 
     Source: ExeGPT sec. 5.2.
     """

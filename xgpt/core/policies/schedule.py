@@ -114,7 +114,9 @@ class Schedule(ABC):
         """Return the micro-batch of a step."""
 
     def sampled(self, step: Step) -> list[int]:
-        """Return the ids of the requests that get a token in this step, held requests included."""
+        """Return the ids of the requests that get a token in this step, including finished requests that keep their
+        slots.
+        """
         return [*self.encoded(step), *step.decode] if self.pool.encode_emits else list(step.decode)
 
     def encoded(self, step: Step) -> list[int]:

@@ -110,7 +110,8 @@ class Slack(NamedTuple):
         return left_ns / 1e9
 
     def even_tokens(self, to_encode: Iterable[int]) -> int:
-        """Return how many prompt tokens a step takes at most, to leave an equal part to each other micro-batch.
+        """Return the largest number of prompt tokens that a step takes, so that each other micro-batch gets an equal
+        part.
 
         If one step encoded all prompts, stages would be idle during the turns of the other micro-batches.
 

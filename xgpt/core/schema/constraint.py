@@ -109,7 +109,9 @@ class Constraint(Frozen):
         return math.inf if self.latency_bound_s is None else self.latency_bound_s / (1 + self.headroom)
 
     def less(self, path_s: float) -> Constraint:
-        """Return the constraint with tighter bounds: a request spends `path_s` seconds outside the engine."""
+        """Return the constraint with bounds that are tighter by the `path_s` seconds that a request spends outside the
+        engine.
+        """
         names = ("latency_bound_s", "ttft_s")
         left = {name: max(bound - path_s, 1e-9) for name in names if (bound := getattr(self, name)) is not None}
         return self.model_copy(update=left) if path_s else self

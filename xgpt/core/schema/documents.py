@@ -52,7 +52,7 @@ class CompareOutput(Frozen):
     """Whether the current deployment should be kept, because no plan is better under every assumption."""
     answer: tuple[str, ...] = ()
     """Sentences that say whether late requests are due to the current deployment's settings, from a replay of the log
-    at its own times."""
+    with its recorded arrival times."""
     command: str | None = None
     """The command with which the engine runs its best plan by itself. Null means that the plan needs xgpt's scheduler.
     """

@@ -51,7 +51,7 @@ class EngineSpec(Frozen):
     once the step would have `batch_wait_tokens` tokens.
     """
     batch_wait_tokens: NonNegativeInt = 0
-    """Number of tokens of decodes and waiting prompts from which on prompts wait no longer."""
+    """Prompts wait no longer once decodes and waiting prompts together have this number of tokens."""
     receive_steps: PositiveInt = 1
     """Number of decode steps between two checks for new requests. The step after a step that encodes also checks."""
     layer_s: NonNegativeFloat | None = None
@@ -61,7 +61,7 @@ class EngineSpec(Frozen):
     request_s: NonNegativeFloat | None = None
     """Seconds of the loop for each request in a step."""
     uncaptured: float | None = Field(default=None, ge=1)
-    """Factor on the time of tokens above `captured_tokens`, whose kernels are launched one by one."""
+    """Factor on the time of a step's tokens beyond `captured_tokens`, since their kernels are launched one by one."""
     captured_tokens: NonNegativeInt | None = None
     """Largest number of tokens of a step that runs as a captured graph."""
     rounds_activations: bool = False

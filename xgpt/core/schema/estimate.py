@@ -14,7 +14,8 @@ UNVERIFIED = ("max_arrival_rate_per_s", "arrival_rate_gap")
 class JointLengths(Frozen):
     """The effect of correlated input and output lengths in a trace, since closed forms assume independent lengths.
 
-    Figures are relative differences between two simulations of the same lengths, as in the trace and independent.
+    Figures are relative differences between two simulations of the same lengths: paired as in the trace, and paired
+    independently.
     """
 
     correlation: float
@@ -54,9 +55,9 @@ class Capacity(Frozen):
     """The highest arrival rate at which a plan keeps its bounds, waiting included, by simulation.
 
     A request keeps the bounds if its time from arrival to the last token, its TTFT and its mean gap between tokens are
-    within the bounds, reduced by the headroom. At the highest rate, the constraint's quantile of `num_requests`
-    simulated requests keeps the bounds. The `warm_up_requests` before these do not count. Lengths and gaps between
-    arrivals are drawn from `seed` and are the same at every rate.
+    within the bounds after the headroom is subtracted from them. At the highest rate, the constraint's quantile of
+    `num_requests` simulated requests keeps the bounds. The `warm_up_requests` before these do not count. Lengths and
+    gaps between arrivals are drawn from `seed` and are the same at every rate.
     """
 
     rate_per_s: float

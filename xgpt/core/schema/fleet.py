@@ -66,7 +66,8 @@ class FleetFigures(Frozen):
     starts: NonNegativeInt
     """Number of replicas that are started during the day."""
     share_kept: float
-    """By simulation, the share of the day's requests that keep the bounds, reduced by the headroom."""
+    """By simulation, the share of the day's requests that keep the bounds after the headroom is subtracted from them.
+    """
     share_within: float
     """By simulation, the share of the day's requests that keep the full bounds, without headroom."""
 

@@ -359,7 +359,7 @@ class ModelSpec(ModelShape):
         return total * self.bytes_per_weight(dtype, "experts")
 
     def unshared_bytes(self, dtype: DType, first: int = 0, last: int | None = None) -> float:
-        """Return the bytes of weights in decoder layers that every device of a tensor-parallel group has in full."""
+        """Return the bytes of those decoder weights that every device of a tensor-parallel group has in full."""
         last = self.num_layers if last is None else last
         unshared = sum(kind.count(first, last) * self.sizes.unshared(kind) for kind in self.kinds)
         return unshared * self.bytes_per_weight(dtype, "attention")

@@ -62,8 +62,8 @@ class Stage(Frozen):
     """Tensor-parallel degree."""
     ep: PositiveInt = 1
     """Number of parts into which a layer's experts are divided. The devices of a part hold slices of its experts. If
-    the number exceeds `tp`, several replicas run in step and divide the experts among them, so that each device holds
-    whole experts. Each replica still has its own attention and K/V (attention by data parallelism).
+    the number exceeds `tp`, several replicas run their steps together and divide the experts among them, so that each
+    device holds whole experts. Each replica still has its own attention and K/V (attention by data parallelism).
     """
     kv_blocks: PositiveInt
     """Number of K/V blocks on the stage."""
@@ -238,7 +238,9 @@ class Plan(Frozen):
         return self._in_loop_ns(self.constraint.ttft_s, self.request_path_s)
 
     def account_of(self, request_class: RequestClass, key: str = "", share: float = 1.0) -> Account:
-        """Return the account of this class's requests with the API key named `key`, whose share is `share`."""
+        """Return the account of this class's requests that come with the API key named `key`. `share` is the key's
+        share.
+        """
         ttft_ns, tpot_ns = (
             self._in_loop_ns(request_class.ttft_s, self.request_path_s),
             self._in_loop_ns(request_class.tpot_s, 0.0),

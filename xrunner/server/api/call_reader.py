@@ -13,7 +13,7 @@ from xrunner.server.api.tools import MAX_NAME, FunctionCall, ToolCall, ToolChoic
 SPACE = r"\s{0,16}"
 NAME = rf"[A-Za-z0-9_.\-]{{0,{MAX_NAME}}}"
 MAX_ATTEMPTS = 256
-"""Number of attempts to read a whole call, after which the rest of an output counts as text: each attempt may read all
+"""Number of attempts to read a whole call. The rest of an output then counts as text, since each attempt may read all
 of the rest."""
 
 

@@ -53,7 +53,7 @@ are busy."""
 MAX_CONNECTIONS = 8192
 MAX_FILES = 1 << 16
 PROBE_S = 0.05, 1.0
-"""Shortest and longest interval between two checks whether a client that has stopped sending still reads."""
+"""Shortest and longest interval between two checks of whether a client that has stopped sending still reads."""
 
 logger = logging.getLogger(__name__)
 _uvicorn = logging.getLogger(f"{__name__}.uvicorn")

@@ -1,4 +1,4 @@
-"""The checks before every route, of request ids, host names and keys, and a line of the log for each request."""
+"""Check request ids, host names and keys before every route, and write a log line for each request."""
 
 from __future__ import annotations
 

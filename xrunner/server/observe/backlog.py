@@ -201,8 +201,8 @@ class _Phase(NamedTuple):
         """Return the phase's length in seconds, if a phase of `room` tokens lasts `cycle_s`.
 
         Args:
-            before: tokens and length of another phase. Lengths are interpolated between that phase and a full one, and
-                are constant for fewer tokens.
+            before: tokens and length of another phase. The result is interpolated between that phase's length and a
+                full phase's. It is never below that phase's length.
         """
         tokens, seconds = before
         if seconds >= cycle_s:
