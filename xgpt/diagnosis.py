@@ -46,7 +46,7 @@ def examine(root: Path = Path("/")) -> list[Finding]:
     """Return findings about the machine, installed software and cached files. This takes two to four seconds.
 
     Args:
-        root: directory that contains proc; tests use another one.
+        root: directory that contains proc. Tests use another directory.
     """
     return [_python(), _devices(), instructions(root), _load(), _clock(), *_profiles(), _vllm(), _files(), _disk()]
 

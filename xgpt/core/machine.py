@@ -143,8 +143,8 @@ def _cpu_model(root: Path) -> str:
 
 
 def _cgroup_dirs(root: Path, controller: str) -> list[Path]:
-    """Return the directories of this process's cgroup and of all its parents, in versions 1 and 2, which may have
-    limits.
+    """Return the directories that may state this process's limits: those of its cgroup and of all parents, in versions
+    1 and 2.
     """
     mount = root / "sys/fs/cgroup"
     directories = [mount, mount / controller]

@@ -518,7 +518,7 @@ def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, num_k
 
 @njit(nogil=True, **INNER)
 def _is_one_run(places, count, stride):
-    """Return whether rows are contiguous, as rows of several blocks may be, too."""
+    """Return whether rows are contiguous in memory, which is possible even if they are in several blocks."""
     steps = 0
     for i in range(1, count):
         steps += places[i] - places[i - 1] == stride

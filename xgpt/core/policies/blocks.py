@@ -43,7 +43,7 @@ class Found(NamedTuple):
 
     Attributes:
         blocks: the blocks that hold the first tokens of the chain.
-        num_used: how many of these blocks some request uses. To share a used block takes no further memory.
+        num_used: number of these blocks that are in use. Sharing a used block takes no further memory.
     """
 
     chain: Chain
@@ -77,8 +77,8 @@ class Blocks:
         self._kept: OrderedDict[int, None] = OrderedDict()
         """Cached blocks, in the order of their release. They have a key, and no request uses them."""
         self._found: dict[int, Found] = {}
-        """Results of `find` since keys or uses last changed, by the identity of the chain. They save time, since
-        waiting requests are looked up at every step.
+        """Results of `find` since keys or uses last changed, by the identity of the chain. These results save time,
+        since waiting requests are looked up at every step.
         """
 
     @property

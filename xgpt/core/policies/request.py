@@ -51,7 +51,7 @@ class Request:
 
     @property
     def generated(self) -> int:
-        """Number of output tokens computed so far. The step that encodes the end of the prompt computes the first."""
+        """Number of output tokens so far. The step that encodes the end of the prompt computes the first one."""
         return self.base if self.counter is None else self.base + self.counter.iterations
 
     @generated.setter
@@ -132,7 +132,7 @@ class MicroBatch:
 
     Attributes:
         encoding: requests whose prompts are not encoded yet, by id, in order of admission.
-        decoding: requests that decode, in the order in which they began to.
+        decoding: requests that decode, in the order in which they began to decode.
         held: finished requests that keep their slots until their whole batch has finished.
         stopped: requests in `decoding` or `held` that get no further token.
         assumed: the running step whose tokens are already counted, so that the next step can be scheduled.

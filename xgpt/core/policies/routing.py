@@ -13,7 +13,7 @@ from xgpt.core.schema.step_log import Chain
 from xgpt.core.workload import TraceLengths
 
 BLOCKS_A_KEY = 4
-"""Number of K/V blocks for each key. To compare prefixes in such large pieces takes a quarter of the time."""
+"""Number of K/V blocks for each key. Comparing prefixes in such large pieces takes a quarter of the time."""
 MOST_KEYS = 131_072
 SLACK = 0.5
 """The replica that has cached a request's whole prompt gets the request, unless it has many more requests than the

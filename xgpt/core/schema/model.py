@@ -92,7 +92,7 @@ class Precision(NamedTuple):
         """Return the types that an engine uses for a dtype.
 
         If products are bfloat16 or int8 on a CPU, xgpt's own engine uses float32 for everything except products and
-        K/V. K/V is then bfloat16 because, for few tokens, attention takes as long as reading K/V.
+        K/V. By default, K/V is then bfloat16 because, for few tokens, attention takes as long as reading K/V.
 
         Args:
             engine: the engine. None means xgpt's own.
