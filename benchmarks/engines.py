@@ -4,18 +4,19 @@
                                  [--requests 64] [--budget 128 --budget 256 …] [--python vllm=PATH] [--longest-first]
                                  [--append]
 
-Requests of which inputs are uniform 32 to 256 tokens and outputs 16 to 128 (`mixed`), all 128 and 512 (`long-output`),
-or all 1,024 and 32 (`long-input`); greedy, exactly those lengths, random weights, all at hand at the start; in float32,
-and by name in fewer bits. Each engine runs in an environment of its own, made at the first use (`--python` takes one
-that is there), and stays loaded; runs are interleaved, and an engine that does not run is stopped; the table says why
-one does not start. `--append` adds the runs to those of earlier calls with the same requests.
+Requests have uniformly drawn inputs of 32 to 256 tokens and outputs of 16 to 128 (`mixed`), or all have 128 and 512
+(`long-output`), or 1,024 and 32 (`long-input`). Decoding is greedy with exactly these lengths. Weights are random, and
+all requests wait at the start. Engines run in float32, and in fewer bits if their names say so. Each engine has its own
+environment, created at the first use (`--python` names an existing one), and stays loaded. Runs are interleaved, and
+the other engines are paused meanwhile. If an engine does not start, the table states why. `--append` adds the runs to
+those of earlier calls with the same requests.
 
-A step of each engine takes at most as many tokens as `--budget` says; where it is given several times, every engine
-first runs once with each, and keeps that of its fastest run. Before each run a matrix product tells in which state the
-machine's clock is. This engine lets in first the request that may generate most; with `--longest-first` all engines are
-given the requests in that order. Prints the processor, its instructions and the layouts of weights that were chosen;
-the share is of the floor (`benchmarks.lib.floors`), at rates measured before the runs. Writes
-results/engines.MODEL.WORKLOAD.json.
+`--budget` is the largest number of tokens in a step of any engine. If several are given, every engine first runs once
+with each budget, and keeps the budget of its fastest run. Before each run, a timed matrix product shows the state of
+the machine's clock. xgpt's engine admits first the request that may generate most tokens. With `--longest-first`, all
+engines get the requests in this order. The benchmark prints the processor, its instructions and the chosen layouts of
+weights. Shares refer to the least possible time (`benchmarks.lib.floors`) at rates that were measured before the runs.
+Writes results/engines.MODEL.WORKLOAD.json.
 """
 
 from __future__ import annotations
@@ -107,11 +108,12 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 DEFAULT_BUDGET = 256
-"""Tokens of a step at most: OpenVINO GenAI's own."""
+"""Largest number of tokens in a step, the default of OpenVINO GenAI."""
 
 
 class Run(NamedTuple):
-    """One run of one engine, with the machine's state before it: of a matrix product, and of the system."""
+    """One run of one engine, with the machine's state before it: the rate of a matrix product, and the load of the
+    system."""
 
     engine: str
     seconds: float
@@ -121,7 +123,7 @@ class Run(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Requests, the file of their results, and what will stand in it."""
+    """Requests, the file of their results, and the file's future content."""
 
     workload: Path
     path: Path
@@ -129,7 +131,7 @@ class Load(NamedTuple):
 
 
 PRECISIONS: tuple[RunDType, ...] = ("float32", "bfloat16", "int8")
-"""Those that this engine's products have, whose rates can be measured."""
+"""Data types of xgpt's matrix products, whose rates can be measured."""
 
 
 @click.command()
@@ -185,14 +187,14 @@ def main(
         loads.append(Load(workload, path, begun(path, about) if append else empty(about)))
         loads[-1].document["floors"] |= floors(checkpoint, workload, rates)
     click.echo(processor())
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # engines are sessions of their own: they are ended here
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # engines run in separate sessions, so they are ended here
     run_all(commands, checkpoint, budgets, loads, rounds)
     for load in loads:
         click.echo(f"\n{load.document['workload']}\n\n{table(load.document)}")
 
 
 def begun(path: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """What earlier calls have written of the same requests on the same machine; else what this one is about."""
+    """Return the results of earlier calls for the same requests on the same machine, or an empty document."""
     if path.exists():
         document: dict[str, Any] = json.loads(path.read_text())
         if all(document.get(key) == value for key, value in about.items()):
@@ -207,7 +209,8 @@ def empty(about: dict[str, Any]) -> dict[str, Any]:
 
 
 def floors(checkpoint: Path, workload: Path, rates: dict[RunDType, Rates]) -> dict[str, dict[str, float]]:
-    """The machine's rates in each precision, and the floor of these requests at them, in seconds."""
+    """Return the machine's rates in each precision, and the least possible seconds for these requests at these
+    rates."""
     spec, requests = read_spec(checkpoint), json.loads(workload.read_text())
     lengths = [(len(request["prompt"]), request["num_output"]) for request in requests]
     return {dtype: {"seconds": floor_s(spec, lengths, dtype, rate), **rate._asdict()} for dtype, rate in rates.items()}
@@ -216,7 +219,8 @@ def floors(checkpoint: Path, workload: Path, rates: dict[RunDType, Rates]) -> di
 def run_all(
     commands: dict[str, str], checkpoint: Path, budgets: tuple[int, ...], loads: list[Load], rounds: int
 ) -> None:
-    """Start what starts, run it in turns; enter runs, budgets, notes and why engines failed into the documents."""
+    """Start the engines, run them in turn, and record runs, budgets, notes and reasons for failures in the
+    documents."""
     running: dict[str, Engine] = {}
     try:
         for name, python in commands.items():
@@ -250,7 +254,7 @@ def run_all(
 
 
 def make_checkpoint(model: str, seed: int) -> Path:
-    """Random weights as transformers saves them, and a tokenizer that no run uses but some engines ask for."""
+    """Save random weights as transformers does, and a tokenizer, which some engines need although no run uses it."""
     import torch
     import transformers
     from tokenizers import Tokenizer, models
@@ -265,13 +269,13 @@ def make_checkpoint(model: str, seed: int) -> Path:
         named = {"unk_token": "<0>", "bos_token": "<2>", "eos_token": "<2>"}
         transformers.PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(directory)
         tokenizer = json.loads((directory / "tokenizer_config.json").read_text())
-        tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that older versions know as well
+        tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"  # older versions know this name, too
         (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     return directory
 
 
 def make_workload(kind: str, num_requests: int, vocab_size: object, seed: int, longest_first: bool = False) -> Path:
-    """The requests as a file."""
+    """Write the requests to a file."""
     assert isinstance(vocab_size, int)
     rng = np.random.default_rng(seed)
     inputs, outputs = (rng.integers(least, most + 1, num_requests) for least, most in WORKLOADS[kind])
@@ -288,7 +292,7 @@ def make_workload(kind: str, num_requests: int, vocab_size: object, seed: int, l
 
 
 def processor() -> str:
-    """Its name, the instructions that matter here, and how many cores there are."""
+    """Return the processor's name, its relevant instruction sets, and the number of cores."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().split("\n") if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -296,7 +300,7 @@ def processor() -> str:
 
 
 def fastest_budget(python: str, name: str, checkpoint: Path, loads: list[Load], budgets: tuple[int, ...]) -> int:
-    """Of the engine's runs, one with each."""
+    """Return the budget of the engine's fastest run, after one run with each budget."""
     if len(budgets) == 1 or ENGINES[name].script not in BUDGETED:
         return budgets[0]
     seconds = {}
@@ -319,7 +323,7 @@ def measure(name: str, engine: Engine, workload: Path) -> Run:
 
 @contextmanager
 def stolen_time() -> Iterator[list[float]]:
-    """Appends the share of the processors' time that the hypervisor gave to others; 0 where it is not counted."""
+    """Append the share of processor time that the hypervisor gave to other machines, or 0 if it is not counted."""
     stolen: list[float] = []
     before, start = _stolen_s(), time.perf_counter()
     yield stolen
@@ -332,7 +336,8 @@ def _stolen_s() -> float:
 
 
 def table(document: dict[str, Any]) -> str:
-    """Medians, the ratio to this engine's in float32, and the share of the floor; then what does not run, and why."""
+    """Return the table: medians, ratios to xgpt's engine in float32, shares of the least time, and engines that
+    failed."""
     runs = [Run(**run) for run in document["runs"]]
     medians = {
         name: statistics.median(run.seconds for run in runs if run.engine == name)

@@ -5,15 +5,16 @@ examined.
     python -m benchmarks.scheduler --sla request [--only opt-13b]
 
 FasterTransformer (FT) is static batching with all devices of a node in one tensor-parallel group and the nodes in a
-pipeline. Its batches in multiples of four give the bounds, as in sec. 7.1: the bottom 10%, 30%, 70% of its latencies at
-the 99th percentile's length, and none. There FT itself has to keep a bound up to the longest output, since its batches
-end with their longest member: /FT is over that one; /static is over static batching at its best placement, which keeps
-the bound at the 99th percentile as all others. Predicted throughout, from the datasheets.
+pipeline. Its batches in multiples of four give the bounds, as in sec. 7.1: the 10%, 30% and 70% quantiles of its
+latencies at the 99th percentile's length, and no bound. FT itself must keep a bound up to the longest output, since its
+batches end with their longest request. Column /FT is relative to this FT. Column /static is relative to static batching
+on its best placement, which keeps the bound at the 99th percentile like all others. All figures are predicted from
+datasheets.
 
---check sweeps every policy's points, of every placement, once for all bounds of a task, and reports by how much the
-best of them beats what was chosen: all points where that takes a minute at most (the policies with few points first),
-else one in a hundred, drawn at random. Each task is written to results/scenarios/ as it ends, and read from there the
-next time; --again does it anew.
+--check predicts the points of every policy and placement, once for all bounds of a task, and reports by how much the
+best point beats the chosen one. It predicts all points if this takes at most a minute (policies with few points first),
+or else one point in a hundred, drawn at random. Each finished task is written to results/scenarios/ and read from there
+the next time. --again repeats it.
 """
 
 from __future__ import annotations
@@ -51,30 +52,33 @@ SCENARIOS = (
 Choices = Mapping[str, Sequence[str]]
 CHOICES: Choices = {"exegpt": ("rra", "waa"), "auto": tuple(POLICIES)}
 OF_PAPER: Choices = {"exegpt": ("rra", "waa"), "static": ("static",)}
-"""What `benchmarks.papers` shows."""
+"""The choices of policies that `benchmarks.papers` shows."""
 EXTRA = {"opt-13b": (3.1, 5.9, 11.5), "gpt3-39b": (9.8,)}
-"""Bounds that the paper's text and Table 6 name, for summarization."""
+"""Bounds for summarization that the paper's text and Table 6 name."""
 
 SAMPLED = 0.01
 MOST_SECONDS = 60.0
-"""Of a task's sweep; of policies whose points take longer than what is left of it, SAMPLED of them are drawn."""
+"""Longest time of a task's sweep. If a policy's points would take longer than the remaining time, SAMPLED of them are
+drawn."""
 PILOT = 2000
-"""Points of a placement that are predicted to see how long a sweep takes."""
+"""Number of points of a placement that are predicted to estimate the time of a sweep."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One search.
+    """The result of one search.
 
     Attributes:
-        chosen: None where no schedule keeps the bound.
-        ft_rps: of FT, which keeps the bound up to its longest output; 0: no batch does.
-        ft_at_quantile_rps: of FT where it keeps the bound as all others do, at the 99th percentile's length.
-        by_policy: the best of each policy that keeps the bound, requests a second.
-        over_ft, over_static: throughput over FT's and over static batching's; None where those keep no bound.
-        seconds: of the processor, from the problem to the plan of each policy of the choice.
-        swept: best of the points swept over the chosen one, less 1; None without a sweep.
-        all_swept: whether those were all points, of every policy.
+        chosen: the chosen schedule, or None if no schedule keeps the bound.
+        ft_rps: throughput of FT if it keeps the bound up to its longest output, or 0 if no batch does.
+        ft_at_quantile_rps: throughput of FT if it keeps the bound only at the 99th percentile's length, like all
+            others.
+        by_policy: the highest throughput of each policy that keeps the bound, requests a second.
+        over_ft, over_static: throughput relative to FT's and to static batching's, or None if these do not keep the
+            bound.
+        seconds: processor time from the problem to the plans of all policies of the choice.
+        swept: share by which the best point of the sweep exceeds the chosen one, or None without a sweep.
+        all_swept: whether the sweep included all points of every policy.
     """
 
     model: str
@@ -111,7 +115,7 @@ def words(plan: Plan) -> str:
 
 
 def _runs(degrees: Sequence[int]) -> Iterator[str]:
-    """Stages by tensor-parallel degree: 4, 4, 1 -> 2tp4, 1tp1."""
+    """Yield the numbers of consecutive stages with equal tensor-parallel degrees: 4, 4, 1 -> 2tp4, 1tp1."""
     for degree in dict.fromkeys(degrees):
         yield f"{degrees.count(degree)}tp{degree}"
 
@@ -120,7 +124,7 @@ def _runs(degrees: Sequence[int]) -> Iterator[str]:
 
 
 def searched(subject: Problem, ft_rps: float | None, choices: Choices) -> list[Row]:
-    """What each choice of policies gives under one bound."""
+    """Return the row of each choice of policies under one bound."""
     rows = []
     bound_s = subject.constraint.latency_bound_s
     static: Plan | None = None
@@ -171,7 +175,7 @@ def task_rows(model: str, cluster: str, workload: str, choices: Choices) -> list
 
 
 def with_sweep(rows: list[Row]) -> list[Row]:
-    """The rows of a task, each with what a sweep of all points, or of a sample, found under its bound."""
+    """Return the rows of a task with the results of a sweep, of all points or of a sample, under each row's bound."""
     first = rows[0]
     scheduler = Scheduler(task_problem(first.model, first.cluster, first.workload, None))
     bounds = [row.bound_s for row in rows]
@@ -192,7 +196,7 @@ def with_sweep(rows: list[Row]) -> list[Row]:
 
 
 def sweep_seconds(spaces: Sequence[Space]) -> float:
-    """About how long it takes to predict all points of these spaces."""
+    """Return about how many seconds it takes to predict all points of these spaces."""
     if not spaces:
         return 0.0
     largest = max(spaces, key=lambda space: space.num_points)
@@ -205,7 +209,7 @@ def sweep_seconds(spaces: Sequence[Space]) -> float:
 
 
 def swept(spaces: Sequence[Space], bounds: Sequence[float | None], *, everything: bool) -> list[float]:
-    """The best throughput of a policy under each bound, among all of its points or a sample."""
+    """Return a policy's highest throughput under each bound, among all its points or a sample."""
     rng = np.random.default_rng(0)
     best = np.zeros(len(bounds))
     for space in spaces:
@@ -220,7 +224,8 @@ def swept(spaces: Sequence[Space], bounds: Sequence[float | None], *, everything
 
 
 def drawn(space: Space, rng: np.random.Generator) -> np.ndarray:
-    """Numbers of SAMPLED of a placement's points: as large a share of its lines, and of the points on each of them."""
+    """Return the numbers of a random share SAMPLED of a placement's points: the same share of lines, and of points on a
+    line."""
     counts = space.lines[2]
     starts = np.cumsum(counts) - counts
     share = SAMPLED if len(counts) == 1 else np.sqrt(SAMPLED)
@@ -264,7 +269,8 @@ def _swept(row: Row) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A line for each model, cluster and choice of policies, and one for each search."""
+    """Return a table with a line for each model, cluster and choice of policies, and a table with a line for each
+    search."""
     lines = [
         "| model, devices | policies | searches | plan over FT, mean (range) | plan over static, mean | chosen "
         "policies | "
@@ -330,7 +336,7 @@ def path_of(model: str, cluster: str, workload: str, choices: Choices = CHOICES)
 
 
 def rows_of(model: str, cluster: str, workload: str, choices: Choices = CHOICES, *, again: bool = False) -> list[Row]:
-    """Return a task's rows: as they were written, or searched for now."""
+    """Return a task's rows, read from its file or searched for now."""
     path = path_of(model, cluster, workload, choices)
     if path.is_file() and not again:
         return [Row(**row) for row in json.loads(path.read_text())]
@@ -362,7 +368,7 @@ def main(only: str | None, check: bool, again: bool, sla: str, page: Path | None
     )
     tasks = [(m, c, w) for m, c, workloads in SCENARIOS for w in workloads if only in (None, m)]
     found = {}
-    # All searches before the first sweep: they are quick, and what is asked for first.
+    # All searches run before the first sweep, since they are quick and their results are needed first.
     for task in tasks:
         found[path_of(*task)] = rows = rows_of(*task, again=again)
         if not check:

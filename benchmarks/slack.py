@@ -1,4 +1,4 @@
-"""Compare the capacity of budgets from slack with that of the best fixed budget, in simulation.
+"""Compare the capacity of token budgets by slack with the capacity of the best fixed budget, in simulation.
 
     python -m benchmarks.slack [--quick] [--models llama-3.1-8b] [--loads azure-code,azure-conv] [--json FILE]
     python -m benchmarks.slack --overhead
@@ -6,15 +6,16 @@
     python -m benchmarks.slack --classes
 
 Capacity is the highest arrival rate at which 99% of all requests keep the bounds on TTFT and on the mean time per
-token, waiting counted. Every row is planned with profiles from datasheets: the best fixed budget (chunked, requests in
-the order of arrival), the same with requests in time, and slack. Plans are found and tuned on one draw of 2,000
-requests; what slack gains is then read off 50,000 others, which no search has seen, over the fixed budget that serves
-most of these: of the planner's own and those under a tighter TPOT, each also halved, doubled, and in between. With
---json, a run that was broken off goes on where it was.
+token, waiting included. Every row is planned with profiles from datasheets: the best fixed budget
+(chunked, order fcfs), the same with order in-time, and slack. Plans are found and tuned on one draw of 2,000 requests.
+The gain of slack is measured on 50,000 other requests, which no search has seen, over the fixed budget that serves most
+of them. These fixed budgets are the planner's own, those planned under a tighter TPOT, and each of them multiplied by
+the factors in `SWEEP`. With --json, an interrupted run continues.
 
---overhead times the rule's decision with 256 requests running. --crossover looks for the cost of mixed steps at which
-exclusive ones (rra) serve as much, while requests always wait: in closed form, and simulated. --classes sends half a
-plan's capacity as interactive requests (priority 1, share 8) and a whole one as batch (priority 0, share 1).
+--overhead times the rule's decision with 256 running requests. --crossover finds the cost of mixed steps at which
+separate steps (rra) have the same throughput at saturation, in closed form and in simulation. --classes sends half of a
+plan's capacity as interactive requests (priority 1, share 8), and the whole capacity as batch requests
+(priority 0, share 1).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.run import accounts_of, clock_of
 
 MODELS = {"llama-3.1-8b": 1, "llama-3.1-70b": 4}
-"""With the number of H100 that each runs on."""
+"""Models, each with the number of H100 on which it runs."""
 LOADS: dict[str, tuple[str, float]] = {
     "azure-code": ("azure-code", 1.0),
     "azure-conv": ("azure-conv", 1.0),
@@ -69,18 +70,19 @@ BOUNDS = {
 }
 """Bounds on TTFT and TPOT, s."""
 LONGER = {"agent": 8.0}
-"""By what factor first tokens may take longer, as prompts do: up to 32,000 tokens, and not up to 7,400."""
+"""Factor on the bound on TTFT for loads with longer prompts: up to 32,000 tokens instead of 7,400."""
 PRECISION = 0.01
 UNSEEN_SEED, NUM_UNSEEN = 3, 50_000
-"""The draw of lengths and arrivals by which gains are stated: none that a search sees, and so long that chance moves
-them little."""
+"""Seed and size of the draw of lengths and arrivals on which gains are measured. No search sees this draw, and it is so
+long that chance changes gains little."""
 SWEEP = (1.0, 0.5, 0.7, 1.4, 2.0)
-"""Factors of the planner's own fixed budgets."""
+"""Factors by which the planner's fixed budgets are multiplied."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case. Rates are requests a second; None: no plan keeps the bounds, or not simulated yet."""
+    """One case. Rates are in requests a second. None means that no plan keeps the bounds, or that it is not simulated
+    yet."""
 
     model: str
     load: str
@@ -91,12 +93,12 @@ class Row:
     slack: float | None
     settings: str
     seconds: float
-    """That tuning slack took, the fixed budget's search included."""
+    """Seconds that tuning slack took, including the search for the fixed budget."""
     plans: dict[str, list[Any]]
-    """Those with fixed budgets, and slack's."""
+    """The plans with fixed budgets, and slack's plan."""
     unseen: dict[str, float] = field(default_factory=dict)
-    """The best of these plans' rates on the draw that no search has seen, and of the ceiling, which no rule of steps
-    exceeds on their placements."""
+    """The highest rates of these plans on the draw that no search has seen, and the ceiling, which no rule for steps
+    can exceed on their placements."""
 
     @property
     def case(self) -> tuple[str, str, float, float]:
@@ -108,7 +110,7 @@ class Row:
 
     @property
     def most_gain(self) -> float | None:
-        """What any rule of steps could gain at most."""
+        """The largest gain that any rule for steps could have."""
         return self._over_fixed("ceiling")
 
     def _over_fixed(self, name: str) -> float | None:
@@ -169,7 +171,7 @@ def main(
 def cases(
     models: list[str], loads: dict[str, tuple[str, float]], known: list[Row], *, quick: bool
 ) -> Iterator[Iterator[Row]]:
-    """Yield the states of each row, the last of them whole."""
+    """Yield each row in its successive states. The last one is complete."""
     rows_by_case = {row.case: row for row in known}
     for model in models:
         for load in loads:
@@ -268,7 +270,7 @@ def best_fixed(subject: Problem) -> Plan | None:
 
 
 def fixed_budgets(subject: Problem) -> list[Plan]:
-    """Return the planner's own plan with a fixed budget, and those that it makes under a tighter TPOT."""
+    """Return the planner's plan with a fixed budget, and its plans under tighter bounds on TPOT."""
     constraint = subject.constraint
     assert constraint.tpot_s is not None
     found = []
@@ -293,7 +295,7 @@ def line(row: Row) -> str:
 
 
 def decisions(running: int = 256, steps: int = 200) -> Iterator[str]:
-    """Time a decision of the rule with that many requests in decode, and four prompts more with each step."""
+    """Time a decision of the rule with `running` requests in decode and four more prompts in each step."""
     subject = resolve(
         plan_request(model="llama-3.1-8b", cluster="h200x8", devices=1, workload="chat-short", ttft_s=1.0, tpot_s=0.05)
     )
@@ -330,11 +332,11 @@ def decisions(running: int = 256, steps: int = 200) -> Iterator[str]:
 
 
 LOADS_OF_CLASSES = {"interactive": 0.5, "batch": 1.0}
-"""With the arrivals of each, in a plan's capacities."""
+"""The arrival rate of each class, as a multiple of the plan's capacity."""
 
 
 def two_classes(num_requests: int = 2000) -> Iterator[str]:
-    """What two classes get where one and a half times the capacity arrives."""
+    """Yield the results of two classes if one and a half times the capacity arrives."""
     yield "| plan | class | arrivals a second | kept TTFT and TPOT | served a second | longest wait, s |"
     yield "|---|---|---|---|---|---|"
     asked = plan_request(
@@ -378,7 +380,7 @@ def _of_classes(name: str, plan: Plan, rate: float, profile: Profile, count: int
             if start + length == inputs[id_]:
                 first[id_] = step.end_ns
         end |= dict.fromkeys(step.finished, step.end_ns)
-    until = int(arrivals_ns[-1])  # what comes after it has no load behind it
+    until = int(arrivals_ns[-1])  # after the last arrival, the load falls
     for kind, share in LOADS_OF_CLASSES.items():
         ids = [i for i in range(count // 8, count) if kinds[i] == kind]
         kept = sum(
@@ -396,7 +398,7 @@ CROSSOVERS = (("llama-3.1-8b", 1, "azure-conv"), ("llama-3.1-8b", 1, "chat-long"
 
 
 def crossovers() -> Iterator[str]:
-    """The cost of mixed steps from which on exclusive ones serve more, in closed form and simulated."""
+    """Yield the cost of mixed steps above which separate steps serve more, in closed form and in simulation."""
     yield (
         "| model | load | lengthening: closed form | simulated | throughput of rra / chunked: closed form | simulated |"
     )
@@ -416,7 +418,7 @@ def crossovers() -> Iterator[str]:
 
 
 def _crossing(ratios: list[float]) -> float | None:
-    """Where the ratio first comes to one, between two points along a line."""
+    """Return where the ratio first reaches 1, interpolated between two points."""
     if ratios[0] >= 1:
         return 0.0
     for (low, before), (high, after) in pairwise(zip(MIXING, ratios, strict=True)):

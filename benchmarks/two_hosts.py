@@ -1,14 +1,14 @@
-"""Serve one plan on two hosts: traffic between them, and whether tokens equal those of one host.
+"""Serve one plan on two hosts, measure the traffic between them, and compare the tokens with those of one host.
 
     python -m benchmarks.two_hosts [--engine vllm] [--requests 60] [--plan "PP 2"] [--kill 0 [--kind KIND]]
         [--json two_hosts.json]
 
-The hosts are namespaces of this machine, each with a host name, a network and processes of its own, joined by a pair of
-virtual interfaces; they meet as `xgpt serve --engine vllm --nnodes 2` or `xgpt serve --ray` do on real machines. Each
-has one device. Bytes are counted twice: by xgpt's own processes, which know control messages from tensors, and by the
-link.
-`--kill` ends each kind of process of either host while requests run, and starts again what a service manager would.
-Listening sockets are listed. Namespaces take root; without, this says what is missing and runs nothing.
+The hosts are namespaces of this machine, each with its own host name, network and processes. A pair of virtual
+interfaces joins them. They connect as `xgpt serve --engine vllm --nnodes 2` or `xgpt serve --ray` does on real
+machines. Each has one device. Bytes are counted twice: by xgpt's own processes, which distinguish control messages from
+tensors, and by the network interface. `--kill` kills each kind of process of either host while requests run, and
+restarts what a service manager would restart. Listening sockets are listed. Namespaces need root. Without it, the
+benchmark prints what is missing and runs nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from xrunner.cluster.workers import PERIOD_S
 HOSTS = ("xgpt-host-0", "xgpt-host-1")
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 INTERFACE = "xgpt-link"
-"""Its name in both namespaces; each end is made under a name of its own, as both begin in the same namespace."""
+"""The interface's name in both namespaces. Both ends are created in one namespace, so each first has another name."""
 TOKEN = "0123456789abcdef" * 2
 FIRST_PROCESS = """
 import os, time
@@ -55,35 +55,36 @@ while True:
     except ChildProcessError:
         time.sleep(0.1)
 """
-"""Each host's process 1, which reaps what others leave; when it ends, all processes of the host end."""
+"""Each host's process 1, which reaps orphaned processes. When it ends, all processes of the host end."""
 LAUNCHER, WORKER = "xrunner.cluster.launcher", "worker"
 KINDS = ("VLLM::EngineCore", "VLLM::Worker", "xrunner.vllm.supervised", "xrunner.vllm.host", LAUNCHER, "ray::_Machine",
          "xgpt.serving.engine_process", "xgpt serve", "gcs/gcs_server", "raylet/raylet ")  # fmt: skip
-"""What command lines of the processes contain, the most telling first. Children of a launcher are a `WORKER` each."""
+"""Texts that identify a process's kind by its command line, tried in this order. Each child of a launcher is a
+`WORKER`."""
 FRONT = "xgpt serve"
 NODE = ("gcs/gcs_server", "raylet/raylet ")
-"""The processes with which `ray start` ends."""
+"""Processes of a Ray node. If one of them is killed, `ray start` ends."""
 RAY_PORT = 6379
 CONCURRENCY = 16
 KILL_REQUESTS, KILL_AFTER_S, PARTITION_S = 40, 1.5, 30.0
 BEGUN = "begun"
-"""What the client prints when it sends the first requests; a process is killed `KILL_AFTER_S` later."""
+"""The text that the client prints when it sends the first requests. A process is killed `KILL_AFTER_S` later."""
 NODE_END_S = 150.0
-"""Time in which a Ray node ends once it or its head is killed."""
+"""Longest time until a Ray node has ended after it or its head was killed."""
 PROGRAM = r'"(.*?)"'
 """The names of programs in the output of `ss`."""
 
 
 @dataclass
 class Row:
-    """What came of one plan.
+    """The result of one plan.
 
     Attributes:
         changed: requests whose tokens differ from one host's.
-        control_bytes, tensor_bytes: sent while requests ran, by process.
-        wire_bytes: that the first host's interface has sent and received meanwhile.
-        output_tokens: generated meanwhile.
-        exit_codes: of both hosts' servers, after SIGTERM to the first.
+        control_bytes, tensor_bytes: bytes sent while requests ran, by process.
+        wire_bytes: bytes that the first host's interface sent and received in this time.
+        output_tokens: tokens generated in this time.
+        exit_codes: exit codes of both hosts' servers, after SIGTERM to the first.
     """
 
     plan: str
@@ -122,7 +123,7 @@ def ip(*arguments: str) -> str:
     """Run iproute2.
 
     Raises:
-        MachineError: it is not here, or may not do this.
+        MachineError: iproute2 is not installed, or lacks the permission.
     """
     try:
         done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
@@ -135,7 +136,7 @@ def ip(*arguments: str) -> str:
 
 @contextmanager
 def two_hosts() -> Iterator[None]:
-    """Make two hosts that reach each other and nothing else, until the end of the block."""
+    """Create two hosts that reach only each other, and remove them at the end of the block."""
     with ExitStack() as stack:
         left = ip("netns", "list").split()
         for host in HOSTS:
@@ -161,7 +162,7 @@ first_processes: dict[str, int] = {}
 
 @contextmanager
 def _first_process(host: str) -> Iterator[int]:
-    """Start a host's process 1, under the host's own name; return its id outside of the host."""
+    """Start a host's process 1 under the host's name, and yield the process's id outside of the host."""
     command = ["sh", "-c", 'hostname "$0" && exec "$@"', host, sys.executable, "-c", FIRST_PROCESS]
     separate = ["unshare", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
     with subprocess.Popen(["ip", "netns", "exec", host, *separate, *command]) as process:
@@ -180,7 +181,7 @@ def child(pid: int) -> int | None:
 
 
 def terminate(server: subprocess.Popen[str]) -> None:
-    """Send SIGTERM to a command on a host; `nsenter` ends with it, and passes no signals on."""
+    """Send SIGTERM to a command on a host, not to `nsenter`, which passes no signals on and ends with the command."""
     with suppress(OSError):
         if server.poll() is None and (pid := child(server.pid)) is not None:
             os.kill(pid, signal.SIGTERM)
@@ -193,14 +194,14 @@ def on_host(number: int, command: list[str]) -> list[str]:
 
 
 def wire_bytes() -> int:
-    """Bytes that have passed the first host's interface, both ways."""
+    """Return how many bytes the first host's interface has sent and received."""
     (link,) = json.loads(ip("-n", HOSTS[0], "-j", "-s", "link", "show", INTERFACE))
     return int(link["stats64"]["rx"]["bytes"]) + int(link["stats64"]["tx"]["bytes"])
 
 
 @contextmanager
 def serving(what: Plan, directory: Path, engine: str) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
-    """One plan on both hosts. Yields where the first answers, within its namespace, and both servers."""
+    """Serve one plan on both hosts. Yield the URL of the first host, valid in its namespace, and both servers."""
     path = directory / "plan.json"
     path.write_text(dump_json(what))
     servers: list[subprocess.Popen[str]] = []
@@ -217,7 +218,7 @@ def serving(what: Plan, directory: Path, engine: str) -> Iterator[tuple[str, lis
             servers.append(start(0, path, engine))
         yield _url(servers[0], directory), [*servers, *nodes]
     finally:
-        # The front ends first, and Ray's head last: another node waits 30 s for a head that has ended.
+        # The front ends first, and Ray's head last, because other nodes wait 30 s for a head that has ended.
         for server in [*servers[:1], *reversed(nodes)]:
             terminate(server)
             with suppress(subprocess.TimeoutExpired):
@@ -232,7 +233,7 @@ def serving(what: Plan, directory: Path, engine: str) -> Iterator[tuple[str, lis
 
 
 def start(number: int, path: Path, engine: str) -> subprocess.Popen[str]:
-    """Start a host's part of the plan in this file."""
+    """Start a host's part of the plan in the file `path`."""
     command = [sys.executable, "-m", "xgpt", "serve", str(path), "--port", "0", "--no-replan", "--engine", engine]
     if engine == "vllm":
         command += ["--nnodes", "2", "--node-rank", str(number), "--master-addr", ADDRESSES[0]]
@@ -247,7 +248,7 @@ def environment() -> dict[str, str]:
 
 
 def start_node(number: int, directory: Path) -> subprocess.Popen[str]:
-    """Make a host a node of the Ray cluster whose head is the first."""
+    """Make a host a node of the Ray cluster whose head is the first host."""
     head = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", "--disable-usage-stats"]
     command += [f"--node-ip-address={ADDRESSES[number]}", f"--temp-dir={directory / str(number)}"]
@@ -256,7 +257,7 @@ def start_node(number: int, directory: Path) -> subprocess.Popen[str]:
 
 
 def processes(number: int) -> dict[str, int]:
-    """Return a process of each kind on a host; of several, the one started last."""
+    """Return the latest process of each kind on a host."""
     kinds = {pid: kind for pid in map(int, ip("netns", "pids", HOSTS[number]).split()) if (kind := _kind(pid))}
     for launcher in [pid for pid, kind in kinds.items() if kind == LAUNCHER]:
         with suppress(OSError):
@@ -265,7 +266,8 @@ def processes(number: int) -> dict[str, int]:
 
 
 def _kind(pid: int) -> str | None:
-    """Return the first of `KINDS` that a process's command line contains; None: it contains none, or has ended."""
+    """Return the first of `KINDS` that a process's command line contains, or None if there is none or the process has
+    ended."""
     try:
         line = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     except OSError:
@@ -274,7 +276,7 @@ def _kind(pid: int) -> str | None:
 
 
 def listening(number: int) -> list[str]:
-    """Return the listening TCP sockets of a host, with the programs that hold them."""
+    """Return the listening TCP sockets of a host, with their programs."""
     lines = subprocess.check_output(on_host(number, ["ss", "-ltnpH"]), text=True).splitlines()
     return sorted(f"{line.split()[3]} {', '.join(re.findall(PROGRAM, line))}" for line in lines)
 
@@ -294,7 +296,7 @@ def _said(directory: Path) -> list[str]:
 
 
 def sent(metrics: str) -> dict[str, dict[str, int]]:
-    """Bytes by kind and process, of the server's own account."""
+    """Return the bytes that the server's metrics report, by kind and process."""
     names = {"xgpt_control_bytes": "control", "xgpt_tensor_bytes": "tensor"}
     return {
         names[family.name]: {
@@ -306,7 +308,8 @@ def sent(metrics: str) -> dict[str, dict[str, int]]:
 
 
 def ask(url: str, count: int) -> dict[str, object]:
-    """Replay requests in the caller's namespace; return their tokens, which were lost, and what was sent for them."""
+    """Replay requests in the caller's namespace. Return their tokens, the lost requests, and the bytes sent for
+    them."""
 
     def account() -> dict[str, dict[str, int]]:
         time.sleep(1.2)  # workers report twice a second
@@ -333,7 +336,7 @@ def ask(url: str, count: int) -> dict[str, object]:
 
 
 def ask_on_first(url: str, count: int) -> subprocess.Popen[str]:
-    """Replay requests on the first host, in the background; return once they are being sent."""
+    """Replay requests on the first host, in the background. Return once the client sends them."""
     command = [sys.executable, "-m", "benchmarks.two_hosts", "--ask", url, "--requests", str(count)]
     asking = subprocess.Popen(on_host(0, command), stdout=subprocess.PIPE, text=True)
     assert asking.stdout is not None and asking.stdout.readline().strip() == BEGUN
@@ -348,9 +351,9 @@ def answered(asking: subprocess.Popen[str]) -> dict[str, Any]:
 def kill_each(
     url: str, servers: list[subprocess.Popen[str]], path: Path, options: argparse.Namespace, expected: list[list[int]]
 ) -> Iterator[dict[str, object]]:
-    """Kill each kind of process while 40 requests run, and yield what became of them.
+    """Kill each kind of process while 40 requests run, and yield the outcomes.
 
-    With the first host's front, all connections end; so 40 requests more are sent to the one that is started next.
+    If the first host's front is killed, all connections end. Then 40 more requests are sent to the restarted front.
     """
     engine = options.engine
     for number in (number for number in range(2) if str(number) in options.kill):
@@ -360,11 +363,11 @@ def kill_each(
             if options.kind and not any(part in kind for part in options.kind):
                 continue
             if engine == "xgpt":
-                time.sleep(PERIOD_S)  # more than three restarts within it would end the server
+                time.sleep(PERIOD_S)  # more than three restarts within this time would end the server
             asking = ask_on_first(url, KILL_REQUESTS)
             time.sleep(KILL_AFTER_S)
             running = processes(number)
-            for killed in NODE if kind in NODE else [kind]:  # a node is started anew as a whole
+            for killed in NODE if kind in NODE else [kind]:  # the whole node is restarted
                 if killed in running:
                     os.kill(running[killed], signal.SIGKILL)
             if kind == FRONT:
@@ -375,7 +378,7 @@ def kill_each(
                 url = _url(servers[0], path.parent)
                 asking, kind = ask_on_first(url, KILL_REQUESTS), f"{FRONT}, and then started again"
             for node in range(number, 2 if number == 0 else number + 1) if kind in NODE else ():
-                servers[1 + node].wait(NODE_END_S)  # a head that is started anew makes another cluster: all nodes end
+                servers[1 + node].wait(NODE_END_S)  # a restarted head creates another cluster, so all nodes end
                 servers[1 + node] = start_node(node, path.parent)
             yield {"host": number, "killed": kind} | outcome(asking, expected, path.parent)
     if "link" not in options.kill:
@@ -391,7 +394,7 @@ def kill_each(
 
 
 def outcome(asking: subprocess.Popen[str], expected: list[list[int]], directory: Path) -> dict[str, object]:
-    """Return how many requests were lost, how many have other tokens than expected, and what they took.
+    """Return how many requests were lost, how many have other tokens than expected, and how long they took.
 
     Raises:
         MachineError: the server has ended.
@@ -405,7 +408,8 @@ def outcome(asking: subprocess.Popen[str], expected: list[list[int]], directory:
 
 
 def compare(answer: dict[str, Any], expected: list[list[int]]) -> dict[str, int]:
-    """Return how many requests were lost, and how many have other tokens; a lost one must begin as expected."""
+    """Return how many requests were lost, and how many have other tokens. Tokens of a lost request must begin as
+    expected."""
     lost = set(answer["lost"])
     pairs = enumerate(zip(answer["tokens"], expected, strict=True))
     changed = sum(tokens != (want[: len(tokens)] if number in lost else want) for number, (tokens, want) in pairs)
@@ -459,7 +463,7 @@ def measure(name: str, what: Plan, options: argparse.Namespace) -> Row:
 
 
 def in_vllm(what: Plan, directory: Path) -> Plan:
-    """Return the plan with seeded weights in a directory, on two machines as vLLM knows them."""
+    """Return the plan for vLLM on two machines, with seeded random weights in a directory."""
     import torch
     from transformers import OPTConfig, OPTForCausalLM
 

@@ -1,4 +1,5 @@
-"""ORCA's Figures 9 to 11: GPT-3 on machines of eight A100 40 GB, and FasterTransformer (FT) as the paper ran it."""
+"""Reproduce ORCA's Figures 9 to 11: GPT-3 on machines with eight A100 40 GB, and FasterTransformer (FT) as in the
+paper."""
 
 from __future__ import annotations
 
@@ -25,45 +26,47 @@ from xsimulator.stages import lane
 
 MODEL, CLUSTER = "gpt3-175b", "a100-40g-x16"
 STAGES = {"gpt3-101b": 1, MODEL: 2, "gpt3-341b": 4}
-"""Inter-layer partitions of each model, each on one machine of eight devices. Source: ORCA Table 1."""
+"""Number of each model's pipeline stages (inter-layer partitions). Each is on one machine with eight devices. Source:
+ORCA Table 1."""
 NUM_REQUESTS, SUSTAINED = 400, 0.85
-"""Of a simulated run; and the share of a rate that must be served within it."""
+"""Number of requests in a simulated run, and the share of the arrival rate that the run must serve."""
 PAPER_TOKEN_MS = 95.0
-"""One request's time a token in their engine: 190 ms are "a double of the normalized execution time" (ORCA 6.2)."""
+"""A single request's time per token in the paper's engine: 190 ms are "a double of the normalized execution time"
+(6.2)."""
 ORCA_BATCHES, FT_BATCHES = (1, 8, 32, 128), (1, 8)
 RATES = (0.1, 0.185, 0.3, 0.49, 1.0, 2.0, 4.0, 6.81, 8.0, 10.0, 12.0)
-"""Requests a second, of which the paper names 0.185, 0.49 and 6.81."""
+"""Arrival rates in requests a second. The paper names 0.185, 0.49 and 6.81."""
 
 
 def problem_of(model: str, workload: Workload) -> Problem:
-    """Return a model on as many machines as the paper's, or on one device."""
+    """Return the problem of a model on as many machines as in the paper, or on one device."""
     cluster = load_cluster(CLUSTER).model_copy(update={"num_nodes": STAGES.get(model, 1)})
     return problem(model, cluster, workload)
 
 
 def lane_cost(subject: Problem, tp: int = 8) -> LaneCost:
-    """Equal stages of equal groups of devices, one on each machine."""
+    """Return the step costs of equal stages, each of which is a group of all devices of a machine."""
     stages = subject.cluster.num_nodes
     layers = [subject.model.num_layers // stages] * stages
     return LaneCost(subject.model, subject.profile, lane([tp] * stages, layers, cluster=subject.cluster))
 
 
 def through(cost: LaneCost, step: StepCounts) -> float:
-    """Seconds of a step through both stages, as nothing else is under way."""
+    """Return the seconds of a step through all stages if no other step runs."""
     return sum(cost.step(step)) + sum(cost.hops(step.num_tokens))
 
 
 def seconds_a_token(cost: LaneCost, prompt: int = 128, tokens: int = 32) -> float:
-    """Of one request alone: what ORCA's bound is twice of."""
+    """Return a single request's seconds per token. ORCA's bound is twice this value."""
     encode = through(cost, StepCounts.of([(0, prompt, 1)], []))
     return (encode + (tokens - 1) * through(cost, StepCounts.of([], [prompt + tokens // 2]))) / tokens
 
 
 class FasterTransformer:
-    """Batches of at most eight, one at a time on all stages, as ORCA sec. 6.2 describes the system it ran.
+    """FasterTransformer as ORCA sec. 6.2 describes it: batches of at most eight, one at a time on all stages.
 
-    A batch encodes as if all its prompts were as short as its shortest; what is left of the others goes through one
-    token an iteration, and no request is answered before all are.
+    A batch encodes as many tokens of each prompt as its shortest prompt has. The other tokens of longer prompts take
+    one iteration each. All requests are answered at the end of the batch.
     """
 
     def __init__(self, subject: Problem) -> None:
@@ -88,13 +91,13 @@ class FasterTransformer:
         return ends
 
     def peak_rps(self, workload: Workload, largest: int) -> float:
-        """Return the requests served a second where as many as make a batch always wait."""
+        """Return the requests served a second if enough requests for a full batch are always waiting."""
         demand = draw(workload, np.inf)
         return len(demand.inputs) / float(self.ends(demand, largest)[-1])
 
 
 class Demand(NamedTuple):
-    """Requests in the order of their arrival, the same at every rate. # each [requests]"""
+    """Requests in order of arrival, with the same lengths at every rate. # each [requests]"""
 
     inputs: np.ndarray
     outputs: np.ndarray
@@ -109,7 +112,7 @@ def draw(workload: Workload, rate: float, num: int = NUM_REQUESTS) -> Demand:
 
 @cache
 def plan_of(model: str, workload: Workload, batch: int) -> tuple[Plan, Profile]:
-    """ORCA's plan on all machines, `batch` requests in each of as many micro-batches as there are stages."""
+    """Return ORCA's plan on all machines, with one micro-batch of `batch` requests for each stage."""
     subject, stages = problem_of(model, workload), STAGES[model]
     scheduler = Scheduler(subject)
     settings = OrcaSettings(max_batch=stages, microbatches=stages)
@@ -133,7 +136,7 @@ Ends = Callable[[Demand], np.ndarray]
 
 
 def system(kind: str, workload: Workload, batch: int, model: str = MODEL) -> Ends:
-    """Return what says when a system answers: "orca" or "ft"."""
+    """Return the function that computes when a system ("orca" or "ft") answers each request."""
     if kind == "ft":
         ft = FasterTransformer(problem_of(model, workload))
         return lambda demand: ft.ends(demand, batch)
@@ -142,7 +145,7 @@ def system(kind: str, workload: Workload, batch: int, model: str = MODEL) -> End
 
 
 def median_latency(ends: Ends, workload: Workload, rate: float, *, normalised: bool = True) -> float:
-    """Return the median latency, over generated tokens if normalised; infinite where the rate is not sustained."""
+    """Return the median latency, per generated token if normalised, or infinity if the rate is not sustained."""
     demand = draw(workload, rate)
     end = ends(demand)
     if len(end) / end.max() < SUSTAINED * len(end) / demand.arrivals_s[-1]:
@@ -152,7 +155,7 @@ def median_latency(ends: Ends, workload: Workload, rate: float, *, normalised: b
 
 
 def curve(ends: Ends, workload: Workload, *, normalised: bool = True) -> np.ndarray:
-    """Return the median latency at each of `RATES`, infinite from the first one that is not sustained. # [rates]"""
+    """Return the median latency at each of `RATES`, infinite from the first rate that is not sustained. # [rates]"""
     found = np.full(len(RATES), np.inf)
     for i, rate in enumerate(RATES):
         found[i] = median_latency(ends, workload, rate, normalised=normalised)
@@ -171,7 +174,8 @@ def max_rate(ends: Ends, workload: Workload, bound_s: float, high: float = 40.0)
 
 
 class AtTwice(NamedTuple):
-    """Requests a second at twice one request's time per token, which is in seconds: orca(128) and FT at its best."""
+    """A single request's seconds per token, and the requests a second of orca(128) and of FT at its best within twice
+    this time."""
 
     token_s: float
     orca: float
@@ -180,7 +184,8 @@ class AtTwice(NamedTuple):
 
 @cache
 def at_twice_one_request(model: str = MODEL) -> AtTwice:
-    """ "A double of the normalized execution time (by the number of generated tokens)" (ORCA 6.2)."""
+    """Return the rates at "a double of the normalized execution time (by the number of generated tokens)"
+    (ORCA 6.2)."""
     workload = workload_of("orca", model)
     one = seconds_a_token(lane_cost(problem_of(model, workload)))
     orca = max_rate(system("orca", workload, 128, model), workload, 2 * one)
@@ -189,13 +194,13 @@ def at_twice_one_request(model: str = MODEL) -> AtTwice:
 
 
 class EngineTimes(NamedTuple):
-    """Seconds of a batch of equal requests, not pipelined, by how their attention is computed.
+    """Seconds of a batch of equal requests without pipelining, for three ways to compute attention.
 
     Attributes:
-        batched: as one, as FT does.
-        fused: for each request, the thread blocks of all in one kernel, as ORCA does (sec. 5): as long as the larger of
-            the batch's and a single one's.
-        apart: for each request in a kernel of its own.
+        batched: the attention of all requests as one batch, as in FT.
+        fused: the thread blocks of all requests in one kernel, as in ORCA (sec. 5). This takes as long as the batch or
+            a single request, whichever is longer.
+        apart: a separate kernel for each request.
     """
 
     batched: float
@@ -215,15 +220,15 @@ def engine_times(subject: Problem, cost: LaneCost, tp: int, batch: int, prompt: 
 
 
 NUM_TOKENS = 32
-"""Of Figure 9."""
+"""Number of output tokens in Figure 9."""
 BLOCK = 16
 """Tokens of a K/V block."""
 CONTROL_MS = (0.0, 5.0, 10.0, 20.0, 30.0, 45.0)
-"""What the exchange of control messages and its synchronisation cost FT an iteration."""
+"""Assumed cost of FT's control messages and their synchronisation per iteration."""
 
 
 def figure_9() -> Iterator[Found]:
-    """The engines alone on batches of equal requests; FT's iterations longer by its control messages."""
+    """Compare the engines without schedulers on batches of equal requests, with FT's control messages included."""
     workload = workload_of("orca", MODEL)
     for name, model, tp, first_missing in (("9a", "gpt3-13b", 1, 8), ("9b", "gpt3-101b", 8, 16)):
         subject = problem_of(model, workload)
@@ -289,7 +294,7 @@ def figure_9() -> Iterator[Found]:
 
 
 def figure_10a() -> Iterator[Found]:
-    """Requests of all lengths, 101B."""
+    """Compare 101B on requests of all lengths."""
     yield from _figure_10("10a", "gpt3-101b")
     workload = workload_of("orca", "gpt3-101b")
     peak = FasterTransformer(problem_of("gpt3-101b", workload)).peak_rps(workload, 8)
@@ -298,7 +303,8 @@ def figure_10a() -> Iterator[Found]:
 
 
 def figure_10b() -> Iterator[Found]:
-    """175B, and the two rates that the text states: 0.185 and 6.81 req/s at twice one request's time a token."""
+    """Compare 175B, and the rates that the text states: 0.185 and 6.81 req/s at twice a single request's time per
+    token."""
     yield from _figure_10("10b", MODEL)
     at = at_twice_one_request()
     what = (
@@ -316,7 +322,7 @@ def figure_10b() -> Iterator[Found]:
 
 
 def figure_10c() -> Iterator[Found]:
-    """341B."""
+    """Compare 341B."""
     yield from _figure_10("10c", "gpt3-341b")
     at = at_twice_one_request("gpt3-341b")
     yield at_least(
@@ -330,7 +336,7 @@ def figure_10c() -> Iterator[Found]:
 
 
 def _figure_10(name: str, model: str) -> Iterator[Found]:
-    """The curves of one model, and what the paper says of them."""
+    """Compare the curves of one model with the paper's statements."""
     workload = workload_of("orca", model)
     runs = {name_: system(kind, workload, size, model) for name_, (kind, size) in SYSTEMS.items()}
     medians = {name_: 1e3 * curve(ends, workload) for name_, ends in runs.items()}
@@ -347,7 +353,7 @@ def _figure_10(name: str, model: str) -> Iterator[Found]:
 
 
 def _at_every_load(source: str, model: str, orca: np.ndarray, ft: np.ndarray) -> Iterator[Found]:
-    """What the paper says of the curves: ORCA below FT at every rate, but for 101B at low load."""
+    """Check the paper's statement that ORCA's latency is below FT's at every rate, except for 101B at low load."""
     rates = len(orca)
     if model == "gpt3-101b":
         low = float(ft[0] / orca[0])
@@ -386,7 +392,7 @@ SYSTEMS = {f"orca({size})": ("orca", size) for size in ORCA_BATCHES} | {
 
 
 def figure_11() -> Iterator[Found]:
-    """All requests alike: none ends early, so that batches help FT, too."""
+    """Compare equal requests. None ends before the others of its batch, so that batches help FT, too."""
     alike = Workload(name="alike", input=histogram(Constant(value=272)), output=histogram(Constant(value=64)))
     ft = FasterTransformer(problem_of(MODEL, alike))
     peaks = {size: ft.peak_rps(alike, size) for size in FT_BATCHES}

@@ -1,7 +1,7 @@
-"""Sources of measurements: each yields rows with measured and predicted figures.
+"""Yield rows with measured and predicted figures from each source of measurements.
 
-Predictions run the scheduling rule on a simulated clock, as the engine of the row does by itself and with the settings
-that its source names. What a source leaves open is assumed once for all of its rows, and said at its function.
+Predictions run the scheduling rule on a simulated clock, with the defaults of the row's engine and the settings that
+the source names. Where a source states nothing, one assumption holds for all its rows. The source's function states it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Row:
     """One measured configuration.
 
     Attributes:
-        source, group: what it is reported with.
-        is_fitted: figures were fitted to rows of this kind; all others verify.
-        why_not: why nothing is predicted for it.
-        cell: None: the row is of no engine's load.
+        source, group: the source and the group of rows with which the row is reported.
+        is_fitted: whether predictions were fitted to rows of this kind. Other rows verify predictions.
+        why_not: the reason why nothing is predicted for this row.
+        cell: the cell of the prediction. None means that the row is not the load of an engine.
     """
 
     source: str
@@ -58,14 +58,14 @@ class Row:
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """Load, engine and family, by which rows are counted."""
+        """The load, engine and family by which rows are counted."""
         if self.cell is None:
             return self.source, "", ""
         load = self.cell.load if self.cell.profile == "imported" else f"{self.cell.load}, datasheet"
         return load, self.cell.engine, self.cell.family
 
     def errors(self) -> Figures:
-        """Relative, by quantity."""
+        """Return the relative errors by quantity."""
         return {name: self.predicted[name] / self.measured[name] - 1 for name in self.predicted}
 
 
@@ -74,8 +74,8 @@ class Source:
     """Rows of one kind.
 
     Attributes:
-        path: finds the file; None where it is not here.
-        peers: what others published on these rows, or such.
+        path: returns the path of the file, or None if it does not exist.
+        peers: errors that others published for these or similar rows.
     """
 
     name: str
@@ -107,14 +107,15 @@ OPEN_CLUSTERS = {"H100": "h100x8", "A100": "a100x16"}
 BLOCK = 16
 OPEN_SECONDS = 600
 NUM_PROMPTS = 100
-"""Distinct prompts of an experiment."""
+"""Number of distinct prompts in an experiment."""
 
 
 def open_rows(path: Path, most: int | None) -> Iterator[Row]:
-    """vLLM 0.15.1, Poisson arrivals for ten minutes at each rate of an experiment, one after the other.
+    """Yield rows of vLLM 0.15.1 with Poisson arrivals, ten minutes at each rate of an experiment, one rate after the
+    other.
 
-    About a hundred prompts were repeated with prefix caching on; that they came in turns is taken for granted, since
-    the source does not say. What a request finds is what the curve of reuse gives at the engine's K/V memory.
+    About a hundred prompts were repeated with prefix caching. The source does not state their order, so they are
+    assumed to come in turn. The reuse curve at the engine's K/V memory gives the cached tokens of a request.
     """
     raws = read(path)
     for raw in thinned(raws, most):
@@ -164,7 +165,7 @@ def open_rows(path: Path, most: int | None) -> Iterator[Row]:
 
 
 def repeated(count: int, lengths: tuple[int, int], kv_blocks: int) -> Ints:
-    """Return the tokens that each of `count` requests finds, whose prompts come in turns. # [count]"""
+    """Return the cached tokens of each of `count` requests, if their prompts come in turn. # [count]"""
     whole = lengths[0] // BLOCK
     left = -(-sum(lengths) // BLOCK) - whole
     prompts = [tuple(range(n * (whole + 1), (n + 1) * (whole + 1))) for n in range(NUM_PROMPTS)]
@@ -181,11 +182,11 @@ def repeated(count: int, lengths: tuple[int, int], kv_blocks: int) -> Ints:
 
 OFFLINE_CLUSTERS = {"h100": "h100x8", "h200": "h200x8"}
 MOST_OFFLINE = 3000
-"""Requests simulated, where the source took more: enough of them for a steady state."""
+"""Largest number of simulated requests, enough for a steady state. The source may have used more."""
 
 
 def offline_rows(path: Path, most: int | None, *, is_imported: bool = True) -> Iterator[Row]:
-    """TensorRT-LLM 1.0's own maximum throughput: lengths all equal, all requests at hand.
+    """Yield rows of TensorRT-LLM 1.0's maximum throughput. All lengths are equal, and all requests wait from the start.
 
     Experts are divided among all devices. The commands of these rows also divide requests, not heads, among devices
     (enable_attention_dp), which is not predicted.
@@ -222,7 +223,7 @@ def offline_rows(path: Path, most: int | None, *, is_imported: bool = True) -> I
 
 
 SKEW, DEEPSEEK_SKEW = 1.2, 1.01
-"""Of routing: the power laws that AIConfigurator's makers take real prompts to follow, in its `sdk/models`."""
+"""Exponents of the power laws that AIConfigurator assumes for the routing of real prompts (`sdk/models`)."""
 
 
 def skew_of(model: str) -> float:
@@ -252,14 +253,15 @@ DTYPES: dict[str, tuple[DType, Stored | None]] = {
     "fp8": ("float8", None),
     "fp8_block": ("bfloat16", "fp8_block"),
 }
-"""What a row's products are in: the dtype of the rest, K/V included, and the format of weights where it is another."""
+"""For each type of products in a row: the dtype of everything else, K/V included, and the weights' format if it
+differs."""
 INFERENCEX = "meta-llama/Llama-3.1-70B"
-"""Its rows are InferenceX's of 2025-10-29, of nvidia/Llama-3.3-70B-Instruct-FP8."""
+"""The name in the rows that InferenceX measured on 2025-10-29 with nvidia/Llama-3.3-70B-Instruct-FP8."""
 SCALED = {INFERENCEX, "nvidia/Llama-3.1-8B-Instruct-FP8"}
-"""Models of which NVIDIA's checkpoints ran, which hold a scale for the activations of each matrix."""
+"""Models that ran with NVIDIA's checkpoints, which contain a scale for the activations of each matrix."""
 ENGINES = {"vllm": "vllm-0.10", "trtllm": "tensorrt-llm-1.0", "sglang": "sglang-0.5"}
 ALIGNED = "aic-auto-gap-analysis"
-"""In the source of a row: measured by AIConfigurator's own evaluation of its predictions."""
+"""Text in a row's source which means that AIConfigurator's makers measured the row to evaluate their predictions."""
 BUDGETS = {"vllm": 8192, "trtllm": 16384, "sglang": 8192}
 BATCH_WAIT = (("batch_wait_steps", 20), ("batch_wait_tokens", round(0.9 * BUDGETS["trtllm"])))
 """batch_wait_timeout_iters and batch_wait_max_tokens_ratio (TensorRT-LLM's pull request 7416) in InferenceX's scripts
@@ -267,14 +269,14 @@ of 1,024 tokens in and out on fewer than eight devices."""
 REQUESTS_A_CLIENT = 10
 SHORTEST = 0.8
 SPARE_TOKENS = 1500
-"""Of a step, in engines that AIConfigurator sets up, besides a whole prompt and a decode of each client."""
+"""Number by which AIConfigurator's token budget exceeds one whole prompt and one decode for each client."""
 MIXED_FROM = (0, 5, 6)
-"""First version of SGLang that AIConfigurator's rules start with --enable-mixed-chunk (pull request 258, of the week in
-which this version's template came)."""
+"""First version of SGLang that AIConfigurator starts with --enable-mixed-chunk (pull request 258, from the week in
+which the template for this version was added)."""
 
 
 def _engine(raw: dict[str, str]) -> tuple[str, tuple[tuple[str, object], ...]]:
-    """The engine of a row, and what was set otherwise than by itself."""
+    """Return the engine of a row, and its settings that differ from the defaults."""
     name = ENGINES[raw["backend"]]
     if raw["model_path"] == INFERENCEX and raw["backend"] == "vllm":
         return name, (("schedules_ahead", True),)
@@ -282,7 +284,7 @@ def _engine(raw: dict[str, str]) -> tuple[str, tuple[tuple[str, object], ...]]:
 
 
 def of_backend(raw: dict[str, str]) -> tuple[tuple[str, object], ...]:
-    """What the engine of a row was set to otherwise than by itself."""
+    """Return the settings of a row's engine that differ from the defaults."""
     if raw["backend"] == "sglang":
         return (("mixes", True),) if is_aligned(raw) and _version(raw["backend_version"]) >= MIXED_FROM else ()
     if raw["backend"] != "trtllm":
@@ -302,19 +304,20 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def budget_of(raw: dict[str, str]) -> int:
-    """Tokens of a step at most."""
+    """Return the largest number of tokens in a step."""
     if not is_aligned(raw):
         return BUDGETS[raw["backend"]]
     prompt = count_of(raw["isl"]) + SPARE_TOKENS
-    if raw["backend"] == "sglang":  # of prompts; they are cut to the default all the same
+    if raw["backend"] == "sglang":  # counts prompt tokens only, which are limited by the default, too
         return min(prompt, BUDGETS["sglang"])
     return count_of(raw["batch_size"]) + prompt
 
 
 def lengths_of(raw: dict[str, str]) -> tuple[list[int], list[int]]:
-    """Inputs and outputs of a row's requests.
+    """Return the input and output lengths of a row's requests.
 
-    InferenceX draws them uniformly from 80% to 100% of what is stated; AIConfigurator's evaluation has no spread.
+    InferenceX draws lengths uniformly from 80% to 100% of the stated length. In AIConfigurator's evaluation all are
+    equal.
     """
     num, stated = REQUESTS_A_CLIENT * count_of(raw["batch_size"]), (count_of(raw["isl"]), count_of(raw["osl"]))
     if is_aligned(raw):
@@ -329,7 +332,7 @@ def count_of(text: str) -> int:
 
 
 def of_clients(row: Row, served: Served, raw: dict[str, str]) -> Row:
-    """The row with what its clients see, or why that is not predicted."""
+    """Return the row with the predicted TTFT and TPOT of its clients, or with the reason why nothing is predicted."""
     inputs, outputs = lengths_of(raw)
 
     def predict() -> Figures:
@@ -342,7 +345,7 @@ def of_clients(row: Row, served: Served, raw: dict[str, str]) -> Row:
 
 
 def silicon_rows(path: Path, most: int | None) -> Iterator[Row]:
-    """Clients in a closed loop, ten requests each, all of them starting at once."""
+    """Yield rows of clients in a closed loop. All start at the same time, and each sends ten requests."""
     raws = [raw for raw in read(path) if raw["model_path"] in MODELS and raw["mode"] == "agg"]
     for raw in thinned(raws, most):
         clients, tp = count_of(raw["batch_size"]), count_of(raw["tp_size"])
