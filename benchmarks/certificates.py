@@ -10,8 +10,8 @@ one policy, bounds on latency or first tokens. It is planned, and then attacked:
 - brute: all settings of a small space are simulated. The best one must be the plan, or lie within its gap.
 - nearest: the bound is tightened until no plan keeps it. A plan must keep the bound that the error names, as printed.
 
-Each problem adds a line to LINES (JSON). Problems that stand there are not run again. --scale multiplies the stated
-rates: with 0.8 they are wrong, which the attack must show.
+Each problem adds a line to LINES (JSON). Problems that are already in this file are not run again. --scale multiplies
+the stated rates. With 0.8 they are wrong, and the attack must show this.
 """
 
 from __future__ import annotations
@@ -41,24 +41,25 @@ from xsimulator.capacity import CapacitySearch
 
 KINDS = ("chunked", "orca", "rra", "waa", "static")
 ABOVE = 1.02
-"""Multiple of the stated rate that settings are simulated at."""
+"""Multiple of the stated rate at which settings are simulated."""
 FEW, MANY = 2000, 16_000
-"""Requests of a run: of a few chance decides, so what keeps the bounds is simulated with many again."""
+"""Numbers of requests in a run. With few, the result may be chance, so settings that keep the bounds are simulated
+again with many."""
 PLACEMENTS, POINTS, TRIED = 3, 8, 3
 """Placements and settings that are drawn, and settings that are simulated."""
 TIGHTER = (0.3, 0.08, 0.02)
-"""Shares of a bound, the first of which that no plan keeps is asked for."""
+"""Shares of a bound, tried in order until no plan keeps one of them."""
 MOST_SWEPT = 60
-"""Settings of a space whose every one is simulated."""
+"""Largest number of settings of a space of which all are simulated."""
 
 
 @dataclass(frozen=True)
 class Attacked:
-    """What an attack found; None: there was nothing to attack."""
+    """The result of an attack. None means that there was nothing to attack."""
 
     tried: int
     excess: float
-    """By which share the best setting that was tried is above the stated rate; 0: none is."""
+    """Share by which the best tried setting exceeds the stated rate, or 0 if none does."""
     note: str = ""
 
 
@@ -90,7 +91,7 @@ def main(lines: Path, attack: str, problems: int, seed: int, seconds: float | No
 
 
 def row_of(attack: str, seed: int, number: int, scale: float) -> dict[str, Any]:
-    """Return what the attack on one problem found."""
+    """Return the result of the attack on one problem."""
     attacks: dict[str, Callable[[np.random.Generator, float], Attacked | None]] = {
         "bounds": attack_bounds,
         "brute": attack_by_sweep,
@@ -103,7 +104,7 @@ def row_of(attack: str, seed: int, number: int, scale: float) -> dict[str, Any]:
 
 
 def problem(rng: np.random.Generator, kinds: tuple[str, ...] = KINDS, devices: int = 2) -> tuple[Problem, str] | None:
-    """Return a random problem and the policy to plan it for; None: the policy has no plan whatever the bound."""
+    """Return a random problem and the policy for its plan, or None if the policy has no plan under any bound."""
     quantile, kind = float(rng.choice([0.5, 0.9, 0.99])), str(rng.choice(kinds))
     seed, monotone = int(rng.integers(2**32)), bool(rng.integers(2))
     case = Case(seed, int(rng.integers(1, devices + 1)), kind, "length", monotone, quantile)  # type: ignore[arg-type]
@@ -122,7 +123,7 @@ def problem(rng: np.random.Generator, kinds: tuple[str, ...] = KINDS, devices: i
 
 
 def planned(subject: Problem, kind: str) -> Plan | None:
-    """Return the best plan, its error not estimated; None: none keeps the bounds."""
+    """Return the best plan without an estimate of its error, or None if no plan keeps the bounds."""
     try:
         return best_by_rate(subject, kinds_of(subject, kind))  # type: ignore[arg-type]
     except InfeasibleError:
@@ -130,7 +131,7 @@ def planned(subject: Problem, kind: str) -> Plan | None:
 
 
 def attack_bounds(rng: np.random.Generator, scale: float) -> Attacked | None:
-    """Simulate settings above the rate that no schedule is said to keep."""
+    """Simulate settings at a rate above the stated highest rate."""
     drawn = problem(rng)
     plan = None if drawn is None else planned(*drawn)
     if drawn is None or plan is None or plan.search.gap is None:
@@ -148,7 +149,7 @@ def attack_bounds(rng: np.random.Generator, scale: float) -> Attacked | None:
 
 
 def settings_of(by: Scheduler, kind: str, plan: Plan, rng: np.random.Generator) -> Iterator[Plan]:
-    """Yield plans of random settings: of many those that serve most within the bounds at saturation, and one more."""
+    """Yield plans of random settings: the best of many by throughput within the bounds at saturation, and one other."""
     found: list[tuple[float, Space, int]] = []
     for space in sorted(by.candidates.spaces(kind), key=lambda space: -space.bound)[:PLACEMENTS]:
         if space.num_points:
@@ -197,7 +198,7 @@ def attack_by_sweep(rng: np.random.Generator, scale: float) -> Attacked | None:
 
 
 def of_few(profile: Profile) -> Profile:
-    """Return a profile of at most 16 requests at once."""
+    """Return a profile that allows at most 16 requests at the same time."""
     layers = []
     for layer in profile.layers:
         table = layer.decode_attention
@@ -207,7 +208,7 @@ def of_few(profile: Profile) -> Profile:
 
 
 def attack_nearest(rng: np.random.Generator, scale: float) -> Attacked | None:
-    """Ask for a bound that no plan keeps, and then for the one that the error names, as it is printed."""
+    """Plan under a bound that no plan keeps, and then under the bound that the error names, as printed."""
     drawn = problem(rng)
     if drawn is None:
         return None

@@ -48,20 +48,20 @@ from xsimulator.run import read_log, requests_to_send, run_requests
 RESULTS = Path("results/correlated")
 CORRELATION = 0.54
 RUN = 512
-"""Requests whose inputs come sorted, one run after the other."""
+"""Number of consecutive requests that are sorted by input."""
 BUFFERS = (1.0, 1.25, 1.5)
-"""Times the decode iterations that pass until a batch joins without any."""
+"""Buffer times, as multiples of the decode iterations that pass until a batch without a buffer joins."""
 SCALE = 1 / 16
-"""Of the trace's lengths for the model that is measured."""
+"""Factor on the trace's lengths for the measured model."""
 BOUND_FACTOR = 2.0
-"""The measured plan's bound over the tightest that WAA keeps."""
+"""The measured plan's bound, as a multiple of the tightest bound that WAA keeps."""
 Ints = np.ndarray[Any, np.dtype[np.int_]]
 Pairs = tuple[Ints, Ints]
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A buffer time, in decode iterations; 0: none."""
+    """A buffer time, in decode iterations. 0 means no buffer."""
 
     buffer: int = 0
 
@@ -76,11 +76,11 @@ class Arm:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Figures of a run.
+    """The figures of a run.
 
     Attributes:
-        spread_of_batches, spread_of_encoding: deviation of the requests in a decode step, and of the prompt tokens of a
-            step that encodes, as shares of their means.
+        spread_of_batches, spread_of_encoding: relative standard deviation of the number of requests in a decode step,
+            and of the number of prompt tokens in a step that encodes.
     """
 
     measured: Measured
@@ -114,7 +114,7 @@ COLUMNS = (
 
 
 def orders_of(trace: TraceLengths, count: int, rng: np.random.Generator) -> dict[str, Pairs]:
-    """The first requests of a trace's lengths, in each order of arrival."""
+    """Return the first pairs of lengths of a trace in each order of arrival."""
     inputs, outputs = trace.input[:count], trace.output[:count]
     chance = rng.permutation(len(inputs))
     inputs_then, apart = inputs[chance], rng.permutation(outputs)
@@ -129,7 +129,8 @@ def orders_of(trace: TraceLengths, count: int, rng: np.random.Generator) -> dict
 
 
 def correlated(inputs: Ints, outputs: Ints, wanted: float, rng: np.random.Generator) -> Ints:
-    """The outputs in an order in which they correlate with the inputs as wanted: by ranks of two normal variables."""
+    """Return the outputs in an order with the wanted correlation to the inputs, by the ranks of two normal
+    variables."""
     of_inputs, of_chance = (
         ndtri((rankdata(x, "ordinal") - 0.5) / len(inputs)) for x in (inputs, rng.random(len(inputs)))
     )
@@ -154,7 +155,7 @@ def arms_of(plan: Plan, profile: Profile, pairs: Pairs) -> list[Arm]:
 
 
 def iterations_until_joined(log: Sequence[StepRecord]) -> float:
-    """Return how many decode steps begin, in the mean, between a request's encode step and its first decode step."""
+    """Return the mean number of decode steps that begin between a request's encode step and its first decode step."""
     begun: dict[int, int] = {}
     passed: list[int] = []
     count = 0
@@ -166,13 +167,13 @@ def iterations_until_joined(log: Sequence[StepRecord]) -> float:
 
 
 def run(plan: Plan, profile: Profile, pairs: Pairs, num_requests: int) -> Outcome:
-    """One setting on the simulated clock."""
+    """Return the outcome of one setting on the simulated clock."""
     log = run_requests(plan, profile, TraceLengths(*pairs, None), plan.workload.output.lengths[-1])
     return Outcome.of(plan, log, num_requests)
 
 
 def predicted(trace: TraceLengths, num_requests: int) -> list[str]:
-    """A table of WAA on a datasheet's cluster."""
+    """Return a table of WAA on a cluster from a datasheet."""
     (model, _), cluster = load_model("llama-3.1-8b"), load_cluster("a100x16")
     workload = Workload(name="trace", input=histogram_of(trace.input), output=histogram_of(trace.output))
     profile = analytic.profile(model, cluster, "bfloat16")
@@ -201,7 +202,7 @@ def predicted(trace: TraceLengths, num_requests: int) -> list[str]:
 
 
 def measured(trace: TraceLengths, num_requests: int, seconds: float) -> list[str]:
-    """A table of WAA on two devices of this machine, predicted and measured."""
+    """Return a table of WAA on two devices of this machine, predicted and measured."""
     cluster = load_cluster("local:2")
     inputs, outputs = (np.maximum(1, np.rint(SCALE * lengths)).astype(int) for lengths in (trace.input, trace.output))
     small = trace._replace(input=inputs, output=outputs)
@@ -215,7 +216,7 @@ def measured(trace: TraceLengths, num_requests: int, seconds: float) -> list[str
     arms, started, num_rounds = arms_of(plan, profile, orders["paired"]), time.perf_counter(), 0
     while not num_rounds or (time.perf_counter() - started) * (1 + 1 / num_rounds) < seconds:
         for name in names:
-            for arm in arms:  # by turns: the machine's pace is all settings'
+            for arm in arms:  # settings take turns, so that the machine's pace affects all of them
                 found[name].setdefault(arm, []).append(execute(arm.of(plan), orders[name], num_requests))
         num_rounds += 1
         click.echo(f"round {num_rounds}, {time.perf_counter() - started:.0f} s")
@@ -234,7 +235,7 @@ def measured(trace: TraceLengths, num_requests: int, seconds: float) -> list[str
 
 
 def small_plan(cluster: ClusterSpec, inputs: Ints, outputs: Ints, profile: Profile) -> Plan:
-    """WAA under a bound, so that runs of some hundred requests are many batches long."""
+    """Return a plan of WAA under a bound, so that a run of a few hundred requests has many batches."""
     workload = Workload(name="scaled", input=histogram_of(inputs), output=histogram_of(outputs))
     problem = Problem(SMALL, None, cluster, workload, profile, Constraint(latency_bound_s=1e-6))
     try:
@@ -248,7 +249,7 @@ def small_plan(cluster: ClusterSpec, inputs: Ints, outputs: Ints, profile: Profi
 def gains(
     plan: Plan, profile: Profile, name: str, pairs: Pairs, num_requests: int, found: dict[Arm, list[Outcome]]
 ) -> Iterator[list[str]]:
-    """Yield a row of each setting under one order of arrival."""
+    """Yield a row for each setting under one order of arrival."""
     base = run(plan, profile, pairs, num_requests).measured
     for arm, outcomes in found.items():
         said = run(arm.of(plan), profile, pairs, num_requests).measured
@@ -272,7 +273,7 @@ def _ratio(found: Measured, base: Measured, figure: str) -> float:
 
 
 def execute(plan: Plan, pairs: Pairs, num_requests: int) -> Outcome:
-    """One setting on this machine's devices."""
+    """Return the outcome of one setting on this machine's devices."""
     log: list[StepRecord] = []
     engine = build_engine(plan, log.append)
     assert isinstance(engine, Engine)
@@ -289,7 +290,7 @@ def execute(plan: Plan, pairs: Pairs, num_requests: int) -> Outcome:
 
 
 def settings(plan: Plan) -> str:
-    """What the plan does, and where."""
+    """Return the plan's settings and placement in words."""
     variables = [f"{variable.name} {getattr(plan.policy, variable.name)}" for variable in plan.policy.variables]
     lanes = dict.fromkeys(stage.lane for stage in plan.stages)
     shape = " > ".join(str([stage.tp for stage in plan.stages if stage.lane == lane]) for lane in lanes)

@@ -1,18 +1,19 @@
-"""Change request lengths in mid-run: what this costs without re-planning, and how soon re-planning recovers it.
+"""Change request lengths during a run, and measure the loss without re-planning and how soon re-planning recovers it.
 
     python -m benchmarks.drift [real] [shifts] [stationary] [rra] [waa] [t5] [--num-requests 900] [--refresh]
 
-real: requests of azure-conv, scaled to the model's context, turn into azure-code's, and the other way, on the simulated
-clock and then through `xgpt serve`. shifts: both on the simulated clock, and ExeGPT's Figure 11. stationary: 10,000
-requests of one workload, and 3,000 each on machines that are steadily slower or faster than their profile. rra, waa,
-t5: code's turn into conv's on two devices, under RRA, WAA, or RRA of an encoder-decoder, the only policy allowed; every
-token is compared with that of a server that keeps its plan. WAA's schedule depends on lengths near the tightest bound
-only: give it `--factor 1.5`. Models have nineteen million parameters, and are profiled
-on this machine.
+real: the lengths change from azure-conv's, scaled to the model's context, to azure-code's, and back, on the simulated
+clock and then through `xgpt serve`. shifts: both changes on the simulated clock, and ExeGPT's Figure 11. stationary:
+10,000 requests of one workload, and 3,000 on each of several machines that are always slower or faster than their
+profile. rra, waa, t5: the lengths change from azure-code's to azure-conv's on two devices, and only one policy is
+allowed: RRA, WAA, or RRA with an encoder-decoder. Every token is compared with that of a server that keeps its plan.
+WAA's schedule depends on lengths only near the tightest bound, so use `--factor 1.5`. Models have nineteen million
+parameters, and are profiled on this machine.
 
-Prints tables, writes results/drift.json, and ends with 1 where the bound or 5% of throughput is lost after 500
-requests, one has no answer, a stationary workload re-plans, or a steady machine does so twice; on two devices, where
-the plan does not change, another policy runs, or a request is lost or has a wrong token.
+Prints tables and writes results/drift.json. The exit code is 1 if, 500 requests after a change, the bound is broken or
+5% of throughput is lost, if a request has no answer, if a stationary workload is re-planned, or if a machine at a
+constant pace is re-planned twice. On two devices, it is 1 if the plan does not change, if another policy runs, or if a
+request is lost or has a wrong token.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ ON_TWO: dict[str, tuple[ModelSpec, PolicyChoice]] = {"rra": (SMALL, "rra"), "waa
 """Models on two devices, and the policies that may run."""
 SCALE = 1 / 16
 REACTION = 500
-"""Ended requests within which re-planning must have made it good."""
+"""Number of ended requests after which re-planning must have recovered the loss."""
 TOLERANCE = 0.05
 STEADY = ((1.0, 10_000), (1.5, 3000), (2.0, 3000), (0.7, 3000))
-"""(slowdown of the machine, requests) of one workload."""
+"""Pairs (slowdown of the machine, number of requests) for one workload."""
 SHIFTS: tuple[dict[str, float], ...] = (
     {"mean": 0.7}, {"mean": 0.85}, {"mean": 1.15}, {"mean": 1.3},
     {"sd": 0.7}, {"sd": 1.3}, {"skew": 4.0}, {"skew": -4.0},
@@ -79,20 +80,21 @@ SHIFTS: tuple[dict[str, float], ...] = (
 
 @dataclass
 class Row:
-    """A shift of lengths: three runs over the same requests, each read from 500 requests after it."""
+    """A shift of lengths, with three runs over the same requests. Figures are of the requests from the 500th after the
+    shift on."""
 
     name: str
     clock: str
     bound_s: float
     runs: dict[str, Run]
     figures: dict[str, tuple[float, float]]
-    """Of each run: requests/s, latency in seconds."""
+    """For each run, requests/s and latency in seconds."""
 
     @property
     def is_good(self) -> bool:
         throughput, latency_s = self.figures["with"]
         best, best_s = self.figures["known"]
-        # A plan made with full knowledge may itself miss the bound, by what its profile is wrong by.
+        # Even a plan made with full knowledge may miss the bound by the error of its profile.
         kept = latency_s <= max(self.bound_s, best_s)
         near = throughput >= (1 - TOLERANCE) * best
         return bool(kept and near) and not any(run.num_lost for run in self.runs.values())
@@ -117,7 +119,7 @@ class Lab:
     """Plans of a small model on this machine.
 
     Args:
-        refresh: measure its profile anew, whether or not there is one.
+        refresh: whether to measure the profile even if one is stored.
     """
 
     def __init__(
@@ -127,13 +129,13 @@ class Lab:
         self.profile: Profile = (measured_profile if refresh else obtain_profile)(spec, None, self.cluster)
 
     def plan(self, workload: Workload, bound_s: float | None, slowdown: float = 1.0) -> Plan:
-        """The best plan on a machine that takes so many times as long as the profile says."""
+        """Return the best plan on a machine that takes `slowdown` times as long as the profile states."""
         constraint = Constraint(latency_bound_s=bound_s, headroom=self.profile.headroom)
         problem = Problem(self.spec, None, self.cluster, workload, self.profile.slowed(slowdown), constraint)
         return Scheduler(problem).best(self.kinds)
 
     def bound(self, workload: Workload, factor: float) -> float:
-        """Return a latency bound of `factor` times the tightest that some plan keeps."""
+        """Return `factor` times the tightest latency bound that some plan keeps."""
         try:
             self.plan(workload, 1e-6)
         except InfeasibleError as error:
@@ -166,7 +168,7 @@ class Lab:
             return done
 
         runs = {"without": run(plan, replan=False), "with": run(plan, replan=True)}
-        # Full knowledge is that of the machine's pace, too.
+        # Full knowledge includes the machine's pace.
         runs["known"] = run(self.plan(after.workload, bound_s, runs["with"].slowdown), replan=False)
         figures: dict[str, tuple[float, float]] = {}
         for kind, done in runs.items():
@@ -176,7 +178,7 @@ class Lab:
 
 
 def on_two_devices(name: str, num_requests: int, factor: float, seed: int, *, refresh: bool) -> dict[str, Any]:
-    """Serve requests whose lengths change on two devices, by a plan that is kept and by one that may change."""
+    """Serve requests whose lengths change, on two devices, by a plan that stays and by a plan that may change."""
     spec, policy = ON_TWO[name]
     lab = Lab(spec, "local:2", (policy,), refresh=refresh)
     before, after = (scaled(load_workload(trace), SCALE, spec) for trace in ("azure-code", "azure-conv"))
@@ -201,7 +203,7 @@ def on_two_devices(name: str, num_requests: int, factor: float, seed: int, *, re
 
 
 def steady(lab: Lab, workload: Workload, factor: float, seed: int, slowdown: float, count: int) -> dict[str, float]:
-    """One workload on a machine whose steps last so many times as long as its profile says; simulated."""
+    """Simulate one workload on a machine whose steps take `slowdown` times as long as its profile states."""
     plan = lab.plan(workload, lab.bound(workload, factor))
     found: dict[str, float] = {"slowdown": slowdown, "requests": count}
     for kind, replan in (("without", False), ("with", True)):
@@ -228,7 +230,7 @@ def steady(lab: Lab, workload: Workload, factor: float, seed: int, slowdown: flo
 @click.option("--seed", default=0, show_default=True)
 @click.option("--refresh", is_flag=True, help="Measure the profile again.")
 def main(parts: tuple[str, ...], num_requests: int, factor: float, seed: int, *, refresh: bool) -> None:
-    """Shift lengths in mid-run, with and without re-planning."""
+    """Change lengths during a run, with and without re-planning."""
     rows: list[Row] = []
     steadies: list[dict[str, float]] = []
     on_two: list[dict[str, Any]] = []
@@ -255,7 +257,7 @@ def main(parts: tuple[str, ...], num_requests: int, factor: float, seed: int, *,
     conv, code = (scaled(load_workload(name), SCALE, SMALL) for name in ("azure-conv", "azure-code"))
     for name, before, after in (("conv to code", conv, code), ("code to conv", code, conv)):
         if not parts or "real" in parts or "shifts" in parts:
-            add(name, before, after)  # on the real clock, too: what is expected is told before it is measured
+            add(name, before, after)  # printed before the run on the real clock, too
         if not parts or "real" in parts:
             add(name, before, after, is_real=True)
     if not parts or "shifts" in parts:

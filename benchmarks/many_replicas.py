@@ -1,16 +1,16 @@
-"""Route an hour at 20,000 requests a second to a thousand replicas: which routing keeps queues short, at what cost?
+"""Route 20,000 requests a second to a thousand replicas for an hour, and compare the queues and the cost of routings.
 
     python -m benchmarks.many_replicas [--seconds 3600] [--replicas 1000] [--rate 20000] [--only cache-0.5]
 
-Every request is routed, in slots of 40 ms with numpy. A replica is the closed form of a step: `STEP_S`, and so much
-more for each request in decode and for each prompt token, of which a step takes at most `BUDGET`. Output lengths are
-drawn; the time to first token is that of the prompt tokens that a request finds before it. Loads are as old as
-`stale_s`, plus what the same gateway has sent since. A replica's cache forgets a prefix after `KEPT` others have come
-in since its last use, which lies between FIFO and LRU. Half of a prompt is one of `PREFIXES` shared beginnings, by
-Zipf's law.
+Every request is routed, in slots of 40 ms with numpy. A replica is modelled by the time of a step: `STEP_S`, plus a
+time for each request in decode and for each prompt token. A step takes at most `BUDGET` prompt tokens. Output lengths
+are drawn at random. A request's time to first token is the time of the prompt tokens before it. A gateway knows loads
+from `stale_s` ago, plus its own requests since then. A replica's cache drops a prefix once `KEPT` other prefixes have
+been added since its last use, a rule between FIFO and LRU. Half of each prompt is one of `PREFIXES` shared prefixes,
+drawn by Zipf's law.
 
-The figures of a replica are those of Llama 3.1 8B on an H100, rounded: weights are read in 7.5 ms, a decode takes
-55 us, a prompt token 33 us.
+A replica has the rounded figures of Llama 3.1 8B on an H100: reading the weights takes 7.5 ms, a decode 55 us, a prompt
+token 33 us.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ PROMPT, SHARED, OUTPUT, LONGEST = 1000, 500, 160, 1024
 PREFIXES, KEPT = 2000, 300
 BOUND_S = 0.5
 AWAY = 1e6
-"""Load that gateways see of a replica that takes no requests."""
+"""Load that gateways see for a replica that accepts no requests."""
 EDGES = np.geomspace(1e-3, 100.0, 2001)
 """Edges of the histogram of times to first token, in seconds: 0.6% apart."""
 CACHE = "cache-"
-"""Routing by what is cached; a number says by which share of the mean load a replica may exceed the least."""
+"""Routing by cached prefixes. The number after it is the share of the mean load by which a replica may exceed the least
+load."""
 
 Numbers = NDArray[np.int64]
 Seconds = NDArray[np.float64]
@@ -49,15 +50,16 @@ Seconds = NDArray[np.float64]
 
 @dataclass
 class Row:
-    """What a routing came to.
+    """The results of a routing.
 
     Attributes:
         kept: share of requests whose first token came within `BOUND_S`.
-        hits: share of requests that found their shared beginning cached.
-        busiest: requests in the fullest replica, as a multiple of the mean, averaged over time.
-        wave: share of the replicas that change to another plan together: they empty while the gateways avoid them.
-        replanned_s: time until all had changed; None: they had not, or did not change.
-        seconds: that the simulation took, of processor time.
+        hits: share of requests whose shared prefix was cached.
+        busiest: number of requests in the fullest replica, as a multiple of the mean number, averaged over time.
+        wave: share of the replicas that change plans at the same time. Before the change, gateways avoid them until
+            they are empty.
+        replanned_s: time until all replicas have changed plans, or None if not all have.
+        seconds: processor time of the simulation.
     """
 
     routing: str
@@ -85,7 +87,7 @@ class Row:
 
 
 class Fleet:
-    """The replicas, a row of arrays: what waits, what runs, and what each has cached."""
+    """The replicas, as arrays of their waiting requests, running requests and cached prefixes."""
 
     def __init__(self, count: int, rng: np.random.Generator) -> None:
         self.count = count
@@ -93,9 +95,10 @@ class Fleet:
         self.waiting = np.zeros(count, np.int64)
         self._prompt_tokens = np.zeros(count)
         self._steps = np.zeros(count)
-        """Steps that each replica has done: a request that enters at one ends after its output's number of them."""
+        """Number of steps that each replica has run. A request ends as many steps after it enters as its output has
+        tokens."""
         self._ends = np.zeros((count, 4 * LONGEST), np.int64)
-        """Requests that end at a step, modulo the length."""
+        """Number of requests that end in each step, modulo the array's length."""
         self._came_in = np.zeros(count, np.int64)
         self._used = np.full((count, PREFIXES), -KEPT, np.int64)
         """Value of `_came_in` when a prefix was last used."""
@@ -108,7 +111,7 @@ class Fleet:
         return self.running + self.waiting
 
     def take(self, replicas: Numbers, prefixes: Numbers) -> tuple[Seconds, int]:
-        """Queue requests at replicas; return their times to first token, and how many beginnings were cached."""
+        """Queue requests at replicas. Return their times to first token, and how many prefixes were cached."""
         cached = self._came_in[replicas] - self._used[replicas, prefixes] < KEPT
         self._came_in += np.bincount(replicas[~cached], minlength=self.count)
         self._used[replicas, prefixes] = self._came_in[replicas]
@@ -117,11 +120,11 @@ class Fleet:
         self._prompt_tokens += np.bincount(replicas, tokens, self.count)
         self.waiting += np.bincount(replicas, minlength=self.count)
         step_s = STEP_S + DECODE_S * self.running[replicas] + TOKEN_S * np.minimum(before, BUDGET)
-        queued = np.maximum(0, self.load[replicas] - MOST) * OUTPUT / MOST  # steps until one of those before has ended
+        queued = np.maximum(0, self.load[replicas] - MOST) * OUTPUT / MOST  # steps until an earlier request has ended
         return step_s * (np.ceil(before / BUDGET) + queued), int(cached.sum())
 
     def step(self) -> None:
-        """Run a slot."""
+        """Simulate one slot."""
         chunk = np.minimum(self._prompt_tokens, BUDGET)
         step_s = STEP_S + DECODE_S * self.running + TOKEN_S * chunk
         steps = SLOT_S / step_s
@@ -145,7 +148,8 @@ class Fleet:
 
 
 class Gateway:
-    """One of several that send requests to all replicas: loads as of some time ago, and what it has sent since."""
+    """One of several gateways that send requests to all replicas. It knows past loads, and its own requests since
+    then."""
 
     def __init__(self, routing: str, fleet: Fleet, rng: np.random.Generator) -> None:
         self._routing = routing
@@ -183,11 +187,12 @@ class Gateway:
         return np.concatenate([np.tile(np.arange(self._fleet.count), whole), chosen])
 
     def _cached(self, prefixes: Numbers) -> Numbers:
-        """As `xgpt.core.policies.routing`: to the replica that has the beginning, unless that is much busier."""
+        """Return the replicas that have the prefixes, unless they are much busier, as in
+        `xgpt.core.policies.routing`."""
         home = self._home[prefixes]
         order = np.argsort(home, kind="stable")
         ordered = home[order]
-        before = np.empty(len(home), np.int64)  # of the same slot, to the same replica
+        before = np.empty(len(home), np.int64)  # requests of the same slot go to the same replica
         before[order] = np.arange(len(home)) - np.searchsorted(ordered, ordered)
         excess = self.seen[home] + before - self.seen.min()
         is_full = (home < 0) | (excess > self._slack * self.seen.mean(where=self.seen < AWAY))
@@ -207,7 +212,7 @@ def simulate(
     seconds: float,
     seed: int = 0,
 ) -> Row:
-    """Return what a routing comes to."""
+    """Return the results of a routing."""
     started = time.process_time()
     rng = np.random.default_rng(seed)
     fleet = Fleet(replicas, rng)
@@ -234,7 +239,7 @@ def simulate(
             prefixes = np.searchsorted(steps, rng.random(rng.poisson(rate * SLOT_S / gateways)))
             chosen = front.route(prefixes)
             first_s, cached = fleet.take(chosen, prefixes)
-            if routing == "latency":  # in milliseconds: a request more counts as one
+            if routing == "latency":  # load in milliseconds, of which each further request counts as one
                 latency[chosen] += 0.2 * (1000 * first_s - latency[chosen])
             if slot >= warm_up:
                 counts += np.bincount(np.searchsorted(EDGES, first_s), minlength=len(counts))

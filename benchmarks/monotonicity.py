@@ -4,9 +4,9 @@
 
 Each variable is swept on a logarithmic grid with all others fixed, on points that fit in memory. A step counts as
 broken where throughput, or latency, goes against its declared direction by more than the tolerance: a share of the best
-throughput reached, and of the bottom 70% of the policy's latencies, as in the paper. Where a variable has no declared
-direction, what would break a rising one is shown with a star and left out of the total. Predicted, from the datasheets.
-Writes results/monotonicity.json.
+throughput reached, and of the bottom 70% of the policy's latencies, as in the paper. If a variable has no declared
+direction, the steps that would break a rising direction are shown with a star and not counted in the total. All figures
+are predicted from datasheets. Writes results/monotonicity.json.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ TOLERANCES = (0.02, 0.05, 0.10)
 NUM_PLACEMENTS = 8
 NUM_POINTS = 400
 MICROBATCHES = (1, 2, 4, 8, 16)
-"""Of WAA's decode lane."""
+"""Numbers of micro-batches of WAA's decode lane."""
 
 
 class Counts:
-    """Steps along one variable: how many there are, and how many go against its direction, by tolerance."""
+    """The number of steps along one variable, and how many of them go against its direction, by tolerance."""
 
     def __init__(self, directions: tuple[Direction, Direction]) -> None:
         self.directions = directions
@@ -50,13 +50,13 @@ class Counts:
         self.broken = np.zeros((2, len(TOLERANCES)), int)  # [throughput, latency]
 
     def add(self, figure: int, steps: np.ndarray, scale: float) -> None:
-        """Add steps of the throughput (0) or the latency (1); the scale is what tolerances are shares of."""
+        """Add steps of the throughput (0) or the latency (1). Tolerances are shares of `scale`."""
         self.steps += (figure == 0) * len(steps)
         against = steps if self.directions[figure] == "falls" else -steps
         self.broken[figure] += [int((against > tolerance * scale).sum()) for tolerance in TOLERANCES]
 
     def cell(self, tolerance: int) -> str:
-        """(latency, throughput) in percent, as in the paper."""
+        """Return (latency, throughput) in percent, as in the paper."""
         parts = [
             f"{100 * self.broken[j, tolerance] / max(self.steps, 1):.1f}{'*' if self.directions[j] == 'none' else ''}"
             for j in (1, 0)
@@ -84,7 +84,7 @@ def count(space: Space, counts: dict[str, Counts]) -> None:
 
 
 Count = Callable[[Sequence[Space], dict[str, Counts]], None]
-"""Adds what a policy's placements show to the counts of its variables."""
+"""A function that adds the steps on a policy's placements to the counts of the policy's variables."""
 
 
 def count_swept(spaces: Sequence[Space], counts: dict[str, Counts]) -> None:
@@ -94,13 +94,13 @@ def count_swept(spaces: Sequence[Space], counts: dict[str, Counts]) -> None:
 
 
 class WaaPoints(NamedTuple):
-    """Settings of WAA on one placement, in which B_D = B_E S_D requests decode (ExeGPT sec. 4.1).
+    """Settings of WAA on one placement with B_D = B_E S_D decoding requests (ExeGPT sec. 4.1).
 
-    Our own variable, the cap on requests inside, is that many and one encode batch more.
+    xgpt's variable, the cap on requests in both lanes, is B_D plus one encode batch.
 
     Attributes:
         encode_batch: # int [n]
-        microbatches: of the decode lane, in all of them.
+        microbatches: number of micro-batches of the decode lane, the same in all settings.
     """
 
     space: Space
@@ -109,7 +109,7 @@ class WaaPoints(NamedTuple):
 
     @classmethod
     def on(cls, spaces: Sequence[Space], microbatches: int) -> list[WaaPoints]:
-        """Return the encode batches that memory holds on each of some placements, as points on each."""
+        """Return, for each placement, the points for the encode batches that fit in memory."""
         largest = min(int(axis.values[-1]) for space in spaces for axis in space.axes)
         inside = spaces[0].lengths.mean_decodes + 1
         batches = np.unique(np.geomspace(1, max(1, largest / inside), NUM_POINTS).astype(int))
@@ -118,14 +118,14 @@ class WaaPoints(NamedTuple):
 
     @property
     def is_busy(self) -> bool:
-        """Whether there are as many micro-batches as stages, so that none has to wait for another."""
+        """Whether there are as many micro-batches as stages, so that no stage is idle."""
         return self.microbatches >= self.space.placement.layouts[1].num_stages
 
     def part(self, part: slice) -> WaaPoints:
         return self._replace(encode_batch=self.encode_batch[part])
 
     def predicted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return throughput, latency and whether memory holds the requests. # each [n]"""
+        """Return throughput, latency and whether the requests fit in memory. # each [n]"""
         cap = np.ceil(self.encode_batch * (self.space.lengths.mean_decodes + 1)).astype(int)
         columns = {"encode_batch": self.encode_batch, "max_decode_batch": cap}
         many = np.full(len(cap), self.microbatches)
@@ -134,12 +134,12 @@ class WaaPoints(NamedTuple):
 
 
 def count_waa(spaces: Sequence[Space], counts: dict[str, Counts], *, busy: bool = False) -> None:
-    """Sweep WAA's encode batch, partial tensor parallelism and micro-batches as the paper has them.
+    """Sweep WAA's encode batch, partial tensor parallelism and micro-batches as in the paper.
 
     More devices in tensor-parallel groups, and more micro-batches, lower latency and throughput (ExeGPT sec. 4.2).
 
     Args:
-        busy: leave out steps from fewer micro-batches than stages.
+        busy: whether to leave out steps that begin with fewer micro-batches than stages.
     """
 
     def add(name: str, less: WaaPoints, more: WaaPoints) -> None:
@@ -157,7 +157,7 @@ def count_waa(spaces: Sequence[Space], counts: dict[str, Counts], *, busy: bool 
     for space in spaces:
         where = space.placement
         if where.fixed["decode_microbatches"] > 1:
-            continue  # the same layout with other micro-batches, of which all counts are swept
+            continue  # the same layout with another number of micro-batches, all of which are swept below
         points = [WaaPoints.on([space], count)[0] for count in MICROBATCHES]
         for each in points:
             add("encode_batch", each.part(slice(-1)), each.part(slice(1, None)))
@@ -172,12 +172,12 @@ def count_waa(spaces: Sequence[Space], counts: dict[str, Counts], *, busy: bool 
 
 
 class Monotone(NamedTuple):
-    """Steps along declared directions, and those that go against them.
+    """The number of steps along declared directions, and of the steps against them.
 
     Attributes:
-        rows: of each task and variable.
-        steps: in throughput and in latency. # [2]
-        broken: by tolerance. # [2, tolerances]
+        rows: a table row for each task and variable.
+        steps: number of steps in throughput and in latency. # [2]
+        broken: number of steps against the direction, by tolerance. # [2, tolerances]
     """
 
     rows: list[dict[str, Any]]
@@ -185,7 +185,7 @@ class Monotone(NamedTuple):
     broken: np.ndarray
 
     def share(self, tolerance: int) -> np.ndarray:
-        """Percent that keep their direction: throughput, latency. # [2]"""
+        """Return the percentage of steps in the declared direction: throughput, latency. # [2]"""
         return np.asarray(100 * (1 - self.broken[:, tolerance] / np.maximum(self.steps, 1)))
 
 
@@ -198,7 +198,7 @@ def count_all(
 
     Args:
         only: the models.
-        how: what counts each policy's.
+        how: for each policy, the function that counts its steps.
     """
     rows: list[dict[str, Any]] = []
     steps, broken = np.zeros(2, int), np.zeros((2, len(TOLERANCES)), int)

@@ -1,4 +1,4 @@
-"""Measure the reuse of prompts: its cost, lost blocks, and predicted against measured hits.
+"""Measure the reuse of prompts: its cost, lost blocks, and predicted and measured cache hits.
 
     python -m benchmarks.reuse overhead
     python -m benchmarks.reuse soak [--requests 20000]
@@ -7,10 +7,10 @@
     python -m benchmarks.reuse gain
     python -m benchmarks.reuse page -o docs/results/reuse.md
 
-Each keeps its part of the page in `--work DIR`, and `page` puts them together. `served` plans a scaled agent trace for
-this machine, once counting on reuse and once not, runs both plans and one of them without reuse, and compares
-predictions with measurements. `gain` simulates such plans under several bounds and sizes of memory. What of it is in
-DIR already (profile, a plan's run) is not made again.
+Each command stores its part of the page in `--work DIR`, and `page` joins the parts. `served` plans a scaled agent
+trace for this machine with and without reuse, runs both plans, runs one of them with reuse turned off, and compares
+predictions with measurements. `gain` simulates such plans under several bounds and sizes of memory. Results that are
+already in DIR (profile, a plan's run) are not computed again.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from xrunner.prefixes import Prefixes
 
 VOCABULARY = 50_000
 MEMORY_GIB = 2.9
-"""Of the machine, so that memory has to be divided."""
+"""Memory of the machine, so small that it must be divided between running requests and cached blocks."""
 SIZES_GIB = (2.9, 4.0, 6.0)
 BOUNDS_S = (60.0, 25.0, 18.0, 12.0)
 REPEATS = 7
-"""Times that an overhead is measured; the least counts."""
+"""Number of measurements of an overhead. The shortest counts."""
 PARTS = ("served-*", "gain", "curve", "overhead", "soak")
 SERVED = """## Planned and measured, latency within {bound:g} s
 
@@ -83,7 +83,7 @@ pass over the trace ("predicted"), and replays the trace block by block on the e
 @click.option("--work", default="results/reuse", show_default=True, type=click.Path(path_type=Path))
 @click.pass_context
 def main(context: click.Context, work: Path) -> None:
-    """Reuse of prompts."""
+    """Measure the reuse of prompts."""
     work.mkdir(parents=True, exist_ok=True)
     context.obj = work
 
@@ -92,7 +92,7 @@ def main(context: click.Context, work: Path) -> None:
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path))
 @click.pass_obj
 def page(work: Path, output: Path) -> None:
-    """Write what the other commands have kept as one page."""
+    """Write the parts that the other commands stored as one page."""
     parts = [part.read_text(encoding="utf-8") for name in PARTS for part in sorted(work.glob(f"{name}.md"))]
     text = "Written by `python -m benchmarks.reuse`: [what is reused, and how plans count on it](../guide/reuse.md)."
     write_atomic(output, made_page("Reuse of prompts", text, "\n".join(parts)))
@@ -100,7 +100,7 @@ def page(work: Path, output: Path) -> None:
 
 @contextmanager
 def _part(work: Path, name: str) -> Iterator[list[str]]:
-    """Show lines as a part of the page, and keep them."""
+    """Print lines and store them as a part of the page."""
     lines: list[str] = []
     yield lines
     text = "\n".join(lines) + "\n"
@@ -112,7 +112,7 @@ def _part(work: Path, name: str) -> Iterator[list[str]]:
 @click.option("--requests", default=300, show_default=True)
 @click.pass_obj
 def overhead(work: Path, requests: int) -> None:
-    """Microseconds to hash a prompt and to find, share, name and release its blocks, on one core."""
+    """Measure the microseconds to hash a prompt and to find, share, name and release its blocks, on one core."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     counts = (1, 2, 4, 8, 16, 64, 512)
@@ -138,7 +138,7 @@ def overhead(work: Path, requests: int) -> None:
 
 
 def _overhead(count: int, requests: int) -> tuple[float, float, float]:
-    """Return seconds a request for the keys, and for the rule without and with sharing."""
+    """Return the seconds per request for the keys, and for the rule without and with sharing."""
     prompt, prefixes = tuple(range(count * BLOCK)), Prefixes()
     start = time.thread_time()
     for _ in range(requests):
@@ -177,7 +177,7 @@ def soak(work: Path, requests: int) -> None:
 
 
 def _soaked(kv: str, requests: int, rng: np.random.Generator) -> tuple[int, float]:
-    """Return preemptions and seconds."""
+    """Return the number of preemptions, and the seconds."""
     pool = Pool(400, BLOCK, kv=kv)  # type: ignore[arg-type]
     engine = Engine(OneLane(LaneSettings(mix=True, token_budget=256, max_batch=32), pool), _Echo(), reuse=True)
     started, submitted = time.perf_counter(), 0
@@ -194,7 +194,7 @@ def _soaked(kv: str, requests: int, rng: np.random.Generator) -> tuple[int, floa
     blocks = pool.memory.decodes
     assert blocks.num_used == 0 == pool.reserved_blocks, "a block is lost"
     table = blocks.share([])
-    for _ in range(blocks.count):  # every block can be handed out again, each once
+    for _ in range(blocks.count):  # every block can be allocated again, exactly once
         blocks.grow(table)
     assert sorted(table.blocks) == list(range(blocks.count))
     seconds = time.perf_counter() - started
@@ -224,7 +224,8 @@ class _Echo(OneAtATime):
 @click.argument("traces", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @click.pass_obj
 def curve(work: Path, traces: tuple[Path, ...]) -> None:
-    """The share of prompt tokens that caches of eight sizes find, predicted in one pass and replayed block by block."""
+    """Compute the share of cached prompt tokens at eight cache sizes, predicted in one pass and replayed block by
+    block."""
     with _part(work, "curve") as lines:
         lines += ["## Reused share by cache size", "", CURVE]
         for path in traces:
@@ -246,20 +247,20 @@ def curve(work: Path, traces: tuple[Path, ...]) -> None:
 
 
 AGENTS = {"prompts": 12, "prompt_tokens": 400, "mean_input": 60.0, "mean_output": 40.0}
-"""Of `shared_prompts`."""
+"""Arguments of `shared_prompts`."""
 MOST_TOKENS = 1800
-"""Of a request: longer ones are left out."""
+"""Largest number of tokens of a request. Longer requests are left out."""
 
 
 class Shown(NamedTuple):
-    """What a run shows.
+    """The figures of a run.
 
     Attributes:
         rate: requests a second at saturation.
         first_s: mean time from admission to the first token.
-        latency_s: from admission to the last token, at the length of the plan's quantile.
-        found: share of the prompt tokens.
-        pace: measured over predicted time of the same steps; 1 where simulated.
+        latency_s: mean time from admission to the last token, at the length of the plan's quantile.
+        found: share of prompt tokens that were cached.
+        pace: measured time of the steps divided by their predicted time, or 1 in simulation.
     """
 
     rate: float
@@ -274,7 +275,7 @@ class Shown(NamedTuple):
 @click.option("--latency-bound", default=60.0, show_default=True, help="Seconds.")
 @click.pass_obj
 def served(work: Path, requests: int, latency_bound: float) -> None:
-    """Plans with and without reuse on this machine, predicted and measured."""
+    """Predict and measure plans with and without reuse on this machine."""
     trace = _agents()
     steps, aware, unaware = _planned(work, trace, MEMORY_GIB, latency_bound)
     rates, firsts, latencies, measured = [], [], [], []
@@ -320,7 +321,7 @@ def served(work: Path, requests: int, latency_bound: float) -> None:
 @click.option("--requests", default=400, show_default=True)
 @click.pass_obj
 def gain(work: Path, requests: int) -> None:
-    """What plans that count on reuse gain, simulated, by memory and by bound."""
+    """Simulate the gain of plans that expect reuse, by memory and by bound."""
     trace = _agents()
     with _part(work, "gain") as lines:
         lines += ["## Gain by memory and bound", ""]
@@ -356,7 +357,7 @@ def _agents() -> TraceLengths:
 
 
 def _planned(work: Path, trace: TraceLengths, memory_gib: float, bound_s: float) -> tuple[Profile, Plan, Plan]:
-    """Return step times, the plan that counts on reuse, and the one of the lengths alone."""
+    """Return the profile, the plan that expects reuse, and the plan from lengths only."""
     import xgpt
     from xgpt.resolve import load_cluster
 
@@ -382,7 +383,7 @@ def _planned(work: Path, trace: TraceLengths, memory_gib: float, bound_s: float)
 
 
 def _simulated(plan: Plan, profile: Profile, trace: TraceLengths, count: int, *, reuse: bool) -> Shown:
-    """What the simulated engine makes of the first requests, all at hand."""
+    """Return the figures of the simulated engine for the first requests, all of which wait from the start."""
     from xsimulator.run import requests_to_send, run_requests
 
     sent = trace.take(np.arange(requests_to_send(plan, count, saturated=True)))
@@ -391,7 +392,7 @@ def _simulated(plan: Plan, profile: Profile, trace: TraceLengths, count: int, *,
 
 
 def _measured(plan: Plan, profile: Profile, trace: TraceLengths, count: int, *, reuse: bool) -> Shown:
-    """What this machine makes of the first requests, all at hand."""
+    """Return the figures of this machine for the first requests, all of which wait from the start."""
     from xgpt.serving.engines import build_engine
     from xsimulator.executed import paces
     from xsimulator.run import requests_to_send
@@ -420,7 +421,7 @@ def _read(plan: Plan, log: list[StepRecord], count: int) -> Shown:
 
 
 def _prompt(trace: TraceLengths, number: int) -> tuple[int, ...]:
-    """The tokens of a request: of each block those that its id draws."""
+    """Return the tokens of a request. Each block's id is the seed of its tokens."""
     assert trace.prefixes is not None
     ids = trace.prefixes.prompts[number]
     drawn = [np.random.default_rng(id_).integers(4, VOCABULARY, BLOCK) for id_ in ids]

@@ -2,11 +2,11 @@
 
     python -m benchmarks.roofline [--model opt-125m] [--device cuda] [--dtype int8] [--seconds 120]
 
-Steps of the worker that serves, without the loop around it: decodes that rise in batch, decodes that rise in context,
-and prompts. The floor of a step is the larger of two times: its weights and keys and values at the memory's rate, and
-its products at the rate of one large matrix product. Both rates are measured here, in the same rounds as the steps:
-rounds go over all points, and a point's time is the mean of its calls in all rounds. Weights are random. Writes
-results/roofline.MODEL.DEVICE.DTYPE.json.
+Steps of the serving worker are timed without the engine's loop: decodes with rising batch size, decodes with rising
+context, and prompts. The floor of a step is the longer of two times: reading its weights and K/V at the memory's rate,
+and computing its products at the rate of one large matrix product. Both rates are measured in the same rounds as the
+steps. Each round includes all points, and a point's time is the mean of its calls in all rounds. Weights are random.
+Writes results/roofline.MODEL.DEVICE.DTYPE.json.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ CONTEXTS = (64, 128, 256, 512, 1024, 2048, 4096)
 PROMPTS = (16, 64, 256, 512, 1024, 2048)
 ROUNDS = 8
 READ = {"cpu": 2**28, "cuda": 2**29}
-"""Elements of float32 that are read and copied for the memory's rate: many times what caches hold."""
+"""Number of float32 elements that are read and copied to measure the memory's rate, far more than fit in caches."""
 PRODUCT = {"cpu": 2048, "cuda": 8192}
-"""Rows and columns of the product for the rate of products."""
+"""Rows and columns of the matrices whose product gives the rate of products."""
 
 
 @dataclass
@@ -56,10 +56,10 @@ class Point:
     """One kind of step.
 
     Attributes:
-        what: which table it belongs to.
-        bytes, flops: that it cannot do without; of the machine's own points one of them, of others what a step moves
-            and multiplies.
-        times: of single calls, in seconds.
+        what: the table to which the point belongs.
+        bytes, flops: the least bytes and FLOPs of a step. Points that measure the machine's rates have only one of the
+            two.
+        times: seconds of single calls.
     """
 
     what: str
@@ -87,7 +87,7 @@ class Point:
 @click.option("--context", default=128, show_default=True, help="Context of the decodes with rising batch size.")
 @click.option("--batch", default=16, show_default=True, help="Batch size of the decodes with rising context.")
 def main(model: str, device: str | None, dtype: RunDType | None, seconds: float, context: int, batch: int) -> None:
-    """Measure, print a table of each kind, write all of it."""
+    """Measure all points, print a table for each kind of step, and write all results."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
     spec, _ = load_model(model)
@@ -99,7 +99,7 @@ def main(model: str, device: str | None, dtype: RunDType | None, seconds: float,
 def measure(
     spec: ModelSpec, device: str, dtype: RunDType, seconds: float, context: int = 128, batch: int = 16
 ) -> dict[str, Any]:
-    """Every point, and the machine's two rates."""
+    """Measure every point and the machine's two rates."""
     sizes = [("decode by batch", n, context) for n in BATCHES]
     sizes += [("decode by context", batch, n) for n in CONTEXTS if n <= spec.max_context]
     sizes = [size for size in sizes if size[1] * size[2] <= most_tokens(spec, device, dtype)]
@@ -111,7 +111,7 @@ def measure(
         )
     )
     for layer in worker.cache.layers:
-        layer.fill_(0.01)  # untouched memory is read faster than any that holds something
+        layer.fill_(0.01)  # memory that was never written is read faster than other memory
     points = machine(device, dtype)
     points += [decode(worker, dtype, what, n, length) for what, n, length in sizes]
     points += [prompt(worker, dtype, n) for n in PROMPTS if n <= spec.max_context]
@@ -133,7 +133,7 @@ def measure(
 
 
 def most_tokens(spec: ModelSpec, device: str, dtype: RunDType) -> float:
-    """Tokens whose keys and values a GPU holds with the weights and with what the memory's rate is measured on."""
+    """Return the number of tokens whose K/V fits on a GPU beside the weights and the arrays for the memory's rate."""
     if device == "cpu":
         return math.inf
     memory = LaneMemory(spec, load_cluster("local"), Precision.of(dtype, "gpu"), whole(spec), BLOCK_SIZE)
@@ -142,7 +142,7 @@ def most_tokens(spec: ModelSpec, device: str, dtype: RunDType) -> float:
 
 
 def rates(points: list[Point]) -> dict[str, float]:
-    """The machine's own, of points that have been timed."""
+    """Return the machine's rates from points that have been timed."""
     return {
         "bytes_per_s": max(p.bytes / p.seconds for p in points if p.what == "memory"),
         "flops_per_s": max(p.flops / p.seconds for p in points if p.what == "product"),
@@ -150,7 +150,7 @@ def rates(points: list[Point]) -> dict[str, float]:
 
 
 def in_rounds(points: list[Point], seconds: float) -> None:
-    """Time all of them, each as long as any other, until the time is over; after one call to warm up."""
+    """Time all points for equally long, until `seconds` have passed. One call of each point is warm-up."""
     for point in points:
         timed(point.run)
     end, share = time.perf_counter() + seconds, seconds / ROUNDS / len(points)
@@ -166,7 +166,7 @@ def in_rounds(points: list[Point], seconds: float) -> None:
 
 
 def machine(device: str, dtype: RunDType) -> list[Point]:
-    """What the machine can do at best: read memory, copy it, multiply matrices."""
+    """Return the points that measure the machine: reading memory, copying memory, and multiplying matrices."""
     source = torch.ones(READ[device], dtype=torch.float32, device=device)
     target, size = torch.empty_like(source), PRODUCT[device]
     state = state_dtype(dtype, device)
@@ -182,7 +182,7 @@ def machine(device: str, dtype: RunDType) -> list[Point]:
 
 
 def decode(worker: Worker, dtype: RunDType, what: str, batch: int, context: int) -> Point:
-    """Measure a step in which `batch` requests decode; the last token's context counts itself."""
+    """Return a step in which `batch` requests decode. `context` includes the decoded token."""
     spec = worker.model.spec
     step = Bench(worker, no_progress).batch([(context - 1, 1)] * batch)
     num_bytes = matrix_bytes(spec, dtype) + batch * context * kv_bytes(worker)
@@ -191,7 +191,7 @@ def decode(worker: Worker, dtype: RunDType, what: str, batch: int, context: int)
 
 
 def prompt(worker: Worker, dtype: RunDType, length: int) -> Point:
-    """A step of one whole prompt."""
+    """Return a step of one whole prompt."""
     assert length <= SLICE_TOKENS
     spec = worker.model.spec
     step = Bench(worker, no_progress).batch([(0, length)])
@@ -208,18 +208,19 @@ def head_params(spec: ModelSpec) -> int:
 
 
 def matrix_bytes(spec: ModelSpec, dtype: RunDType) -> float:
-    """What every step reads of the weights: all but an embedding of its own."""
+    """Return the bytes of weights that every step reads: all except an embedding that is not the head."""
     return (layer_params(spec) + head_params(spec)) * BYTES_PER_ELEMENT[dtype]
 
 
 def kv_bytes(worker: Worker) -> float:
-    """Of one token, over all layers, as the cache keeps them."""
+    """Return the K/V bytes of one token over all layers, as stored in the cache."""
     cache = worker.cache
     return sum(layer.nbytes for layer in cache.layers) / (cache.num_blocks * cache.block_size)
 
 
 def prompt_flops(spec: ModelSpec, length: int) -> float:
-    """Of a prompt with the logits of its last token: of others the last layer's keys and values are all it needs."""
+    """Return the FLOPs of a prompt with logits for the last token. For other tokens, the last layer computes only
+    K/V."""
     of_token = 2 * layer_params(spec) + attention_flops(spec, (length + 1) / 2)
     keys_and_values = 2 * spec.hidden_size * spec.kv_bytes_of(spec.kinds[0], "float32") / BYTES_PER_ELEMENT["float32"]
     saved = of_token / spec.num_layers - keys_and_values
@@ -227,7 +228,7 @@ def prompt_flops(spec: ModelSpec, length: int) -> float:
 
 
 def attention_flops(spec: ModelSpec, context: float) -> float:
-    """Of one token, over all layers: scores and sums."""
+    """Return the FLOPs of one token's attention over all layers: scores and weighted sums."""
     return 4 * spec.num_layers * spec.num_heads * spec.head_dim * context
 
 
@@ -250,7 +251,8 @@ def row(point: Point, rates: dict[str, float]) -> dict[str, Any]:
 
 
 def tables(document: dict[str, Any]) -> str:
-    """One for each kind of step; the exponent says how time grows from the row above: 1 is in proportion."""
+    """Return a table for each kind of step. The exponent states how time grows from the previous row: 1 is
+    proportional."""
     lines = [
         f"{document['model']}, {document['dtype']}, {document['device']}, {document['backend']}, "
         f"{document['threads']} threads, torch {document['torch']}, {document['date']}: "

@@ -37,18 +37,19 @@ from xsimulator.run import simulate
 from xsimulator.stages import lane, whole
 
 NUM_SIMULATED = 800
-"""Requests."""
+"""Number of simulated requests."""
 STATED_BOUND_S = 9.8
-"""The bound at which the paper's highest gain is (7.3), one of `benchmarks.scheduler.EXTRA`."""
+"""The bound with the paper's highest gain (7.3), one of `benchmarks.scheduler.EXTRA`."""
 LOOPS_S = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
 """Seconds that a step of ORCA takes beyond one of FasterTransformer."""
 CONTEXT, LONGEST_OUTPUTS = 2048, (600, 1000)
-"""Tokens of the paper's models; how many of them outputs on real lengths may have."""
+"""Context of the paper's models, and the largest output lengths with real lengths."""
 LARGE_CLUSTERS = (("gpt3-101b", "a100x16"), ("gpt3-175b", "a40x32"), ("gpt3-175b", "a100x16"), ("gpt3-341b", "a40x48"))
 
 
 def opt_on_four_a40(task: str = "summarization") -> tuple[OneLaneModel, TwoLaneModel]:
-    """Tensor parallelism over all four; and an encode group of two with two decode stages of one each."""
+    """Return the models of two placements: tensor parallelism over all four devices, and an encode group of two devices
+    with two decode stages of one device each."""
     subject = problem("opt-13b", "a40x4", workload_of(task, "opt-13b"))
     lengths = Lengths(subject.workload)
     one = OneLaneModel(LaneCost(subject.model, subject.profile, whole(subject.model, 4)), lengths)
@@ -105,7 +106,7 @@ def tables_6_and_7() -> Iterator[Claim]:
 
 
 def ranges_of_table_7() -> Iterator[Claim]:
-    """Half the range that holds 99% of a stage's execution times, as a share of their mean, in the simulated engine."""
+    """Yield half the range of 99% of a stage's execution times, as a share of their mean, in the simulated engine."""
     scheduler = Scheduler(problem("opt-13b", "a40x4", workload_of("summarization", "opt-13b")))
     rra = scheduler.candidates.uniform_placement("rra", 4, 1, 1)
     waa = waa_placement(scheduler, [[2], [1, 1]], 2)
@@ -114,7 +115,7 @@ def ranges_of_table_7() -> Iterator[Claim]:
         spans: list[Span] = []
         plan, subject, rng = scheduler.score(settings, where), scheduler.problem, np.random.default_rng(0)
         simulate(plan, subject.profile, subject.workload, 2 * NUM_SIMULATED, rng, on_span=spans.append)
-        return spans[len(spans) // 4 : -len(spans) // 4]  # neither filling nor emptying
+        return spans[len(spans) // 4 : -len(spans) // 4]  # without the start and the end of the run
 
     iterations = 13
     of_rra = spans_of(RraSettings(encode_batch=52, decode_iterations=iterations), rra)
@@ -159,7 +160,7 @@ def ranges_of_table_7() -> Iterator[Claim]:
 
 
 def _range(spans: Sequence[Span]) -> float:
-    """Return half the range that holds 99% of some steps' times, in percent of their mean."""
+    """Return half the range of 99% of the steps' times, in percent of their mean."""
     seconds = [span.end_ns - span.start_ns for span in spans]
     low, high = np.quantile(seconds, (0.005, 0.995))
     return float(50 * (high - low) / np.mean(seconds))
@@ -177,15 +178,15 @@ def waa_placement(scheduler: Scheduler, degrees: list[list[int]], microbatches: 
 
 
 def _decode_stage_s(model: TwoLaneModel, batch: int) -> float:
-    """Seconds of one decode stage of WAA with a micro-batch of `batch` requests."""
+    """Return the seconds of one decode stage of WAA with a micro-batch of `batch` requests."""
     context = round(model.lengths.mean_input + model.lengths.mean_decodes / 2)
     return max(model.decode.step(StepCounts.of([], [context] * batch)))
 
 
 class EvenStages:
-    """The clock of one encode stage and three decode stages that all take a second for a whole batch.
+    """The clock of one encode stage and three decode stages, each of which takes a second for a whole batch.
 
-    Fewer requests take as much less.
+    Fewer requests take proportionally less.
     """
 
     def __init__(self, batch: int) -> None:
@@ -200,14 +201,14 @@ class EvenStages:
 
 
 def figure_4() -> Iterator[Claim]:
-    """One batch under WAA on one encode stage and three decode stages, which all take equally long."""
+    """Simulate one batch under WAA on one encode stage and three decode stages that take equally long."""
     scheduler = Scheduler(problem("opt-13b", "a40x4", workload_of("summarization", "opt-13b")))
     batch, tokens = 12, 2
     for microbatches, paper in ((1, 7.0), (3, 3 + 2 / 3)):
         placement = waa_placement(scheduler, [[1], [1, 1, 1]], microbatches)
         settings = WaaSettings(encode_batch=batch, max_decode_batch=batch, decode_microbatches=microbatches)
         schedule = build(scheduler.score(settings, placement))
-        # The first token comes of encoding; the paper's two are those of decoding.
+        # Encoding computes the first token. The paper's two tokens are computed by decoding.
         requests = [SimulatedRequest(i, 8, tokens + 1, tokens + 1) for i in range(batch)]
         stages = SimulatedEngine(schedule, EvenStages(batch), requests).run()[-1].end_ns / 1e9
         noun = "micro-batch" if microbatches == 1 else "micro-batches"
@@ -221,7 +222,7 @@ def _mean(values: Sequence[float]) -> float:
 
 @cache
 def bars() -> tuple[list[Row], list[Row]]:
-    """Every bar of Figures 6 and 8, small and large models: rows of the best of rra and waa."""
+    """Return the rows of Figures 6 and 8 (small and large models), with the better of rra and waa."""
     rows = {
         (model, cluster, task): rows_of(model, cluster, task, OF_PAPER)
         for model, cluster, tasks in SCENARIOS
@@ -243,7 +244,7 @@ def _is_small(model: str) -> bool:
 
 
 def _over(row: Row, *, at_quantile: bool = False, only: str | None = None) -> float | None:
-    """Ours over FT's; None: one of them keeps no bound."""
+    """Return xgpt's throughput relative to FT's, or None if one of them does not keep the bound."""
     ft = row.ft_at_quantile_rps if at_quantile else row.ft_rps
     ours = row.throughput_rps if only is None else row.by_policy.get(only, 0.0)
     return ours / ft if ft and ours else None
@@ -254,7 +255,8 @@ def _known(values: Sequence[float | None]) -> list[float]:
 
 
 def figures_6_and_8() -> Iterator[Found]:
-    """As the paper takes its bounds: FT keeps them up to its longest output, ours at the 99th percentile's length."""
+    """Compare under the paper's bounds, which FT keeps up to its longest output, and xgpt at the 99th percentile's
+    length."""
     small, large = bars()
     unbounded = [row for row in large if row.bound_s is None]
     for source, what, paper, group, only in (
@@ -306,7 +308,7 @@ def figures_6_and_8() -> Iterator[Found]:
 
 
 def _at_the_highest_gain() -> Iterator[Claim]:
-    """GPT-3 39B on summarization under the bound of 9.8 s (ExeGPT 7.3)."""
+    """Compare GPT-3 39B on summarization under the bound of 9.8 s (ExeGPT 7.3)."""
     [row] = [
         row
         for row in rows_of("gpt3-39b", "a40x16", "summarization", OF_PAPER)
@@ -398,7 +400,7 @@ def _bound(row: Row) -> str:
 
 
 def figure_7() -> Iterator[Claim]:
-    """At FT's own bounds, every system on tensor parallelism over the four devices."""
+    """Compare all systems under FT's bounds, with tensor parallelism over the four devices."""
     ratios: dict[float, list[float]] = {slower_s: [] for slower_s in LOOPS_S}
     for task in SMALL_TASKS:
         workload = workload_of(task, "opt-13b")
@@ -432,7 +434,7 @@ def figure_7() -> Iterator[Claim]:
 
 
 def figure_9() -> Iterator[Claim]:
-    """What WAA's second copy of the weights takes of all memory, and what is left for keys and values."""
+    """Compute how much memory WAA's second copy of the weights takes, and how much remains for K/V."""
     for model, cluster, paper in (("opt-13b", "a40x4", 18), ("gpt3-101b", "a100x16", 29)):
         subject = problem(model, cluster, workload_of("translation", model))
         waa = best(subject, ["waa"])
@@ -528,5 +530,5 @@ def _on_real_lengths(longest_output: int) -> OnRealLengths:
 
 
 def simulated(plan: Plan, subject: Problem) -> Measured:
-    """A plan, with the targets of its own lengths, on the lengths of a problem."""
+    """Return the figures of a plan, with targets from its own lengths, on the lengths of another problem."""
     return simulate(plan, subject.profile, subject.workload, NUM_SIMULATED, np.random.default_rng(0))[0]

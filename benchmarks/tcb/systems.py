@@ -1,7 +1,7 @@
-"""TCB's systems and its baselines: each forms batches of waiting requests, on a simulated machine.
+"""Simulate TCB's systems and its baselines, each of which forms batches of waiting requests.
 
-One loop serves all of them: take in arrivals, drop requests that are too late, form batches, run them. The machine owns
-the clock: each batch takes what its cost model says.
+One loop serves all systems: add arrivals, drop requests that are too late, form batches, and run them. The machine has
+the clock, and its cost model determines the time of each batch.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ MEAN, SHORTEST, LONGEST = 20.0, 3, 100
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Requests in the order of their arrival, each with the length of its answer."""
+    """Requests in order of arrival, each with the length of its answer."""
 
     requests: tuple[Request, ...]
     output_lengths: Mapping[int, int]
 
 
 def draw(rate: float, seconds: float, variance: float, slack_s: tuple[float, float], seed: int = 0) -> Demand:
-    """The paper's workload: normal lengths, Poisson arrivals; deadlines, of which it says nothing, uniform in `slack_s`
-    after the arrival; answers as long as prompts, independently.
+    """Return the paper's workload: normal lengths and Poisson arrivals. The paper does not state deadlines and answers.
+    Here deadlines are uniform in `slack_s` after the arrival, and answers are as long as prompts, independently.
     """
     rng = np.random.default_rng(seed)
     num = max(1, round(rate * seconds))
@@ -54,7 +54,7 @@ def draw(rate: float, seconds: float, variance: float, slack_s: tuple[float, flo
 
 
 class Machine:
-    """What runs batches, and its clock in nanoseconds."""
+    """A machine that runs batches, with a clock in nanoseconds."""
 
     def __init__(self, cost: RowCost) -> None:
         self._cost = cost
@@ -64,14 +64,15 @@ class Machine:
         return self._now
 
     def skip_to(self, time_ns: int) -> None:
-        """Nothing happens until then."""
+        """Advance the clock to this time."""
         self._now = max(self._now, time_ns)
 
     def run_rows(self, batch: RowBatch, output_lengths: Mapping[int, int], *, free_slots: bool = False) -> None:
         self._now += round(1e9 * self._cost.rows(batch, output_lengths, free_slots=free_slots))
 
     def run_flattened(self, requests: Sequence[Request], output_lengths: Mapping[int, int]) -> None:
-        """One batch without padding, to the end of its longest answer; a request that has ended computes no more."""
+        """Run one batch without padding to the end of its longest answer. A request that has ended computes nothing
+        more."""
         prompts = np.array([one.input_length for one in requests])
         ends = np.array([output_lengths[one.id] for one in requests])
         seconds = self._cost.flattened(prompts, [], [])
@@ -81,7 +82,8 @@ class Machine:
         self._now += round(1e9 * seconds)
 
     def run_iterations(self, schedule: Schedule, demand: Demand) -> list[StepRecord]:
-        """The engine that serves, iteration by iteration, until the last request has arrived; its log, from time 0."""
+        """Run the serving engine, iteration by iteration, until the last request has arrived. Return its log from time
+        0."""
         running = schedule.pool.running
 
         def end_ns(start_ns: int, step: Step) -> int:
@@ -108,7 +110,8 @@ class Machine:
 
 
 class PaddedCost:
-    """Seconds of a padded batch by interpolation between batches that a machine has run: what TTB's cuts rest on."""
+    """Computes the seconds of a padded batch by interpolation between batches that a machine has run, for TTB's
+    division."""
 
     def __init__(self, machine: Machine, steps: int, numbers: Sequence[int], lengths: Sequence[int]) -> None:
         self._numbers, self._lengths = np.asarray(numbers, float), np.asarray(lengths, float)
@@ -129,12 +132,12 @@ class PaddedCost:
 
 
 Job = tuple[list[Request], Callable[[], None]]
-"""Requests, and what runs them."""
+"""Requests, and the function that runs them."""
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Rows and their length, and how waiting requests become batches."""
+    """The rows of a batch, their length, and the machine that runs them."""
 
     machine: Machine
     output_lengths: Mapping[int, int]
@@ -142,7 +145,7 @@ class System:
     row_tokens: int
 
     def rows(self, queue: Queue) -> list[list[Request]]:
-        """The requests of one scheduling decision, row by row."""
+        """Return the requests of one scheduling decision, row by row."""
         rows = (queue.fill_row(self.row_tokens) for _ in range(self.num_rows))
         return [row for row in rows if row]
 
@@ -151,7 +154,7 @@ class System:
 
 
 def form_tnb(system: System, queue: Queue) -> Iterable[Job]:
-    """One request a row."""
+    """Form batches with one request in each row."""
     chosen: list[Request] = []
     while len(chosen) < system.num_rows and (row := queue.fill_row(system.row_tokens)):
         chosen += row
@@ -162,7 +165,8 @@ def form_tnb(system: System, queue: Queue) -> Iterable[Job]:
 
 
 def form_ttb(cost: BatchCost, largest: int | None = None) -> Callable[[System, Queue], Iterable[Job]]:
-    """As many as TCB takes, sorted by length, in the cheapest batches of at most `largest`; None: of any size."""
+    """Form the cheapest batches from as many requests as TCB takes, sorted by length. `largest`: largest batch, or
+    None."""
 
     def form(system: System, queue: Queue) -> Iterable[Job]:
         chosen = [one for row in system.rows(queue) for one in row]
@@ -178,7 +182,8 @@ def form_tcb(system: System, queue: Queue) -> Iterable[Job]:
 
 
 def form_slotted(system: System, queue: Queue) -> Iterable[Job]:
-    """TCB Algorithm 2: slots as long as the longest request chosen by utility; what fits none waits again."""
+    """Form batches by TCB's Algorithm 2: slots are as long as the longest request chosen by utility. Requests that fit
+    in no slot wait again."""
     order = queue.order_of("")
     assert isinstance(order, DasOrder)
     rows, longest = [], 0
@@ -195,19 +200,19 @@ def form_slotted(system: System, queue: Queue) -> Iterable[Job]:
 
 
 def form_flattened(system: System, queue: Queue) -> Iterable[Job]:
-    """The requests of TCB's rows, token by token."""
+    """Form batches of the requests in TCB's rows, without padding."""
     chosen = [one for row in system.rows(queue) for one in row]
     yield chosen, lambda: system.machine.run_flattened(chosen, system.output_lengths)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a system made of its demand.
+    """The results of a system.
 
     Attributes:
-        started: requests that were scheduled by their deadline: what the paper counts (constraint 12).
-        answered: those whose batch, too, had ended by then.
-        utility: of those that were scheduled (TCB sec. 5.1).
+        started: number of requests that were scheduled by their deadline, as the paper counts (constraint 12).
+        answered: number of requests whose batch had also ended by their deadline.
+        utility: utility of the scheduled requests (TCB sec. 5.1).
         scheduling_s: computing time of forming batches.
         running_s: time in batches.
     """
@@ -229,7 +234,7 @@ class Outcome:
         return self.utility / self.seconds
 
     def add(self, requests: Iterable[Request], end_ns: int) -> None:
-        """They were scheduled in time; their batch has ended."""
+        """Add requests that were scheduled in time and whose batch has ended."""
         for one in requests:
             assert one.deadline_ns is not None
             self.started += 1
@@ -240,7 +245,7 @@ class Outcome:
 def serve(
     form: Callable[[System, Queue], Iterable[Job]], system: System, order: AdmissionOrder, demand: Demand
 ) -> Outcome:
-    """Serve until the last request has arrived; the batch that runs then is counted to its end."""
+    """Serve until the last request has arrived. The batch that runs then is counted to its end."""
     machine, requests, outcome = system.machine, demand.requests, Outcome()
     queue = make_queue(order, system.row_tokens)
     origin, arrived, last = machine.now(), 0, requests[-1].arrival_ns
@@ -253,7 +258,7 @@ def serve(
         if not len(queue):
             machine.skip_to(origin + requests[arrived].arrival_ns)
             continue
-        clock = time.process_time()  # what others do on the machine is no cost of scheduling
+        clock = time.process_time()  # the time of other processes on the machine is no cost of scheduling
         jobs = list(form(system, queue))
         outcome.scheduling_s += time.process_time() - clock
         for chosen, run in jobs:
@@ -268,7 +273,7 @@ def serve(
 
 
 def serve_iterations(machine: Machine, order: AdmissionOrder, most: int, row_tokens: int, demand: Demand) -> Outcome:
-    """The flattened default, iteration by iteration (ORCA's settings), with at most `most` requests inside."""
+    """Serve by flattened batches, iteration by iteration (ORCA's settings), with at most `most` running requests."""
     pool = Pool(10**6, 16, waiting=make_queue(order, row_tokens if order == "das" else None))
     log = machine.run_iterations(OneLane(LaneSettings(mix=True, max_batch=most), pool), demand)
     outcome = Outcome(seconds=log[-1].end_ns / 1e9, batches=len(log))
