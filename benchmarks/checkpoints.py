@@ -3,12 +3,11 @@
     python -m benchmarks.checkpoints [--first 0] [--count 40] [--again] [--markdown docs/results/checkpoints.md]
 
 Each checkpoint has a shape drawn by its number (heads, widths, layers, experts, biases: odd ones on purpose). This
-machine is measured for it once as `local` and once as `local:2`; from these profiles `xgpt plan` makes the plan of each
-policy, wherever it is best, and on two devices also in each tensor-parallel and pipelined placement that there is. The
-engine of every plan runs the same prompts, the plan of `--policy auto` also behind the endpoint of `xgpt serve`; tokens
-must be those that `transformers` chooses. Rows are kept in results/checkpoints, so a run that was broken off goes on
-where it was, whatever families there are since; the exit code is 1 where a token differs, or a plan is refused that
-there must be.
+machine is measured for each checkpoint once as `local` and once as `local:2`. From these profiles, `xgpt plan` makes
+each policy's plan on the best placement, and on two devices also on each tensor-parallel and pipelined placement. The
+engine of every plan runs the same prompts. The plan of `--policy auto` also runs behind the endpoint of `xgpt serve`.
+Tokens must equal those of `transformers`. Rows are stored in results/checkpoints, so an interrupted run continues, even
+if families have been added since. The exit code is 1 if a token differs, or if a plan that must exist is refused.
 """
 
 from __future__ import annotations
@@ -50,18 +49,18 @@ if TYPE_CHECKING:
 SEED = 7
 POLICIES = ("rra", "waa-c", "waa-m", "chunked", "orca", "static")
 PLACEMENTS: dict[str, tuple[dict[str, int], ...]] = {"local": ({},), "local:2": ({}, {"tp": 2}, {"pp": 2})}
-"""By cluster, what `--fix` holds placements at."""
+"""For each cluster, the values of `--fix` for placements."""
 RESULTS = Path("results/checkpoints")
 EQUAL, REFUSED = "equal", "no such plan"
 
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one plan.
+    """The result of one plan.
 
     Attributes:
-        where: its placement, in words.
-        outcome: "equal", "no such plan: ..." where there can be none, or what is wrong.
+        where: the plan's placement, in words.
+        outcome: "equal", "no such plan: ..." if no plan can exist, or the error.
     """
 
     number: int
@@ -79,13 +78,13 @@ class Row:
 
 def family_of(number: int) -> str:
     """Return the family of a checkpoint."""
-    from tests.numerics.checkpoints import FAMILIES  # with transformers, which the processes of devices need not load
+    from tests.numerics.checkpoints import FAMILIES  # imports transformers, which device processes do not need
 
     return list(FAMILIES)[number % len(FAMILIES)]
 
 
 def there_is_none(spec: ModelSpec, cluster: str, policy: str, fix: Mapping[str, int]) -> str | None:
-    """Return why a policy has no plan there; None: it must have one."""
+    """Return the reason why a policy has no plan on this cluster, or None if it must have one."""
     two_lanes = policy.startswith("waa")
     if two_lanes and cluster == "local":
         return "two lanes need two devices"
@@ -125,7 +124,7 @@ def _outcome(
     workers: Workers,
     expected: Sequence[Sequence[int]],
 ) -> tuple[str, str]:
-    """Return the placement of a plan, and what its tokens are."""
+    """Return the placement of a plan, and the outcome of comparing its tokens."""
     from tests.planned import SHORT
 
     none, where = there_is_none(spec, cluster, policy, fix), ""
@@ -138,7 +137,7 @@ def _outcome(
             return "", f"refused: {error}" if none is None else f"{REFUSED}: {none}"
         where = placement_in_words(plan)
         found = _served(plan, directory, workers, behind_endpoint=policy == "auto")
-    except Exception as error:  # a row of its own, so that the others are run
+    except Exception as error:  # this gets its own row, so that the other plans still run
         traceback.print_exc()
         return where, f"{type(error).__name__}: {str(error)[:200]}"
     wrong = sum(a != list(b) for a, b in zip(found, expected, strict=True))
@@ -154,7 +153,7 @@ def _served(plan: Plan, directory: Path, workers: Workers, *, behind_endpoint: b
 
 
 def _answered(plan: Plan, directory: Path) -> list[list[int]]:
-    """Tokens that `xgpt serve` answers with."""
+    """Return the tokens in the answers of `xgpt serve`."""
     from tests.numerics.served import MAX_OUTPUT, PROMPTS
 
     asked = {"prompt": PROMPTS, "max_tokens": MAX_OUTPUT, "temperature": 0, "ignore_eos": True}
@@ -170,7 +169,7 @@ def _answered(plan: Plan, directory: Path) -> list[list[int]]:
 
 
 def kept(number: int) -> list[Row] | None:
-    """The rows of a checkpoint that are there; None: it was not run."""
+    """Return a checkpoint's stored rows, or None if it was not run."""
     path = RESULTS / f"{number}.json"
     return [Row(**row) for row in json.loads(path.read_text())] if path.is_file() else None
 
@@ -236,7 +235,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows: list[Row] = []
     with TemporaryDirectory() as cache, Workers(2) as workers:
-        os.environ["XDG_CACHE_HOME"] = cache  # of models that are gone afterwards
+        os.environ["XDG_CACHE_HOME"] = cache  # profiles of models that are deleted afterwards
         for number in range(options.first, options.first + options.count):
             kept_row = None if options.again else kept(number)
             if kept_row is None:

@@ -1,13 +1,14 @@
-"""Score published commands as `xgpt compare --current` does, and list why others are refused.
+"""Score published commands as `xgpt compare --current` does, and list the reasons for refusals.
 
     python -m benchmarks.commands FOLDER... [--suffix .md] [--configs FOLDER] [--part 1/4] [--markdown]
 
 Every distinct command in the Markdown, shell scripts and YAML of the folders (checkouts of vllm-project/recipes,
 llm-d/llm-d-benchmark, vllm-project/production-stack, for example) that starts vLLM, SGLang or TensorRT-LLM: in fenced
 blocks, in texts of YAML, and as containers or Helm values. Each is compared with the best plan of the same policy
-(chunked) for short requests, on eight H200, on as many as it takes, or on the MI300X or B200 that it was written for.
-Its model is a shipped one, one of tests/unit/xgpt/checkpoints/official.json, or ORGANISATION--MODEL_config.json of
---configs (aiconfigurator's model_configs). Refusals are listed by reason, with one command each.
+(chunked) for short requests, on eight H200, on as many H200 as the command uses, or on the MI300X or B200 for which it
+was written. The model is shipped, or in tests/unit/xgpt/checkpoints/official.json, or in
+ORGANISATION--MODEL_config.json of --configs (aiconfigurator's model_configs). Refusals are listed by reason, with one
+command each.
 """
 
 from __future__ import annotations
@@ -63,17 +64,17 @@ SAME = {
     "zai-org/GLM-4.5-Air": "glm4_moe",
     "zai-org/GLM-4.5V": "glm4_moe",
 }
-"""Models whose language part has the shape of another, or of a family's defaults in transformers."""
+"""Models whose language part has the shape of another model, or of a family's defaults in transformers."""
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 class Outcome(NamedTuple):
-    """What `xgpt compare --current` says of one command.
+    """The result of `xgpt compare --current` for one command.
 
     Attributes:
-        rate: requests per second that it sustains at saturation; None: it was refused.
-        gain: the best plan's throughput, as a multiple of that for each device.
-        reason: why it was refused, without the command's values.
+        rate: requests per second at saturation, or None if the command was refused.
+        gain: the best plan's throughput per device, as a multiple of the command's.
+        reason: the reason for the refusal, without the command's values.
     """
 
     path: Path
@@ -109,7 +110,7 @@ def _in_text(text: str, is_fenced: bool) -> Iterator[Launched]:
         if STARTS.search(block):
             try:
                 yield from in_shell(block)
-            except InputError:  # prose, or another language than a shell's
+            except InputError:  # prose, or a language other than a shell's
                 continue
 
 
@@ -127,7 +128,8 @@ def _official() -> tuple[dict[str, list[Any]], dict[str, Any]]:
 
 
 def model_of(model_id: str, configs: Path | None, scratch: Path) -> dict[str, Any]:
-    """Return the arguments that give a model of the Hub to a comparison; nothing: its config is not at hand."""
+    """Return the arguments that name a model of the Hub for a comparison, or an empty dictionary if its config is
+    missing."""
     folder = scratch / model_id.replace("/", "--")
     if not folder.is_dir():
         files = _files_of(model_id, configs)
@@ -138,7 +140,8 @@ def model_of(model_id: str, configs: Path | None, scratch: Path) -> dict[str, An
 
 
 def _files_of(model_id: str, configs: Path | None) -> dict[str, Any]:
-    """Return a model's config.json, and hf_quant_config.json if it has one; nothing: they are not at hand."""
+    """Return a model's config.json, and hf_quant_config.json if there is one, or an empty dictionary if both are
+    missing."""
     models, official = _official()
     if configs is not None and (configs / f"{model_id.replace('/', '--')}_config.json").is_file():
         paths = ((name, configs / f"{model_id.replace('/', '--')}_{name}") for name in ("config.json", QUANTISED))
@@ -165,7 +168,7 @@ def _files_of(model_id: str, configs: Path | None) -> dict[str, Any]:
 
 
 def cluster_of(path: Path, launched: Launched) -> str:
-    """Return the shipped cluster that a command is scored on."""
+    """Return the shipped cluster on which a command is scored."""
     text = f"{path} {launched.image} {' '.join(launched.words)}".lower()
     if re.search(r"rocm|aiter|mi3\d\d|amd/", text):
         return "mi300x-x8"
@@ -179,7 +182,7 @@ def cluster_of(path: Path, launched: Launched) -> str:
 
 
 def score(path: Path, launched: Launched, configs: Path | None, scratch: Path) -> Outcome:
-    """Return what a comparison says of a command."""
+    """Return the result of the comparison for a command."""
     command = f"{LAUNCHERS[launched.engine]} {shlex.join(launched.words)}"
     cluster = cluster_of(path, launched)
     try:

@@ -1,14 +1,15 @@
-"""Check a new device, such as a GPU: are tokens right, how fast is it, and is it faster than other engines?
+"""Check a new device, such as a GPU: whether tokens are right, how fast it is, and whether it is faster than other
+engines.
 
     python -m benchmarks.device [--part equality] [--part served] [--part roofline] [--part engines] [--small]
 
-equality: logits and greedy tokens of the worker that serves (on a GPU: Triton, captured decodes, run ahead) against the
-reference backend in plain steps, and against transformers. served: Llama 3.1 8B is profiled, planned and served as
-users do, under three policies while requests are always waiting, and at two arrival rates; errors are raw. roofline:
-benchmarks.roofline on the same model. engines: the requests of benchmarks.engines on it, against transformers'
-continuous batching in the same process, in turns. Random weights, the same for all, on the GPU if there is one; nothing
-is downloaded. `--small` takes small models throughout, to see that the command itself runs. Writes results/device.json
-after each part, and the step logs of served plans to results/steps-*.jsonl.gz.
+equality: logits and greedy tokens of the serving worker (on a GPU: Triton, captured decodes, steps scheduled ahead) are
+compared with the reference backend and with transformers. served: Llama 3.1 8B is profiled, planned and served as by a
+user, under three policies at saturation and at two arrival rates. Errors are raw. roofline: benchmarks.roofline on the
+same model. engines: the requests of benchmarks.engines on this model, in turns with transformers' continuous batching
+in the same process. All engines have the same random weights, on the GPU if there is one. Nothing is downloaded.
+`--small` uses small models everywhere, to test the command itself. Writes results/device.json after each part, and the
+step logs of served plans to results/steps-*.jsonl.gz.
 """
 
 from __future__ import annotations
@@ -91,11 +92,11 @@ SERVED_POLICIES: tuple[PolicyChoice, ...] = ("chunked", "orca", "rra")
 SERVED_RATES = (0.6, 0.85)
 """Arrival rates, as shares of the chunked plan's saturated throughput."""
 SERVED_S, SERVED_BOUND_S = 12.0, 20.0
-"""Seconds of requests in each load, and the latency bound of the plans."""
+"""Seconds for which requests arrive in each load, and the latency bound of the plans."""
 EQUAL_REQUESTS, EQUAL_OUTPUT = 16, 32
 
 Requests = list[tuple[tuple[int, ...], int]]
-"""Prompts, and how many tokens must come out."""
+"""Prompts, each with its number of output tokens."""
 
 
 class Twins(NamedTuple):
@@ -113,7 +114,7 @@ class Twins(NamedTuple):
 @click.option("--small", is_flag=True, help="Use small models and few seconds.")
 @click.option("--seconds", default=90.0, show_default=True, help="Duration of the roofline.")
 def main(parts: tuple[str, ...], small: bool, seconds: float) -> None:
-    """Each part in turn."""
+    """Run each part in turn."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     document: dict[str, Any] = {"device": device, "torch": torch.__version__, "small": small}
     if device == "cuda":
@@ -131,7 +132,7 @@ def main(parts: tuple[str, ...], small: bool, seconds: float) -> None:
 
 
 def equality(device: str, small: bool) -> list[dict[str, Any]]:
-    """Each model in each dtype: how far logits are apart, and which share of tokens is equal."""
+    """Return, for each model in each dtype, the difference of logits and the share of equal tokens."""
     models = {"opt-125m": engines.MODELS["opt-125m"], "qwen2.5-0.5b": engines.MODELS["qwen2.5-0.5b"]}
     if small:
         models = {"llama, small": (LLAMA[0], LLAMA[1] | SMALL)}
@@ -150,7 +151,7 @@ def equality(device: str, small: bool) -> list[dict[str, Any]]:
 
 
 def compare(pair: Twins, dtype: DType, device: str) -> dict[str, Any]:
-    """The worker that serves against the reference and against transformers."""
+    """Compare the serving worker with the reference backend and with transformers."""
     requests = equal_requests(pair.spec)
     kind, place = DTYPES[dtype], torch.device(device)
     pair.own.prepack()
@@ -171,7 +172,7 @@ def compare(pair: Twins, dtype: DType, device: str) -> dict[str, Any]:
 
 
 def served_pace(small: bool) -> list[dict[str, Any]]:
-    """Predicted and measured figures of served plans, with the pace of their steps."""
+    """Return predicted and measured figures of served plans, with the pace of their steps."""
     asked: dict[str, Any] = {"model": "opt-125m" if small else "llama-3.1-8b", "workload": "summarization"}
     started = time.perf_counter()
     seen: set[str] = set()
@@ -210,7 +211,7 @@ def served_pace(small: bool) -> list[dict[str, Any]]:
 
 
 def near_limits(device: str, small: bool, seconds: float) -> dict[str, Any]:
-    """The roofline of Llama 3.1 8B with decodes of about 1000 tokens, or of a small model."""
+    """Return the roofline of Llama 3.1 8B with decodes of about 1000 tokens, or of a small model."""
     from xgpt.resolve import load_model
 
     spec, _ = load_model("opt-125m" if small else "llama-3.1-8b")
@@ -221,7 +222,7 @@ def near_limits(device: str, small: bool, seconds: float) -> dict[str, Any]:
 
 
 def ahead(device: str, small: bool) -> dict[str, Any]:
-    """Seconds of each engine for the same requests, in turns."""
+    """Return the seconds of each engine for the same requests, measured in turns."""
     dtype: RunDType = "float32" if device == "cpu" else "bfloat16"
     pair = twins(LLAMA[0], LLAMA[1] | (SMALL if small else {}), dtype, device)
     path = engines.make_workload("mixed", 8 if small else engines.NUM_REQUESTS, pair.spec.vocab_size, 0)
@@ -251,7 +252,7 @@ def ahead(device: str, small: bool) -> dict[str, Any]:
 
 
 def twins(kind: str, changes: dict[str, Any], dtype: DType, device: str) -> Twins:
-    """A model of random weights, and transformers' of the same."""
+    """Return a model with random weights, and transformers' model with the same weights."""
     import transformers
 
     config = getattr(transformers, kind)(**changes)
@@ -282,7 +283,7 @@ def equal_requests(spec: ModelSpec) -> Requests:
 
 
 def generate(worker: Worker, requests: Requests) -> list[list[int]]:
-    """Greedy tokens, with a token budget."""
+    """Return greedy tokens, computed with a token budget."""
     engine = Engine(OneLane(LaneSettings(mix=True, token_budget=TOKEN_BUDGET), Pool(NUM_BLOCKS, BLOCK_SIZE)), worker)
     for id_, (prompt, count) in enumerate(requests):
         engine.submit(Generation(id_, prompt, count))
@@ -294,7 +295,7 @@ def generate(worker: Worker, requests: Requests) -> list[list[int]]:
 
 
 def first_logits(worker: Worker, requests: Requests) -> tuple[Tensor, Tensor]:
-    """Of a step of whole prompts, and of the decodes behind it. # each [requests, vocab]"""
+    """Return the logits of a step of whole prompts, and of the following decode step. # each [requests, vocab]"""
     found: list[Tensor] = []
     sample = worker.sample
 
@@ -312,21 +313,21 @@ def first_logits(worker: Worker, requests: Requests) -> tuple[Tensor, Tensor]:
 
 
 def equal_share(tokens: list[list[int]], others: list[list[int]]) -> float:
-    """Of tokens that are alike; after the first that is not, all differ."""
+    """Return the share of equal tokens. All tokens after the first difference count as different."""
     pairs = list(zip(tokens, others, strict=True))
     equal = sum(next((i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), len(pair[0])) for pair in pairs)
     return equal / sum(len(mine) for mine, _ in pairs)
 
 
 def transformers_tokens(model: Any, prompt: tuple[int, ...], count: int) -> list[int]:
-    """Greedy, one request on its own."""
+    """Return transformers' greedy tokens for a single request."""
     ids = torch.tensor([prompt], device=model.device)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count)
     return out[0, len(prompt) :].tolist()
 
 
 def transformers_batch(model: Any, requests: Requests) -> None:
-    """transformers' continuous batching, exactly as many tokens as asked."""
+    """Run transformers' continuous batching, with exactly the requested numbers of tokens."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)

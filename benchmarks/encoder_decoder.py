@@ -2,12 +2,12 @@
 
     python -m benchmarks.encoder_decoder [--cluster local:2] [--part saturated] [--seconds 12] [--work DIR]
 
-A checkpoint of T5's shape with random weights is profiled, planned for under every policy without a bound and under
-one, and each plan is served and measured while requests always wait (saturated); the plan of `auto` under the bound is
-served at three rates (rates), and while outputs become three times as long, with re-planning (change). Errors are
-checked against the aims of `benchmarks.prediction`. Without --part, all is made; the checkpoint, its profile and what
-was found are kept in --work, so that one page comes of several pieces. Writes results/encoder_decoder.md. Ends with 1
-where a request is lost, or none of the decisions changes the plan.
+A checkpoint of T5's shape with random weights is profiled, and planned under every policy with and without a bound.
+Part saturated serves and measures each plan at saturation. Part rates serves the plan of `auto` under the bound at
+three rates. Part change serves it with re-planning while outputs become three times as long. Errors are compared with
+the aims of `benchmarks.prediction`. Without --part, all parts run. The checkpoint, its profile and the results are
+stored in --work, so that several calls give one page. Writes results/encoder_decoder.md. The exit code is 1 if a
+request is lost, or if no decision changes the plan.
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ RESULTS = Path("results/encoder_decoder.md")
 SHARES = (0.3, 0.6, 0.85)
 """Arrival rates, as shares of the plan's saturated throughput."""
 BOUND_FACTOR = 2.0
-"""The bound over the tightest that every policy keeps."""
+"""The bound, as a multiple of the tightest bound that every policy keeps."""
 LEAST, MOST = 60, 1500
-"""Requests of a measurement."""
+"""Smallest and largest number of requests of a measurement."""
 NUM_BATCHES = 4
-"""That a measurement shows at least: of one batch, chance is most of it."""
+"""Smallest number of batches in a measurement, since the result of one batch is mostly chance."""
 BEFORE, AFTER = 200, 1000
-"""Requests before and after outputs become longer."""
+"""Number of requests before and after outputs become longer."""
 
 
 def workload(mean_output: int) -> Workload:
-    """Prompts of 100 tokens in the mean, and outputs up to three times the mean, longer ones ever rarer."""
+    """Return a workload of prompts with 100 tokens on average, and outputs up to three times the mean, of which longer
+    ones are rarer."""
     rng = np.random.default_rng(0)
     inputs = np.clip(rng.lognormal(np.log(85), 0.6, 5000), 4, 400)
     outputs = np.clip(rng.lognormal(np.log(0.85 * mean_output), 0.6, 5000), 1, 3 * mean_output)
@@ -122,7 +123,7 @@ def _bench(plan: Plan, wanted: float, rate_per_s: float | None) -> BenchReport:
 
 
 class Row(NamedTuple):
-    """A load of a plan; cells in the order of `COLUMNS`, without the figures."""
+    """A load of a plan, with cells in the order of `COLUMNS` but without the figures."""
 
     cells: list[str]
     pace: float | None
@@ -148,7 +149,7 @@ def _row(plan: Plan, load: str, report: BenchReport) -> Row:
 
 
 def replanned(plan: Plan) -> tuple[list[str], bool]:
-    """Lines on a plan that is served while outputs become longer, and whether all went well."""
+    """Return lines about a plan that is served while outputs become longer, and whether all checks passed."""
     before, after = workload(30), workload(90)
     phases = [Phase(before, BEFORE), Phase(after, AFTER)]
     run = real(plan, phases, np.random.default_rng(0))
@@ -171,7 +172,7 @@ PARTS = ("saturated", "rates", "change")
 
 
 class Kept:
-    """What was found of each part, in a file of the work directory."""
+    """The results of each part, in a file of the work directory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -203,7 +204,7 @@ def main(cluster: str, parts: tuple[str, ...], seconds: float, work: Path | None
     with TemporaryDirectory() as name:
         directory = (work or Path(name)) / cluster.replace(":", "-")
         checkpoint = directory / "t5"
-        os.environ["XDG_CACHE_HOME"] = str(directory.resolve())  # of a model that is gone afterwards
+        os.environ["XDG_CACHE_HOME"] = str(directory.resolve())  # the profile of a model that is deleted afterwards
         if not checkpoint.is_dir():
             write_checkpoint(checkpoint)
         started = time.perf_counter()

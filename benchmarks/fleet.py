@@ -1,11 +1,11 @@
-"""Compare a day's fleet that follows recommendations with a constant fleet and autoscaling: kept requests and
+"""Compare a fleet that follows recommendations with a constant fleet and with autoscaling, by kept requests and
 device-hours.
 
     python -m benchmarks.fleet [--traces DIR] [--mooncake FILE] [--cases NAME,…] [--seconds S] [--markdown FILE] STATE
 
-Every case has two days of one shape, drawn apart: the first is planned (`xgpt fleet`), the second is run on the
-simulated clock, request by request. What is done stands in the directory STATE and is not done again; --seconds ends a
-run early. A case whose trace is not given is left out.
+Every case has two independently drawn days of the same shape. The first day is planned (`xgpt fleet`), and the second
+is simulated request by request. Results are stored in the directory STATE and not computed again. --seconds ends a run
+early. A case whose trace is not given is left out.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ DAY_S = 86400.0
 LOOK_S = 15.0
 ATTAIN = 0.99
 TARGETS, TOLERANCE, STABLE_S = (0.5, 0.6, 0.7, 0.8, 0.9), 0.1, 300.0
-"""Of the autoscaler by utilisation."""
+"""Settings of the autoscaler by utilisation."""
 GOAL = 1.15
 MOST_TOKENS = 40_000
 """Longer requests are left out: they exceed the model's context."""
 WINDOW = 0.02
-"""Share of a trace that tells the rate and the lengths of a moment of the day."""
+"""Share of a trace from which the rate and the lengths at a time of day are computed."""
 TEXT = f"""`python -m benchmarks.fleet`: Qwen3-32B on H100s (a datasheet profile). A replica starts in 60 s and then
 loads its weights at the profile's rate; the recommender reads the load every {LOOK_S:g} s; {ATTAIN:.0%} of the day's
 requests should keep the bounds. Two days of each load are drawn independently: the first is planned (`xgpt fleet`), and
@@ -71,11 +71,11 @@ bounds with at most {GOAL:g} times the clairvoyant device-hours."""
 
 @dataclass(frozen=True)
 class Case:
-    """A load, and what serves it.
+    """A load, and the cluster that serves it.
 
     Attributes:
-        draw: makes a day of a seed.
-        interval_s: of the plan.
+        draw: returns a day, given a seed.
+        interval_s: length of the plan's intervals.
     """
 
     name: str
@@ -89,10 +89,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one way to run a day.
+    """The result of one way to run a day.
 
     Attributes:
-        kept, within: share of requests within the bounds with the headroom left free, and used up.
+        kept, within: share of requests within the bounds, with and without headroom.
     """
 
     fleet: str
@@ -103,7 +103,7 @@ class Row:
 
 
 def from_rates(name: str, rate_at: Callable[[np.ndarray], np.ndarray], seconds: float, workload: str, seed: int) -> Day:
-    """A day of Poisson arrivals whose rate changes."""
+    """Return a day of Poisson arrivals whose rate changes."""
     rng = np.random.default_rng(seed)
     times = np.arange(0, seconds, 10.0)
     counts = rng.poisson(rate_at(times) * 10.0)
@@ -112,12 +112,13 @@ def from_rates(name: str, rate_at: Callable[[np.ndarray], np.ndarray], seconds: 
 
 
 def sinusoid(seed: int) -> Day:
-    """From 1 to 24 requests a second and back, in half an hour, for six hours."""
+    """Return six hours in which the rate goes from 1 to 24 requests a second and back every half hour."""
     return from_rates("sinusoid", lambda t: 12.5 - 11.5 * np.cos(2 * np.pi * t / 1800), 6 * 3600, "azure-conv", seed)
 
 
 def flash_crowd(seed: int) -> Day:
-    """A calm day from 3 to 9 requests a second; on the second one three times as many come at 14:00, for 20 minutes."""
+    """Return a calm day of 3 to 9 requests a second. On the second day, the rate is three times as high for 20 minutes
+    from 14:00."""
 
     def rate_at(t: np.ndarray) -> np.ndarray:
         calm = 6 - 3 * np.cos(2 * np.pi * t / DAY_S)
@@ -128,8 +129,9 @@ def flash_crowd(seed: int) -> Day:
 
 
 def stretched(path: Path, name: str, mean_rate: float) -> Callable[[int], Day]:
-    """A trace stretched over a day, at another mean rate. Of its requests every second one makes the first day, the
-    others the second: rates and lengths of a moment are those near to it in its half."""
+    """Return a function that draws a day from a trace stretched over a day, at another mean rate. Every second request
+    of the trace belongs to the first day, the others to the second. Rates and lengths at a time are those of nearby
+    requests of the same half."""
 
     def draw(seed: int) -> Day:
         trace = read_lengths(path)
@@ -153,7 +155,7 @@ def stretched(path: Path, name: str, mean_rate: float) -> Callable[[int], Day]:
 
 
 class ByUtilisation:
-    """Kubernetes' autoscaler on the share of the replicas' rate in use."""
+    """Kubernetes' autoscaler by the used share of the replicas' rate."""
 
     def __init__(self, fleet: FleetPlan, target: float) -> None:
         self._fleet, self._target, self._recent = fleet, target, deque[tuple[float, int]]()
@@ -180,7 +182,7 @@ class ByUtilisation:
 
 
 def run(case: Case, state: Path, ends_s: float) -> dict[str, Row]:
-    """All ways to run the second day of a case, as far as time reaches."""
+    """Return the results of all ways to run the second day of a case for which there is time."""
     for seed in (0, 1):
         path = state / f"{case.name}.{seed}.json"
         if not path.is_file() and time.monotonic() < ends_s:
@@ -226,7 +228,7 @@ def _row(name: str, model: FleetModel, done: RecommendedDay, first: int) -> Row:
 
 
 def shown(rows: dict[str, Row]) -> list[Row]:
-    """The rows of a case's table: of the autoscalers by utilisation the best."""
+    """Return the rows of a case's table, with only the best of the autoscalers by utilisation."""
     by_use = [row for name, row in rows.items() if name.startswith("utilisation")]
     good = [row for row in by_use if row.within >= ATTAIN]
     best = min(good, key=lambda row: row.device_hours) if good else max(by_use, key=lambda row: row.within)
@@ -234,7 +236,7 @@ def shown(rows: dict[str, Row]) -> list[Row]:
 
 
 def cases(traces: Path | None, mooncake: Path | None) -> list[Case]:
-    """The cases whose traces are given."""
+    """Return the cases whose traces are given."""
     place = ("qwen3-32b", "h100x8")
     found = [
         Case("sinusoid", sinusoid, *place, 25.0, 3.0, 60.0),
@@ -288,7 +290,7 @@ def main(
 
 
 def planned(path: Path) -> str:
-    """What planning a day takes; nothing where that has not been timed."""
+    """Return a text about the time to plan a day, or "" if it was not measured."""
     if not path.is_file():
         return ""
     planning = Planning(**json.loads(path.read_text()))

@@ -1,9 +1,9 @@
-"""Send thousands of bad requests: no 5xx, no hang, no missing answer, constant memory.
+"""Send thousands of bad requests, and check for 5xx, hangs, missing answers and growing memory.
 
     python -m benchmarks.fuzz [--requests 10000] [--seed 0]
 
-Sends to a small server in a process of its own, over loopback alone. Prints a table, writes results/fuzz.json, and
-ends with 1 where something was not as it should be.
+The requests go to a small server in a separate process, only over loopback. Prints a table and writes
+results/fuzz.json. The exit code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ RESULTS = Path("results/fuzz.json")
 CONCURRENCY = 16
 ANSWER_TIMEOUT_S = 30
 WARM_UP = 0.25
-"""Share of the good, and of the bad, requests that are sent before the ones that count: libraries keep memory for each
-shape of a batch, the allocator some of the largest bodies."""
+"""Share of good and of bad requests that are sent as warm-up, since libraries keep memory for each shape of a batch,
+and the allocator keeps memory of the largest bodies."""
 NUM_PARTS = 10
 MAX_RSS_GROWTH = 0.02
 
@@ -54,12 +54,13 @@ VALUES = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is sent, and how.
+    """A request, and how it is sent.
 
     Attributes:
-        may_close: the server may hang up without a word.
-        leaves: after sending, the client ends its side (eof), the whole connection (close), or waits (None).
-        must_succeed: a good request among the bad ones.
+        may_close: whether the server may close the connection without an answer.
+        leaves: whether the client, after sending, ends its side ("eof"), closes the connection ("close") or waits
+            (None).
+        must_succeed: whether the request is good.
     """
 
     raw: bytes
@@ -80,13 +81,13 @@ def good(rng: random.Random) -> Case:
 
 
 def varied(rng: random.Random) -> Case:
-    """A good request of any length."""
+    """Return a good request of any length."""
     body = COMPLETION | {"prompt": [1] * rng.randint(1, 60), "max_tokens": rng.randint(1, 12), "n": rng.randint(1, 2)}
     return Case(http("/v1/completions", json.dumps(body).encode()), must_succeed=True)
 
 
 def wrong_value(rng: random.Random) -> Case:
-    """One to three fields of a good request with values of any kind."""
+    """Return a good request in which one to three fields have values of any kind."""
     path = rng.choice(list(BODIES))
     fields = {name: json.dumps(value) for name, value in BODIES[path].items()}
     fields |= {name: rng.choice(VALUES) for name in rng.sample(FIELDS, rng.randint(1, 3))}
@@ -94,7 +95,7 @@ def wrong_value(rng: random.Random) -> Case:
 
 
 def broken_json(rng: random.Random) -> Case:
-    """A good body with bytes cut, doubled or changed, bad UTF-8 among them."""
+    """Return a good body with bytes removed, doubled or changed, including invalid UTF-8."""
     path = rng.choice(list(BODIES))
     body = bytearray(json.dumps(BODIES[path]).encode())
     for _ in range(rng.randint(1, 4)):
@@ -109,7 +110,7 @@ def noise(rng: random.Random) -> Case:
 
 
 def limits(rng: random.Random) -> Case:
-    """Just beyond, and far beyond, what one request may ask for."""
+    """Return a request slightly or far beyond the limits of a request."""
     context = SPEC.max_context
     body = COMPLETION | rng.choice(
         (
@@ -124,7 +125,7 @@ def limits(rng: random.Random) -> Case:
 
 
 def big_body(rng: random.Random) -> Case:
-    """Ten megabytes of text, token ids or nothing."""
+    """Return a body of ten megabytes of text, token ids or nothing."""
     path, body = rng.choice(
         (
             ("/v1/completions", json.dumps(COMPLETION | {"prompt": "x" * 10_000_000}).encode()),
@@ -137,13 +138,13 @@ def big_body(rng: random.Random) -> Case:
 
 
 def half_closed(rng: random.Random) -> Case:
-    """Clients that send a part, or all, and leave."""
+    """Return a request of a client that sends a part or all of it and leaves."""
     raw = http("/v1/completions", json.dumps(COMPLETION | {"max_tokens": 100, "stream": rng.random() < 0.5}).encode())
     return Case(raw[: rng.choice((len(raw), rng.randrange(1, len(raw))))], True, rng.choice(("eof", "close")))
 
 
 def bad_http(rng: random.Random) -> Case:
-    """Methods, paths and heads that are not there."""
+    """Return a request with a wrong method, path or header."""
     body = json.dumps(COMPLETION).encode()
     raw = rng.choice(
         (
@@ -158,7 +159,7 @@ def bad_http(rng: random.Random) -> Case:
             rng.randbytes(40) + b"\r\n\r\n",
         )
     )
-    # Some of these announce more than they bring: the server would wait.
+    # Some of these announce more bytes than they send, so the server would wait.
     return Case(raw, may_close=True, leaves="eof")
 
 
@@ -172,22 +173,22 @@ KINDS: dict[Callable[[random.Random], Case], int] = {
     half_closed: 10,
     bad_http: 5,
 }
-"""How many of a hundred."""
+"""Number of requests of each kind in a hundred."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of it all."""
+    """The results of all requests."""
 
     answers: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    """By kind of request: how often each status, "closed", "left" or "hang"."""
+    """For each kind of request, how often each status, "closed", "left" or "hang" occurred."""
     failures: list[str] = field(default_factory=list)
     rss_bytes: list[int] = field(default_factory=list)
-    """At the start, after the warm-up, after each tenth."""
+    """Resident memory at the start, after the warm-up, and after each tenth of the requests."""
 
     @property
     def rss_growth(self) -> float:
-        """Over the last half, as a part of what there was then: large bodies fill the allocators' pools first."""
+        """Relative growth of memory over the last half. In the first half, large bodies fill the allocators' pools."""
         return self.rss_bytes[-1] / self.rss_bytes[-1 - NUM_PARTS // 2] - 1
 
 
@@ -221,7 +222,7 @@ async def _work(server: Running, queue: Any, rng: random.Random, outcome: Outcom
 
 
 async def exchange(port: int, case: Case) -> str:
-    """The status of the answer; "closed": none came; "left": the client did not wait for one."""
+    """Return the answer's status, "closed" if none came, or "left" if the client did not wait."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(case.raw)
@@ -231,7 +232,7 @@ async def exchange(port: int, case: Case) -> str:
         if case.leaves == "eof":
             writer.write_eof()
         while (status := (await reader.readline()).split(b" "))[1:2] == [b"100"]:
-            await reader.readuntil(b"\r\n")  # interim: whether we still read
+            await reader.readuntil(b"\r\n")  # an interim answer
         while await reader.read(1 << 16):
             pass
         return status[1].decode() if len(status) > 1 else "closed"
@@ -245,7 +246,7 @@ async def exchange(port: int, case: Case) -> str:
 @click.option("--requests", "num_requests", default=10_000, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 def main(num_requests: int, seed: int) -> None:
-    """Send bad requests to a small server; say what it answered."""
+    """Send bad requests to a small server, and report its answers."""
     with running() as server:
         outcome = asyncio.run(fuzz(server, num_requests, seed))
     for kind, answers in outcome.answers.items():

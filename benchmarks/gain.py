@@ -1,14 +1,15 @@
-"""Compute which policy is chosen when, what the choice gains, and how much it depends on the cost of mixed steps.
+"""Compute for many cases which policy is chosen, what this gains, and how the choice depends on the cost of mixed
+steps.
 
     python -m benchmarks.gain [--quick] [--engine vllm-0.15] [--part 0/2] [--seconds 300] [--json results/gain.json ...]
 
-Every case is a model on a cluster, a workload and a latency bound: multiples of the nearest that any schedule keeps,
-and none; profiles from the datasheet with the engine's loop. Each is planned with mixed steps in which decodes take 0,
-10, 20 and 40% longer. Compared are the best uniform plan (equal stages; chunked, orca, static) and the engine as it is
-started by default, on the smallest groups of devices that hold the model: in saturated throughput, and for one cost of
-mixed steps (the engine's own) in the highest rate of Poisson arrivals that keeps the bound. What stands in the
-first file already is not planned again, so that a long run can be made in pieces of `--seconds`; what stands in further
-ones, of other parts, is counted.
+Every case is a model on a cluster, a workload and a latency bound (a multiple of the nearest bound that any schedule
+keeps, or no bound). Profiles come from the datasheet, with the engine's loop. Each case is planned with mixed steps in
+which decodes take 0, 10, 20 and 40% longer. The plan is compared with the best uniform plan (equal stages, and chunked,
+orca or static) and with the engine's defaults on the smallest groups of devices that have memory for the model. The
+comparison is by saturated throughput and, for the engine's own cost of mixed steps, by the highest rate of Poisson
+arrivals that keeps the bound. Cases in the first file are not planned again, so a long run can be divided into pieces
+of `--seconds`. Cases in further files, from other parts, are included.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ WORKLOADS = ("azure-conv", "azure-code", "chat-long", "code-generation", "summar
 BOUNDS = (1.25, 2.0, 5.0, None)
 MIXING = (0.0, 0.1, 0.2, 0.4)
 MOST_REQUESTS = 1 << 20
-"""In a step, of an engine that sets no limit but its memory."""
+"""Number of requests in a step of an engine that is limited only by its memory."""
 QUICK = (PAIRS[::2], WORKLOADS[:3:2], BOUNDS[1::2])
 
 
@@ -57,10 +58,11 @@ class Case:
     """One planning problem.
 
     Attributes:
-        bound: multiple of the nearest bound that a schedule keeps; None: no bound.
-        chosen: the policy, by the cost of mixed steps.
+        bound: multiple of the nearest bound that a schedule keeps. None means no bound.
+        chosen: the chosen policy, by the cost of mixed steps.
         over_uniform, over_default: the gain in saturated throughput, by the cost of mixed steps.
-        arrivals_over_uniform, arrivals_over_default: that in the arrival rate, at the engine's own cost.
+        arrivals_over_uniform, arrivals_over_default: the gain in the arrival rate, at the engine's own cost of mixed
+            steps.
     """
 
     model: str
@@ -76,7 +78,8 @@ class Case:
 
 
 def default_of(problem: Problem) -> Plan | None:
-    """The engine as it is started by default on the smallest groups that hold the model; None: on none of them."""
+    """Return the plan of the engine's defaults on the smallest groups with memory for the model, or None if none
+    fits."""
     devices, engine = problem.cluster.devices_per_node, problem.engine
     assert engine is not None and engine.token_budget is not None
     for tp in (t for t in (1, 2, 4, 8) if t <= devices):
@@ -99,11 +102,11 @@ def nearest_bound(problem: Problem) -> float:
 
 
 def case_of(pair: tuple[str, str], workload: str, bound: float | None, engine: EngineSpec, *, arrivals: bool) -> Case:
-    """Plan one case at every cost of mixed steps.
+    """Return one case, planned at every cost of mixed steps.
 
     Raises:
         InfeasibleError: the model does not fit.
-        InputError: the workload is longer than its context.
+        InputError: the workload is longer than the model's context.
     """
     asked = {"model": pair[0], "cluster": pair[1], "workload": workload, "engine": engine}
     problem = resolve(plan_request(**asked, objective="saturated"))
@@ -128,7 +131,7 @@ def _with_arrivals(case: Case, problem: Problem) -> Case:
     try:
         best = next(iter(plan_each(subject).values()))
     except InfeasibleError:
-        return case  # kept by requests that do not wait, and by none that arrive
+        return case  # a bound that only requests without waiting keep
     uniform, default = plan_uniform(subject), default_of(subject)
     rates = {name: rate_of(plan) for name, plan in (("uniform", uniform), ("default", default)) if plan is not None}
     gains = {f"arrivals_over_{name}": rate_of(best) / rate - 1 for name, rate in rates.items() if rate > 0}
@@ -145,10 +148,10 @@ def keys(part: str, *, quick: bool) -> list[Key]:
 
 
 def planned(key: Key, engine: EngineSpec, *, quick: bool) -> Case | None:
-    """Plan a case; None: the model does not fit, or its context is too short."""
+    """Return a planned case, or None if the model does not fit or its context is too short."""
     *pair, workload, bound = key
     try:
-        # Arrivals take seconds a case: one bound in three stands for all.
+        # Planning for arrivals takes seconds for each case, so it is done for one bound in three.
         return case_of((pair[0], pair[1]), workload, bound, engine, arrivals=quick or bound == BOUNDS[1])
     except (InfeasibleError, InputError) as error:
         print(f"{pair[0]} {pair[1]} {workload} {bound}: {error}", flush=True)
@@ -156,7 +159,7 @@ def planned(key: Key, engine: EngineSpec, *, quick: bool) -> Case | None:
 
 
 def read(path: Path) -> dict[Key, Case | None]:
-    """The cases of an earlier run."""
+    """Return the cases of an earlier run."""
     if not path.exists():
         return {}
     found: dict[Key, Case | None] = {}
@@ -178,7 +181,7 @@ BY_MIXING = ("chosen", "over_uniform", "over_default")
 
 
 def summary(found: list[Case], engine: EngineSpec) -> str:
-    """The tables of docs/results/gain.md."""
+    """Return the tables of docs/results/gain.md."""
     lines = [
         "| extra time of decodes in mixed steps | how often each policy is chosen | gain over uniform plans: median | "
         "largest | gain over defaults: median | largest |",
@@ -198,7 +201,8 @@ def summary(found: list[Case], engine: EngineSpec) -> str:
 
 
 def _by(found: list[Case], name: str, key: Callable[[Case], str]) -> Iterator[str]:
-    """A table of what is chosen at each cost of mixing, and the gain over uniform plans, by a property of cases."""
+    """Yield a table, by a property of cases, of the choices at each cost of mixing and of the gains over uniform
+    plans."""
     columns = " | ".join(f"chosen at +{100 * mixing:.0f}% | gain" for mixing in MIXING)
     yield f"| {name} | cases | {columns} | chosen for arrivals |"
     yield "|---" * (3 + 2 * len(MIXING)) + "|"
@@ -213,7 +217,7 @@ def _by(found: list[Case], name: str, key: Callable[[Case], str]) -> Iterator[st
 
 
 def _chosen(cases: list[Case], mixing: float | None) -> str:
-    """How often each policy is chosen at a cost of mixing; None: by arrivals."""
+    """Return how often each policy is chosen at a cost of mixing (None: for arrivals)."""
     kinds = Counter(case.arrivals_chosen if mixing is None else case.chosen[mixing] for case in cases)
     return ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
 

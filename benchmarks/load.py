@@ -1,11 +1,12 @@
-"""Load a server: many streams at once, more requests than it can serve, and a SIGTERM meanwhile.
+"""Load a server with many streams at once, with more requests than it can serve, and with a SIGTERM during streams.
 
     python -m benchmarks.load [streams] [overload] [sigterm]
 
-streams: 1,600 streams opened at 50 a second, as long as it takes to have 1,000 open at once, over a model of three
-million parameters; every token is compared with that of the same prompt alone. overload: a plan under a latency bound
-gets three times the requests it can serve. sigterm: the server is told to end while streams run. Client and server are
-processes of their own. Prints tables, writes results/load.json, and ends with 1 where a figure is missed.
+streams: 1,600 streams are opened at 50 a second, so long that 1,000 are open at once, with a model of three million
+parameters. Every token is compared with that of the same prompt in a request by itself. overload: a plan under a
+latency bound gets three times the requests that it can serve. sigterm: the server gets SIGTERM while streams run.
+Client and server are separate processes. Prints tables and writes results/load.json. The exit code is 1 if a goal is
+missed.
 """
 
 from __future__ import annotations
@@ -40,24 +41,24 @@ RESULTS = Path("results/load.json")
 NUM_OPEN = 1000
 RATE_PER_S = 50.0
 ENDING_PER_S = 12.0
-"""Streams that are to end a second: while 1,600 are opened, so few that 1,000 are open in the end. The pace is measured
-on a server that has just started, and comes out a fifth low."""
+"""Number of streams that end per second, so low that 1,000 are open after 1,600 have been opened. The pace is measured
+on a server that has just started, and is a fifth too low."""
 MOST_TOKENS = 480
 MAX_OVERHEAD_S = 0.05
 PROMPTS = 8
-"""Different prompts: each is asked once alone, for the tokens that are right."""
+"""Number of different prompts. Each is also sent once by itself to get the right tokens."""
 OVERLOAD = 3.0
 PACE_S = 20.0
-"""After which the server has told its pace next to a client, and gone over to a plan for that; later requests are told
-apart."""
+"""Time after which the server has measured its pace beside a client and changed to a plan for this pace. Later requests
+are reported separately."""
 DRAIN_S = 5.0
 
 
 def streams(num_streams: int, num_tokens: int | None, max_batch: int, seed: int) -> dict[str, Any]:
-    """Many streams at once, each token right.
+    """Run many streams at once, and check each token.
 
     Args:
-        num_tokens: of each stream; None: as many as the server's pace allows for all to be open at once.
+        num_tokens: tokens of each stream. None means so many, at the server's pace, that all streams are open at once.
     """
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(3, tiny_server.SPEC.vocab_size, 16).tolist() for _ in range(PROMPTS)]
@@ -98,7 +99,7 @@ def streams(num_streams: int, num_tokens: int | None, max_batch: int, seed: int)
 
 
 def histogram_quantile(metrics: str, name: str, q: float) -> float:
-    """Of a Prometheus histogram: linear within the bucket, as its own function of that name has it."""
+    """Return a quantile of a Prometheus histogram, linear within a bucket like Prometheus' function of this name."""
     found = re.findall(rf'^{name}_bucket{{le="([^"]+)"}} (\S+)', metrics, re.MULTILINE)
     edges = [(0.0, 0.0), *((float(edge), float(count)) for edge, count in found)]
     wanted = q * edges[-1][1]
@@ -109,9 +110,9 @@ def histogram_quantile(metrics: str, name: str, q: float) -> float:
 
 
 def overload(seconds: float, seed: int) -> dict[str, Any]:
-    """Three times the requests that a plan can serve: those that are taken in keep its bound, and what was promised.
+    """Send three times the requests that a plan can serve. Admitted requests must keep its bound and the promised wait.
 
-    A plan's bound counts from admission; as much again is promised for waiting.
+    A plan's bound counts from admission. For waiting, the same time is promised again.
     """
     lab = Lab()
     workload = shifted(load_workload("summarization", SMALL))
@@ -161,7 +162,7 @@ def overload(seconds: float, seed: int) -> dict[str, Any]:
 
 
 def sigterm(num_streams: int, seed: int) -> dict[str, Any]:
-    """The server is told to end in mid-run; half of the streams are too long for its patience."""
+    """Send SIGTERM during a run. Half of the streams are longer than the server waits for them."""
     rng = np.random.default_rng(seed)
     lab = Lab()
     workload = shifted(load_workload("summarization", SMALL))
@@ -189,7 +190,7 @@ def sigterm(num_streams: int, seed: int) -> dict[str, Any]:
         try:
             with served(plan, Path(directory), Path(directory) / "steps.jsonl", options=options) as url:
                 results, ended_s = asyncio.run(run(url))
-        except Exception as error:  # `served` says that the server has ended, as it should have
+        except Exception as error:  # `served` reports that the server has ended, as expected
             if "died with exit code 0" not in str(error):
                 raise
     errors = [r.error for r in results if r.error is not None]

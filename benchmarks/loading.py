@@ -1,15 +1,16 @@
-"""Time the deployment of a plan and the change to another, until workers hold their weights from disk or memory.
+"""Time the deployment of a plan and the change to another plan, until workers have loaded their weights from disk or
+memory.
 
     python -m benchmarks.loading [--sizes 125m,1.3b,2.7b] [--placements "WAA 1+1"] [--work DIR] [--markdown FILE]
 
 Random checkpoints of OPT's shapes in bfloat16 are written, and loaded on one device (a core) and on two in each
-placement: first with the file dropped from the page cache (from disk), then with the file in it (from memory). Each
-worker reads its own part, memory-mapped, converts it and lays it out for the CPU's products; K/V memory, groups and a
-first step are included; the fastest of a few times counts, as other work only slows it. `predicted` is the planner's:
-the fullest device's weights, at the rate that a profile of this machine measures (`xprofiler.measure.loading_rate`);
-from disk, and reading the file at the rate of a plain read of it. Rows are kept in results/loading, checkpoints in
---work, so that a long table can be made in pieces.
-Source of the table: ExeGPT sec. 7.7, Table 4.
+placement: first from disk, with the file removed from the page cache, then from memory, with the file in the cache.
+Each worker reads its own part, memory-mapped, converts it and packs it for the CPU's matrix products. The time includes
+K/V memory, process groups and a first step. The shortest of a few times counts, since other work only adds time.
+`predicted` is the planner's time: the weights of the device with the most weights, at the rate in a profile of this
+machine (`xprofiler.measure.loading_rate`). From disk, the time of a plain read of the file is added. Rows are stored in
+results/loading, and checkpoints in --work, so that several calls can make a long table. Source of the table: ExeGPT
+sec. 7.7, Table 4.
 """
 
 from __future__ import annotations
@@ -49,20 +50,20 @@ REPEATS = {"125m": 3, "1.3b": 2, "2.7b": 1}
 PLACES = ("one device", "TP 2", "PP 2", "WAA 1+1")
 RESULTS = Path("results/loading")
 MOST_BYTES = 12 << 30
-"""Of weights in all workers: placements that take more are left out."""
+"""Largest number of bytes of weights in all workers. Placements with more are left out."""
 SHARD_BYTES = 1 << 30
 
 
 @dataclass
 class Row:
-    """One placement's deployment; seconds of the slowest worker."""
+    """One placement's deployment. Seconds are those of the slowest worker."""
 
     model: str
     dtype: str
     placement: str
     source: str
     weight_bytes: float
-    """Of the fullest device."""
+    """Bytes of weights on the device with the most weights."""
     predicted_s: float
     measured_s: float
 
@@ -73,7 +74,7 @@ def placements(layers: int) -> dict[str, tuple[Stage, ...]]:
 
 
 def write_checkpoint(directory: Path, layers: int, hidden: int) -> None:
-    """A random model of OPT's shape, in shards, as `transformers` saves it."""
+    """Write a random model of OPT's shape in shards, as `transformers` saves it."""
     import transformers
 
     config = transformers.OPTConfig(
@@ -107,7 +108,7 @@ def write_checkpoint(directory: Path, layers: int, hidden: int) -> None:
 
 
 def drop_from_memory(directory: Path) -> None:
-    """Have the system forget what it has read of these files."""
+    """Remove these files from the system's page cache."""
     for file in directory.glob("*.safetensors"):
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
@@ -120,7 +121,7 @@ def lanes(stages: Sequence[Stage]) -> Iterator[Lane]:
 
 
 def weight_bytes(spec: ModelSpec, dtype: DType, stages: Sequence[Stage]) -> list[float]:
-    """Of each device."""
+    """Return the bytes of weights of each device."""
     precision = Precision.of(dtype, "cpu")
     memories = [(LaneMemory(spec, load_cluster("local"), precision, lane, 16), lane) for lane in lanes(stages)]
     return [
@@ -132,7 +133,7 @@ def weight_bytes(spec: ModelSpec, dtype: DType, stages: Sequence[Stage]) -> list
 
 
 def disk_rate(directory: Path) -> float:
-    """Bytes a second of a plain read that nothing has cached."""
+    """Return the bytes a second of a plain read without a cache."""
     drop_from_memory(directory)
     start, total = time.perf_counter(), 0
     for file in directory.glob("*.safetensors"):
@@ -147,7 +148,7 @@ def measure(name: str, directory: Path, places: Sequence[str]) -> Iterator[Row]:
     spec = read_spec(directory)
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     disk = disk_rate(directory)
-    torch.set_num_threads(1)  # as each worker has
+    torch.set_num_threads(1)  # as in each worker
     for place, stages in placements(spec.num_layers).items():
         num_bytes = weight_bytes(spec, dtype, stages)
         if place not in places or sum(num_bytes) > MOST_BYTES:
@@ -194,7 +195,7 @@ def run(
     *,
     again: bool = False,
 ) -> Iterator[Row]:
-    """Yield the rows of some sizes and placements: as they were written to results/, or measured now."""
+    """Yield the rows of some sizes and placements, read from results/ or measured now."""
     for name in sizes:
         path = RESULTS / f"{name}.json"
         kept = [Row(**row) for row in json.loads(path.read_text())] if path.is_file() else []

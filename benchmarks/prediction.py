@@ -1,15 +1,15 @@
-"""Predicted against measured on this machine: three workloads, saturated and with requests that arrive at three rates.
+"""Compare predictions with measurements on this machine: three workloads, at saturation and at three arrival rates.
 
     python -m benchmarks.prediction [--quick] [--workload tcb ...] [--policy chunked] [--dtype int8] [--alone]
                                     [--every-policy]
 
-The machine is profiled afresh; then each plan is made, its hash printed, and only then is it served and measured; the
-very requests that were sent are simulated. Nothing is fitted afterwards. The aims are for the raw error. Beside it
-stands what is left of it at the pace of the machine (how many times as long as predicted the executed steps took), and
-how many figures lie within the ranges that were stated. `--quick` ends within 11 minutes: loads that did not come to
-their turn are named. `--kept` takes the profile that this machine has, so that many short loads can be measured
-(`--seconds 12`). Writes results/prediction.json and .md, with the workload's and the dtype's name where one is given;
-`python -m benchmarks.truth --source "this machine"` puts them together.
+First the machine is profiled. Each plan's hash is printed before the plan is served and measured. The simulation has
+exactly the requests that were sent. Nothing is fitted afterwards. The aims refer to the raw error. The table also shows
+the error at the machine's pace (measured divided by predicted time of the executed steps), and how many figures are
+within their stated ranges. `--quick` ends within 11 minutes and names the loads that were not measured. `--kept` uses
+the stored profile of this machine, so that many short loads can be measured (`--seconds 12`). Writes
+results/prediction.json and .md, with the workload and the dtype in the name if they are given. `python -m
+benchmarks.truth --source "this machine"` joins these files.
 """
 
 from __future__ import annotations
@@ -48,22 +48,23 @@ WORKLOADS = ("tcb", "summarization", "chat-short")
 SHARES = (0.3, 0.6, 0.85)
 """Arrival rates, as shares of the plan's saturated throughput."""
 SECONDS, QUICK_SECONDS = 90.0, 30.0
-"""About as long is each load measured."""
+"""Approximate duration of the measurement of each load."""
 QUICK_TOTAL_S = 600.0
-"""With `--quick` no further load is begun after as long."""
+"""With `--quick`, no load begins after this time."""
 LEAST_REQUESTS, MOST_REQUESTS = 24, 300
 BOUND_FACTOR = 2.0
-"""Plans are made for the nearest bound times this."""
+"""Factor by which the plans' bound exceeds the nearest bound."""
 SIZES = ((1, 4), (5, 16), (17, 63), (64, 10**6))
-"""Tokens of a step, by which paces are told apart: one pace for all is the machine's, several are the profile's."""
+"""Ranges of a step's tokens with separate paces. If the paces are equal, the machine is the cause. If they differ, the
+profile is."""
 
 
 class Row(NamedTuple):
-    """One load of one plan.
+    """The result of one load of one plan.
 
     Attributes:
-        by_size: the pace of the steps of each of `SIZES`; None: there were none.
-        alone: the pace of the same requests' steps in an engine without an endpoint; None: that was not asked for.
+        by_size: the pace of the steps in each range of `SIZES`, or None if there were none.
+        alone: the pace of the same requests' steps in an engine without an endpoint, or None if it was not measured.
     """
 
     plan: Plan
@@ -103,13 +104,13 @@ def main(
     seconds: float | None,
     seed: int,
 ) -> None:
-    """Profile, plan for each workload, then measure its plan under each load."""
+    """Profile the machine, plan for each workload, and measure the plan under each load."""
     seconds = seconds or (QUICK_SECONDS if quick else SECONDS)
     started = time.perf_counter()
     asked = {"model": model, "dtype": dtype}
     with progress_bar() as progress:
         if not kept:
-            api.profile(progress=progress, **asked)  # plans find it from now on
+            api.profile(progress=progress, **asked)  # plans use this profile from now on
         profile = resolve(plan_request(**asked), progress).profile
     served = profile.provenance.get(SERVED, "timed one by one")
     click.echo(f"profile {sha256(profile)[:12]}, {served}, spread {100 * profile.spread:.1f}%")
@@ -151,7 +152,7 @@ def _plans(asked: dict[str, Any], policy: PolicyChoice, *, every: bool) -> Itera
 
 
 def _nearest_bound(subject: Problem) -> float:
-    """The tightest bound that every policy keeps."""
+    """Return the tightest bound that every policy keeps."""
     nearest: list[float] = []
     policies: tuple[PolicyChoice, ...] = ("rra", "chunked", "orca", "static")
     able = runnable(policies, subject.model)
@@ -165,7 +166,7 @@ def _nearest_bound(subject: Problem) -> float:
 
 
 def _load(plan: Plan, share: float, seconds: float) -> Load:
-    """Return about as many seconds of requests; a share of 0 is saturation."""
+    """Return a load that lasts about `seconds`. A share of 0 means saturation."""
     rate = plan.estimate.throughput_rps * (share or 1.0)
     beside = outstanding_requests(plan) if share else requests_to_end(plan, 0)
     count = int(np.clip(round(seconds * rate) - beside, LEAST_REQUESTS, MOST_REQUESTS))
@@ -209,7 +210,7 @@ def _columns() -> list[str]:
 
 
 def _write(path: Path, rows: list[Row], profile: Profile, left_out: list[str]) -> None:
-    """Write the table so far: a long run that is cut short leaves what it has."""
+    """Write the results so far, so that an interrupted run leaves its results."""
     document = [
         {"plan": row.plan.model_dump(mode="json"), "report": row.report.model_dump(mode="json"), "pace": row.by_size}
         for row in rows

@@ -2,8 +2,9 @@
 
     python -m tools.make_flags --vllm WHEEL... --sglang WHEEL [--tensorrt-llm serve.py 1.2]
 
-Of vLLM the newest wheel comes first; of earlier ones only the flags that it has no more are kept. A flag whose source
-does not show whether it takes a value takes one if one follows. tests/vllm compares vLLM's newest with its own parser.
+vLLM's newest wheel comes first. From earlier wheels, only flags that the newest no longer has are kept. If the source
+does not show whether a flag takes a value, it takes one if one follows. tests/vllm compares the newest flags with
+vLLM's own parser.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import click
 
 OUT = Path(__file__).parents[1] / "xgpt" / "comparing" / "engine_flags.json"
 Flags = dict[str, tuple[str, list[str]]]
-"""What each flag takes, and its other names, by its first long name without dashes."""
+"""For each flag, by its first long name without dashes: what it takes, and its other names."""
 Fields = dict[tuple[str, str], str]
-"""The annotations of fields, by their class and name."""
+"""The annotations of fields, by class and name."""
 WORDS = {"store_true": "nothing", "store_false": "nothing", "BooleanOptionalAction": "switch"}
 
 
@@ -30,7 +31,7 @@ def argparse_flags(tree: ast.AST, fields: Fields | None = None) -> Flags:
     """Return the flags of calls of `add_argument`.
 
     Args:
-        fields: annotations of vLLM's configs, from which it makes keywords by `get_kwargs(Config)["field"]`.
+        fields: annotations of vLLM's configs, from which vLLM creates keywords by `get_kwargs(Config)["field"]`.
     """
     flags: Flags = {}
     sources = _sources(tree)
@@ -50,7 +51,7 @@ def _texts(call: ast.Call) -> list[str]:
 
 
 def _sources(tree: ast.AST) -> dict[str, tuple[str, str]]:
-    """Return the config, and perhaps its field, of each variable of a module that `get_kwargs` is assigned to."""
+    """Return the config, and its field if given, of each variable to which a module assigns `get_kwargs`."""
     sources: dict[str, tuple[str, str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -73,7 +74,7 @@ def _place(keywords: ast.expr, sources: dict[str, tuple[str, str]]) -> tuple[str
 
 
 def config_fields(trees: Iterable[ast.AST]) -> Fields:
-    """Return the annotations of the fields of all classes, those of base classes included."""
+    """Return the annotations of the fields of all classes, including fields of base classes."""
     classes = {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     annotations: Fields = {}
     for name, node in classes.items():
@@ -125,7 +126,7 @@ def field_flags(tree: ast.AST, only: str | None = None) -> Flags:
     """Return the flags of the annotated fields of classes.
 
     Args:
-        only: the one class; None: all, of which fields are flags if they are annotated `A[type, help]`.
+        only: the only class to read. None means all classes, in which fields annotated `A[type, help]` are flags.
     """
     flags: Flags = {}
     for node in ast.walk(tree):
@@ -203,7 +204,7 @@ def quantizations(wheel: Path) -> set[str]:
 @click.option("--sglang", type=click.Path(path_type=Path), required=True)
 @click.option("--tensorrt-llm", "trt", type=(click.Path(path_type=Path), str))
 def main(wheels: tuple[Path, ...], sglang: Path, trt: tuple[Path, str] | None) -> None:
-    """Write the file; without TensorRT-LLM's serve.py, its table stays as it is."""
+    """Write the file. Without TensorRT-LLM's serve.py, its table stays unchanged."""
     newest = of_vllm(wheels[0])
     known = {f"--{name}" for name in newest} | {other for _, others in newest.values() for other in others}
     earlier: Flags = {}
@@ -237,7 +238,7 @@ def main(wheels: tuple[Path, ...], sglang: Path, trt: tuple[Path, str] | None) -
 
 
 def _kept(engine: str) -> tuple[str, Flags]:
-    """Return the version and the flags that the file has of an engine."""
+    """Return an engine's version and flags in the present file."""
     document = json.loads(OUT.read_text())
     others: dict[str, list[str]] = {}
     for other, name in document["aliases"][engine].items():

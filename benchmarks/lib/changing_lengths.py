@@ -1,4 +1,4 @@
-"""Requests whose lengths change in mid-run, through a plan that is watched: on the simulated clock or a real server."""
+"""Run requests whose lengths change during a run with re-planning, on the simulated clock or on a real server."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from xsimulator.measures import Measured, measure
 from xsimulator.run import clock_of, outstanding_requests
 
 PLANNING_S = 1.0
-"""Time from a look to the new plan, on the simulated clock: what a planning process takes next to a busy engine."""
+"""Simulated time from an observation to the new plan, as long as planning takes beside a busy engine."""
 
 
 TIE = 1e-3
-"""Difference of log probabilities up to which either of two tokens may be the highest in another batch."""
+"""Up to this difference of log probabilities, either of two tokens may be the likelier one in another batch."""
 
 
 class Phase(NamedTuple):
-    """A number of requests of these lengths."""
+    """A number of requests with lengths from one workload."""
 
     workload: Workload
     num_requests: int
@@ -46,14 +46,14 @@ class Phase(NamedTuple):
 
 @dataclass
 class Run:
-    """What came of a run.
+    """The results of a run.
 
     Attributes:
-        changes: (ended requests, decision) of each time that the plan was judged.
-        num_lost: requests without an answer, or with another length than asked for.
-        tokens: those of each request.
-        num_wrong: requests with another token than expected, where the expected one is not as probable.
-        slowdown: measured time of the steps over the profile's, at the end.
+        changes: (number of ended requests, decision) for each time that the plan was judged.
+        num_lost: number of requests without an answer, or with another output length than requested.
+        tokens: output tokens of each request.
+        num_wrong: number of requests with a token other than the expected one, and less probable than it.
+        slowdown: measured time of the steps divided by the profile's, at the end of the run.
     """
 
     log: list[StepRecord]
@@ -65,7 +65,7 @@ class Run:
     num_wrong: int = 0
 
     def tail(self, plan: Plan, workload: Workload, skip: int, count: int) -> Measured:
-        """Throughput and latency after `skip` ended requests."""
+        """Return throughput and latency after `skip` ended requests."""
         q = plan.constraint.quantile
         return measure(
             self.log,
@@ -77,7 +77,7 @@ class Run:
 
 
 def requests_of(phases: Sequence[Phase], rng: np.random.Generator) -> Iterator[SimulatedRequest]:
-    """One after the other; each phase allows its own longest output."""
+    """Yield the requests of all phases in order. The maximum output of a request is the longest output of its phase."""
     id_ = 0
     for workload, count in phases:
         for input_, output in zip(*sample(workload, count, rng, stratified=False), strict=True):
@@ -86,10 +86,10 @@ def requests_of(phases: Sequence[Phase], rng: np.random.Generator) -> Iterator[S
 
 
 class _SimulatedWatch:
-    """What `xrunner.server.observe.watch` does, on the simulated clock.
+    """Does on the simulated clock what `xrunner.server.observe.watch` does in a server.
 
     Args:
-        slowdown: how many times as long as the profile says the simulated machine takes.
+        slowdown: ratio of the simulated machine's step times to the profile's.
     """
 
     def __init__(self, plan: Plan, profile: Profile, slowdown: float) -> None:
@@ -139,10 +139,10 @@ def simulated(
     replan: bool = True,
     slowdown: float = 1.0,
 ) -> Run:
-    """A closed loop that keeps the engine saturated, on the simulated clock.
+    """Run a closed loop that keeps the engine saturated, on the simulated clock.
 
     Args:
-        slowdown: how many times as long as the profile says the machine takes.
+        slowdown: ratio of the machine's step times to the profile's.
     """
     schedule = policies.build(plan)
     requests = requests_of(phases, rng)
@@ -171,10 +171,10 @@ def real(
     replan: bool = True,
     expected: Sequence[Sequence[int]] | None = None,
 ) -> Run:
-    """The same through `xgpt serve` in a process of its own.
+    """Run the same through `xgpt serve` in a separate process.
 
     Args:
-        expected: tokens of each request in another run; None: they are not compared.
+        expected: tokens of each request in another run. None means that tokens are not compared.
     """
     import httpx
 
@@ -203,7 +203,7 @@ def real(
 def _is_wrong(
     client: httpx.Client, url: str, request: ClientRequest, tokens: Sequence[int], expected: Sequence[int]
 ) -> bool:
-    """Return whether tokens differ from those expected, and the first that does is not nearly as probable."""
+    """Return whether tokens differ from the expected ones, and the first different token is clearly less probable."""
     at = next((i for i, (one, other) in enumerate(zip(tokens, expected, strict=True)) if one != other), None)
     if at is None:
         return False
@@ -218,7 +218,7 @@ def is_lost(result: ClientResult, request: ClientRequest) -> bool:
 
 
 def scaled(workload: Workload, factor: float, spec: ModelSpec) -> Workload:
-    """A workload's lengths times a factor, at least 1."""
+    """Return the workload with its lengths multiplied by a factor (at least 1 token)."""
     parts = {}
     for name in ("input", "output"):
         histogram: Histogram = getattr(workload, name)
@@ -232,9 +232,10 @@ def scaled(workload: Workload, factor: float, spec: ModelSpec) -> Workload:
 
 
 def shifted(workload: Workload, *, mean: float = 1.0, sd: float = 1.0, skew: float = 0.0) -> Workload:
-    """ExeGPT's shifts of the output lengths: other mean, other spread, or another skewness at the same two.
+    """Return ExeGPT's shifts of output lengths: another mean, another spread, or another skewness with the same mean
+    and spread.
 
-    Lengths keep to the workload's longest. Source: ExeGPT sec. 7.6, Figure 11.
+    No length exceeds the workload's longest length. Source: ExeGPT sec. 7.6, Figure 11.
     """
     from scipy.stats import skewnorm
 

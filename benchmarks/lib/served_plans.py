@@ -1,4 +1,4 @@
-"""Plans of a small model for several devices of this machine; their placements are set here, not planned."""
+"""Serve plans of a small model on several devices of this machine. Their placements are fixed here, not planned."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ TCP_LISTEN = "0A"
 
 
 def one_lane(degrees: Sequence[int], layers: int = SPEC.num_layers) -> tuple[Stage, ...]:
-    """A pipeline of stages with these tensor-parallel degrees."""
+    """Return a pipeline of stages with these tensor-parallel degrees."""
     return _lane("both", degrees, layers, 0)
 
 
@@ -82,7 +82,7 @@ def _lane(lane: str, degrees: Sequence[int], layers: int, first: int) -> tuple[S
 
 
 def plan(stages: tuple[Stage, ...], *, replicas: int = 1, max_batch: int = 16, model: ModelSpec = SPEC) -> Plan:
-    """A plan that serves; what it predicts is nothing."""
+    """Return a plan that can be served, without meaningful predictions."""
     length = Histogram(lengths=(32,), probabilities=(1.0,))
     lanes = [stage for stage in stages if stage.lane != "encode"]
     policy: PolicySettings = OrcaSettings(max_batch=max_batch, microbatches=len(stages))
@@ -110,11 +110,11 @@ PLANS = {
     "PP 2": lambda: plan(one_lane([1, 1])),
     "WAA 1+1": lambda: plan(two_lanes([1], [1])),
 }
-"""The ways in which two devices run the model."""
+"""The plans with which two devices run the model."""
 
 
 def parser(description: str, num_requests: int) -> argparse.ArgumentParser:
-    """The options of a benchmark that runs these plans."""
+    """Return the parser of the options of a benchmark that runs these plans."""
     arguments = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--requests", type=int, default=num_requests)
     arguments.add_argument("--plan", choices=PLANS, help="only this one")
@@ -123,7 +123,7 @@ def parser(description: str, num_requests: int) -> argparse.ArgumentParser:
 
 
 def report(measure: Callable[[str, Plan], Any], only: str | None, path: Path | None) -> None:
-    """Measure each plan, or one of them; print each row (a dataclass) as it comes, and write all so far."""
+    """Measure each plan, or only one. Print each row (a dataclass) when it is measured, and write all rows so far."""
     rows = []
     for name in [only] if only else PLANS:
         rows.append(measure(name, PLANS[name]()))
@@ -134,11 +134,11 @@ def report(measure: Callable[[str, Plan], Any], only: str | None, path: Path | N
 
 @dataclass
 class Served:
-    """`xgpt serve` while it runs.
+    """A running `xgpt serve`.
 
     Attributes:
-        lines: what it has said on standard error.
-        pids: of its workers, in the order of their numbers, those that were started last.
+        lines: its lines on standard error.
+        pids: process ids of the workers that were started last, in the order of their numbers.
     """
 
     process: subprocess.Popen[str]
@@ -152,7 +152,7 @@ class Served:
 
     @property
     def starts(self) -> list[list[int]]:
-        """Process numbers each time that workers were ready."""
+        """The workers' process ids for each time that they were ready."""
         found = []
         for line in list(self.lines):
             if '"workers are ready"' in line:
@@ -161,7 +161,7 @@ class Served:
 
     @property
     def engine(self) -> int | None:
-        """Number of the process that runs the engine; None: there is none."""
+        """Id of the process that runs the engine, or None if there is none."""
         for entry in _session(self.process.pid):
             with contextlib.suppress(OSError):
                 if b"xgpt.serving.engine_process" in (entry / "cmdline").read_bytes():
@@ -191,7 +191,7 @@ def served(what: Plan, directory: Path, *options: str) -> Iterator[Served]:
         text=True,
         env=environment,
         start_new_session=True,
-        preexec_fn=end_with_parent,  # its session is its own, so nothing else would end it with us
+        preexec_fn=end_with_parent,  # it has its own session, so it would outlive this process
     )
     running = Served(process)
     reader = threading.Thread(target=running._read, daemon=True)
@@ -212,7 +212,7 @@ def served(what: Plan, directory: Path, *options: str) -> Iterator[Served]:
 
 
 def listening(session: int) -> dict[str, tuple[str, int]]:
-    """Sockets on which the processes of a server's session listen for connections: address and port by inode."""
+    """Return the address and port of each listening socket of a server's session, by inode."""
     ports = set()
     for process in _session(session):
         with contextlib.suppress(OSError):
@@ -223,13 +223,14 @@ def listening(session: int) -> dict[str, tuple[str, int]]:
 
 
 def left_over(session: int, sockets: Collection[str]) -> list[str]:
-    """Processes, zombies included, and of these listening sockets those that a server's session has left behind."""
+    """Return the processes, zombies included, and those of these listening sockets that a server's session has left
+    behind."""
     processes = [f"process {process.name}" for process in _session(session)]
     return processes + [f"socket {inode}" for inode in _listening_here().keys() & set(sockets)]
 
 
 def _session(session: int) -> list[Path]:
-    """Its processes' entries in /proc."""
+    """Return the entries in /proc of a session's processes."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -240,13 +241,13 @@ def _session(session: int) -> list[Path]:
 
 
 def _listening_here() -> dict[str, tuple[str, int]]:
-    """All TCP sockets of this machine that listen: address and port by inode."""
+    """Return the address and port of every listening TCP socket of this machine, by inode."""
     lines = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
     return {fields[9]: _address(fields[1]) for fields in lines if len(fields) > 9 and fields[3] == TCP_LISTEN}
 
 
 def _address(written: str) -> tuple[str, int]:
-    """Address and port as /proc/net writes them: words in the machine's byte order, in hexadecimal."""
+    """Return address and port from the format of /proc/net: hexadecimal words in the machine's byte order."""
     words, _, port = written.partition(":")
     packed = b"".join(struct.pack("=I", int(words[at : at + 8], 16)) for at in range(0, len(words), 8))
     return socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed), int(port, 16)

@@ -344,7 +344,7 @@ def _at_the_highest_gain() -> Iterator[Claim]:
 
 
 def _memory_of_two_copies() -> Iterator[Claim]:
-    """\"Because of its memory overhead, WAA failed to execute for 175B and 341B models\" (ExeGPT 7.4)."""
+    """Check \"Because of its memory overhead, WAA failed to execute for 175B and 341B models\" (ExeGPT 7.4)."""
     for model, cluster in (("gpt3-175b", "a40x32"), ("gpt3-175b", "a100x16"), ("gpt3-341b", "a40x48")):
         subject = problem(model, cluster, workload_of("code-generation", model))
         device = subject.cluster.device.memory_bytes

@@ -1,9 +1,9 @@
-"""TCB's experiments on a simulated V100: padded, length-sorted, concatenated, slotted and flattened batches.
+"""Run TCB's experiments on a simulated V100: padded, length-sorted, concatenated, slotted and flattened batches.
 
 The paper's workload: prompts of 3 to 100 tokens, normal, mean 20; Poisson arrivals; 64 rows of 400 tokens; three
-encoder and three decoder layers. Of what it leaves open: answers are as long as prompts, independently; deadlines come
-one to three times a full concatenated batch's time after the arrival; rates are multiples of what TNB serves at
-saturation.
+encoder and three decoder layers. The paper does not state the following. Here answers are as long as prompts,
+independently. Deadlines are one to three times a full concatenated batch's time after the arrival. Rates are multiples
+of TNB's throughput at saturation.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from xprofiler.analytic import profile
 ROWS, ROW_TOKENS = 64, 400
 ORDERS: tuple[AdmissionOrder, ...] = ("das", "sjf", "edf", "fcfs")
 SLACK = (1.0, 3.0)
-"""Deadlines, in times of a full concatenated batch."""
+"""Deadlines, as multiples of a full concatenated batch's time."""
 SLOT_COUNTS = (1, 2, 4, 7, 10)
 TYPICAL_STEPS = 35
-"""Decode steps of the batches that TTB's costs are learnt from: the longest of some hundred answers."""
+"""Decode steps of the batches from which TTB's costs are learnt: the longest of a few hundred answers."""
 Json = dict[str, object]
 
 
 def scaled(spec: ModelSpec, width: int) -> ModelSpec:
-    """The paper's model at another width, everything else in proportion."""
+    """Return the paper's model at another width, with everything else in proportion."""
     factor = width / spec.hidden_size
     return spec.model_copy(
         update={
@@ -64,7 +64,7 @@ def scaled(spec: ModelSpec, width: int) -> ModelSpec:
 
 
 def v100(dtype: DType, step_s: float = 0.0) -> Machine:
-    """The paper's device; `step_s`: seconds that every step takes besides."""
+    """Return the paper's device. `step_s`: seconds that are added to every step."""
     spec, _ = load_model("tcb-seq2seq")
     base = profile(spec, load_cluster("v100x1"), dtype)
     slower = base.overhead.model_copy(update={"seconds": tuple(step_s + seconds for seconds in base.overhead.seconds)})
@@ -72,7 +72,7 @@ def v100(dtype: DType, step_s: float = 0.0) -> Machine:
 
 
 def full_rows(num_rows: int, row_tokens: int, variance: float) -> tuple[list[list[Request]], Demand]:
-    """Rows filled from a long queue, first come first served."""
+    """Return rows filled from a long queue in order of arrival."""
     demand = draw(1e6, 3 * num_rows * row_tokens / MEAN / 1e6, variance, (1.0, 1.0))
     queue = make_queue("fcfs")
     for one in demand.requests:
@@ -81,7 +81,7 @@ def full_rows(num_rows: int, row_tokens: int, variance: float) -> tuple[list[lis
 
 
 class Bench:
-    """One machine, and what is learnt of it beforehand: the time scale of deadlines, and TTB's costs."""
+    """A machine, with the time scale of deadlines and TTB's costs, which are measured beforehand."""
 
     def __init__(self, machine: Machine, variance: float) -> None:
         self.machine, self.variance = machine, variance
@@ -91,7 +91,7 @@ class Bench:
         self.costs = PaddedCost(machine, TYPICAL_STEPS, (1, 16, 64, 256, 1024), (3, 20, 40))
         demand = draw(4000 / self.batch_s, self.batch_s, variance, (100 * self.batch_s, 100 * self.batch_s))
         self.tnb_rps = self.outcome("TNB", "fcfs", demand).throughput_rps
-        """What TNB serves at saturation."""
+        """TNB's throughput at saturation."""
 
     def _run(self, batch: RowBatch, demand: Demand) -> float:
         return self.machine.seconds(lambda: self.machine.run_rows(batch, demand.output_lengths))
@@ -108,7 +108,7 @@ class Bench:
         row_tokens: int = ROW_TOKENS,
         largest: int | None = None,
     ) -> Outcome:
-        """Serve with one of the systems; `largest`: requests of a batch of TTB, None: as many as TCB takes."""
+        """Serve with one of the systems. `largest`: largest batch of TTB. None means as many requests as TCB takes."""
         if name == "iteration":
             return serve_iterations(self.machine, order, round(rows * row_tokens / MEAN), row_tokens, demand)
         forms = {
@@ -125,11 +125,11 @@ SYSTEMS = ("TNB", "TTB", "TCB", "TCB slotted", "flattened", "iteration")
 
 
 def slots(machine: Machine, *, end_anywhere: bool = False) -> list[Json]:
-    """The same requests in pure rows and in slots.
+    """Compare the same requests in pure rows and in slots.
 
     Args:
-        end_anywhere: let answers end after every token with the same probability, their mean and the longest as the
-            prompts', instead of being as long as prompts are.
+        end_anywhere: whether answers end after every token with the same probability, with the mean and the maximum of
+            prompts. Otherwise they have the distribution of prompts.
     """
     table: list[Json] = []
     for num_rows in (10, 32):
@@ -165,7 +165,8 @@ def _seconds(machine: Machine, batch: RowBatch, demand: Demand, *, free_slots: b
 
 
 class Case(NamedTuple):
-    """What of a setting is varied, and all of it; the load is in what TNB serves at saturation."""
+    """The varied variable of a setting, and all its values. The load is a multiple of TNB's throughput at
+    saturation."""
 
     varied: str
     load: float = 3.0
@@ -183,7 +184,7 @@ CASES = (
 
 
 def orders(bench: Bench, seconds: float) -> list[Json]:
-    """Load, rows, variance and row length in turn."""
+    """Vary load, rows, variance and row length in turn."""
     table: list[Json] = []
     slack = (SLACK[0] * bench.batch_s, SLACK[1] * bench.batch_s)
     for case in CASES:
@@ -200,7 +201,8 @@ def orders(bench: Bench, seconds: float) -> list[Json]:
 
 
 def overhead() -> list[Json]:
-    """DAS's own computing time on this machine, for rates about the paper's, and for a hundred thousand that wait."""
+    """Measure DAS's computing time on this machine, at about the paper's rates and with a hundred thousand waiting
+    requests."""
     table: list[Json] = []
     for dtype in ("float32", "float16"):
         bench = Bench(v100(dtype), 20)

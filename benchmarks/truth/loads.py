@@ -1,4 +1,4 @@
-"""Loads on one replica of an engine: clients in a closed loop, arrivals at a rate, or all requests at once."""
+"""Simulate loads on one replica of an engine: clients in a closed loop, arrivals at a rate, or all requests at once."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from xsimulator.stages import whole
 Floats = npt.NDArray[np.float64]
 NEVER_NS = 2**62
 Stored = Literal["fp8", "fp8_unscaled", "fp8_block", "int4", "int8", "nvfp4", "nvfp4_experts"]
-"""Formats of all weights; fp8_unscaled: the scales of activations are not stored with them; nvfp4: all but attention,
-as in NVIDIA's checkpoints; nvfp4_experts: only routed experts."""
+"""Formats of all weights. fp8_unscaled: without stored scales of activations. nvfp4: all weights except attention's, as
+in NVIDIA's checkpoints. nvfp4_experts: only routed experts."""
 OFFICIAL = json.loads((Path(__file__).parent / "models.json").read_text(encoding="utf-8"))
-"""Fields of the config.json of models that are not shipped."""
+"""Fields of config.json of models that xgpt does not ship."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """One replica as it was started.
+    """The settings of one replica.
 
     Attributes:
-        imported: step times from others' tables; otherwise from the datasheet.
+        imported: whether step times come from imported tables. Otherwise they come from the datasheet.
         ep: parts into which the devices divide the experts of a layer.
-        stored: format of the weights, where it is not the model's own.
-        kv_dtype: type of K/V; None: the dtype.
-        skew: of the routing to experts.
-        engine: its name; `changes` are what was set otherwise than the engine does by itself.
+        stored: format of the weights. None means the model's own.
+        kv_dtype: type of K/V. None means the dtype.
+        skew: exponent of the power law of routing to experts.
+        engine: the engine's name. `changes` are the settings that differ from its defaults.
     """
 
     model: str
@@ -62,7 +62,7 @@ class Served:
 
     @property
     def model_spec(self) -> ModelSpec:
-        """The model, its weights as they were stored."""
+        """The model, with its weights as stored."""
         return _model(self.model, self.stored, self.skew)
 
     @property
@@ -70,12 +70,12 @@ class Served:
         return _engine(self.engine, self.changes)
 
     def path_s(self, prompt: float) -> float:
-        """Seconds of a request outside of the engine's loop."""
+        """Return the seconds of a request outside of the engine's loop."""
         return self.spec.request_path_s(prompt, self.model_spec.num_layers)
 
     @property
     def cost(self) -> LaneCost:
-        """Of a step.
+        """The costs of a step.
 
         Raises:
             InputError: there are no step times of this model on this device.
@@ -91,13 +91,13 @@ class Served:
 
     @property
     def lane(self) -> LaneSettings:
-        """The rule's settings."""
+        """Return the settings of the scheduling rule."""
         rule = lane_settings(ChunkedSettings(token_budget=self.token_budget, max_batch=self.max_batch), 0.0, 0.0)
         return as_run_by(self.spec, rule)
 
     @property
     def kv(self) -> Kv:
-        """Blocks of K/V memory.
+        """Return the K/V memory, in blocks.
 
         Raises:
             InfeasibleError: the weights do not fit.
@@ -115,7 +115,7 @@ class Served:
 
 
 class Made(NamedTuple):
-    """What a profile is made of."""
+    """The arguments from which a profile is computed."""
 
     model: str
     stored: Stored | None
@@ -179,7 +179,7 @@ class Times:
     """Seconds of each request from its arrival at the server, and between its tokens. # [requests]
 
     Attributes:
-        end_s: of its last token, from the start.
+        end_s: time of the last token, from the start of the run.
     """
 
     first_s: Floats
@@ -200,11 +200,11 @@ def closed_loop(
     cached: Sequence[int] = (),
     path_s: float | None = None,
 ) -> Times:
-    """What the requests of a number of clients take, all of which start at once.
+    """Return the times of the requests of `clients` clients that all start at the same time.
 
     Args:
-        cached: tokens of each prompt whose K/V is there already; none: of no prompt. # [requests]
-        path_s: seconds of a request outside of the engine; None: the engine's own.
+        cached: cached tokens of each prompt. Empty means that nothing is cached. # [requests]
+        path_s: seconds of a request outside of the engine. None means the engine's default.
     """
     if path_s is None:
         path_s = served.path_s(float(np.mean(inputs)))
@@ -214,10 +214,10 @@ def closed_loop(
 
 
 def open_loop(served: Served, rate_per_s: float, lengths: tuple[int, int], cached: Sequence[int], seed: int) -> Times:
-    """What requests of equal lengths take that arrive at a rate in a Poisson process.
+    """Return the times of requests of equal lengths that arrive in a Poisson process.
 
     Args:
-        cached: tokens of each prompt whose K/V is there already. # [requests]
+        cached: cached tokens of each prompt. # [requests]
     """
     rng, path_s = np.random.default_rng(seed), served.path_s(lengths[0])
     arrivals = (1e9 * np.cumsum(rng.exponential(1 / rate_per_s, len(cached)))).astype(int).tolist()
@@ -227,7 +227,7 @@ def open_loop(served: Served, rate_per_s: float, lengths: tuple[int, int], cache
 
 
 def all_at_once(served: Served, inputs: Sequence[int], outputs: Sequence[int]) -> float:
-    """Output tokens a second where all requests are there from the start."""
+    """Return the output tokens a second if all requests wait from the start."""
     run = _ran(served, Stream(list(inputs), list(outputs), max(outputs), [0] * len(inputs)))
     return sum(outputs) / max(run.end_ns) * 1e9
 
@@ -244,10 +244,10 @@ def _times(run: OneLaneRun, arrivals: Sequence[int], outputs: Sequence[int], pat
 
 
 def needs(served: Served, longest: int) -> None:
-    """Refuse a load whose longest request does not fit.
+    """Check that the longest request of a load fits in memory.
 
     Raises:
-        InputError: it does not.
+        InputError: the longest request does not fit.
     """
     blocks = served.kv
     if blocks.of(longest) > blocks.blocks:
