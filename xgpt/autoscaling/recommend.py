@@ -113,7 +113,7 @@ class _Live:
         traffic = self.reader.read(now_s)
         self.ready = None if traffic is None else traffic.ready
         if traffic is None or not traffic.seconds:
-            self.last = self.recommender.as_planned(now_s)
+            self.last = self.recommender.as_planned(now_s, self.ready)
             why = "no replica answers" if traffic is None else "two readings are needed for a rate"
             return self.last, f"{why}, so the plan for this time of day holds; {self._in_words(self.last)}"
         lengths = self._lengths(now_s, traffic)
@@ -133,13 +133,13 @@ class _Live:
         self._recent.append((now_s, traffic))
         while self._recent[0][0] < now_s - LENGTHS_S:
             self._recent.popleft()
-        ended = round(sum(one.ended for _, one in self._recent))
-        if ended < LEAST_LENGTHS:
-            return None, None, ended
-        prompt, output = (
-            sum(getattr(one, f"{name}_tokens") for _, one in self._recent) for name in ("prompt", "output")
+        arrived, ended, prompt, output = (
+            sum(getattr(one, name) for _, one in self._recent)
+            for name in ("num_requests", "ended", "prompt_tokens", "output_tokens")
         )
-        return prompt / ended, output / ended, ended
+        if min(arrived, ended, output) < LEAST_LENGTHS:
+            return None, None, round(ended)
+        return prompt / arrived, output / ended, round(ended)
 
 
 class _Metrics:

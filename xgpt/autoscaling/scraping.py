@@ -34,7 +34,8 @@ class Counts(NamedTuple):
     Attributes:
         arrived: number of accepted requests.
         ended: number of ended requests.
-        prompt_tokens, output_tokens: numbers of tokens of the ended requests.
+        prompt_tokens: number of prompt tokens of the accepted requests.
+        output_tokens: number of generated tokens.
         waiting: number of requests that wait now.
         age_s: seconds since the replica's start, or infinity if not known.
     """
@@ -56,7 +57,9 @@ class ScrapedTraffic(NamedTuple):
     Attributes:
         seconds: time since the last reading that any replica answered. 0 means that there was no such reading.
         num_requests: number of requests that arrived.
-        ended: number of ended requests; `prompt_tokens` and `output_tokens` count their tokens.
+        ended: number of ended requests.
+        prompt_tokens: number of prompt tokens of the requests that arrived.
+        output_tokens: number of generated tokens.
         waiting: number of requests that wait now.
         ready: number of replicas of each kind that answered. # [kinds]
     """
@@ -209,7 +212,7 @@ def read_counts(text: str) -> Counts | None:
 
 
 def _recent(before: tuple[float, Counts] | None, now_s: float, counts: Counts, seconds: float) -> list[float]:
-    """Return the requests that arrived and ended at a replica in the last `seconds`, and the tokens of ended requests.
+    """Return the requests that arrived and ended at a replica in the last `seconds`, and their tokens.
 
     Requests are assumed to be spread evenly over the time since the replica's last reading or, after its start or a
     restart, since its start.

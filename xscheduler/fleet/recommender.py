@@ -107,9 +107,13 @@ class Recommender:
         self._ordered_s: list[list[float]] = []
         """For each kind, the times at which its replicas were first recommended, in ascending order."""
 
-    def as_planned(self, now_s: float) -> Recommendation:
-        """Return the planned replicas for this time of day, or the last recommendation if it is higher."""
+    def as_planned(self, now_s: float, ready: Sequence[int] | None = None) -> Recommendation:
+        """Return the planned replicas for this time of day, or more if more were recommended before or, before the
+        first recommendation, if more are ready.
+        """
         planned = np.asarray(self._fleet.interval_at(now_s).replicas)
+        if not self._ordered_s and ready is not None:
+            self._order(np.asarray(ready), -np.inf)
         if self._ordered_s:
             planned = np.maximum(planned, self._present())
         self._order(planned, now_s)

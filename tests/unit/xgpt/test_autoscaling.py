@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -38,7 +38,7 @@ class Replica:
         return began + (
             f'xgpt_requests_total{{finish_reason="stop"}} {self.ended}.0\n'
             f"xgpt_requests_running 0.0\nxgpt_requests_waiting {self.waiting}.0\n"
-            f"xgpt_prompt_tokens_total {100 * self.ended}.0\nxgpt_output_tokens_total {10 * self.ended}.0\n"
+            f"xgpt_prompt_tokens_total {100 * (self.ended + self.waiting)}.0\nxgpt_output_tokens_total {10 * self.ended}.0\n"
         )
 
 
@@ -75,7 +75,7 @@ def test_arrivals_are_counted_between_readings_and_anew_after_a_restart() -> Non
         # The time in which the thousand have come is not known.
         assert reader.read(100.0) == ScrapedTraffic(0.0, 0, 0, 0, 0, 0, (1, 1))
         one.ended, other.ended, other.waiting = 1030, 20, 5
-        assert reader.read(115.0) == ScrapedTraffic(15.0, 55, 50, 5000, 500, 5, (1, 1))
+        assert reader.read(115.0) == ScrapedTraffic(15.0, 55, 50, 5500, 500, 5, (1, 1))
         one.ended, other.waiting = 7, 0  # it has been restarted
         assert reader.read(130.0) == ScrapedTraffic(15.0, 7, 7, 700, 70, 0, (1, 1))
         assert one.keys == {"Bearer secret"}
@@ -127,6 +127,33 @@ def test_missed_readings_and_a_clock_that_is_set_back_leave_a_steady_load_as_it_
             wanted.append(found.replicas[0])
             now_s, replica.ended = now_s + 15, replica.ended + 60
     assert set(wanted) <= {2, 3}
+
+
+def test_a_recommender_that_restarts_lets_no_ready_replica_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first recommendation was the planned number, and autoscalers end surplus replicas at once."""
+    now_s, fleet, replica = 900.0, fleet_of([4.0] * 12), Replica()
+    monkeypatch.setattr("xgpt.autoscaling.recommend.time", SimpleNamespace(monotonic=lambda: now_s))
+    with ExitStack() as opened:
+        urls = [opened.enter_context(serving(replica)) for _ in range(8)]
+        reader = LoadReader([Target(0, url) for url in urls], 1, None)
+        live = _Live(fleet, AutoscaleRequest(scrape=urls), Recommender(fleet), reader, 0.0)
+        for _ in range(3):
+            found, _ = live.look()
+            assert found is not None and found.replicas[0] >= 8
+            now_s, replica.ended = now_s + 15, replica.ended + 28
+
+
+def test_prompts_that_wait_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tokens were divided by the number of ended requests, so a queue made prompts look longer."""
+    now_s, fleet, replica = 900.0, fleet_of([4.0] * 12), Replica()
+    monkeypatch.setattr("xgpt.autoscaling.recommend.time", SimpleNamespace(monotonic=lambda: now_s))
+    with serving(replica) as url:
+        reader = LoadReader([Target(0, url)], 1, None)
+        live = _Live(fleet, AutoscaleRequest(scrape=(url,)), Recommender(fleet), reader, 0.0)
+        reader.read(now_s)
+        replica.ended, replica.waiting = 100, 300
+        traffic = reader.read(now_s + 15)
+        assert traffic is not None and live._lengths(now_s + 15, traffic) == (100.0, 10.0, 100)
 
 
 @pytest.mark.parametrize(
