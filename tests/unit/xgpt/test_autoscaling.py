@@ -38,7 +38,8 @@ class Replica:
         return began + (
             f'xgpt_requests_total{{finish_reason="stop"}} {self.ended}.0\n'
             f"xgpt_requests_running 0.0\nxgpt_requests_waiting {self.waiting}.0\n"
-            f"xgpt_prompt_tokens_total {100 * (self.ended + self.waiting)}.0\nxgpt_output_tokens_total {10 * self.ended}.0\n"
+            f"xgpt_prompt_tokens_total {100 * (self.ended + self.waiting)}.0\n"
+            f"xgpt_output_tokens_total {10 * self.ended}.0\n"
         )
 
 
