@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -229,7 +230,7 @@ class StepLogWriter:
     """Writes the engine's steps, one JSON line each, for `xsimulator.measures` and for replays.
 
     If a line cannot be written, for example because the disk is full, the log ends before this line, but the engine
-    continues.
+    continues. The file stays locked until the end, so that no other server writes to it.
 
     Attributes:
         num_lost: number of steps that were not written.
@@ -238,7 +239,13 @@ class StepLogWriter:
     def __init__(self, path: Path) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("wb")
+            self._file = path.open("ab")
+            if path.is_file():  # not a pipe or a device
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._file.truncate(0)
+        except BlockingIOError:
+            self._file.close()
+            raise MachineError(f"cannot write {path}: another server writes it; give another file") from None
         except OSError as error:
             raise MachineError(f"cannot write {path}: {reason_of(error)}") from None
         self._path = path

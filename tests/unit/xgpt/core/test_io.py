@@ -18,6 +18,7 @@ from xgpt.core.io import (
     load_json,
     load_yaml,
     parse,
+    read_step_log,
     sha256,
     write_atomic,
 )
@@ -140,6 +141,21 @@ def test_write_below_a_file_is_a_machine_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(MachineError, match="cannot write"):
         write_atomic(tmp_path / "file" / "plan.json", "text")
+
+
+def test_a_step_log_has_one_writer(tmp_path: Path) -> None:
+    """A second server emptied the file, and the first continued after a gap of null bytes."""
+    path, record = tmp_path / "steps.jsonl", StepRecord(0, 1, ((0, 0, 5),), (1, 2, 3), (), (), ())
+    log = StepLogWriter(path)
+    log(record)
+    log.flush()
+    with pytest.raises(MachineError, match="another server writes it"):
+        StepLogWriter(path)
+    log(record)
+    log.close()
+    assert read_step_log(path) == [record, record]
+    StepLogWriter(path).close()
+    assert not path.read_bytes()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
