@@ -26,6 +26,8 @@ from xgpt.observation.windows import Seen
 
 RECENT_S = 30.0
 """Seconds over which recent rates and latencies are computed."""
+LEAST_S = 1.0
+"""Shortest time over which rates are computed. Requests of one batch end at one moment."""
 
 
 class Ended(NamedTuple):
@@ -57,7 +59,7 @@ class Recent:
     def rate_per_s(self) -> float | None:
         """Return how many requests end per second, or None if too few have ended."""
         seconds = self._forget()
-        return (len(self._ended) - 1) / seconds if len(self._ended) > 1 and seconds > 0 else None
+        return (len(self._ended) - 1) / seconds if len(self._ended) > 1 else None
 
     def figures(self) -> dict[str, float | None]:
         """Return the live page's figures. A figure is None if no request has ended recently."""
@@ -66,7 +68,7 @@ class Recent:
         kept = [request.is_kept for request in ended if request.is_kept is not None]
         return {
             "throughput_rps": self.rate_per_s(),
-            "output_tokens_per_s": sum(request.num_tokens for request in ended) / seconds if seconds else None,
+            "output_tokens_per_s": sum(request.num_tokens for request in ended) / seconds,
             "latency_p50_s": _quantile((request.latency_s for request in ended), 0.5),
             "latency_p99_s": _quantile((request.latency_s for request in ended), 0.99),
             "first_p99_s": _quantile((request.first_s for request in ended), 0.99),
@@ -75,11 +77,13 @@ class Recent:
         }
 
     def _forget(self) -> float:
-        """Drop requests that ended more than `RECENT_S` ago. Return the number of seconds in which the others ended."""
+        """Drop requests that ended more than `RECENT_S` ago. Return the number of seconds in which the others ended, or
+        `LEAST_S` if it is smaller.
+        """
         now_s = time.perf_counter()
         while self._ended and self._ended[0][0] < now_s - RECENT_S:
             self._ended.popleft()
-        return min(RECENT_S, now_s - self._ended[0][0]) if self._ended else RECENT_S
+        return max(LEAST_S, min(RECENT_S, now_s - self._ended[0][0])) if self._ended else RECENT_S
 
 
 def _quantile(seconds: Iterable[float], quantile: float) -> float | None:

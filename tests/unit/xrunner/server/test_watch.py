@@ -20,10 +20,19 @@ from xgpt.core.errors import InputError, MachineError
 from xgpt.core.schema import Decision, Observation, OrcaSettings, Outcome, Plan, Proposal
 from xgpt.observation import observer
 from xgpt.observation.windows import observe, observe_lengths
-from xrunner.server.observe.watch import Watch
+from xrunner.server.observe.watch import Ended, Recent, Watch
 from xscheduler.replanning import replanner
 from xscheduler.replanning.replanner import NICENESS, BackgroundPlanner, observe_source
 from xscheduler.schedule import Scheduler
+
+
+def test_a_batch_that_has_just_ended_is_no_rate_of_thousands_a_second() -> None:
+    """Tokens were divided by the microseconds since the end of the first request."""
+    recent = Recent()
+    for _ in range(8):
+        recent.end(Ended(100, 2.0, 0.1, 2.0, None))
+    rate, tokens = recent.rate_per_s(), recent.figures()["output_tokens_per_s"]
+    assert rate is not None and rate <= 8 and tokens is not None and tokens <= 800
 
 
 @dataclass
