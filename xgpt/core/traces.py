@@ -27,6 +27,7 @@ SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".txt", ".prom")
 """File name suffixes of traces and of pages of metrics. The suffix .gz may follow."""
 LARGEST_LENGTH = 2**31 - 1
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+SPELLINGS = {"sec": "s", "seconds": "s", "millis": "ms", "milliseconds": "ms", "nano": "ns", "starttimeunixnano": "ns"}
 WORDS = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
 EPOCHS = {"s": 1e9, "ms": 1e12, "us": 1e15, "ns": 1e18}
 """In each unit, the time from 1970 to 2001. A larger number must be a time in this unit since 1970."""
@@ -178,7 +179,8 @@ def _unit(
 ) -> tuple[str, bool]:
     """Return the unit of a trace's times, and whether the name or the format states this unit."""
     written = plain(name)
-    stated = "ns" if written.endswith("nano") else written.rpartition("_")[2]
+    last = written.rpartition("_")[2]
+    stated = SPELLINGS.get(last, last)
     if stated in UNITS:
         return stated, True
     earliest = min(times)

@@ -209,6 +209,14 @@ def test_what_cannot_be_known_is_refused(tmp_path: Path, name: str, text: str, s
         read_lengths(write(tmp_path, text, name))
 
 
+@pytest.mark.parametrize(
+    ("name", "unit_s"), [("request_time_ms", 1e-3), ("timestamp_millis", 1e-3), ("start_time_sec", 1)]
+)
+def test_a_unit_in_the_name_of_times_is_read(tmp_path: Path, name: str, unit_s: float) -> None:
+    read = read_lengths(write(tmp_path, f"{name},input,output\n1000,10,2\n3000,30,4\n"))
+    assert read.timestamp_s is not None and read.timestamp_s.tolist() == [0.0, 2000 * unit_s]
+
+
 def test_conversations_are_counted_by_their_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trace = read_lengths(write(tmp_path, share_gpt(), "ShareGPT_V3.json"))
     assert (trace.input.tolist(), trace.output.tolist()) == ([10, 30], [2, 4])
