@@ -2,7 +2,8 @@
 
     python -m benchmarks.agreement [--cases 300] [--seed 0] [--part 0/2] [--seconds 300] [--jsonl FILE]
 
-Throughput, and the latency of a request whose output has the 99th percentile's length. K/V memory never binds.
+Compared are throughput and the latency of a request whose output has the 99th percentile's length. K/V memory is never
+a limit.
 """
 
 from __future__ import annotations
@@ -55,16 +56,16 @@ WORKLOADS = ("summarization", "translation", "code-generation", "chat-short", "o
 KINDS = ("rra", "waa", "orca", "chunked", "static")
 
 MOST_REQUESTS = 400
-"""Requests inside at most: the simulation takes many times that."""
+"""Largest number of running requests. The simulation runs many times as many."""
 QUANTILE = 0.99
 BLOCK_SIZE = 16
 PLENTY = 10**8
-"""K/V blocks."""
+"""A number of K/V blocks that is never a limit."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One placement, policy and workload, with its closed form and what a simulation of it needs."""
+    """One placement, policy and workload, with the closed form and everything that a simulation needs."""
 
     kind: str
     text: str
@@ -77,7 +78,7 @@ class Case:
 
     @property
     def is_known_to_differ(self) -> str | None:
-        """Why the closed form does not hold here, where that is known."""
+        """Return the known reason why the closed form does not hold for this case, or None."""
         settings, predicted = self.settings, self.predicted
         if isinstance(settings, RraSettings):
             each = settings.encode_batch / settings.microbatches
@@ -94,7 +95,7 @@ def problem(model: str, cluster: str, workload: str) -> tuple[ModelSpec, Cluster
 
 
 def random_case(rng: np.random.Generator, kinds: tuple[str, ...] = KINDS) -> Case:
-    """The next case that fits the model's context and is small enough to simulate."""
+    """Return the next random case that fits the model's context and is small enough to simulate."""
     while True:
         place, workload = PLACES[rng.integers(len(PLACES))], WORKLOADS[rng.integers(len(WORKLOADS))]
         kind = kinds[rng.integers(len(kinds))]
@@ -110,13 +111,13 @@ def random_case(rng: np.random.Generator, kinds: tuple[str, ...] = KINDS) -> Cas
 
 
 def simulate(case: Case, rng: np.random.Generator) -> Measured:
-    """A saturated run, read after its warm-up."""
+    """Return the figures of a saturated run after its warm-up."""
     inside, encode = case.predicted["peak_requests"], case.predicted["encode_batch"]
     count = int(np.clip(15 * inside, 600, 2500))
     warm_up = round(2 * inside + 3 * encode) + 50
     total = warm_up + count + round(2 * inside + 4 * encode) + 50
-    # Spread evenly, for means that vary less. But then nearly every static batch has one of the longest hundredth, and
-    # is longer than it should be.
+    # Lengths are spread evenly, so that means vary less. But then nearly every static batch would have one of the
+    # longest 1% and take too long.
     inputs, outputs = sample(case.workload, total, rng, stratified=case.kind != "static")
     lengths = Lengths(case.workload)
     requests = [SimulatedRequest(i, int(inputs[i]), lengths.max_output, int(outputs[i])) for i in range(total)]
@@ -133,8 +134,9 @@ def simulate(case: Case, rng: np.random.Generator) -> Measured:
 
 
 def errors(case: Case, measured: Measured) -> tuple[float, float]:
-    """Relative errors of throughput and latency."""
-    # With one slot, steps encode what a longer stay would have kept out: there only the requests show what it costs.
+    """Return the relative errors of throughput and latency."""
+    # With one slot, steps encode prompts that a longer request would have kept out, so only the requests show the
+    # latency.
     alone = getattr(case.settings, "max_batch", None) == 1
     latency_s = measured.request_latency_s if alone else measured.latency_s
     return (
@@ -144,7 +146,7 @@ def errors(case: Case, measured: Measured) -> tuple[float, float]:
 
 
 def _draw(rng: np.random.Generator, low: int, high: int) -> int:
-    """Evenly on a logarithmic scale."""
+    """Draw a number evenly on a logarithmic scale."""
     return round(low * (max(high, low) / low) ** rng.random())
 
 
@@ -241,9 +243,7 @@ def _waa(rng: np.random.Generator, place: tuple[str, str], workload: str, most_d
 
 
 def compare(seed: int, number: int) -> dict[str, object]:
-    """Case `number` of those that `seed` draws, simulated: each has a generator of its own, so that any can be repeated
-    alone.
-    """
+    """Simulate case `number` of `seed`. Each case has its own generator, so that it can be repeated by itself."""
     rng = np.random.default_rng([seed, number])
     case = random_case(rng)
     start = time.perf_counter()

@@ -3,8 +3,8 @@ rate.
 
     python -m benchmarks.arrivals [--cases 25] [--headroom 0] [--json FILE]
 
-Profiles come from datasheets. A plan's stated rate is put to the engine that simulates each request: the bound must be
-kept at it, and broken 3% above. Three further draws of lengths and arrivals show what chance makes of the rate.
+Profiles come from datasheets. A plan's stated rate is checked on the simulated engine: the bound must be kept at this
+rate, and broken at a rate 3% higher. Three further draws of lengths and arrivals show how chance changes the rate.
 """
 
 from __future__ import annotations
@@ -58,28 +58,28 @@ CASES = (
 )
 SEEDS = (1, 2, 3)
 CONFIRMED = 0.03
-"""A stated rate is confirmed where the bound is kept at it and broken this much above."""
+"""A stated rate is confirmed if the bound is kept at this rate, and broken at a rate higher by this share."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case. Rates are requests a second at which the bound is kept with waiting."""
+    """One case. Rates are the requests a second at which the bound is kept, waiting included."""
 
     case: str
     policy: str
     rate: float
     seconds: float
-    """Of one processor, for planning by arrivals, simulations included."""
+    """Processor seconds of planning for arrivals, simulations included."""
     gap: float | None
-    """Share by which any other schedule may keep more at most; None: not proven."""
+    """Largest share by which another schedule's rate may be higher, or None if nothing is proven."""
     error: float | None
     """Relative standard deviation of the rate over draws of lengths and arrivals."""
     closed: float | None
     saturated_policy: str
     saturated_choice: float
-    """Of the plan of the highest saturated throughput."""
+    """Rate of the plan with the highest saturated throughput."""
     saturated_best: float
-    """The highest of any policy's plan of the highest saturated throughput."""
+    """Highest rate among the plans with each policy's highest saturated throughput."""
     vllm: float | None
     confirmed: bool
     other_draws: tuple[float, ...]
@@ -162,14 +162,14 @@ def measure(case: tuple[str, str, str, float], headroom: float) -> Row:
 
 
 def other_draw(plan: Plan, profile: Profile, seed: int) -> float:
-    """The plan's rate by other lengths and arrivals."""
+    """Return the plan's rate with other lengths and arrivals."""
     search = CapacitySearch(plan, profile, rate_of(plan), seed=seed)
     search.precision = SHARP
     return search.rate
 
 
 def vllm_defaults(subject: Problem) -> float | None:
-    """The rate of vLLM's defaults, tensor-parallel over a node's devices; None where it cannot be scored."""
+    """Return the rate of vLLM's defaults, tensor-parallel over a node's devices, or None if they cannot be scored."""
     devices = min(subject.cluster.num_devices, subject.cluster.devices_per_node)
     try:
         current = read_current(f"vllm serve model -tp {devices}", subject.cluster)
@@ -179,7 +179,7 @@ def vllm_defaults(subject: Problem) -> float | None:
 
 
 def is_confirmed(plan: Plan, profile: Profile) -> bool:
-    """Whether the engine that simulates each request keeps the bound at the stated rate, and breaks it above."""
+    """Return whether the simulated engine keeps the bound at the stated rate, and breaks it above."""
     trial, slack = Trial(plan, profile, by_request=True), 1 / (1 + plan.constraint.headroom)
     rate = rate_of(plan)
     above = (1 + CONFIRMED) * rate

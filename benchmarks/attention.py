@@ -1,10 +1,11 @@
-"""Time one layer's attention on this machine's CPU: every backend, and torch's fused kernel, for several shapes.
+"""Time one layer's attention on this machine's CPU with every backend and with torch's fused kernel, for several
+shapes.
 
     python -m benchmarks.attention [--threads N] [--json results/attention.json]
 
-Each variant goes round several layers' caches, as a model does, so that a small cache does not stay in the
-processor's own. The table shows the median in milliseconds, and for the fastest its GB/s of keys and values read
-(decode) or its GFLOP/s (prompts).
+Each variant uses several layers' K/V caches in turn, as a model does, so that a small K/V cache does not stay in the
+processor's caches. The table shows the median in milliseconds, and for the fastest variant the GB/s of K/V (decode) or
+the GFLOP/s (prompts).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ NUM_LAYERS = 4
 
 
 class Shape(NamedTuple):
-    """Decodes of ragged contexts about a mean, or prompts in chunks of `length` after `start` tokens."""
+    """Decodes whose contexts vary about a mean, or prompts in chunks of `length` tokens after `start` tokens."""
 
     name: str
     num_heads: int
@@ -68,7 +69,8 @@ SHAPES = [
 
 
 def fused(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Causal attention of a sequence's last tokens. # q [n, heads, dim], keys [context, kv_heads, dim] -> like q"""
+    """Return the causal attention of a sequence's last tokens. # q [n, heads, dim], keys [context, kv_heads, dim] ->
+    like q"""
     whole = q.shape[0] == keys.shape[0]
     mask = None if whole else ~causal_mask(q.shape[0], keys.shape[0], q.device)
     out = F.scaled_dot_product_attention(
@@ -83,7 +85,8 @@ def fused(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 class FusedAttention(ReferenceAttention):
-    """The peer: torch's fused kernel for every sequence, decodes too, over keys and values gathered from blocks."""
+    """The variant for comparison: torch's fused kernel for every sequence, over keys and values gathered from
+    blocks."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: Batch, **_: object) -> Tensor:
         write_kv(k, v, cache, batch.cache_slots)
@@ -100,7 +103,7 @@ VARIANTS = {name: BACKENDS[name] for name in HERE} | {"fused": FusedAttention}
 
 
 def inputs(shape: Shape) -> tuple[list[Tensor], list[Tensor], Batch]:
-    """q, k and v of a step, the caches of the layers, and the batch."""
+    """Return q, k and v of a step, the caches of the layers, and the batch."""
     rng = np.random.default_rng(0)
     context_len = shape.contexts(rng)
     query_len = np.array([1] * shape.num_decodes + [shape.length] * shape.num_chunks, dtype=np.int32)
@@ -120,7 +123,7 @@ def inputs(shape: Shape) -> tuple[list[Tensor], list[Tensor], Batch]:
 
 
 def median_s(run: Callable[[Tensor], Tensor], caches: list[Tensor], budget_s: float) -> float:
-    """Median seconds a layer, over as many rounds as the budget allows (three at least)."""
+    """Return the median seconds of a layer, over as many rounds as the budget allows (at least three)."""
     for cache in caches:
         run(cache)
     times: list[float] = []
@@ -134,7 +137,7 @@ def median_s(run: Callable[[Tensor], Tensor], caches: list[Tensor], budget_s: fl
 
 
 def work(shape: Shape) -> tuple[float, str]:
-    """What the shape moves or computes, in the unit that limits it."""
+    """Return the amount of K/V that the shape reads, or of FLOPs that it computes, with the unit."""
     if not shape.num_chunks:
         contexts = shape.contexts(np.random.default_rng(0))
         return float(contexts.sum()) * 2 * shape.num_kv_heads * HEAD_DIM * 4 / 1e9, "GB/s"

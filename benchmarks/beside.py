@@ -1,11 +1,12 @@
-"""Measure what other work on the cores costs: the throughput that a saturated decode loses for each percent of use.
+"""Measure the throughput that a saturated decode loses for each percent of the cores that other work uses.
 
     python -m benchmarks.beside [--model opt-125m] [--dtype float32] [--batch 32] [--seconds 2] [--rounds 6]
 
 The engine's worker executes one decode step after the other on all cores, each thread on its own core, as in service.
-Each stretch beside other work (`benchmarks.lib.other_work`) follows one without, and is compared with that. Pairs in
-whose first stretch a thread waited for its core do not count: there was work on the machine that is not ours. Others'
-use is the processor time of the other work. Prints a table of medians and writes results/beside.json.
+Each interval with other work (`benchmarks.lib.other_work`) follows an interval without it, and the two are compared. A
+pair does not count if a thread waited for its core in the first interval, since the machine then had work that the
+benchmark did not start. The use by others is the processor time of the other work. Prints a table of medians and writes
+results/beside.json.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from xrunner.cores import own_cores, waited_ns
 
 RESULTS = Path("results/beside.json")
 SHARES = (0.06, 0.12, 0.25)
-"""Of the cores, that others take."""
+"""Shares of the cores that other work uses."""
 CONTEXT = 250
 MOST_WAITED = 0.05
-"""Share of a stretch without other work for which a thread may wait for its core."""
+"""Largest share of an interval without other work for which a thread may wait for its core."""
 
 
 class Stretch(NamedTuple):
-    """What some seconds of steps showed.
+    """The figures of an interval of steps.
 
     Attributes:
         others: share of the cores that the other work took.
-        waited: share of the time in which the thread that waited most for its core did so.
+        waited: share of the time for which a thread waited for its core, for the thread that waited longest.
     """
 
     steps_per_s: float
@@ -70,7 +71,7 @@ def _stretch(bench: Bench, batch: int, seconds: float, others: OtherWork) -> Str
 @click.option("--seconds", default=2.0, show_default=True, help="Duration of each stretch.")
 @click.option("--rounds", default=6, show_default=True)
 def main(model: str, dtype: str | None, batch: int, seconds: float, rounds: int) -> None:
-    """Measure stretches by turns, and print what each kind and share of other work costs."""
+    """Measure intervals in turn, and print the cost of each kind and share of other work."""
     spec, checkpoint = load_model(model, None)
     cluster = load_cluster("local")
     chosen = dtype_of(spec, cluster, dtype)  # type: ignore[arg-type]

@@ -2,9 +2,9 @@
 
     python -m benchmarks.claims [--rates] [--first 0] [--count 5000] [--part 0/2] [--seconds S] [--markdown FILE] LINES
 
-Case n is drawn from n alone. Each case adds a line to LINES (JSON): its number, CPU seconds, and what failed. Cases
-that stand there are not run again, so that the run goes on where it was left; --seconds ends it early. With --rates
-plans are made for arrivals, and their rates are tried.
+Case n is drawn from n alone. Each case adds a line to LINES (JSON): its number, CPU seconds, and failures. Cases in
+LINES are not run again, so an interrupted run continues. --seconds ends the run early. With --rates, plans are made for
+arrivals, and their rates are tested.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main(lines: Path, rates: bool, first: int, count: int, part: str, seconds: f
 
 
 def case(number: int) -> Case:
-    """The case of a number."""
+    """Return the case with this number."""
     rng = random.Random(1_000_003 + number)
     return Case(
         rng.randrange(2**32),
@@ -73,14 +73,14 @@ def case(number: int) -> Case:
 
 
 def tried(number: int, *, rates: bool = False) -> dict[str, Any]:
-    """Try a case."""
+    """Test a case, and return the result."""
     problem, started, failed = case(number), time.process_time(), None
     try:
         if rates:
             rates_hold(replace(problem, sla="length"))
         else:
             claims_hold(problem)
-    except Exception as error:  # whatever it is, the other cases are run
+    except Exception as error:  # whatever the error is, the other cases still run
         places = [frame.name for frame in traceback.extract_tb(error.__traceback__) if "test_claims" in frame.filename]
         failed = f"{problem}: {type(error).__name__} in {places[-1]}: {str(error)[:200]}"
     return {"case": number, "cpu s": round(time.process_time() - started, 2), "failed": failed}

@@ -3,8 +3,8 @@
     python -m benchmarks.configs FOLDER [--markdown]
 
 FOLDER holds files named NAME_config.json and, for some of them, NAME_hf_quant_config.json, as aiconfigurator ships
-them (aic-core/src/aiconfigurator_core/model_configs). Of each: how many parameters of the language model the planner
-counts, how many the model has that transformers builds without memory, and the size of its weights as stored.
+them (aic-core/src/aiconfigurator_core/model_configs). The columns are: the language model's parameters by the planner's
+count, the parameters of the model that transformers builds without memory, and the size of the stored weights.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from xgpt.core.schema import ModelSpec
 
 
 class Read(NamedTuple):
-    """What was read of one config.json.
+    """The result for one config.json.
 
     Attributes:
-        read, built: billions of parameters, as the planner and transformers count them; None: transformers has no
-            class for this family (its name says why), or the file is refused.
-        note: the refusal, or why transformers builds none.
+        read, built: billions of parameters by the planner's and by transformers' count. None means that transformers
+            has no class for this family (`note` states why), or that the file is refused.
+        note: the refusal, or the reason why transformers builds no model.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Read(NamedTuple):
 
 
 def configs(folder: Path) -> Iterator[Read]:
-    """Yield what is read of each config.json of a folder, in the order of names."""
+    """Yield the result for each config.json of a folder, in the order of names."""
     for path in sorted(folder.glob("*_config.json")):
         name = path.name.removesuffix("_config.json")
         if name.endswith("_hf_quant"):
@@ -72,7 +72,7 @@ def stored_gib(spec: ModelSpec) -> float:
 
 
 def built_by_transformers(config: dict[str, Any]) -> tuple[float | None, str]:
-    """Return the billions of parameters in transformers' model of a config.json, or why there is none."""
+    """Return the billions of parameters of transformers' model for a config.json, or the reason why there is none."""
     family, part = language_model(config, "config.json")
     if family not in CONFIG_MAPPING:
         return None, f"transformers has no class of {family}"
@@ -85,10 +85,10 @@ def built_by_transformers(config: dict[str, Any]) -> tuple[float | None, str]:
             try:
                 model = AutoModelForCausalLM.from_config(config)
                 head = 0
-            except ValueError:  # a part of a model that also reads images: built without its head
+            except ValueError:  # a part of a model that also reads images is built without its head
                 model = AutoModel.from_config(config)
                 head = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-        except Exception as error:  # whatever a class of theirs may raise
+        except Exception as error:  # whatever a class of transformers may raise
             return None, f"transformers builds none: {type(error).__name__}: {error}".splitlines()[0][:80]
     weights = (each for name, each in model.named_parameters() if each.dim() > 1 and "bias" not in name)
     return (sum(each.numel() for each in weights) + head) / 1e9, ""

@@ -1,12 +1,13 @@
-"""Measure what dividing experts and partial tensor parallelism gain: the best plan with both, and without each.
+"""Measure the gains from dividing experts and from partial tensor parallelism: the best plans with both, and without
+each.
 
     python -m benchmarks.experts [--only deepseek-v3] [--framework vllm-0.15] [--kv-dtype float8] [--markdown FILE]
 
-Throughput while requests always wait, under the latency bound of each case; step times from the datasheet, or of
-others' tables with --framework. "slices" are plans whose devices hold slices of every expert, "parts" plans whose
-groups hold whole experts on each device, "equal stages" plans of replicas that are pipelines of equal groups, without
-partial tensor parallelism and without two lanes. Seconds are the processor's, of the searches of all policies
-together and of the slowest of them; the gap is the best plan's, and the widest of any policy's.
+The figure is throughput at saturation under the latency bound of each case. Step times are from the datasheet, or from
+imported tables with --framework. In "slices", each device has a slice of every expert. In "parts", each device of a
+group has whole experts. In "equal stages", replicas are pipelines of equal groups, without partial tensor parallelism
+and without two lanes. Seconds are processor time, for the searches of all policies together and for the slowest one.
+The gaps are the best plan's, and the largest of any policy.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ HEADER = (
 
 
 class Found(NamedTuple):
-    """The best plan of all policies, and of each policy's search the processor's seconds and the gap."""
+    """The best plan of all policies, and the processor seconds and the gap of each policy's search."""
 
     plan: Plan
     seconds: list[float]
@@ -76,7 +77,7 @@ def best(problem: Problem) -> Found | None:
 
 
 def only(problem: Problem, wanted: Callable[[LayerTimes], bool]) -> Problem:
-    """The problem on those groups of devices alone."""
+    """Return the problem with only the wanted groups of devices."""
     layers = tuple(layer for layer in problem.profile.layers if wanted(layer))
     return replace(problem, profile=problem.profile.model_copy(update={"layers": layers}))
 

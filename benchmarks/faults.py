@@ -1,11 +1,10 @@
-"""Kill or stop workers in mid-stream under load: are requests lost, and does a token change?
+"""Kill or stop workers under load during streams, and check whether requests are lost or tokens change.
 
     python -m benchmarks.faults [--requests 500] [--json faults.json]
 
-`xgpt serve` runs a small model on two cores as two devices, in three ways: a stage of both, a stage on each, and WAA
-with one that encodes and one that decodes. Clients stream answers; meanwhile each worker in turn gets SIGKILL, then
-SIGSTOP. The same hundred requests are sent again and again until all blows have been dealt, and all of them have been
-sent.
+`xgpt serve` runs a small model on two cores as two devices, with three plans: one stage on both devices, a stage on
+each, and WAA with one device that encodes and one that decodes. While clients stream answers, each worker in turn gets
+SIGKILL, then SIGSTOP. The same hundred requests are sent repeatedly until all signals and all requests have been sent.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ NUM_WORKERS = 2
 CONCURRENCY = 16
 ROUND = 100
 BETWEEN_S = 3.0
-"""From workers that are ready again to the next blow."""
+"""Seconds from the time when workers are ready again to the next signal."""
 
 
 @dataclass
 class Row:
-    """What came of one plan.
+    """The result of one plan.
 
     Attributes:
-        back_s: from each blow until workers were ready again.
+        back_s: seconds from each signal until workers were ready again.
         changed: requests whose tokens differ from those of one undisturbed process.
-        left_over: processes and sockets of the server's after its end.
-        seconds: the whole took, the server's start included.
+        left_over: processes and sockets of the server that remain after its end.
+        seconds: total time, including the server's start.
     """
 
     plan: str
@@ -73,11 +72,11 @@ def requests(count: int) -> list[ClientRequest]:
 
 
 async def strike(server: Served, blows: list[tuple[int, int]]) -> list[float]:
-    """One blow after another while requests run; returns seconds until workers were ready again."""
+    """Send one signal after another while requests run. Return the seconds until workers were ready again."""
     back: list[float] = []
     dealt: list[float] = []
     for worker, number in blows:
-        # A fourth within the period would be one too many, and end the server.
+        # A fourth restart within the period would end the server.
         forgiven_s = dealt[-RESTARTS] + PERIOD_S + 1 - time.monotonic() if len(dealt) >= RESTARTS else 0.0
         await asyncio.sleep(max(BETWEEN_S, forgiven_s))
         count = len(server.starts)
@@ -94,7 +93,7 @@ async def strike(server: Served, blows: list[tuple[int, int]]) -> list[float]:
 async def under_load(
     server: Served, count: int, blows: list[tuple[int, int]]
 ) -> tuple[list[list[ClientResult]], list[float]]:
-    """The same requests, round after round, until the last blow has been dealt and there were `count` of them."""
+    """Send the same requests in rounds until the last signal and at least `count` requests have been sent."""
     striking = asyncio.create_task(strike(server, blows))
     rounds: list[list[ClientResult]] = []
     while len(rounds) * ROUND < count or not striking.done():
@@ -103,7 +102,7 @@ async def under_load(
 
 
 def undisturbed(count: int = ROUND) -> list[list[int]]:
-    """Return the tokens of an engine that nothing disturbs, by request."""
+    """Return the tokens of an undisturbed engine, by request."""
     engine = build_engine(plan(one_lane([1])))
     tokens: list[list[int]] = [[] for _ in range(count)]
     for id_, request in enumerate(requests(count)):

@@ -2,8 +2,8 @@
 
     python -m benchmarks.fleet_planning [--runs 3] STATE
 
-`xgpt fleet` is run as a command: starting, drawing the day's requests, planning, and simulating all of them on every
-fleet that is tried. Its figures are written to STATE/planning.json; benchmarks.fleet shows them.
+This runs the command `xgpt fleet`, which starts, draws the day's requests, plans, and simulates all requests on every
+tried fleet. Its figures are written to STATE/planning.json; benchmarks.fleet shows them.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from xgpt.core.schema.fleet import FleetPlan
 
 PLANNING = "planning.json"
 HOURS = ((6, 5, "conv"), (3, 20, "conv"), (3, 60, "conv"), (2, 40, "code"), (4, 50, "conv"), (6, 10, "conv"))
-"""Of the day: hours, requests a second, and which Azure workload."""
+"""Parts of the day: hours, requests a second, and the Azure workload."""
 AMONG = "h100x8=2.9,a100x16=1.4,l40sx8=0.9"
 ASKED = ("--model", "llama-3.1-8b", "--latency-bound", "20", "--ttft", "2", "--among", AMONG, "--devices", "64")
 
 
 @dataclass(frozen=True)
 class Planning:
-    """What runs of the command took.
+    """The times of runs of the command.
 
     Attributes:
-        seconds: of each run, whole, once loops are compiled.
-        planning_s, verifying_s: of the last one, as it says.
+        seconds: total time of each run after loops are compiled.
+        planning_s, verifying_s: times that the last run reports.
     """
 
     seconds: list[float]

@@ -1,11 +1,10 @@
-"""The latency that the gateway adds, and the throughput that it costs, compared with our endpoint.
+"""Measure how much latency the gateway adds and how much throughput it costs, compared with xgpt's endpoint.
 
     python -m benchmarks.fronts [--rounds 5] [--seconds 5]
 
-`xgpt serve` runs a small model behind each front; both servers wait while the other one is measured, in turns. A round
-sends chats of one token one after the other, then as many chats of 32 tokens as 16 clients get answered. Processor time
-is that of the server with all of its processes. Prints a table, and writes results/fronts.json. Takes a minute and a
-half.
+`xgpt serve` runs a small model behind each front. The fronts are measured in turns, and the other server is idle
+meanwhile. A round sends chats of one token one after the other. Then 16 clients send chats of 32 tokens. Processor time
+includes all processes of the server. Prints a table, and writes results/fronts.json. This takes a minute and a half.
 """
 
 from __future__ import annotations

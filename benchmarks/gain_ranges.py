@@ -2,10 +2,10 @@
 
     python -m benchmarks.gain_ranges [--first 0] [--last 10] [--markdown]
 
-Ten cases of a model, a cluster, a workload and a bound; each is planned for vLLM's newest version, next to that vLLM
-as it is started by default on the smallest groups of devices that hold the model. Printed: the plan that holds up best,
-its gain in the arrival rate for each device as planned, under the worst and the best of the assumptions, and the worst
-one; and what `xgpt compare` advises, with the least gain of this advice.
+There are ten cases, each with a model, a cluster, a workload and a bound. Each is planned for vLLM's newest version,
+and compared with vLLM's defaults on the smallest groups of devices that have memory for the model. The table shows the
+plan with the best gain under the worst assumptions, its gain in the arrival rate per device (as planned, under the
+worst and under the best assumptions), the worst assumption, and the advice of `xgpt compare` with its least gain.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     python -m benchmarks.kernels [--capability 90] [--json]
 
-Needs triton, which brings NVIDIA's assembler; nothing is run. One row for each model's shape, dtype and use.
+This needs triton, which includes NVIDIA's assembler. No kernel is run. There is a row for each model's shape, dtype and
+use.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from xrunner.gpu.attention import PROGRAMS_A_PROCESSOR, Tile, decode_tile, padde
 
 BLOCK_SIZE = 16
 PROCESSORS = 132
-"""An H100's."""
+"""Number of an H100's multiprocessors."""
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 WHOLE_ROWS = ("q_token_stride", "q_head_stride", "value_start")
-"""Multiples of 16, as the models have them."""
+"""Arguments that are multiples of 16, as in the models."""
 
 
 class Shape(NamedTuple):
@@ -49,7 +50,7 @@ USES = {
     "prompt, captured": {"IS_DECODE": False, "IS_SPLIT": False, "IS_CAPTURED": True},
     "decode, split, captured": {"IS_DECODE": True, "IS_SPLIT": True, "IS_CAPTURED": True},
 }
-"""The kernel's constants for each."""
+"""The kernel's constants for each use."""
 
 
 @click.command()
@@ -61,7 +62,7 @@ USES = {
 )
 @click.option("--json", "as_json", is_flag=True)
 def main(capability: int, as_json: bool) -> None:
-    """One row a kernel."""
+    """Print one row for each kernel."""
     rows = []
     for shape in SHAPES:
         for use, constants in USES.items():
@@ -73,7 +74,7 @@ def main(capability: int, as_json: bool) -> None:
 
 
 def compiled(shape: Shape, use: dict[str, bool], capability: int) -> dict[str, Any]:
-    """What one kernel takes of a processor."""
+    """Return the resources of a multiprocessor that one kernel uses."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas
@@ -105,7 +106,7 @@ def compiled(shape: Shape, use: dict[str, bool], capability: int) -> dict[str, A
 
 
 def arguments(shape: Shape, tile: Tile, use: dict[str, bool]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Types of the kernel's values, and its constants."""
+    """Return the types of the kernel's arguments, and its constants."""
     from xrunner.gpu.kernels import TYPES as DOT_TYPES
 
     kind = f"*{TYPES[shape.dtype]}"
@@ -136,7 +137,7 @@ def arguments(shape: Shape, tile: Tile, use: dict[str, bool]) -> tuple[dict[str,
 
 
 def assembled(ptx: str, assembler: str) -> dict[str, int]:
-    """Registers of a thread, and what does not fit in them."""
+    """Return the registers of a thread, and the bytes of spills."""
     target = re.search(r"\.target (\w+)", ptx)
     assert target is not None, "every PTX file names its target"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:

@@ -2,13 +2,14 @@
 
     python -m benchmarks.kv_sizes [--markdown]
 
-Rows of benchmarks/truth/kv/sizes.csv: "report" is llm-d-planner's accuracy report on vLLM 0.19 (pull request 205;
-"error": the size follows from the published error of its own prediction, "parts": from the published weights,
-activations and other memory), "table" its docs/empirical-vllm-memory-results.md on vLLM 0.11, "inference-sim" what
-inference-sim publishes (sim-to-real-accuracy-validation, and testdata of inference-sim), "vLLM-benchmarking" logs of
-dennislee22/vLLM-benchmarking, "myoceane" a page of myoceane.fr; numbers are issues. Figures of configs/engines were
-fitted to the rows that say so, and to no others. "runs" says what a log shows that flags do not: FlashInfer's sampler,
-or Marlin's kernels on a device that has better ones.
+Sources of the rows in benchmarks/truth/kv/sizes.csv: "report" is llm-d-planner's accuracy report on vLLM 0.19
+(pull request 205). There, "error" means that the size was computed from the published error of llm-d-planner's
+prediction, and "parts" that it was computed from the published weights, activations and other memory. "table" is its
+docs/empirical-vllm-memory-results.md on vLLM 0.11. "inference-sim" is published by inference-sim
+(sim-to-real-accuracy-validation, and testdata of inference-sim). "vLLM-benchmarking" are logs of
+dennislee22/vLLM-benchmarking. "myoceane" is a page of myoceane.fr. Numbers are issues. Figures of configs/engines were
+fitted only to the rows that are marked so. Column "runs" has properties that a log shows and flags do not: FlashInfer's
+sampler, or Marlin's kernels on a device that has better ones.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ from xsimulator.stages import lane, spread
 
 FOLDER = Path(__file__).parent / "truth" / "kv"
 FLASHINFER_BYTES = 10.0
-"""Bytes of sampling for a token of the vocabulary and a request where FlashInfer samples: logits of two bytes and of
-four, and probabilities of four; PyTorch's sampler sorts them."""
+"""Bytes that FlashInfer's sampling takes for a request and a token of the vocabulary: logits in two bytes and in four,
+and probabilities in four. PyTorch's sampler also sorts them."""
 
 
 class Size(NamedTuple):
     """One logged size of K/V memory, on one device.
 
     Attributes:
-        logged, predicted: in GiB, or in tokens if those were logged; less than nothing: weights and buffers do not fit.
-        is_fitted: whether figures of the engine were fitted to it.
+        logged, predicted: K/V memory in GiB, or in tokens if these were logged. Negative if weights and buffers do not
+            fit.
+        is_fitted: whether figures of the engine were fitted to this size.
     """
 
     setting: str
@@ -50,7 +52,7 @@ class Size(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative error; positive: more than there is."""
+        """Relative error, positive if the prediction is too high."""
         return self.predicted / self.logged - 1
 
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.operators [--fit] [--json results/operators.json]
 
-Shapes are those of the shipped Llama and Qwen models at every tensor-parallel degree; the measured latencies are vLLM's
+Shapes are those of the shipped Llama and Qwen models at every tensor-parallel degree. The measured latencies are vLLM's
 in the wheel of aiconfigurator-core 0.12, in half precision and in eight bits. `--fit` prints efficiencies for
-configs/devices: one set a device kind and dtype that minimises the mean error of each kind of operator, on a
+configs/devices: for each kind of device and dtype, the set that minimises the mean error of each kind of operator on a
 logarithmic scale.
 """
 
@@ -34,7 +34,7 @@ TOKENS = tuple(2**i for i in range(14))
 ELEMENTS = tuple(2**i for i in range(10, 27))
 
 Point = tuple[Callable[[Kernels], float], float]
-"""The datasheet's time of an operator, and the measured one, in seconds."""
+"""The datasheet's time of an operator, and the measured time, in seconds."""
 
 PARAMETERS = {
     "matrix product": ("matrix", "weights", "product_s"),
@@ -42,10 +42,12 @@ PARAMETERS = {
     "decode attention": ("kv", "attention_s"),
     "all-reduce": ("bus", "all_reduce_s"),
 }
-"""What each kind of operator depends on. `attention_s` is fitted to both, on decode."""
+"""The efficiencies on which each kind of operator depends. `attention_s` belongs to both kinds of attention, and is
+fitted on decode."""
 
 LAYER_S = 6e-6
-"""Norms, rotations and activations of a layer: no table holds them. Two or three small kernels in a captured graph."""
+"""Seconds of a layer's norms, rotations and activations, which no table contains: two or three small kernels in a
+captured graph."""
 SOURCE = "fitted to vLLM's kernels in aiconfigurator-core 0.12 (benchmarks.operators --fit)"
 
 START = {
@@ -62,7 +64,8 @@ START = {
 
 
 def points(cluster: ClusterSpec, dtype: DType) -> dict[str, list[Point]]:
-    """Every operator of the models at every degree, by kind. All-reduces are in half precision whatever the dtype."""
+    """Return every operator of the models at every degree, by kind. All-reduces are in half precision whatever the
+    dtype."""
     root = imported.wheel_folder() / "data" / imported.SYSTEMS[cluster.device.name]
     tables = imported.Tables(root, "vllm", imported.TABLE_DTYPES[dtype], device=cluster.device)
     found: dict[str, list[Point]] = {kind: [] for kind in PARAMETERS}
@@ -101,7 +104,7 @@ def _of_model(spec: ModelSpec, t: int, tables: imported.Tables, found: dict[str,
 
 
 def errors(kernels: Kernels, points_of_kind: list[Point]) -> np.ndarray:
-    """Relative errors of the datasheet's times."""
+    """Return the relative errors of the datasheet's times."""
     return np.asarray([predict(kernels) / measured - 1 for predict, measured in points_of_kind])
 
 
@@ -111,7 +114,7 @@ def with_efficiency(cluster: ClusterSpec, efficiency: Efficiency, dtype: DType) 
 
 
 def fit(cluster: ClusterSpec, found: dict[str, list[Point]], dtype: DType) -> Efficiency:
-    """One set for the device kind."""
+    """Return the best set of efficiencies for the kind of device."""
     values = A40_EFFICIENCY.model_dump() | START
     for kind in ("matrix product", "decode attention", "prompt attention", "all-reduce"):
         names = [n for n in PARAMETERS[kind] if not (kind == "prompt attention" and n == "attention_s")]

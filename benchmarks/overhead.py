@@ -2,9 +2,9 @@
 
     python -m benchmarks.overhead [--steps 50]
 
-A worker that does everything but compute stands in for the model, so nothing depends on which model it would be. Each
-table varies one size and keeps the others: requests in decode, tokens of context, requests that wait. The figures are
-medians. Writes results/overhead.json; docs/results/engine.md keeps the last.
+The worker does everything except compute, so the results do not depend on a model. Each table varies one size and keeps
+the others constant: requests in decode, tokens of context, or waiting requests. The figures are medians. Writes
+results/overhead.json. docs/results/engine.md has the last results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIZES = {
 @click.command()
 @click.option("--steps", default=50, show_default=True)
 def main(steps: int) -> None:
-    """One table for each size that grows."""
+    """Print one table for each varied size."""
     rows = []
     for what, sizes in SIZES.items():
         click.echo(f"| {what} | ms a step | µs a request |\n|---|---|---|")
@@ -63,7 +63,7 @@ def step_s(num_decodes: int, context: int, num_waiting: int, steps: int) -> floa
 
 
 def full_engine(num_decodes: int, context: int, num_waiting: int, max_output: int) -> Engine:
-    """An engine whose lane is full, with others waiting; prompts are encoded."""
+    """Return an engine with a full lane, encoded prompts and further waiting requests."""
     blocks = num_decodes * -(-(context + max_output) // BLOCK_SIZE)
     model = family_of(SPEC)(SPEC)
     cache = KvCache(SPEC, blocks, BLOCK_SIZE, model.token_embedding.weight.dtype, model.token_embedding.weight.device)
@@ -90,7 +90,7 @@ SPEC = ModelSpec(
     vocab_size=16,
     max_context=8192,
 )
-"""Its weights are never used."""
+"""A model whose weights are never used."""
 
 
 if __name__ == "__main__":

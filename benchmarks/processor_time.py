@@ -1,11 +1,11 @@
-"""Compare predictions with measurements in processor time, for machines that others use, too.
+"""Compare predictions with measurements in processor time, on machines that other work also uses.
 
     python -m benchmarks.processor_time --model DIRECTORY [--workload chat-short] [--requests 150] [--rounds 2]
 
-The profile and the engine's step log count the seconds in which this process computes, on one thread. What others take
-of the machine's time is in neither; what they do to its caches and clock rates is, and shows in the pace, measured over
-predicted time of all steps. Each single-lane policy is planned for, without a bound and under one, and run by turns.
-Prints a table, and writes results/processor_time.json.
+The profile and the engine's step log count the seconds for which this process computes, on one thread. Time that other
+work takes is in neither. The effect of other work on caches and clock rates is in both, and shows in the pace (measured
+divided by predicted time of all steps). Each single-lane policy is planned with and without a bound, and the plans run
+in turn. Prints a table, and writes results/processor_time.json.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ COLUMNS = (
     *("bound s", "policy", "settings", "pace"),
     *(text for name in FIGURES for text in (name, "measured", "error")),
 )
-"""The errors are those of the prediction at that pace."""
+"""Columns of the table. Errors are those of the prediction at the pace in the same row."""
 
 
 def profiled(spec: ModelSpec, checkpoint: Path | None) -> Profile:
-    """A model's profile on one thread, in processor time."""
+    """Return a model's profile on one thread, in processor time."""
     torch.set_num_threads(1)
     layouts = fastest_layouts(spec, "float32", (1,))
     settings = WorkerSettings(
@@ -64,7 +64,7 @@ def profiled(spec: ModelSpec, checkpoint: Path | None) -> Profile:
 
 
 def executed(plan: Plan, num_requests: int, seed: int) -> list[StepRecord]:
-    """The steps of a plan's engine in this process, all requests waiting from the beginning."""
+    """Return the steps of a plan's engine in this process. All requests wait from the start."""
     log: list[StepRecord] = []
     built = build_engine(plan)
     assert isinstance(built, Engine)

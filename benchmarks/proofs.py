@@ -1,9 +1,9 @@
-"""List plans' rates and their gaps to what no other schedule exceeds.
+"""List plans' rates and their proven gaps.
 
     python -m benchmarks.proofs [--profile FILE] [--json FILE] [--before FILE] [--markdown FILE]
 
-The cases are those of docs/guide/bounds.md; with --profile, a measured one of opt-125m on this machine, `make demo`'s
-is one more. --before takes the JSON that an earlier version wrote: run this file with that version on PYTHONPATH.
+The cases are those of docs/guide/bounds.md. --profile adds the case of `make demo`, with a measured profile of opt-125m
+on this machine. --before takes the JSON of an earlier version, which this file writes with that version on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(profile: Path | None, path: Path | None, before: Path | None, page: Pat
 
 
 def stated(**asked: Any) -> dict[str, Any]:
-    """Return what the plan of a request states."""
+    """Return the figures that the plan of a request states."""
     started = time.process_time()
     plan = xgpt.plan(**asked)
     seconds, found = time.process_time() - started, plan.estimate.capacity

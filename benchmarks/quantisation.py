@@ -1,13 +1,13 @@
-"""Measure the effect of fewer bits: a small model trained here on available text, run in each precision.
+"""Measure the effect of quantisation on a small model that is trained here, run in each precision.
 
     python -m benchmarks.quantisation [--steps 600]
 
-Random weights say little of quantisation, so a byte-level Llama is trained on the sources of Python's standard library
-(minutes on two cores; kept for the next run, and every KEPT steps, so that a run that was broken off goes on). On text
-that it has not seen: perplexity, the divergence of the next-token distribution from float32's, how often the likeliest
-token is the same, and the cosine between what each layer makes of a token and what it does in float32, of the layer
-where it is least. The same of a small random checkpoint of every family, on random tokens. Writes
-results/quantisation.json.
+Random weights show little about quantisation, so a byte-level Llama is trained on the sources of Python's standard
+library (minutes on two cores). It is stored for the next run, and also every KEPT steps, so that an interrupted run
+continues. On unseen text, the benchmark computes perplexity, the divergence of the next-token distribution from
+float32's, how often the likeliest token is the same, and the cosine between each layer's output and its output in
+float32, for the layer with the lowest cosine. It does the same for a small random checkpoint of every family on random
+tokens. Writes results/quantisation.json.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from xrunner.worker import Worker
 CONTEXT, BATCH, BLOCK_SIZE = 256, 16, 16
 NUM_WINDOWS = 64
 KEPT = 10
-"""Steps of training after which it could go on from a file."""
+"""Number of training steps between two stored states."""
 HELD_OUT = 20
-"""One file of this number is not trained on."""
+"""One in this number of files is not used for training."""
 PRECISIONS: tuple[tuple[RunDType, RunDType | None], ...] = (
     ("float32", None),
     ("float32", "int8"),
@@ -45,13 +45,13 @@ PRECISIONS: tuple[tuple[RunDType, RunDType | None], ...] = (
     ("int8", None),
     ("int8", "int8"),
 )
-"""Of products, and of keys and values where they have another one than usual."""
+"""Data types of matrix products, and of K/V if it is not the default."""
 
 
 @click.command()
 @click.option("--steps", default=600, show_default=True, help="Of training.")
 def main(steps: int) -> None:
-    """Train where no such model is kept, then compare."""
+    """Train the model if it is not stored, then compare precisions."""
     train, test = texts()
     checkpoint = trained(train, steps)
     windows = test[: NUM_WINDOWS * CONTEXT].reshape(NUM_WINDOWS, CONTEXT)
@@ -67,7 +67,8 @@ def main(steps: int) -> None:
 
 
 def families() -> Iterator[dict[str, Any]]:
-    """Yield the rows of a random checkpoint of each family, but for encoders with decoders, which have two stacks."""
+    """Yield the rows of a random checkpoint of each family, except encoder-decoders, which have two stacks of
+    layers."""
     from tests.numerics.checkpoints import CONTEXT as MOST
     from tests.numerics.checkpoints import FAMILIES, VOCABULARY, save
 
@@ -82,7 +83,7 @@ def families() -> Iterator[dict[str, Any]]:
 
 
 def texts() -> tuple[np.ndarray, np.ndarray]:
-    """Bytes to train on, and others. # uint8"""
+    """Return the bytes for training, and other bytes. # uint8"""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for number, path in enumerate(files):
@@ -92,7 +93,7 @@ def texts() -> tuple[np.ndarray, np.ndarray]:
 
 
 def trained(text: np.ndarray, steps: int) -> Path:
-    """The checkpoint of a model of two million parameters."""
+    """Return the checkpoint of a trained model with two million parameters."""
     import transformers
 
     directory = cache_dir() / "quantisation" / str(steps)
@@ -141,7 +142,7 @@ def trained(text: np.ndarray, steps: int) -> Path:
 
 
 def compare(checkpoint: Path, windows: np.ndarray) -> list[dict[str, Any]]:
-    """A row for each precision; float32's is the reference."""
+    """Return a row for each precision. float32 is the reference."""
     reference: tuple[Tensor, Tensor] | None = None
     rows: list[dict[str, Any]] = []
     targets = torch.from_numpy(windows[:, 1:].astype(np.int64)).flatten()
@@ -177,7 +178,8 @@ def compare(checkpoint: Path, windows: np.ndarray) -> list[dict[str, Any]]:
 
 
 def outputs(worker: Worker, window: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of every next token, after each token of a prompt but its last, and what layers make of them.
+    """Return the log-probabilities of all next tokens after each token of a prompt but the last, and the layers'
+    outputs.
 
     # [tokens - 1, vocab], [layers, tokens, hidden]
     """

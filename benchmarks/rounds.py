@@ -1,10 +1,10 @@
-"""Compare the closed form of rounds whose steps differ at random with the recursion that it replaces.
+"""Compare the closed form for rounds of steps with random times with the recursion that it replaces.
 
     python -m benchmarks.rounds [--lanes 2000] [--seed 1] [--fit]
 
-Lanes of 2 to 20 equal stages and up to 40 micro-batches, drawn at random; a step that encodes takes 1.15 to 12 times as
-long as one that does not, with a coefficient of variation of up to 0.9 beyond that. `--fit` finds the coefficients of
-`xsimulator.forecast.pipeline.SHARE` anew; verify them with another seed.
+Lanes have 2 to 20 equal stages and up to 40 micro-batches, drawn at random. A step that encodes takes 1.15 to 12 times
+as long as another step, with a coefficient of variation of up to 0.9 for the additional time. `--fit` fits the
+coefficients of `xsimulator.forecast.pipeline.SHARE` again. Verify them with another seed.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ Array = npt.NDArray[np.float64]
 
 LANES_A_SHAPE = 24
 NUM_VALUES = 8
-"""Of the steps that encode."""
+"""Number of different times of steps that encode."""
 MOST_FITTED = 6.0
-"""Lanes whose long steps take so many times as long, at most, are fitted to."""
+"""The fit uses lanes whose long steps take at most this number of times as long as others."""
 
 
 class Lanes(NamedTuple):
-    """Lanes by their stages and micro-batches, and seconds of a round in the recursion. # [lanes]"""
+    """Lanes with their stages and micro-batches, and the seconds of a round by the recursion. # [lanes]"""
 
     stages: int
     microbatches: int
     steps: RandomSteps
     ratio: Array
-    """Mean step that encodes, over one that does not."""
+    """Mean time of a step that encodes, divided by the time of another step."""
     simulated: Array
 
 
 def recursion(cost: Array, stages: int, microbatches: int) -> Array:
-    """Seconds of a round. # [lanes, steps] -> [lanes]"""
+    """Return the seconds of a round. # [lanes, steps] -> [lanes]"""
     count = cost.shape[1]
     free, ends = np.zeros((stages, len(cost))), np.zeros((count, len(cost)))
     for step in range(count):
@@ -56,7 +56,7 @@ def recursion(cost: Array, stages: int, microbatches: int) -> Array:
 
 
 def draw(rng: np.random.Generator, num_lanes: int) -> Iterator[Lanes]:
-    """Lanes, a few of each shape."""
+    """Yield lanes, a few of each shape."""
     size = LANES_A_SHAPE
     for _ in range(-(-num_lanes // size)):
         stages = int(np.exp(rng.uniform(np.log(2), np.log(20.9))))
@@ -69,7 +69,7 @@ def draw(rng: np.random.Generator, num_lanes: int) -> Iterator[Lanes]:
         seconds = np.concatenate([np.ones((size, 1)), 1 + (ratio - 1)[:, None] * beyond], axis=1)
         probability = np.column_stack([1 - long, *[long / NUM_VALUES] * NUM_VALUES])
         count = 4000 + 20 * m
-        # Each kind of step as often as it should be, in random order.
+        # Each kind of step occurs as often as its probability says, in random order.
         uniform = (np.argsort(rng.random((size, count)), axis=1) + 0.5) / count
         index = (uniform[:, :, None] > np.cumsum(probability, axis=1)[:, None, :-1]).sum(axis=2)
         cost = np.take_along_axis(seconds, index, axis=1)
@@ -78,7 +78,7 @@ def draw(rng: np.random.Generator, num_lanes: int) -> Iterator[Lanes]:
 
 
 def fit(lanes: list[Lanes]) -> tuple[float, ...]:
-    """The coefficients with the least mean fourth power of the relative error; they are in use from then on."""
+    """Set and return the coefficients with the least mean fourth power of the relative error."""
     bounds = [group.steps.bounds() for group in lanes]
     least, reached = (np.concatenate([bound[i][0] for bound in bounds]) for i in range(2))
     simulated = np.concatenate([group.simulated for group in lanes])

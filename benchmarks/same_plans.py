@@ -1,11 +1,11 @@
-"""Check that a change leaves plans unchanged: those of another commit and of this tree, byte for byte.
+"""Check that the plans of another commit and of this tree are equal, byte for byte.
 
     python -m benchmarks.same_plans [--against main] [--only opt-13b]
 
-Compared are the plans of every search of the scheduler benchmark, of the contract tests' problems, and of `xgpt.plan`
-and `xgpt.replan` under each objective, with and without prompts in common. `search.seconds` is left out. The other
-commit's plans are kept in results/plans/COMMIT; those of this tree are made anew, also after an interruption, unless
---go-on is given.
+This compares the plans of every search of the scheduler benchmark, of the contract tests' problems, and of `xgpt.plan`
+and `xgpt.replan` under each objective, with and without shared prefixes. `search.seconds` is left out. The other
+commit's plans are stored in results/plans/COMMIT. The plans of this tree are made again, even after an interruption,
+unless --go-on is given.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def asked(arguments: Mapping[str, object]) -> dict[str, Plan]:
 
 
 def with_reuse(objective: str) -> dict[str, Plan]:
-    """The plans for prompts that share beginnings, and the one that would replace the first for other lengths."""
+    """Return the plans for prompts with shared prefixes, and the plan that would replace the first one for other
+    lengths."""
     from tools.structured import shared_prompts, write
 
     with tempfile.TemporaryDirectory() as folder:
@@ -97,7 +98,7 @@ def replanned(name: str) -> dict[str, Plan]:
 
 
 def cases(only: str | None) -> Iterator[tuple[str, Make]]:
-    """Yield each case's name and how its plans are made."""
+    """Yield each case's name, and the function that makes its plans."""
     for model, cluster, workloads in SCENARIOS:
         for workload in workloads if only in (None, model) else ():
             bounds = faster_transformer(problem(model, cluster, workload_of(workload, model))).bounds()
@@ -123,7 +124,7 @@ def _bound(bound_s: float | None) -> str:
 
 
 def text_of(make: Make) -> str:
-    """Return the plans as JSON without times, or why there are none."""
+    """Return the plans as JSON without times, or the reason why there are none."""
     try:
         plans = make()
     except InfeasibleError as error:
@@ -137,7 +138,7 @@ def text_of(make: Make) -> str:
 
 
 def write(folder: Path, only: str | None) -> None:
-    """Write each case's plans to a file of its own, those of an interrupted run left as they are."""
+    """Write each case's plans to a separate file. Files of an interrupted run stay unchanged."""
     for name, make in cases(only):
         if not (path := folder / f"{name}.json").is_file():
             write_atomic(path, text_of(make))
@@ -145,7 +146,7 @@ def write(folder: Path, only: str | None) -> None:
 
 
 def written_at(commit: str, only: str | None) -> Path:
-    """Return the folder with a commit's plans, made by its code and these cases."""
+    """Return the folder with a commit's plans, made with the commit's code and this tree's cases."""
     sha = _git("rev-parse", "--short=12", f"{commit}^{{commit}}").strip()
     folder = (RESULTS / sha).absolute()
     with tempfile.TemporaryDirectory() as tree:

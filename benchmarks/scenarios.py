@@ -2,11 +2,12 @@
 
     python -m benchmarks.scenarios rates|requests [--only opt-13b] [--jsonl FILE] [--markdown FILE]
 
-rates: for each task the bound that 70% of FasterTransformer's settings keep; the plan of `--objective arrivals`, and
-whether the engine that simulates each request keeps the bound at the stated rate and breaks it 3% above. requests: the
-bounds of `benchmarks.scheduler --sla request`, the tightest, the middle and the loosest; nothing may fall from one to
-the next, and no plan that was made for another bound may keep this one (its simulated latency, headroom included) and
-serve more than this one's. Seconds are the processor's. Tasks that stand in the JSON lines are not run again.
+rates: for each task, the bound is the one that 70% of FasterTransformer's settings keep. The stated rate of the plan of
+`--objective arrivals` is checked on the simulated engine, which must keep the bound at this rate and break it 3% above.
+requests: the bounds are the tightest, the middle and the loosest of `benchmarks.scheduler --sla request`. Throughput
+must not fall with a looser bound. No plan for another bound may keep this bound (by its simulated latency, headroom
+included) and serve more than this bound's plan. Seconds are processor time. Tasks that are already in the JSON lines
+are not run again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from xscheduler.objectives.ladder import request_latency
 from xscheduler.problem import Problem
 
 SHARES = (0.1, 0.7)
-"""Of FasterTransformer's settings that keep the tightest and the loosest bound."""
+"""Shares of FasterTransformer's settings that keep the tightest and the loosest bound."""
 PAGES = {
     "rates": (
         "Stated arrival rates",
@@ -52,7 +53,7 @@ PAGES = {
     ),
 }
 CHOSEN = (0, NUM_BOUNDS // 2, NUM_BOUNDS - 1)
-"""Of the bounds on all requests."""
+"""Indices of the chosen bounds on all requests."""
 
 
 @click.command(help=__doc__, context_settings={"max_content_width": 120})
@@ -84,7 +85,7 @@ def main(what: str, only: str | None, kept: Path | None, page: Path | None) -> N
 
 
 def rate(problem: Problem, bound_s: float) -> dict[str, Any]:
-    """The highest arrival rate of the chosen plan, and whether single requests confirm it."""
+    """Return the highest arrival rate of the chosen plan, and whether the simulated engine confirms it."""
     plan, seconds = planned(problem, Constraint(latency_bound_s=bound_s, objective="arrivals"))
     if plan is None:
         return {"policy": "-", "arrivals/s": None, "saturated": None, "cpu s": seconds, "confirmed": "-"}
@@ -94,7 +95,7 @@ def rate(problem: Problem, bound_s: float) -> dict[str, Any]:
 
 
 def throughput(problem: Problem, bound_s: float) -> dict[str, Any]:
-    """The throughput under a bound on the quantile of all requests."""
+    """Return the throughput under a bound on the quantile of all requests."""
     plan, seconds = planned(problem, Constraint(latency_bound_s=bound_s, sla="request"))
     if plan is None:
         return {"policy": "-", "req/s": 0.0, "latency s": None, "keeps s": None, "simulated": None, "cpu s": seconds}
@@ -111,7 +112,7 @@ def planned(problem: Problem, constraint: Constraint) -> tuple[Plan | None, floa
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """Return the table, and a line that counts what it shows."""
+    """Return the table, and a line that summarises it."""
     if "keeps s" in rows[0]:
         rows = [row | {"beaten": "YES" if is_beaten(row, rows) else "no"} for row in rows]
     names = list(rows[0])
@@ -136,7 +137,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def is_beaten(row: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
-    """Whether a plan made for another bound of the task keeps this row's and serves more."""
+    """Return whether a plan for another bound of the task keeps this row's bound and serves more."""
     others = [other for other in rows if other["task"] == row["task"] and (other["keeps s"] or inf) <= row["bound"]]
     return any(other["req/s"] > row["req/s"] * (1 + 1e-9) for other in others)
 

@@ -1,9 +1,9 @@
-"""Time the simulator: one closed form, a sweep of them, a run request by request, and one by counts.
+"""Time the simulator: one closed form, a sweep of closed forms, a run on the simulated engine, and a run by counts.
 
     python -m benchmarks.simulator [--json FILE]
 
-GPT-3 175B on 32 A40 for the closed forms; OPT-13B on four A40, summarisation, for the run; GPT-3 341B on 48 A40 for
-what a plan's search would take if it ran the engine itself. CPU seconds of this process.
+Closed forms are for GPT-3 175B on 32 A40, and the run is for OPT-13B on four A40 (summarization). GPT-3 341B on 48 A40
+shows how long a plan's search would take with the simulated engine. Times are CPU seconds of this process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Settings = RraSettings | OrcaSettings | ChunkedSettings | StaticSettings
 
 
 def closed_forms() -> list[dict[str, object]]:
-    """Microseconds of one warm estimate, and configurations a second of a sweep, for each policy."""
+    """Return, for each policy, the microseconds of one warm estimate and the settings a second of a sweep."""
     spec, _ = load_model("gpt3-175b")
     cluster = load_cluster("a40x32")
     profile = analytic.profile(spec, cluster, spec.default_dtype)
@@ -88,7 +88,7 @@ def closed_forms() -> list[dict[str, object]]:
 
 
 def request_level() -> list[dict[str, object]]:
-    """Seconds of 10,000 requests on one stage of four devices, and on four stages."""
+    """Return the seconds of 10,000 requests on one stage of four devices, and on four stages."""
     spec, _ = load_model("opt-13b")
     cluster = load_cluster("a40x4")
     profile = analytic.profile(spec, cluster, spec.default_dtype)
@@ -113,7 +113,8 @@ def request_level() -> list[dict[str, object]]:
 
 
 def of_48_devices() -> list[dict[str, object]]:
-    """Runs of a plan's search for the highest arrival rate on 48 devices: how many, by counts, and by the engine."""
+    """Return the number of runs of a search for the highest arrival rate on 48 devices, and their times by counts and
+    on the engine."""
     return [_searched(kind) for kind in ("chunked", "orca", "rra", "waa")]
 
 
@@ -136,7 +137,7 @@ def _row(kind: str, one: Callable[[], object], sweep: Callable[[], object]) -> d
 
 
 def _seconds(run: Callable[[], object], times: int, repeats: int = 5) -> float:
-    """CPU seconds of a call: the least of a few repeats, after one to warm up."""
+    """Return the CPU seconds of a call, the shortest of a few repeats after a warm-up."""
     run()
     found = []
     for _ in range(repeats):
@@ -150,7 +151,7 @@ def _seconds(run: Callable[[], object], times: int, repeats: int = 5) -> float:
 @click.command()
 @click.option("--json", "json_path", type=click.Path(path_type=Path))
 def main(json_path: Path | None) -> None:
-    """Measure, and print the figures with their goals."""
+    """Measure the figures, and print them with their goals."""
     forms, runs, large = closed_forms(), request_level(), of_48_devices()
     click.echo(f"{'policy':10}{'one estimate, us':>18}{'configurations a second':>26}")
     for row in forms:

@@ -1,14 +1,14 @@
-"""Compare the capacity of budgets from slack with that of the best fixed budget on this machine.
+"""Compare the capacity of token budgets by slack with the capacity of the best fixed budget on this machine.
 
     python -m benchmarks.slack_measured --plan FILE [--model opt-125m] [--workload summarization]
     python -m benchmarks.slack_measured --run FILE [--seconds 400] [--engine vllm]
 
---plan profiles the machine, takes bounds from what it can do (multiples of a decode's and a prompt's time),
-plans each way under each pair, and writes them to FILE with their simulated capacities: before anything is served.
---run serves the pair whose predicted gain is highest, each plan at rates up and down from its prediction, until one at
-which 99% keep the bounds is followed by another, `STEP` higher, at which they do not; all plans are sent the same
-requests.
-Runs are kept in FILE, and the command goes on where it stopped. A rate's share is read off the engine's step log.
+--plan profiles the machine, computes bounds as multiples of a decode's and a prompt's time, makes each kind of plan
+under each pair of bounds, and writes the plans to FILE with their simulated capacities, before anything is served.
+--run serves the plans of the pair with the highest predicted gain. Each plan is tried at rates above and below its
+prediction, until 99% of the requests keep the bounds at one rate but not at a rate `STEP` higher. All plans get the
+same requests. Runs are stored in FILE, and an interrupted command continues. The share of a rate is computed from the
+engine's step log.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from xprofiler.store import measured_profile, profile_of
 from xsimulator.costs.step_times import with_step_times
 
 STEP = 0.06
-"""Rates that are tried lie this share apart."""
+"""Relative difference between neighbouring rates."""
 REQUESTS = 300
-"""That count at each rate: three of them may break their bounds."""
+"""Number of requests that count at each rate. Three of them may break their bounds."""
 FACTORS = ((4.0, 4.0), (8.0, 4.0))
-"""Bounds: TPOT as a multiple of a decode step of one request, TTFT as one of the longest prompt's own time."""
+"""Bounds: TPOT as a multiple of a decode step's time with one request, and TTFT as a multiple of the longest prompt's
+time."""
 
 
 @click.command(help=__doc__, context_settings={"max_content_width": 120})
@@ -70,7 +71,7 @@ def main(
 def predictions(
     model: str, workload: str, pairs: tuple[tuple[float, float], ...], given: str | None
 ) -> list[dict[str, Any]]:
-    """Plan each way under each pair of bounds, given as in `FACTORS`."""
+    """Make each kind of plan under each pair of bounds, given as in `FACTORS`."""
     free = resolve(plan_request(model=model, workload=workload, profile=given, headroom=0.0))
     if given is None:
         measured_profile(free.model, None, free.cluster)
@@ -96,7 +97,7 @@ def predictions(
 
 
 def run(path: Path, seconds: float, engine: EngineKind) -> None:
-    """Serve the case of the highest predicted gain until all rates are found, or the time is over."""
+    """Serve the case with the highest predicted gain until all rates are found or the time is over."""
     cases = json.loads(path.read_text())
     case = max(cases, key=_gain)
     started = time.perf_counter()
@@ -126,7 +127,7 @@ def _seen(case: dict[str, Any], name: str, engine: EngineKind) -> dict[float, bo
 
 
 def _next_rate(predicted: float, seen: dict[float, bool]) -> float | None:
-    """Return the next rate to try, in steps from the predicted one; None: one that is kept is next to a broken one."""
+    """Return the next rate to try, in steps from the predicted rate, or None if a kept rate is next to a broken one."""
     kept = max((rate for rate, is_kept in seen.items() if is_kept), default=None)
     broken = min((rate for rate, is_kept in seen.items() if not is_kept and rate > (kept or 0)), default=None)
     if kept is None and broken is None:
@@ -146,7 +147,7 @@ def _table(case: dict[str, Any], engine: EngineKind) -> None:
     for name, document in case["plans"].items():
         plan = Plan.model_validate(document)
         runs = [run for run in case["runs"] if (run["plan"], run["engine"]) == (name, engine)]
-        predicted, measured = rate_of(plan), max(run["rate"] for run in runs if run["kept"])  # one is: see `_next_rate`
+        predicted, measured = rate_of(plan), max(run["rate"] for run in runs if run["kept"])  # see `_next_rate`
         first = first or (predicted, measured)
         pace = float(np.median([run["pace"] for run in runs]))
         click.echo(

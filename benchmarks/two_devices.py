@@ -2,9 +2,9 @@
 
     python -m benchmarks.two_devices [--layers 6] [--requests 100] [--traces DIR] [--json two_devices.json]
 
-Half of OPT-125M's layers, random weights. The engine runs in this process, its workers in one each, without HTTP; the
-loop is closed: as many requests are outstanding as keep the engine saturated. `--traces` writes each plan's simulated
-and measured steps side by side as a Chrome trace.
+The model has half of OPT-125M's layers and random weights. The engine runs in this process, and each worker in a
+separate process, without HTTP. A closed loop keeps the engine saturated. `--traces` writes each plan's simulated and
+measured steps side by side as a Chrome trace.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from xsimulator.run import outstanding_requests, read_log, simulate, warm_up_req
 from xsimulator.timeline import Timeline, chrome_trace
 
 MAX_CONTEXT = 256
-"""Tokens: the next power of two above the workload's longest request."""
+"""Context in tokens, the next power of two above the workload's longest request."""
 
 
 @dataclass
 class Row:
-    """One policy's best: predicted by the search, predicted by simulation, measured; idle shares by device."""
+    """One policy's best plan: predictions of the search and of simulation, measurements, and idle shares by device."""
 
     policy: str
     placement: str
@@ -59,7 +59,7 @@ class Row:
 
 
 def workload() -> Workload:
-    """Short, so that a run takes half a minute: 64 tokens in, 16 out on average."""
+    """Return a workload of 64 input and 16 output tokens on average, so short that a run takes half a minute."""
     lengths = np.arange(1, 129)
 
     def histogram(mean: float, deviation: float, most: int) -> Histogram:
@@ -71,7 +71,7 @@ def workload() -> Workload:
 
 
 def resolve(model: str, layers: int, profile_path: str | None) -> Problem:
-    """What is planned for. A measured profile goes no further than the workload does: that halves its time."""
+    """Return the problem. A profile is measured only up to the workload's lengths, which halves the time."""
     spec, _ = load_model(model)
     spec = spec.model_copy(update={"max_context": MAX_CONTEXT, "num_layers": layers})
     cluster = load_cluster("local:2")
@@ -85,7 +85,7 @@ def resolve(model: str, layers: int, profile_path: str | None) -> Problem:
 
 
 def placement(plan: Plan) -> str:
-    """Layers x devices of each stage."""
+    """Return the layers x devices of each stage."""
     stages = [
         f"{stage.lane} {stage.decode_layers[1] - stage.decode_layers[0]}x{stage.tp}".removeprefix("both ")
         for stage in plan.stages
@@ -94,7 +94,7 @@ def placement(plan: Plan) -> str:
 
 
 def run(plan: Plan, num_requests: int, rng: np.random.Generator) -> tuple[list[list[StepRecord]], list[float]]:
-    """The step log of each replica, and each device's idle share from the first step to the last."""
+    """Return the step log of each replica, and each device's idle share from the first step to the last."""
     logs: list[list[StepRecord]] = [[] for _ in range(plan.replicas)]
     ended = [0] * plan.replicas
 
@@ -104,7 +104,7 @@ def run(plan: Plan, num_requests: int, rng: np.random.Generator) -> tuple[list[l
 
     engine = Replicas(lambda number, _: build_replica(plan, number, partial(note, number)), plan.replicas)
     try:
-        # The window opens and closes at steps that encode, so up to two batches more than are asked for must end.
+        # The window opens and closes at steps that encode, so up to two more batches must end.
         enough = num_requests // plan.replicas + warm_up_requests(plan) + 2 * ceil(plan.estimate.encode_batch) + 2
         total = 2 * plan.replicas * (enough + outstanding_requests(plan))
         inputs, outputs = sample(plan.workload, total, rng)
@@ -127,7 +127,7 @@ def run(plan: Plan, num_requests: int, rng: np.random.Generator) -> tuple[list[l
             for token in tokens:
                 if token.finish is not None:
                     engine.submit(waiting.pop())
-        time.sleep(2 * ALIVE_S)  # for the workers' last word
+        time.sleep(2 * ALIVE_S)  # for the workers' last messages
         busy = [use.busy_s for use in engine.uses() if "worker" in use.process]
     finally:
         engine.close()
@@ -166,7 +166,7 @@ def measure(plan: Plan, num_requests: int, traces: Path | None, profile_path: st
 
 
 def simulated_idle(plan: Plan, log: list[StepRecord], busy_ns: Counter[tuple[str, int]]) -> list[float]:
-    """Each device's share of the time in which its stage has no step, by replica and stage."""
+    """Return, for each device, the share of time in which its stage has no step, by replica and stage."""
     total_ns = log[-1].end_ns - log[0].start_ns
     seen: Counter[str] = Counter()
     shares = []

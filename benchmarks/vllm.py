@@ -1,13 +1,14 @@
-"""Compare vLLM's own scheduler, chunked and rra at one latency bound, each at its planned best, with predictions.
+"""Compare vLLM's own scheduler, chunked and rra under one latency bound, each with its best plan, and check
+predictions.
 
     python -m benchmarks.vllm --model DIR --profile vllm.json --latency-bound 15 [--requests 100] [--only rra]
 
-The profile is vLLM's own (`xgpt profile --engine vllm`). "default" is vLLM's own scheduler with its own token budget,
-and as many requests at once as keep the bound: what one would tune without a planner. Every plan's hash is printed
-before it is measured, with what the simulated engine makes of the same requests, and of many: how far the
-sample, and how far the closed form, is the cause of an error. After it come its steps by kind, and what the profile
-says of them: how far the profile is. Writes results/vllm.KIND.json and, to look at again, the steps in
-results/vllm.KIND.jsonl; docs/results/vllm.md keeps the last.
+The profile is vLLM's own (`xgpt profile --engine vllm`). "default" is vLLM's own scheduler with its default token
+budget and the most requests that keep the bound, as a user would tune it without a planner. Every plan's hash is
+printed before the plan is measured, with the figures of the simulated engine for the same requests and for many. They
+show which part of an error comes from the sample and which from the closed form. Then the measured and predicted times
+of each kind of step show which part comes from the profile. Writes results/vllm.KIND.json, and the steps to
+results/vllm.KIND.jsonl. docs/results/vllm.md has the last results.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ from xsimulator.run import simulate
 from xsimulator.stages import whole
 
 DEFAULT_TOKEN_BUDGET = 2048
-"""vLLM's own for its server."""
+"""Token budget of vLLM's server by default."""
 MAX_BATCH = 256
-"""vLLM's own for its server, too."""
+"""Largest number of requests in a step of vLLM's server by default."""
 KINDS = ("default", "chunked", "rra")
 HOST = "127.0.0.1"
 MANY = 1500
-"""Requests of a simulation whose figures no longer depend on the sample."""
+"""Number of requests of a simulation, so large that its figures no longer depend on the sample."""
 
 
 @click.command()
@@ -71,7 +72,7 @@ def main(
     only: str | None,
     seed: int,
 ) -> None:
-    """Plan all, then measure each on vLLM."""
+    """Make all plans, then measure each on vLLM."""
     asked = plan_request(model=model, cluster=cluster, workload=workload, profile=profile_path)
     subject = resolve(asked).under(Constraint(latency_bound_s=latency_bound))
     for kind in KINDS if only is None else (only,):
@@ -82,7 +83,7 @@ def main(
             click.echo(f"{kind}: {n} requests simulated: {rps:.3f} req/s, {latency_s:.2f} s")
         server: Server | None = vllm_as_it_is if kind == "default" else None
         rng = np.random.default_rng(seed)
-        own_profile = None if kind == "default" else subject.profile  # whose steps are not the rule's
+        own_profile = None if kind == "default" else subject.profile  # its steps do not follow xgpt's rule
         report, log = bench_plan(plan, Load(num_requests), rng, profile=own_profile, engine="vllm", server=server)
         click.echo(" | ".join(row(kind, plan, report)))
         steps = step_times(log, LaneCost(subject.model, subject.profile, whole(subject.model)))
@@ -102,7 +103,7 @@ def main(
 
 
 def default_plan(subject: Problem) -> Plan:
-    """vLLM's own scheduler, with the most requests at once that keep the bound."""
+    """Return the plan for vLLM's own scheduler with the most requests that keep the bound."""
     planner = scheduler(subject, "exhaustive")
     placement = planner.candidates.uniform_placement("chunked", tp_degree=1, num_stages=1, replicas=1)
     batches = np.arange(1, MAX_BATCH + 1)
@@ -117,13 +118,15 @@ def default_plan(subject: Problem) -> Plan:
 
 
 def simulated_figures(subject: Problem, plan: Plan, num_requests: int, seed: int) -> tuple[float, float]:
-    """Requests a second, and quantile latency in seconds, of the requests that `bench_plan` draws by this seed."""
+    """Return the simulated requests a second, and the quantile of latency in s, for the requests that `bench_plan`
+    draws."""
     measured, _ = simulate(plan, subject.profile, plan.workload, num_requests, np.random.default_rng(seed))
     return measured.throughput_rps, measured.latency_s
 
 
 def step_times(log: list[StepRecord], cost: LaneCost) -> dict[str, tuple[int, float, float]]:
-    """Of each kind of step: how many, and seconds of all, predicted and from the start of each to that of the next."""
+    """Return, for each kind of step, the number of steps, their predicted seconds, and their seconds from start to next
+    start."""
     kinds: dict[str, list[tuple[float, float]]] = {"encode": [], "decode": [], "mixed": []}
     context: dict[int, int] = {}
     input_length: dict[int, int] = {}
@@ -141,7 +144,7 @@ def step_times(log: list[StepRecord], cost: LaneCost) -> dict[str, tuple[int, fl
 
 @contextmanager
 def vllm_as_it_is(plan: Plan, directory: Path, step_log: Path) -> Iterator[str]:
-    """vLLM's own server with its own scheduler, which is only watched."""
+    """Run vLLM's server with its own scheduler, which is only observed, and yield its URL."""
     assert isinstance(plan.policy, ChunkedSettings)
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
@@ -159,7 +162,7 @@ def vllm_as_it_is(plan: Plan, directory: Path, step_log: Path) -> Iterator[str]:
     url = f"http://{HOST}:{port}"
     with package_path() as packages, started(command, packages, prepared.variables | preload(python())) as process:
         assert process.stdout is not None
-        reader = threading.Thread(target=list, args=(process.stdout,), daemon=True)  # a full pipe would stop it
+        reader = threading.Thread(target=list, args=(process.stdout,), daemon=True)  # a full pipe would block it
         reader.start()
         while True:
             if process.poll() is not None:
@@ -172,7 +175,7 @@ def vllm_as_it_is(plan: Plan, directory: Path, step_log: Path) -> Iterator[str]:
 
 
 def row(kind: str, plan: Plan, report: BenchReport) -> list[str]:
-    """A line of the table in docs/results/vllm.md."""
+    """Return a line of the table in docs/results/vllm.md."""
     figures = {figure.metric: figure for figure in report.figures}
     cells = [kind, settings_text(plan), report.plan_sha256[:8]]
     for metric in ("throughput_rps", "latency_s"):

@@ -1,10 +1,10 @@
-"""Change request lengths while vLLM serves: the new plan, and whether a request is lost.
+"""Change request lengths while vLLM serves, and report the new plan and whether a request is lost.
 
     python -m benchmarks.vllm_shift --model DIR --profile vllm.json [--latency-bound 6] [--factor 1.7]
 
-`xgpt serve --engine vllm` starts with rra's best plan for the workload; after a number of requests all lengths
-change by a factor. Decisions come from the server's log, all figures from the step log of vLLM's scheduler. Writes
-results/vllm.shift.json; docs/results/vllm.md keeps the last.
+`xgpt serve --engine vllm` starts with rra's best plan for the workload. After a number of requests, all lengths change
+by a factor. Decisions come from the server's log, and all figures from the step log of vLLM's scheduler. Writes
+results/vllm.shift.json. docs/results/vllm.md has the last results.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ RESULTS = Path("results/vllm.shift.json")
 def main(
     model: str, profile_path: str, workload: str, latency_bound: float, factor: float, num_requests: int, seed: int
 ) -> None:
-    """Serve, change the lengths, and tell what came of it."""
+    """Serve, change the lengths, and report the results."""
     subject = resolve(plan_request(model=model, workload=workload, profile=profile_path))
     plan = plan_each(subject.under(Constraint(latency_bound_s=latency_bound)), "rra")["rra"]
     click.echo(f"{settings_text(plan)}: plan {sha256(plan)}")
@@ -78,7 +78,7 @@ SHOWN = ("message", "action", "reason", "settings", "gain", "planning_s", "plan_
 def serve(
     plan: Plan, profile_path: str, phases: Sequence[Phase], rng: np.random.Generator
 ) -> tuple[list[ClientResult], list[ClientRequest], list[StepRecord], list[dict[str, Any]]]:
-    """Results and requests in order, vLLM's steps, and what the server has logged."""
+    """Return results and requests in order, vLLM's steps, and the server's log."""
     requests = [
         ClientRequest(rng.integers(3, plan.model.vocab_size, r.input_length).tolist(), r.output_length, r.max_output)
         for r in requests_of(phases, rng)
@@ -114,13 +114,13 @@ def _read(lines: Any, said: list[dict[str, Any]]) -> None:
 
 
 def split(log: Sequence[StepRecord], num_requests: int) -> tuple[list[StepRecord], list[StepRecord]]:
-    """Steps before and after the first that encodes one of the requests behind the change."""
+    """Return the steps before the first step that encodes a request from after the change, and the steps from it on."""
     at = next(i for i, record in enumerate(log) if any(id_ >= num_requests for id_, _, _ in record.encode))
     return list(log[:at]), list(log[at:])
 
 
 def summary(log: Sequence[StepRecord]) -> dict[str, float]:
-    """What the steps were: their number, requests that ended a second, prompts and decode batch of a step."""
+    """Return figures of the steps: their number, requests that ended per second, prompts per step, and decode batch."""
     seconds = (log[-1].end_ns - log[0].start_ns) / 1e9
     encodes = [len(record.encode) for record in log if record.encode]
     return {

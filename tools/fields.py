@@ -1,4 +1,4 @@
-"""Schema types and what the source says of their fields: the string below a field, which pydantic does not keep."""
+"""Read the descriptions of schema types' fields: the string below a field, which pydantic does not store."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pydantic import BaseModel
 
 
 def reachable(model: type[BaseModel], seen: list[type[BaseModel]] | None = None) -> Iterator[type[BaseModel]]:
-    """The type and those of its fields, each once, in the order of reading.
+    """Yield a type and the types of its fields, each once, in the order of reading.
 
     Args:
-        seen: types to leave out; those that are found are added.
+        seen: types to leave out. Yielded types are added.
     """
     seen = [] if seen is None else seen
     if model in seen:
@@ -35,7 +35,7 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def descriptions(model: type[BaseModel]) -> dict[str, str]:
-    """Each field's description, of base classes too; fields without one are left out."""
+    """Return the description of each field, including fields of base classes. Fields without one are left out."""
     found: dict[str, str] = {}
     for base in reversed(model.__mro__):
         if issubclass(base, BaseModel) and base is not BaseModel:
@@ -55,7 +55,7 @@ def _own(model: type[BaseModel]) -> dict[str, str]:
 
 
 def _attributes(docstring: str) -> Iterator[tuple[str, str]]:
-    """The entries of a docstring's section Attributes."""
+    """Yield the entries of a docstring's section Attributes."""
     _, _, section = docstring.partition("Attributes:\n")
     name, words = "", ""
     for line in section.split("\n\n")[0].splitlines():

@@ -2,8 +2,8 @@
 
     python -m tools.make_config_defaults
 
-Only single numbers are kept: lists follow from the number of layers, and a reader makes them; and what a class derives
-from other sizes where a config.json leaves it out, as K/V heads from heads, is derived here, too.
+Only single numbers are written, because readers compute lists from the number of layers. Sizes that a class derives
+from other sizes, such as K/V heads from heads, are also left to the readers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xgpt.checkpoints.readers.planned import PLAIN
 
 TABLE = Path(__file__).parent.parent / "xgpt" / "checkpoints" / "defaults.json"
 ALSO = ("gemma3_text",)
-"""Families that are run here, whose official configs leave sizes out."""
+"""Families that xgpt runs and whose official configs leave sizes out."""
 SIZES = ("size", "dim", "heads", "layers", "experts", "rank", "topk", "window", "freq", "interval", "width", "tok")
 SIZES += ("embeddings", "tie_word", "groups", "conv", "expand", "state", "replace", "moe", "multiplier", "adjust")
 SIZES += ("multiple_of", "cache", "gating", "scalar", "pattern", "head", "hc_mult", "query", "eq_v")
@@ -45,7 +45,7 @@ def main() -> None:
             name: value
             for name, value in sorted(values.items())
             if isinstance(value, (bool, int, float))
-            and getattr(CONFIG_MAPPING[family], name, value) is not None  # else it follows from other sizes
+            and getattr(CONFIG_MAPPING[family], name, value) is not None  # otherwise it follows from other sizes
             and any(part in name for part in SIZES)
             and not any(part in name for part in LEFT_OUT)
         }

@@ -1,8 +1,8 @@
-"""Writes docs/gallery: questions that plans answer, each with its commands, a picture and two sentences.
+"""Write docs/gallery: questions that plans answer, each with its commands, a picture and two sentences.
 
     python -m tools.make_gallery
 
-Every figure in a sentence is that of a plan which its command has made just now.
+Every figure in a sentence comes from a plan that its command has just made.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from matplotlib.figure import Figure
 from xgpt.core.schema import Plan
 from xgpt.core.schema.plan import rate_of as rate
 
-rcParams["svg.hashsalt"] = "xgpt"  # a picture of the same figures is the same file
+rcParams["svg.hashsalt"] = "xgpt"  # so that equal figures give equal files
 OUT = Path(__file__).parents[1] / "docs/gallery"
 COLOURS = ("#0b5fa5", "#d1731a", "#1a7f4b", "#8a4fa8", "#6b7785")
 PLAN = "xgpt plan --latency-bound"
 
 Found = dict[str, Plan]
-"""Plans by label; of a command that ends with exit code 1 nothing."""
+"""Plans by label, without labels whose command ends with exit code 1."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A question.
+    """A question of the gallery.
 
     Attributes:
-        commands: by label.
-        value: what is drawn of a plan.
-        unit: of that value.
-        says: the sentences.
-        series: where labels are "NAME, X": lines over this quantity, instead of bars.
+        commands: the commands by label.
+        value: returns the plan's figure that is drawn.
+        unit: unit of this figure.
+        says: returns the sentences.
+        series: if labels are "NAME, X", the quantity X over which lines are drawn instead of bars.
     """
 
     slug: str
@@ -60,7 +60,7 @@ def policy(plan: Plan) -> str:
 
 
 def price(plan: Plan, an_hour: float) -> float:
-    """Of a million requests at the highest rate."""
+    """Return the price of a million requests at the highest rate."""
     return plan.num_devices * an_hour / rate(plan) / 3600 * 1e6
 
 
@@ -249,7 +249,7 @@ ENTRIES = (
 
 
 def run(command: str) -> Plan | None:
-    """The plan that a command makes; None: nothing keeps the bound."""
+    """Return the plan that a command makes, or None if no plan keeps the bound."""
     with tempfile.TemporaryDirectory() as directory:
         arguments = [sys.executable, "-m", *command.split(), "--json"]
         ran = subprocess.run(arguments, cwd=directory, capture_output=True, text=True, check=False)
@@ -259,7 +259,7 @@ def run(command: str) -> Plan | None:
 
 
 def draw(entry: Entry, found: Found, path: Path) -> None:
-    """A picture of each plan's value."""
+    """Draw a picture of each plan's value."""
     figure = Figure(figsize=(7, 2.6 if entry.series else 0.8 + 0.4 * len(found)))
     axes = figure.add_subplot()
     if entry.series is None:
@@ -295,7 +295,7 @@ def draw(entry: Entry, found: Found, path: Path) -> None:
 
 
 def page(entries: Sequence[tuple[Entry, Found]]) -> str:
-    """The gallery in Markdown."""
+    """Return the gallery in Markdown."""
     parts = [
         "# Gallery\n\nEach section answers a question with plans. The commands below a figure give its numbers, with "
         "profiles that are\ncomputed from datasheets; `make gallery` makes this page.\n"

@@ -45,7 +45,7 @@ JSON schema: {schemas}."""
 
 
 def metrics() -> str:
-    """The metrics of a server, as its code declares them."""
+    """Return the page on a server's metrics, as its code declares them."""
     watch = MagicMock()
     watch.plan.constraint.counts_from = "arrival"
     declared_metrics = Metrics(MagicMock(), watch)
@@ -59,7 +59,7 @@ def metrics() -> str:
 
 
 def commands() -> str:
-    """The command line: each command's help, arguments and options."""
+    """Return the page on the command line: each command's help, arguments and options."""
     schemas = ", ".join(f"[{name}](schemas/{name}.json)" for name in OUTPUTS)
     parts = ["# Commands", "Generated from the command line's own help.", EXIT_CODES.format(schemas=schemas)]
     for name in COMMANDS:
@@ -76,7 +76,7 @@ def _usage(command: click.Command, context: click.Context) -> str:
 
 
 def _help(text: str) -> str:
-    """Click's help as Markdown: what keeps its lines there is a block of code here."""
+    """Return click's help as Markdown. Paragraphs whose lines click does not rewrap become blocks of code."""
     paragraphs = []
     for paragraph in text.split("\n\n"):
         lines = paragraph.splitlines()
@@ -96,7 +96,7 @@ def _option(option: click.Option, context: click.Context) -> str:
     help_, _, default = (option.help or "").rstrip().partition("  [default: ")
     if option.required:
         default = "required"
-    elif not default and not option.is_flag and isinstance(option.default, str | int | float):  # unset is neither
+    elif not default and not option.is_flag and isinstance(option.default, str | int | float):  # not unset
         default = str(option.default)
     return f"| {names}{takes} | {_escaped(default.rstrip(']'))} | {_escaped(help_)} |"
 
@@ -106,7 +106,7 @@ def _escaped(text: str) -> str:
 
 
 def files() -> str:
-    """Every type of plan.json, profile.json and fleet.json, field by field."""
+    """Return the page on every type of plan.json, profile.json and fleet.json, field by field."""
     parts = [
         "# Files",
         "Generated from the types that read and write them. The JSON schema of plan.json is "
@@ -163,7 +163,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def python() -> str:
-    """Every function of the Python API: what it does, an example, its arguments, its errors."""
+    """Return the page on the Python API: each function's purpose, example, arguments and errors."""
     parts = [
         "# Python",
         "Generated from the docstrings of `xgpt.api`. Keyword arguments are the command line's options by "
@@ -205,7 +205,7 @@ def _entries(lines: str) -> str:
 
 
 def examples() -> str:
-    """Every file of examples/, with what it does."""
+    """Return the page on every file of examples/ and its purpose."""
     parts = ["# Examples", "Each example is a file of `examples/` that runs as it is: `python examples/what_if.py`."]
     for path in sorted((ROOT / "examples").glob("*.py")):
         docstring, code = path.read_text().removeprefix('"""').split('"""', 1)
@@ -220,7 +220,7 @@ PAGES = {
     "reference/python.md": python,
     "examples.md": examples,
 }
-"""What is written into docs, and by what."""
+"""The pages in docs, and the functions that return them."""
 
 
 if __name__ == "__main__":
@@ -228,7 +228,7 @@ if __name__ == "__main__":
     if any(path.read_text() != text for path, text in made_of.items()):
         for path, text in made_of.items():
             path.write_text(text)
-        # The command line is made of the options when it is imported.
+        # Importing the command line reads the options.
         os.execv(sys.executable, [sys.executable, "-m", "tools.make_reference"])
     for name, write in PAGES.items():
         (ROOT / "docs" / name).write_text(write())

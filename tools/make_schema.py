@@ -1,5 +1,5 @@
-"""Write JSON schemas from the code's types: of plan.json to configs/schema, of what commands say with --json to
-docs/reference/schemas: `python -m tools.make_schema`."""
+"""Write JSON schemas from the code's types with `python -m tools.make_schema`: plan.json's to configs/schema, and those
+of the commands' --json to docs/reference/schemas."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ OUTPUTS: dict[str, Any] = {
     "replan": Decision,
     "simulate": SimulateOutput,
 }
-"""What each command says with --json."""
+"""The type of each command's output with --json."""
 
 
 def text(type_: Any = Plan) -> str:
-    """The schema of a type, with what the source says of its fields."""
+    """Return the schema of a type, with the descriptions of its fields."""
     schema = TypeAdapter(type_).json_schema(mode="serialization")
     for root in _models(type_):
         for model in reachable(root):
@@ -47,7 +47,7 @@ def text(type_: Any = Plan) -> str:
 
 
 def files() -> dict[Path, str]:
-    """The content of each file."""
+    """Return the content of each file."""
     return {PATH: text()} | {FOLDER / f"{command}.json": text(type_) for command, type_ in OUTPUTS.items()}
 
 

@@ -1,4 +1,4 @@
-"""Workloads: a trace's lengths as histograms, or a synthetic trace of requests that begin alike.
+"""Make workloads: a trace's lengths as histograms, or a synthetic trace of requests with shared prefixes.
 
 python -m tools.make_workload lengths trace.csv --name N --source S -o workload.yaml
 python -m tools.make_workload conversations --requests 5000 --think-s 30 -o conversations.jsonl
@@ -24,13 +24,14 @@ from xgpt.core.traces import read_lengths
 from xgpt.core.workload import TraceLengths, histogram_of
 
 LEVELS = np.concatenate([np.arange(30) * 0.03, 0.9 + np.arange(8) * 0.01, 0.98 + np.arange(20) * 0.001])
-"""Where bins begin, as values of the cdf: narrower in the tail, where latency bounds look."""
+"""The bins' lower edges, as values of the cdf. Bins are narrower in the tail, on which latency bounds depend."""
 
 STRUCTURED: dict[str, Callable[..., TraceLengths]] = {"conversations": conversations, "shared-prompts": shared_prompts}
 
 
 def compact(histogram: Histogram) -> Histogram:
-    """At most one bin for each of LEVELS, at its mean length, and the largest length kept in addition."""
+    """Return a histogram with at most one bin for each of LEVELS, at its mean length, and a bin for the largest
+    length."""
     lengths, probabilities = np.array(histogram.lengths), np.array(histogram.probabilities)
     below = np.cumsum(probabilities) - probabilities
     bins = np.searchsorted(LEVELS, below + 1e-12, side="right")
@@ -43,7 +44,7 @@ def compact(histogram: Histogram) -> Histogram:
 
 
 def render(name: str, source: str, inputs: Histogram, outputs: Histogram) -> str:
-    """The YAML of a WorkloadSpec."""
+    """Return the YAML of a WorkloadSpec."""
     sides = {
         side: {
             "kind": "histogram",
@@ -100,17 +101,17 @@ def _lengths(trace: Path, name: str, source: str) -> str:
 
 
 def _structured(make: Callable[..., TraceLengths], requests: int, seed: int, **options: float) -> str:
-    """Make a trace, and say on standard error how much of it is reusable, and with how large a cache."""
+    """Print a trace, and print to standard error how much of it is reusable and how large a cache this takes."""
     trace = make(requests, np.random.default_rng(seed), **options)
     print(_reuse(trace), end="", file=sys.stderr)
     return write(trace)
 
 
 def _reuse(trace: TraceLengths) -> str:
-    """Say how much of a trace's prompts is reusable at most, at which distances, and with how large a cache.
+    """Print how much of a trace's prompts is reusable, at which distances, and how large a cache this takes.
 
     Raises:
-        InputError: the trace does not say what requests have in common.
+        InputError: the trace does not state what requests share.
     """
     if trace.prefixes is None:
         raise InputError("trace", "lengths alone", "give JSON lines with hash_ids, which say what requests share")

@@ -1,9 +1,9 @@
-"""Measure the product's code: files, lines, long functions and classes, late imports, names that stand for two things.
+"""Measure the product's code: files, lines, long functions and classes, late imports, and names with two meanings.
 
     python -m tools.measures [COMMIT]
 
-With a commit, the same of it, and how this tree's lines divide into those of files that stood then (also elsewhere, as
-git follows renames) and of new ones.
+With a commit, this also measures the commit, and divides this tree's lines into those of files that existed then
+(git follows renames) and those of new files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def is_command(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Return whether numba or Triton compiles the function, or it makes an intrinsic for numba."""
+    """Return whether numba or Triton compiles the function, or the function creates an intrinsic for numba."""
     names = {name for each in function.decorator_list for name in re.findall(r"\w+", ast.unparse(each))}
     return bool(names & {"njit", "inlined", "jit"})
 
@@ -56,7 +56,7 @@ def imports_within(text: str) -> int:
 
 
 def repeated(names: list[str]) -> int:
-    """Return how many names stand more than once."""
+    """Return how many names occur more than once."""
     return len([name for name, count in Counter(names).items() if count > 1])
 
 
@@ -86,7 +86,7 @@ def measures(commit: str) -> dict[str, int]:
 
 
 def divided(then: str) -> dict[str, int]:
-    """Return this tree's files and lines in those that stood then, and in new ones."""
+    """Return the files and lines of this tree that existed in the commit, and the new ones."""
     changes = [line.split("\t") for line in git("diff", "--name-status", "-M40%", then, "HEAD", *PACKAGES).splitlines()]
     new = {names[-1] for status, *names in changes if status[0] in "AC"}
     names = [name for name in git("ls-tree", "-r", "--name-only", "HEAD", *PACKAGES).split() if name.endswith(".py")]

@@ -1,4 +1,4 @@
-"""Options and keyword arguments, made from the requests that `xgpt.requests` declares."""
+"""Make options and keyword arguments from the requests that `xgpt.requests` declares."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tools.fields import descriptions
 from xgpt.requests import REQUESTS, Option, RequestBase
 
 GROUPS = ("Problem", "Plan", "Bounds", "Search")
-"""Groups that help lists first; the others follow in the order of the fields."""
+"""Groups that help lists first. The others follow in the order of the fields."""
 
 
 def options_json() -> str:
@@ -76,7 +76,7 @@ def _is_repeatable(annotation: Any) -> bool:
 
 
 def _kind(annotation: Any, metadata: list[Any]) -> dict[str, Any]:
-    """Return how an option's text is read: the choices, or the kind of number and its limits."""
+    """Return how an option's text is parsed: by its choices, or as a kind of number with limits."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _kind(arguments[0], [*metadata, *arguments[1:]])
@@ -136,7 +136,7 @@ def keywords_pyi() -> str:
 
 
 POSITIONAL = {"latency_bound_s", "lengths", "trace"}
-"""Fields that are arguments of their own in `xgpt.api`."""
+"""Fields that are separate arguments in `xgpt.api`."""
 
 
 def _spelt(annotation: Any, *, optional: bool) -> str:

@@ -1,4 +1,4 @@
-"""Synthetic traces of requests that begin alike: conversations, and prompts behind system prompts that they share."""
+"""Draw synthetic traces of requests with shared prefixes: conversations, and prompts after shared system prompts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from xgpt.core.trace_blocks import TracePrefixes
 from xgpt.core.workload import TraceLengths
 
 BLOCK = 16
-"""Tokens of a block: a K/V block's, so that all that can be shared is seen."""
+"""Tokens of a block, as in a K/V block, so that all shareable blocks count."""
 
 
 class _Ids:
-    """Ids of blocks: a block that goes on from another with text of its own has an id of its own."""
+    """Ids of blocks. Each block with new text after another block gets a new id."""
 
     def __init__(self) -> None:
         self._next = itertools.count()
@@ -39,15 +39,15 @@ def conversations(
     system_tokens: int = 256,
     most_tokens: int = 4000,
 ) -> TraceLengths:
-    """Return requests of conversations: each turn's prompt is all that was said before, and what is asked now.
+    """Return requests of conversations. Each turn's prompt is the conversation so far plus a new question.
 
-    Conversations begin as a Poisson process, have a geometric number of turns, and think times and lengths that are
-    exponential. The system prompts with which they begin are drawn with probabilities in proportion to 1, 1/2, 1/3, ...
+    Conversations begin as a Poisson process. The number of turns is geometric. Think times and lengths are exponential.
+    The probabilities of the system prompts are proportional to 1, 1/2, 1/3, ...
 
     Args:
-        rate_per_s: requests a second in the mean.
+        rate_per_s: mean requests a second.
         think_s: mean time from a turn's arrival to the next one's.
-        most_tokens: tokens of a whole conversation at most.
+        most_tokens: largest number of tokens of a conversation.
     """
     ids = _Ids()
     systems = [ids.fresh(system_tokens // BLOCK) for _ in range(system_prompts)]
@@ -73,7 +73,7 @@ def conversations(
     while len(records) < 2 * num_requests:
         begin_s += rng.exponential(mean_turns / rate_per_s)
         records += turns(begin_s)
-    # What comes later in the long conversations of the last ones is left out.
+    # Later turns of conversations that begin last are left out.
     return _trace(heapq.nsmallest(num_requests, records), ids)
 
 
@@ -88,10 +88,10 @@ def shared_prompts(
     mean_input: float = 200.0,
     mean_output: float = 80.0,
 ) -> TraceLengths:
-    """Return requests of an agent's tools: one of several long prompts, and a question behind it.
+    """Return requests of an agent's tools: one of several long prompts, followed by a question.
 
     Args:
-        prompts: how many there are; the n-th is drawn with a probability in proportion to n ** -exponent.
+        prompts: number of shared prompts. The probability of the n-th is proportional to n ** -exponent.
         prompt_tokens: mean length of the shared prompts, which is exponential.
     """
     ids = _Ids()
@@ -128,7 +128,7 @@ def write(trace: TraceLengths) -> str:
 
 
 class _Request(tuple[float, int, int, tuple[int, ...], tuple[int, ...]]):
-    """Seconds, prompt and output tokens, ids of the prompt's whole blocks, and of those that the output fills."""
+    """Seconds, prompt tokens, output tokens, and ids of the blocks that the prompt fills and that the output fills."""
 
     __slots__ = ()
 
@@ -143,7 +143,7 @@ def _length(mean: float, rng: np.random.Generator) -> int:
 
 
 def _trace(requests: list[_Request], ids: _Ids) -> TraceLengths:
-    """The last block of a prompt, and of an output, is one that no other has."""
+    """Return the trace. The last block of each prompt and of each output has a unique id."""
     prompts, outputs = [], []
     for _, prompt, output, whole, answer in requests:
         prompts.append(whole + ids.fresh(-(-prompt // BLOCK) - len(whole)))

@@ -1,4 +1,4 @@
-"""Compute how close predictions are to measurements, and how close they should be."""
+"""Compute the errors of predictions, and compare them with the aims."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 from xgpt.core.schema import BenchReport
 
 AIMS = {"throughput_rps": 5.0, "latency_s": 8.0, "ttft": 10.0, "itl_p99_s": 15.0, "whole_mean_s": 8.0}
-"""Per cent within which the raw error is to lie, in the median over loads at rest."""
+"""Aims in percent for the raw error, as the median over loads on a machine without other work."""
 INSIDE = 0.9
-"""Share of the measured figures that are to lie within their ranges."""
+"""Share of the measured figures that should be within their ranges."""
 
 
 class Checked(NamedTuple):
-    """A figure that was measured, the prediction's error, and the one at the pace of the run's steps (the model's).
+    """A measured figure, the prediction's error, and the error at the pace of the run's steps (`of_model`).
 
     Attributes:
-        width: of its range, over the middle; None: it has none.
-        is_inside: whether it lies within its range.
+        width: width of the figure's range, divided by the middle, or None without a range.
+        is_inside: whether the figure is within its range.
     """
 
     measured: float
@@ -31,7 +31,7 @@ class Checked(NamedTuple):
 
 
 def checked(report: BenchReport) -> dict[str, Checked]:
-    """Return what was found of each figure that there is an aim for."""
+    """Return the result for each figure that has an aim."""
     found = {}
     for figure in report.figures:
         name = "ttft" if figure.metric in ("ttft_s", "ttft_mean_s") else figure.metric
@@ -44,7 +44,7 @@ def checked(report: BenchReport) -> dict[str, Checked]:
 
 
 def summary(rows: Sequence[Mapping[str, Checked]]) -> list[str]:
-    """Return a Markdown table of errors over loads: as predicted first, then what is left at the pace of the steps."""
+    """Return a Markdown table of errors over loads: raw errors, then errors at the pace of the steps."""
     lines = ["| figure | aim | raw error, median | worst | loads within the aim | at the pace, median | worst |"]
     lines[0] += " inside the range | its width, median |"
     lines.append("|---|---|---|---|---|---|---|---|---|")

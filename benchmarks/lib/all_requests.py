@@ -1,8 +1,8 @@
-"""The scheduler benchmark's scenarios under a bound on all requests (`benchmarks.scheduler --sla request`).
+"""Run the scheduler benchmark's scenarios under a bound on all requests (`benchmarks.scheduler --sla request`).
 
-For each task, bounds from the bottom 10% to the bottom 70% of FasterTransformer's latencies, and in between: what is
-chosen, how many plans were simulated, seconds and seconds of the processor. Throughput must not fall from one bound to
-the next looser one, nor must a bound be infeasible where a tighter one is kept: the last line counts where it is so.
+For each task, bounds go from the 10% to the 70% quantile of FasterTransformer's latencies. The table shows the chosen
+plan, the number of simulated plans, seconds and processor seconds. Throughput must not fall from a bound to the next
+looser one, and no bound may be infeasible if a tighter one is kept. The last line counts violations.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ NUM_BOUNDS = 7
 
 
 def rows(problem: Problem, latencies: Sequence[float]) -> tuple[list[str], int]:
-    """A line for each bound of one task, the tightest first, and how often a looser one did worse.
+    """Return a line for each bound of one task, the tightest first, and how often a looser bound had a worse result.
 
     Args:
-        latencies: FasterTransformer's.
+        latencies: FasterTransformer's latencies.
     """
     subject = problem
     lines, fallen, best_rps = [], 0, 0.0

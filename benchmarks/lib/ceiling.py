@@ -1,13 +1,13 @@
-"""Bound what any rule of steps can serve on a plan's placement, even if it knows future requests.
+"""Bound the rate that any scheduling rule can serve on a plan's placement, even if the rule knows future requests.
 
-Two relaxations; the lower one counts. Each takes steps at the plan's own step times, which are fitted to its profile.
+There are two relaxations, and the lower result counts. Both use the plan's step times, which are fitted to its profile.
 
-- **Fluid**: a linear programme over how often a step of each number of decodes and of prompt tokens runs, at whose rate
-  all tokens are made, and the requests in decode wait no longer in all than the bound on the time per token allows.
-  Only those with the longest outputs, as many as may break their bounds, wait as long as they like.
-- **Prompts**: nothing is executed but prompts, each at the least time that a token takes in any step, preempted at no
-  cost by a rule that knows all arrivals, and gives up those requests that help the others most (Moore and Hodgson). As
-  many have their first token in time as can.
+- **Fluid**: a linear program. Its variables are the rates of steps with each number of decodes and of prompt tokens.
+  The steps must compute all tokens, and all requests in decode together must not wait longer than the bound on the time
+  per token allows. Only the longest outputs, as many as may break their bounds, may wait for any time.
+- **Prompts**: only prompts are executed, with the least time that a token takes in any step. A rule that knows all
+  arrivals preempts them at no cost, and gives up the requests whose loss helps the others most (Moore and Hodgson). So
+  the largest possible number of requests has the first token in time.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ LARGEST_STEP = 16384
 
 
 def ceiling(plan: Plan, profile: Profile, seed: int, num_requests: int) -> float:
-    """Return the arrival rate, requests a second, that no rule of steps exceeds on this plan's placement.
+    """Return the arrival rate, in requests a second, that no scheduling rule exceeds on this plan's placement.
 
     Args:
-        seed, num_requests: of the draw of lengths and arrivals.
+        seed, num_requests: seed and size of the draw of lengths and arrivals.
     """
     plan = with_step_times(plan, profile)
     return min(fluid(plan), prompts_in_time(plan, Trial(plan, profile, seed, least_requests=num_requests)))
 
 
 def fluid(plan: Plan) -> float:
-    """Return the highest rate of tokens under which requests in decode wait no longer than they may."""
+    """Return the highest rate at which requests in decode wait no longer than their bound allows."""
     assert plan.estimate.step_times is not None and plan.constraint.tpot_s is not None
     clock, most = StepClock(plan.estimate.step_times), _most_running(plan)
     batches = np.unique([0, *np.round(np.geomspace(1, most, NUM_BATCHES))]).astype(int)
@@ -70,14 +70,16 @@ def fluid(plan: Plan) -> float:
 
 
 def _most_running(plan: Plan) -> int:
-    """Requests whose K/V fits at a time, each with the mean prompt and its maximum set aside."""
+    """Return how many requests' K/V fits at the same time, each with the mean prompt and its maximum output
+    reserved."""
     workload = plan.workload
     tokens = _mean(workload.input.lengths, workload.input.probabilities) + workload.output.lengths[-1]
     return max(1, int(min(stage.kv_blocks for stage in plan.stages) * plan.block_size / tokens))
 
 
 def _longest(plan: Plan) -> float:
-    """Tokens of the longest outputs, as many as may break their bounds, in the mean over all requests."""
+    """Return the tokens of the longest outputs, as many as may break their bounds, divided by the number of all
+    requests."""
     left, tokens = 1 - plan.constraint.quantile, 0.0
     outputs = plan.workload.output
     for length, share in zip(reversed(outputs.lengths), reversed(outputs.probabilities), strict=True):
@@ -91,7 +93,7 @@ def _mean(values: npt.ArrayLike, shares: npt.ArrayLike) -> float:
 
 
 def prompts_in_time(plan: Plan, trial: Trial) -> float:
-    """Return the highest rate at which enough prompts can be encoded in time where nothing decodes."""
+    """Return the highest rate at which enough prompts can be encoded in time if no request decodes."""
     assert plan.estimate.step_times is not None
     if plan.constraint.ttft_s is None:
         return float("inf")
@@ -110,10 +112,10 @@ def prompts_in_time(plan: Plan, trial: Trial) -> float:
 
 
 def _fewest_late(arrivals_s: npt.NDArray[np.float64], seconds: list[float], alone_s: list[float], ttft_s: float) -> int:
-    """Count the requests that must be late, those with equal time to do so being served in the order of arrival."""
+    """Return how many requests must be late. All have the same bound, so they are served in order of arrival."""
     late, free_s = 0, 0.0
     inside: list[float] = []
-    """What each of the requests since the device was last idle takes, rising."""
+    """Seconds of each request since the device was last idle, in ascending order."""
     for at_s, took, alone in zip(arrivals_s, seconds, alone_s, strict=True):
         if alone > ttft_s:
             late += 1

@@ -7,10 +7,10 @@ from xgpt.core.workload import TraceLengths
 
 
 def exact_share(trace: TraceLengths, capacity: int, block_size: int) -> float:
-    """Return the share of prompt tokens found where the requests pass the engine's own blocks one after the other.
+    """Return the share of cached prompt tokens if requests use the engine's own blocks one after the other.
 
     Args:
-        capacity: K/V blocks; the longest request must fit.
+        capacity: number of K/V blocks. The longest request must fit.
     """
     prefixes = trace.prefixes
     assert prefixes is not None

@@ -11,18 +11,18 @@ from benchmarks import roofline
 from xgpt.core.schema import ModelSpec, Precision, RunDType
 
 SECONDS = 4.0
-"""For which rates are measured, of each dtype."""
+"""Seconds for which each dtype's rates are measured."""
 
 
 class Rates(NamedTuple):
-    """What the machine reads, and multiplies in one large product."""
+    """The machine's rates of reading memory and of one large matrix product."""
 
     bytes_per_s: float
     flops_per_s: float
 
 
 def measured_rates(dtypes: Iterable[RunDType], seconds: float = SECONDS) -> dict[RunDType, Rates]:
-    """Return this machine's, with the threads at hand."""
+    """Return this machine's rates with the available threads."""
     found = {}
     with torch.inference_mode():
         for dtype in dtypes:
@@ -33,12 +33,12 @@ def measured_rates(dtypes: Iterable[RunDType], seconds: float = SECONDS) -> dict
 
 
 def floor_s(spec: ModelSpec, lengths: Sequence[tuple[int, int]], dtype: RunDType, rates: Rates) -> float:
-    """Return the seconds of all prompts' products, and of the steps that the longest output then takes.
+    """Return the seconds of all prompts' products plus the decode steps of the longest output.
 
-    A step takes the longer of two times: to read the weights, and to multiply; keys and values are read besides.
+    A step takes the longer of two times, to read the weights or to compute the products, plus the time to read K/V.
 
     Args:
-        lengths: input and output of each request.
+        lengths: input and output length of each request.
     """
     seconds = sum(roofline.prompt_flops(spec, n) for n, _ in lengths) / rates.flops_per_s
     of_row = 2 * (roofline.layer_params(spec) + roofline.head_params(spec))

@@ -19,7 +19,7 @@ def commit() -> str:
 
 
 def page(title: str, text: str, body: str) -> str:
-    """A page: its title, what it shows, the table, and where, when and with what it was made."""
+    """Return a page: its title, a description, the table, and the machine, date and commit with which it was made."""
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     caption = f"{detect().device.name}, Python {platform.python_version()}, {versions}"
     return f"# {title}\n\n{text}\n\n{body.strip()}\n\n{caption}, commit `{commit()}`, {date.today()}.\n"

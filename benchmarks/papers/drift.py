@@ -1,4 +1,4 @@
-"""ExeGPT's schedules under other lengths than planned (sec. 7.6)."""
+"""Run ExeGPT's schedules with lengths other than planned (sec. 7.6)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from xsimulator.lengths import Lengths
 
 MODEL, CLUSTER, WORKLOAD = "opt-13b", "a40x4", "translation"
 TASK = f"{MODEL} on {CLUSTER}, {WORKLOAD}"
-"""In words; its output lengths are what changes."""
+"""Task T in words. Its output lengths change."""
 WITHIN = 5
-"""Points by which a margin of ours may be off the paper's."""
+"""Percentage points by which xgpt's margin may differ from the paper's."""
 
 
 def shifted(mean_factor: float, sd_factor: float) -> Workload:
-    """Task T with another output distribution. Source: ExeGPT Table 3."""
+    """Return task T with another distribution of output lengths. Source: ExeGPT Table 3."""
     base = workload_of(WORKLOAD, MODEL)
     longest = base.output.lengths[-1]
     normal = TruncatedNormal(kind="normal", mean=128 * mean_factor, sd=68 * sd_factor, min=1, max=longest)
@@ -32,14 +32,14 @@ def shifted(mean_factor: float, sd_factor: float) -> Workload:
 
 
 def before_the_drift() -> tuple[Problem, float | None]:
-    """Task T on OPT-13B under FT's 30% bound, and that bound in seconds."""
+    """Return task T on OPT-13B under FT's 30% bound, and this bound in seconds."""
     before = shifted(1.0, 1.0)
     bound_s = faster_transformer(problem(MODEL, CLUSTER, before)).bounds()[1]
     return problem(MODEL, CLUSTER, before, bound_s), bound_s
 
 
 def figure_11() -> Iterator[Claim]:
-    """WAA planned for task T at FT's 30% bound, run on other output lengths."""
+    """Compare WAA, planned for task T at FT's 30% bound, on other output lengths."""
     subject, bound_s = before_the_drift()
     plan = best(subject, ["waa"])
     assert plan is not None, "WAA keeps FT's 30% bound on task T"
@@ -63,7 +63,8 @@ def figure_11() -> Iterator[Claim]:
 def _margins(
     plan: Plan, growth: float, mean: float, sd: float, bound_s: float | None, decodes: float
 ) -> tuple[float, float]:
-    """Percent by which the bound had to be tighter, of all requests and of one length; the cap grows, too."""
+    """Return by what percentage the bound had to be tighter, for all requests and for one length. The cap grows,
+    too."""
     assert isinstance(plan.policy, WaaSettings)
     latencies = []
     for factors, cap in (((1.0, 1.0), 1.0), ((mean, sd), growth)):
@@ -76,9 +77,9 @@ def _margins(
 
 
 def drift_of_rra() -> Iterator[Claim]:
-    """RRA planned for task T at FT's 30% bound: its schedule against the best one for other output lengths.
+    """Compare RRA's schedule, planned for task T at FT's 30% bound, with the best schedule for other output lengths.
 
-    Simulated: the rule goes on aiming at the batches of its plan (ExeGPT 5.2).
+    In simulation, the rule still adjusts batches towards those of its plan (ExeGPT 5.2).
     """
     subject, _ = before_the_drift()
     bounds = dict(zip(BOUND_QUANTILES, faster_transformer(subject).bounds(), strict=True))
@@ -107,7 +108,8 @@ def drift_of_rra() -> Iterator[Claim]:
 
 
 def _off(factors: tuple[tuple[float, float], ...], bound_s: float | None) -> tuple[float, float]:
-    """Percent by which throughput and latency of the kept schedule are off the best one's, at most."""
+    """Return the largest percentages by which throughput and latency of the unchanged schedule are worse than the best
+    one's."""
     plan = best(problem(MODEL, CLUSTER, shifted(1.0, 1.0), bound_s), ["rra"])
     assert plan is not None, "RRA keeps FT's bounds on task T"
     off = []

@@ -1,4 +1,4 @@
-"""TCB's layouts as served on this machine, and ExeGPT's Table 5."""
+"""Measure TCB's layouts as served on this machine, and compute ExeGPT's Table 5."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from xgpt.resolve import load_cluster, load_model
 from xprofiler import measure
 
 WIDTH, BATCH, NUM_REQUESTS, ROUNDS = 256, 192, 400, 3
-"""Of the model in TCB's shape; requests of a batch, and of a measurement; how often each layout is measured."""
+"""Width of the model in TCB's shape, requests of a batch, requests of a measurement, and measurements of each
+layout."""
 TNB_BATCH = 10
-"""Requests of a padded batch where concatenated ones have `BATCH`: in the paper 64 of some 1,240."""
+"""Requests of a padded batch if concatenated batches have `BATCH`. In the paper, they have 64 and about 1,240."""
 LAYOUTS: tuple[Batching, ...] = ("padded", "rows", "slots", "flat")
 MODELS_OF_7_8 = ("t5-11b", "gpt3-39b", "gpt3-101b")
 """Models whose points ExeGPT counts (sec. 7.8)."""
@@ -44,11 +45,12 @@ TABLE_5: dict[str, dict[str, tuple[float, float]]] = {
         ("waa", "decode_microbatches", (0.5, 0.0), (10.6, 0.0)),
     )
 }
-"""Percent of points that are not monotone in latency and in throughput at 5%, by task. Source: ExeGPT Table 5."""
+"""Percentage of points that are not monotone in latency and in throughput at 5% tolerance, by task. Source: ExeGPT
+Table 5."""
 
 
 def table_5() -> Iterator[Found]:
-    """Points that go against a variable's direction: RRA and WAA, by variable for GPT-3 39B, at 5% tolerance."""
+    """Yield the points against a variable's direction under RRA and WAA, by variable for GPT-3 39B, at 5% tolerance."""
     waa = monotonicity.count_waa
     everything = monotonicity.count_all(MODELS_OF_7_8, how={"rra": monotonicity.count_swept, "waa": waa})
     busy = monotonicity.count_all(("gpt3-39b",), how={"waa": partial(waa, busy=True)})
@@ -78,7 +80,8 @@ def table_5() -> Iterator[Found]:
 
 
 def _not_monotone(counted: monotonicity.Monotone, task: str, variable: str) -> tuple[list[float], int]:
-    """Return percent of GPT-3 39B's points against their direction (latency, throughput), and their number."""
+    """Return the percentage of GPT-3 39B's points against their direction (latency, throughput), and the number of
+    points."""
     where = "gpt3-39b", task, variable
     [row] = [row for row in counted.rows if (row["model"], row["workload"], row["variable"]) == where]
     steps = row["steps"]
@@ -96,7 +99,7 @@ def profiling() -> Iterator[Found]:
 
 
 def served_plan(batch: int = BATCH, order: AdmissionOrder = "fcfs") -> Plan:
-    """A plan of whole batches for a small model of TCB's shape and its workload, on this machine."""
+    """Return a plan of whole batches for a small model of TCB's shape and TCB's workload, on this machine."""
     spec = scaled(load_model("tcb-seq2seq")[0], WIDTH)
     found = plan(
         model=spec,
@@ -109,21 +112,21 @@ def served_plan(batch: int = BATCH, order: AdmissionOrder = "fcfs") -> Plan:
     )
     assert isinstance(found.policy, StaticSettings)
     policy = found.policy.model_copy(update={"batch": batch})
-    estimate = found.estimate.model_copy(update={"encode_batch": batch, "decode_batch": batch})  # what bench fills
+    estimate = found.estimate.model_copy(update={"encode_batch": batch, "decode_batch": batch})  # for `xgpt bench`
     return found.model_copy(update={"policy": policy, "estimate": estimate})
 
 
 Case = tuple[Batching, int, AdmissionOrder]
-"""Layout, requests of a batch at most, and order of admission."""
+"""Layout, largest number of requests in a batch, and order of admission."""
 
 
 def tcb_served() -> Iterator[Found]:
-    """TCB's comparison through `xgpt bench --batching`: whole batches behind the endpoint."""
+    """Repeat TCB's comparison with `xgpt bench --batching`: whole batches behind the endpoint."""
     cases: list[Case] = [(layout, BATCH, "fcfs") for layout in LAYOUTS]
     cases += [("padded", TNB_BATCH, "fcfs"), ("rows", BATCH, "das"), ("slots", BATCH, "das")]
     seen: dict[Case, list[float]] = {case: [] for case in cases}
     for _ in range(ROUNDS):
-        for layout, batch, order in cases:  # interleaved: the machine's speed changes
+        for layout, batch, order in cases:  # interleaved, since the machine's speed changes
             count = max(48, 4 * batch, NUM_REQUESTS * batch // BATCH)
             report = bench(served_plan(batch, order), num_requests=count, batching=layout).report
             assert isinstance(report, BenchReport) and not report.num_failed
@@ -132,7 +135,7 @@ def tcb_served() -> Iterator[Found]:
 
 
 def of_layouts(seen: Mapping[Case, Sequence[float]]) -> Iterator[Found]:
-    """Return the rows of what each layout served with batches of a size, requests a second, in each round."""
+    """Return the rows from the requests a second of each layout and batch size in each round."""
     middle = {case: float(np.median(values)) for case, values in seen.items()}
     rps = {layout: middle[layout, BATCH, "fcfs"] for layout in LAYOUTS}
     over = rps["rows"] / middle["padded", TNB_BATCH, "fcfs"]

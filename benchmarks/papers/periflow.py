@@ -1,4 +1,4 @@
-"""FriendliAI's article on PeriFlow (ORCA in production): its one figure, and its three statements.
+"""Check the figure and the three statements of FriendliAI's article on PeriFlow (ORCA in production).
 
 Source: "PeriFlow: How to Serve Large-scale Transformer Models", 2022-07-18.
 """
@@ -15,7 +15,7 @@ from benchmarks.papers.settings import workload_of
 from xgpt.core.workload import sample
 
 RATE = 0.15
-"""Requests a second, which both systems sustain."""
+"""Requests a second that both systems sustain."""
 BATCHES = 4000
 
 

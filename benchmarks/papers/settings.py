@@ -1,4 +1,4 @@
-"""The papers' set-ups: models on clusters, tasks, and FasterTransformer as the papers ran it."""
+"""Define the papers' settings: models on clusters, tasks, and FasterTransformer as in the papers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from xscheduler.schedule import Scheduler
 
 SMALL_TASKS = ("summarization", "translation", "chat-short")
 BOUND_QUANTILES = (0.1, 0.3, 0.7, None)
-"""Of FasterTransformer's latencies over its batch sizes; None: no bound. Source: ExeGPT sec. 7.1."""
+"""Quantiles of FasterTransformer's latencies over its batch sizes. None means no bound. Source: ExeGPT sec. 7.1."""
 
 
 NUM_PLANNED = 1000
-"""Lengths that a plan for a trace is made from: about a tenth of it."""
+"""Number of lengths from which a trace's plan is made, about a tenth of the trace."""
 
 
 @cache
@@ -31,28 +31,28 @@ def workload_of(task: str, model: str) -> Workload:
 
 
 def observed(lengths: npt.NDArray[np.int_]) -> Histogram:
-    """How often each length was seen."""
+    """Return the histogram of observed lengths."""
     values, counts = np.unique(lengths, return_counts=True)
     probabilities = counts / counts.sum()
     return Histogram(lengths=tuple(values.tolist()), probabilities=tuple(probabilities.tolist()))
 
 
 def cut(histogram: Histogram, longest: int) -> Histogram:
-    """Without what a model has no context for."""
+    """Return the histogram without lengths above `longest`."""
     kept = [(n, p) for n, p in zip(histogram.lengths, histogram.probabilities, strict=True) if n <= longest]
     total = sum(p for _, p in kept)
     return Histogram(lengths=tuple(n for n, _ in kept), probabilities=tuple(p / total for _, p in kept))
 
 
 def trace_of(task: str, longest_input: int, longest_output: int) -> Workload:
-    """A trace's requests that the paper's models, with contexts of 2,048 tokens, can take."""
+    """Return a trace's lengths, cut to the paper's models with contexts of 2,048 tokens."""
     whole = load_workload(task)
     lengths = {"input": cut(whole.input, longest_input), "output": cut(whole.output, longest_output)}
     return whole.model_copy(update=lengths)
 
 
 def problem(model: str, cluster: str | ClusterSpec, workload: Workload, bound_s: float | None = None) -> Problem:
-    """Return the problem in the model's own type, on a datasheet's profile."""
+    """Return the problem with the model's own dtype and a profile from the datasheet."""
     spec, _ = load_model(model)
     devices = load_cluster(cluster) if isinstance(cluster, str) else cluster
     profile = analytic.profile(spec, devices, spec.default_dtype)
@@ -60,7 +60,7 @@ def problem(model: str, cluster: str | ClusterSpec, workload: Workload, bound_s:
 
 
 def best(subject: Problem, kinds: Sequence[str]) -> Plan | None:
-    """None where no schedule keeps the bound."""
+    """Return the best plan, or None if no schedule keeps the bound."""
     try:
         return Scheduler(subject).best(kinds)
     except InfeasibleError:
@@ -69,11 +69,11 @@ def best(subject: Problem, kinds: Sequence[str]) -> Plan | None:
 
 @dataclass(frozen=True)
 class Baseline:
-    """FasterTransformer over its batch sizes, multiples of four up to its memory.
+    """FasterTransformer's figures for its batch sizes, which are multiples of four up to the limit of memory.
 
     Attributes:
-        latency: of a request of the 99th percentile's length, which the bounds are taken from. # [batches]
-        longest: of a batch with a request of maximum length, which has to keep them. # [batches]
+        latency: latency of a request of the 99th percentile's length, which gives the bounds. # [batches]
+        longest: latency of a batch with a request of maximum length, which must keep the bounds. # [batches]
         throughput: # [batches]
     """
 
@@ -85,17 +85,18 @@ class Baseline:
         return [None if q is None else float(np.quantile(self.latency, q)) for q in BOUND_QUANTILES]
 
     def at(self, bound_s: float | None, *, at_quantile: bool = False) -> float:
-        """Its highest throughput under a bound, requests a second; 0 where it has none.
+        """Return the highest throughput under a bound, in requests a second, or 0 if no batch keeps it.
 
         Args:
-            at_quantile: let it keep the bound as all others do, at the 99th percentile's length.
+            at_quantile: whether the bound holds only at the 99th percentile's length, as for all other systems.
         """
         kept = (self.latency if at_quantile else self.longest) <= (np.inf if bound_s is None else bound_s)
         return float(self.throughput[kept].max(initial=0.0))
 
 
 def faster_transformer(subject: Problem) -> Baseline:
-    """Tensor parallelism over each whole machine, a pipeline over the machines; batches end with their longest member.
+    """Return the figures of tensor parallelism within machines and a pipeline over them. Batches end with their longest
+    request.
 
     "For FT and DSI, which do not apply early termination of completed queries, we applied the latency bound to
     generating an output sequence of maximum length." Source: ExeGPT sec. 7.1.

@@ -1,4 +1,5 @@
-"""TCB's figures (ICPP 2022) on a simulated V100, at the paper's model and load; and DAS against the optimum."""
+"""Compute TCB's figures (ICPP 2022) on a simulated V100 with the paper's model and load, and compare DAS with the
+optimum."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ from benchmarks.tcb.experiments import slots as slots_of
 from xgpt.core.schema import AdmissionOrder
 
 LOAD, BATCHES = 4.0, 8.0
-"""Offered load, in what TNB serves at saturation, and how many full batches' time of it."""
+"""Offered load as a multiple of TNB's throughput at saturation, and its duration in times of a full batch."""
 LOADS = (0.5, 1.0, 2.0, LOAD)
 CAPS = (24, 32, 48, 64, 96, 128, 256, None)
-"""Requests of a batch of TTB at most; None: as many as TCB takes."""
+"""Largest batches of TTB. None means as many requests as TCB takes."""
 STEPS_MS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""What every step takes besides."""
+"""Milliseconds that are added to every step."""
 LEAST = 0.85
-"""Of the paper's ratio that ours must reach for a row to hold, and as much above it at most."""
+"""A row holds if its ratio is at least this share of the paper's ratio, and at most as much above it."""
 
 
 @cache
@@ -39,7 +40,7 @@ def served(
     cap: int | None = None,
     load: float = LOAD,
 ) -> tuple[float, float]:
-    """Requests and utility a second of a system under `load` times what TNB serves at saturation."""
+    """Return a system's requests and utility a second under `load` times TNB's throughput at saturation."""
     bench = bench_of(step_ms, variance)
     demand = bench.demand(load * bench.tnb_rps, BATCHES * bench.batch_s)
     outcome = bench.outcome(name, order, demand, largest=cap)
@@ -54,13 +55,13 @@ def over(
     cap: int | None = None,
     which: int = 0,
 ) -> float:
-    """Return what TCB serves (or, of `which` 1, is worth) over a baseline."""
+    """Return the ratio of TCB's requests (or utility, if `which` is 1) to a baseline's."""
     ours = served("TCB", order, variance, step_ms)[which]
     return ours / served(baseline, order, variance, step_ms, cap if baseline == "TTB" else None)[which]
 
 
 def band(paper: float, values: dict[float, float]) -> str:
-    """Return where values are the paper's up to what is taken for equal, linear between points; in words."""
+    """Return in words where values agree with the paper's, within the tolerance, by linear interpolation."""
     points = sorted(values)
     between = np.concatenate([np.linspace(a, b, 201) for a, b in pairwise(points)])
     there = between[abs(np.interp(between, points, [values[point] for point in points]) / paper - 1) <= 1 - LEAST]
@@ -76,11 +77,11 @@ FIGURES: tuple[tuple[str, str, float, str, AdmissionOrder, float, int], ...] = (
     ("TCB Fig. 11", "TCB over TTB, fcfs", 1.52, "TTB", "fcfs", 20.0, 0),
     ("TCB Fig. 12", "TCB over TTB, fcfs, variance 100", 1.72, "TTB", "fcfs", 100.0, 0),
 )
-"""Source, what, the paper's value, baseline, order, variance, and whether utility (1) instead of requests (0)."""
+"""Source, description, the paper's value, baseline, order, variance, and whether requests (0) or utility (1) count."""
 
 
 def figures_9_to_12() -> Iterator[Found]:
-    """TTB's batches are cut wherever that is cheapest, and may be as large as TCB's."""
+    """Compute Figures 9 to 12. TTB's batches are divided at the lowest cost, and may be as large as TCB's."""
     for source, what, paper, baseline, order, variance, which in FIGURES:
         ours = over(baseline, order, variance, which=which)
         if baseline == "TTB":
@@ -118,7 +119,7 @@ def figures_9_to_12() -> Iterator[Found]:
 
 
 def crossover() -> Iterator[Found]:
-    """TCB over TTB by the two assumptions that the paper does not state."""
+    """Compute the ratio of TCB to TTB under the two assumptions that the paper does not state."""
     rows = []
     for step_ms in STEPS_MS:
         ratios = [over("TTB", step_ms=step_ms, cap=cap) for cap in CAPS]
@@ -148,7 +149,7 @@ def crossover() -> Iterator[Found]:
 
 
 def slots() -> Iterator[Found]:
-    """Answers as long as prompts, and answers that end anywhere."""
+    """Compare slots with answers as long as prompts, and with answers that end after any token."""
     alike, anywhere = (slots_of(v100("float16"), end_anywhere=each) for each in (False, True))
     for source, rows, paper in (("TCB Fig. 13", 10, 1.18), ("TCB Fig. 14", 32, 2.31)):
         best, kept = (_most(alike, rows, column) for column in ("slots freed early", "slots kept"))

@@ -1,4 +1,4 @@
-"""How an engine in an environment of its own talks to the benchmark: a line for each run, over its pipes."""
+"""Connect an engine in a separate environment with the benchmark, which sends a line for each run over pipes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import TypedDict
 
 
 class Request(TypedDict):
-    """Token ids in, and how many must come out."""
+    """The input's token ids, and the number of output tokens."""
 
     prompt: list[int]
     num_output: int
 
 
 def answer(load: Callable[[str, str, int], Callable[[list[Request]], int]], package: str) -> None:
-    """Load the model, run two requests to warm up, then those of each file that standard input names.
+    """Load the model, run two requests as warm-up, then the requests of each file that standard input names.
 
     Args:
-        load: from a checkpoint's directory, a precision ("float32", "bfloat16", "int8") and the most tokens of a step
-            to what runs requests and returns how many tokens came out.
-        package: whose version is said.
+        load: takes a checkpoint's directory, a precision ("float32", "bfloat16", "int8") and the largest number of
+            tokens in a step. Returns a function that runs requests and returns the number of output tokens.
+        package: the package whose version is reported.
     """
     checkpoint, precision, budget = sys.argv[1:]
     print("NOTE", package, version(package), flush=True)

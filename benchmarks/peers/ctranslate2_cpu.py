@@ -1,4 +1,4 @@
-"""CTranslate2, float32; the model is converted once, next to the checkpoint, and batches are formed by tokens."""
+"""Run CTranslate2 in float32. The model is converted once, beside the checkpoint, and batches are formed by tokens."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ def load(checkpoint: str, precision: str, budget: int) -> Callable[[list[Request
     generator = ctranslate2.Generator(str(converted), device="cpu", compute_type="float32", intra_threads=2)
 
     def run(requests: list[Request]) -> int:
-        # A call has one length for all of its outputs: requests of equal lengths go together.
+        # All outputs of a call have one length, so a call gets requests with equal output lengths.
         by_length: dict[int, list[list[str]]] = {}
         for request in requests:
             by_length.setdefault(request["num_output"], []).append([f"<{token}>" for token in request["prompt"]])

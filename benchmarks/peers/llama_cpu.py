@@ -1,5 +1,6 @@
-"""llama.cpp's server (in xllamacpp) with a slot for each request; weights are written as GGUF once a type, next to the
-checkpoint: matrices in F32, BF16, Q8_0 or Q4_0, the rest in F32. K/V in float32 with F32, else in float16, its default.
+"""Run llama.cpp's server (in xllamacpp) with a slot for each request. Weights are written as GGUF once for each type,
+beside the checkpoint: matrices in F32, BF16, Q8_0 or Q4_0, the rest in F32. K/V is in float32 with F32, else in
+float16, the default.
 """
 
 import json
@@ -23,7 +24,7 @@ TYPES = {
     "int4": gguf.GGMLQuantizationType.Q4_0,
 }
 FLOAT32 = 0
-"""Among the types of K/V."""
+"""The number of float32 among the types of K/V."""
 SLOTS, SLOT_TOKENS = 16, 1088
 
 
@@ -66,7 +67,7 @@ def convert(checkpoint: Path, kind: gguf.GGMLQuantizationType, target: Path) -> 
 
 
 def in_turns(weight: np.ndarray, head_dim: int) -> np.ndarray:
-    """Rows d and d + half of each head as neighbours: so llama.cpp turns a Llama's."""
+    """Return rows d and d + half of each head as neighbours, the order in which llama.cpp rotates a Llama's heads."""
     return weight.reshape(-1, 2, head_dim // 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 

@@ -1,7 +1,7 @@
-"""OpenVINO GenAI's continuous batching; the model is converted once a weight format, next to the checkpoint.
+"""Run OpenVINO GenAI's continuous batching. The model is converted once for each weight format, beside the checkpoint.
 
-float32 throughout; in bfloat16, K/V too; int8: weights in eight bits, activations quantised as they come and K/V as
-OpenVINO does by default.
+In float32 and in bfloat16, everything has this type, K/V included. In int8, weights have eight bits, activations are
+quantised dynamically, and K/V has OpenVINO's default.
 """
 
 import subprocess

@@ -1,4 +1,4 @@
-"""This engine: a token budget, the longest outputs first, one worker, no server."""
+"""Run xgpt's engine with a token budget, the longest outputs first, one worker and no server."""
 
 from collections.abc import Callable
 from pathlib import Path

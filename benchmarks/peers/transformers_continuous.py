@@ -1,4 +1,4 @@
-"""transformers' own continuous batching: paged attention through SDPA, greedy, exactly as many tokens as asked."""
+"""Run transformers' continuous batching: paged attention through SDPA, greedy, with exactly the requested tokens."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from answer import Request, answer
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 PAGE_SIZE, NUM_BLOCKS, MAX_BATCH_TOKENS = 32, 1024, 512
-"""Room for all requests of the workload at once."""
+"""Sizes with which all requests of the workload fit at the same time."""
 
 
 def load(checkpoint: str, precision: str, budget: int) -> Callable[[list[Request]], int]:

@@ -1,4 +1,4 @@
-"""transformers' generate on batches in the order of arrival, padded on the left, each to its longest output."""
+"""Run transformers' generate on batches in order of arrival, padded on the left, each to its longest output."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ def load(checkpoint: str, precision: str, budget: int) -> Callable[[list[Request
                 ids, attention_mask=mask, do_sample=False, min_new_tokens=num_output, max_new_tokens=num_output
             )
             assert out.shape[1] == longest + num_output
-        return sum(request["num_output"] for request in requests)  # what came out beyond is of no use
+        return sum(request["num_output"] for request in requests)  # further tokens are not used
 
     return run
 

@@ -1,5 +1,5 @@
-"""vLLM on a CPU, in process. In int8 the checkpoint is converted once, next to the other: weights in eight bits with a
-scale for each output, activations quantised as they come, the rest in bfloat16."""
+"""Run vLLM on a CPU, in process. For int8, the checkpoint is converted once, beside the original: weights in eight bits
+with a scale for each output channel, dynamically quantised activations, and the rest in bfloat16."""
 
 import json
 import os
@@ -9,14 +9,14 @@ from pathlib import Path
 
 from answer import Request, answer
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB; its default may be more than there is
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB; the default may exceed the machine's memory
 
 import torch
 from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 
 KEPT = ("embed", "norm", "lm_head")
-"""Parts of the names of weights that stay as they are."""
+"""Parts of the names of weights that are not converted."""
 EIGHT_BITS = {
     "quant_method": "compressed-tensors",
     "format": "int-quantized",

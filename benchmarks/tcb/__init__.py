@@ -1,1 +1,1 @@
-"""TCB on a simulated V100: rows of every kind and the flattened batch; `benchmarks.papers` shows the results."""
+"""Simulate TCB on a V100 with rows of every kind and flattened batches. `benchmarks.papers` shows the results."""

@@ -1,11 +1,12 @@
-"""Compare DAS with the offline optimum: its share of the best utility, and TCB's constant.
+"""Compare DAS's share of the optimal offline utility with TCB's constant.
 
     python -m benchmarks.tcb.competitive [--draws 300] [--seed 0]
 
-Time is in slots, one batch each, as in TCB's problem (9) to (13): a request may be scheduled in the slots from its
-arrival to its deadline, B rows of L tokens a slot. The optimum knows all requests beforehand. Small cases are solved by
-trying all schedules, larger ones as the paper's integer programme (scipy's HiGHS); where that ends early, its upper
-bound stands for the optimum, so that no ratio is flattered. Theorem 5.1: never under eta q / (eta q + 1), q = 1 - eta.
+As in TCB's problem (9) to (13), time is divided into slots, each with one batch of B rows of L tokens. A request may be
+scheduled in the slots from its arrival to its deadline. The optimum knows all requests in advance. Small cases are
+solved by trying all schedules, larger ones as the paper's integer program (scipy's HiGHS). If the solver ends early,
+its upper bound replaces the optimum, so that no ratio is too high. Theorem 5.1: the share is at least eta q /
+(eta q + 1), q = 1 - eta.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from xgpt.core.policies.orders import DasOrder, Order, SortedOrder, utility
 from xgpt.core.policies.request import Request
 
 SECONDS = 1.0
-"""Of the solver for an instance."""
+"""Longest time of the solver for an instance."""
 
 
 class Instance(NamedTuple):
@@ -38,7 +39,8 @@ class Instance(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Instances of about one size: most requests, slots, rows, tokens of a row; longest request, of a row's tokens."""
+    """Instances of about one size: most requests, slots, rows, tokens of a row, and the longest request as a share of a
+    row."""
 
     name: str
     most: int
@@ -55,11 +57,11 @@ CASES = (
     Case("one row of 100, lengths as TCB's", 24, 3, 1, 100, longest=0.4),
 )
 ETAS = (0.2, 0.5, 0.8, None)
-"""Of DAS; None: shortest first, which looks at no deadline."""
+"""Values of DAS's eta. None means shortest first, which ignores deadlines."""
 
 
 def constant(eta: float | None) -> float:
-    """Return what Theorem 5.1 promises: of another order than DAS, nothing."""
+    """Return the share that Theorem 5.1 guarantees, which is 0 for orders other than DAS."""
     return 0.0 if eta is None else eta * (1 - eta) / (eta * (1 - eta) + 1)
 
 
@@ -75,12 +77,12 @@ def draw(case: Case, rng: np.random.Generator) -> Instance:
 
 
 def order_of(eta: float | None, row_tokens: int) -> Order:
-    """Return DAS with this eta; None: shortest first."""
+    """Return DAS with this eta, or shortest first for None."""
     return SortedOrder(lambda one: one.input_length) if eta is None else DasOrder(row_tokens, eta)
 
 
 def online(instance: Instance, eta: float | None) -> float:
-    """Return the utility that an order reaches: in each slot it knows those that have arrived."""
+    """Return the utility that an order reaches. In each slot, it knows only the requests that have arrived."""
     queue, served = Queue(partial(order_of, eta, instance.row_tokens)), 0.0
     for slot in range(instance.num_slots):
         for one in instance.requests:
@@ -93,7 +95,7 @@ def online(instance: Instance, eta: float | None) -> float:
 
 
 def optimum_by_trying(instance: Instance) -> float:
-    """Return the best schedule's utility, by trying all; for ten requests or fewer."""
+    """Return the best schedule's utility by trying all schedules. Use this for at most ten requests."""
     reached = {frozenset[int]()}
     for slot in range(instance.num_slots):
         open_ = [one for one in instance.requests if _is_open(one, slot)]
@@ -110,9 +112,9 @@ def optimum_by_trying(instance: Instance) -> float:
 
 
 def optimum(instance: Instance) -> tuple[float, bool]:
-    """Return the best schedule's utility, and whether it is proven; else what no schedule exceeds.
+    """Return the best schedule's utility and True, or an upper bound and False if the solver ended early.
 
-    Source: TCB (9) to (13), a variable for each request, slot and row in which it may be.
+    Source: TCB (9) to (13), with a variable for each request and each slot and row in which it may be scheduled.
     """
     places = [
         (i, slot * instance.num_rows + row)

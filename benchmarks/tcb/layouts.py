@@ -1,4 +1,4 @@
-"""Layouts and runs of batches that TCB is compared with, and that are not served."""
+"""Build and run the batches with which TCB is compared and which xgpt does not serve."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BatchCost = Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.float64]]
 
 
 def length_sorted_batches(requests: Sequence[Request], cost: BatchCost, largest: int) -> list[list[Request]]:
-    """Cut the requests, sorted by length, into the batches of at most `largest` that cost least together.
+    """Divide the requests, sorted by length, into batches of at most `largest` with the lowest total cost.
 
     best[i] = min over j of best[j] + cost(i - j, length of request i), for the i shortest.
 
@@ -42,12 +42,13 @@ def length_sorted_batches(requests: Sequence[Request], cost: BatchCost, largest:
 def slotted_rows(
     rows: Sequence[Sequence[Request]], row_tokens: int, slot_tokens: int
 ) -> tuple[RowBatch, list[Request]]:
-    """Rows of `row_tokens // slot_tokens` slots; each request goes to the first slot of its row that has room.
+    """Return rows of `row_tokens // slot_tokens` slots. Each request goes to the first slot of its row in which it
+    fits.
 
     Source: TCB sec. 4.2, and Algorithm 2, where `slot_tokens` is the longest request chosen by utility.
 
     Returns:
-        The batch, and the requests that fitted no slot.
+        The batch, and the requests that fit in no slot.
     """
     slots_per_row = row_tokens // slot_tokens
     slots: list[list[Request]] = []
@@ -72,18 +73,18 @@ def run_rows(
     *,
     free_slots: bool = False,
 ) -> dict[int, list[int]]:
-    """The tokens of each request of the batch, each the one with the highest logit.
+    """Return the greedy tokens of each request of the batch.
 
     Args:
         prompts: token ids of each request.
-        output_lengths: how many tokens to generate for each, at least one.
-        free_slots: let slots leave, and their memory with them, when their requests have ended (TCB sec. 4.2.2).
+        output_lengths: number of tokens to generate for each request, at least one.
+        free_slots: whether to free a slot and its memory when its requests have ended (TCB sec. 4.2.2).
     """
     layout = Layout(batch, prompts)
     lengths = np.array([output_lengths[id_] for id_ in layout.ids])
     ends = np.zeros(batch.num_slots, dtype=np.int64)
     np.maximum.at(ends, layout.slot, lengths)
-    """Of each slot: steps until its last request has ended."""
+    """For each slot, the number of steps until its last request has ended."""
     present, num_slots = np.arange(len(lengths)), batch.num_slots
     steps: list[tuple[np.ndarray, np.ndarray]] = []
     """The requests of each step, and their tokens."""

@@ -1,8 +1,8 @@
 """Compute the seconds of a batch in rows, and of the same requests flattened, from a profile's tables.
 
-What a slot computes, padding and other requests' tokens included, is charged: attention of m queries over n keys in
-each of some slots takes as long as reading the keys once, or as m/n of the products of whole prompts of n tokens,
-whichever is longer. That masks are read and scores written is left out, as kernels that fuse them do.
+All computation of a slot counts, including padding and other requests' tokens. Attention of m queries over n keys in
+each slot takes as long as reading the keys once, or as m/n of the products of whole prompts of n tokens, whichever is
+longer. Reading masks and writing scores does not count, since fused kernels avoid it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from xsimulator.costs.curves import Array, Grid, Line
 
 
 class RowCost:
-    """An encoder-decoder on one device.
+    """Computes the seconds of an encoder-decoder's batches on one device.
 
     Raises:
-        InputError: the model has no encoder, or the profile no table of it.
+        InputError: the model has no encoder, or the profile has no table for the encoder.
     """
 
     def __init__(self, spec: ModelSpec, profile: Profile) -> None:
@@ -46,7 +46,8 @@ class RowCost:
         self._num_layers, self._num_encoder_layers = num_layers, num_encoder_layers
 
     def rows(self, batch: RowBatch, output_lengths: Mapping[int, int], *, free_slots: bool = False) -> float:
-        """From the prompts to the last token of the longest answer, or of each slot's with `free_slots`."""
+        """Return the seconds to the last token of the longest answer or, with `free_slots`, of each slot's longest
+        answer."""
         ends = np.zeros(batch.num_slots, dtype=np.int64)
         slot = np.array([place.slot for place in batch.places])
         np.maximum.at(ends, slot, [output_lengths[place.id] for place in batch.places])
@@ -63,10 +64,10 @@ class RowCost:
         return seconds + float((self._output_tokens(requests) + self._overhead(requests)).sum())
 
     def flattened(self, prompt_lengths: Sequence[int], own_tokens: Sequence[int], read: Sequence[int]) -> float:
-        """One step without padding.
+        """Return the seconds of one step without padding.
 
         Args:
-            prompt_lengths: of the requests whose prompts it reads; each gets its first token, too.
+            prompt_lengths: lengths of the prompts that the step encodes. Each request also gets its first token.
             own, read: of the requests that decode: tokens of the answer with the new one, and of the prompt.
         """
         lengths = np.asarray(prompt_lengths, float)
@@ -85,10 +86,10 @@ class RowCost:
         return seconds
 
     def _masked(self, reading: Grid, slots: Array, queries: int, keys: Array) -> Array:
-        """One layer's attention of `queries` tokens over `keys` in each slot. # each [steps]"""
+        """Return the seconds of one layer's attention of `queries` tokens over `keys` in each slot. # each [steps]"""
         return np.maximum(reading(slots, keys), self._products(slots, keys) * queries / keys)
 
 
 def _longer(ends: npt.NDArray[np.int64], steps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """How many end after each step. # int64 [any], [steps] -> [steps]"""
+    """Return how many of `ends` are after each step. # int64 [any], [steps] -> [steps]"""
     return (ends > steps[:, None]).sum(axis=1)

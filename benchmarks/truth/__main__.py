@@ -6,11 +6,11 @@ Tables of operators and `silicon_sample.csv` are read from the wheel of aiconfig
 'xgpt-serve[fidelity]'`). Sources without a known licence are read from where --measured says: `vllm_open_loop.csv`
 (experiment, model, device, tp, max_num_batched_tokens, max_num_seqs, input_tokens, output_tokens, rate_per_s, and mean
 and p99 of e2e and ttft in ms) and `trtllm_max_throughput.csv` (version, model, device, dtype, tp, input_tokens,
-output_tokens, output_tokens_per_s, and of models with experts ep). None of them is part of this repository. Blocks of
-K/V that an engine logged stand in the code. Rows of this machine are those that `python -m benchmarks.prediction` has
-left in results.
+output_tokens, output_tokens_per_s, and of models with experts ep). None of them is part of this repository. K/V blocks
+that an engine logged are in the code. Rows of this machine are those that `python -m benchmarks.prediction` wrote to
+results.
 
-Figures of engines (configs/engines) were fitted to the rows that are marked so, and to no others.
+Figures of engines (configs/engines) were fitted only to the rows that are marked so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.truth.sources import Row
 from xprofiler.ranges import Cell
 
 QUICK = 60
-"""Rows of each source, with --quick."""
+"""Number of rows of each source with --quick."""
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""Clients in a closed loop, from labs' and vendors' pages of 2025 and 2026 (`closed_loops_2026.csv`).
+"""Yield rows of clients in a closed loop from labs' and vendors' pages of 2025 and 2026 (`closed_loops_2026.csv`).
 
-Every other row of a model, its format and an engine may be fitted to; the rest verifies. Of `sharegpt` only mean
-lengths are published: lengths are taken to be lognormal, as wide as that data set's. `uniform`: from 1 to twice the
-mean, as SGLang's benchmark draws them.
+Figures may be fitted to every second row of a model, format and engine. The other rows verify. For `sharegpt`, only
+mean lengths are published. Lengths are assumed to be lognormal with that data set's deviation. `uniform` lengths are
+from 1 to twice the mean, as in SGLang's benchmark.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LONGEST = 1024
 
 
 def rows(path: Path, most: int | None) -> Iterator[Row]:
-    """A row for each load."""
+    """Yield a row for each load."""
     seen: Counter[tuple[str, ...]] = Counter()
     raws = read(path)
     is_given = {}
@@ -77,6 +77,6 @@ def _lengths(raw: dict[str, str], name: str, rng: np.random.Generator) -> list[i
         return cast(list[int], rng.integers(1, round(2 * mean), count, endpoint=True).tolist())
     drawn = rng.lognormal(0.0, WIDTHS[name], 20 * count)
     scale = mean
-    for _ in range(20):  # what is cut off at the longest comes back in all others
+    for _ in range(20):  # shortening the longest lengths is compensated in all others
         scale *= mean / float(np.clip(scale * drawn, 4, LONGEST).mean())
     return cast(list[int], np.clip(scale * drawn[:count], 4, LONGEST).astype(int).tolist())

@@ -1,9 +1,9 @@
-"""Prompts encoded by some devices and decoded by others: rows of AIConfigurator's wheel (`disagg`).
+"""Yield rows of AIConfigurator's wheel in which some devices encode and others decode (`disagg`).
 
-Each group of devices runs the single-lane rule: prompts come to the encoding groups as often as requests end, and a
-decoding group takes a prompt with its K/V at hand. Where the number of groups is not published (gpt-oss, InferenceX),
-one decoding group is assumed and the time between tokens alone is predicted, with the measured time to the first
-token as the time that a client is away. The hand-over of K/V is left out: it is not published how it travels.
+Each group of devices runs the single-lane rule. Prompts arrive at the encoding groups as often as requests end, and
+decoding groups get prompts whose K/V is computed. If the number of groups is not published (gpt-oss, InferenceX), one
+decoding group is assumed, and only the time between tokens is predicted. Then the measured TTFT is the time that a
+client spends outside of this group. The transfer of K/V is left out, since the rows do not state how K/V is sent.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MODELS = {name: (model, stored) for name, (model, stored) in experts.MODELS.item
 }
 ROUNDS = 4
 DEVICES = {"h100_sxm": 8, "h200_sxm": 8, "b200_sxm": 8, "b300_sxm": 8, "gb200": 4, "gb300": 4}
-"""Of a machine."""
+"""Number of devices of a machine."""
 
 
 def rows(path: Path, most: int | None) -> Iterator[Row]:
-    """A row for each deployment; those of models or types that are not planned for say why they are not predicted."""
+    """Yield a row for each deployment. Rows of unsupported models or types state why they are not predicted."""
     raws = [raw for raw in read(path) if raw["mode"] == "disagg"]
     for raw in thinned(raws, most):
         measured = {"TPOT": float(raw["silicon_tpot_ms"]) / 1e3, "TTFT": float(raw["silicon_ttft_ms"]) / 1e3}
@@ -93,12 +93,12 @@ def _predict(raw: dict[str, str], encode: Served, decode: Served, measured_first
     for _ in range(ROUNDS if is_known else 1):
         times = closed_loop(decode, own, inputs, outputs, cached, path_s=first_s)
         gap_s = float(np.mean(times.gap_s))
-        if is_known:  # requests come to the encoding groups as often as they end
+        if is_known:  # requests arrive at the encoding groups as often as they end
             rate = num_clients / (first_s + outputs[0] * gap_s) / count_of(raw["prefill_num_workers"])
             most = 0.98 / _alone_s(encode, inputs[0])
             waits = open_loop(encode, min(rate, most), (inputs[0], 1), [0] * 400, seed=0)
             first_s = float(np.mean(waits.first_s))
-            if rate > most:  # the encoding groups are full: all other clients wait for them
+            if rate > most:  # the encoding groups are full, and all other clients wait for them
                 first_s = max(first_s, num_clients / (most * count_of(raw["prefill_num_workers"])) - outputs[0] * gap_s)
     return {"TPOT": gap_s, "TTFT": first_s} if is_known else {"TPOT": gap_s}
 

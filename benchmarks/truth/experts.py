@@ -1,9 +1,9 @@
-"""Measurements of served models with experts, from AIConfigurator's wheel.
+"""Read measurements of served models with experts from AIConfigurator's wheel.
 
-Rows of InferenceX are predicted as its scripts started the engine (`inferencex`). What the sources leave open is
-assumed once: routing to experts as the tables' makers take it to be. Rows that may speculate, those with attention by
-data parallelism, those that span machines, and those whose degrees of experts do not make up their devices are counted
-and not predicted.
+Rows of InferenceX are predicted with the settings of its scripts (`inferencex`). The sources do not state the routing
+to experts, so the assumption of the tables' makers is used. Some rows are counted but not predicted: those that may use
+speculative decoding, those with data-parallel attention, those on several machines, and those whose degrees of experts
+do not match their number of devices.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[str, Stored | None]] = {
     "Qwen/Qwen3.5-397B-A17B": ("qwen3.5-397b-a17b", None),
     "zhipuai/GLM-5": ("glm-5", None),
 }
-"""Each as it is served, and the format of its weights where it is not the model's own."""
+"""Each model as served, and the format of its weights if it is not the model's own."""
 NVFP4: dict[str, Stored] = {
     "kimi-k2.5": "nvfp4",
     "minimax-m2": "nvfp4",
@@ -46,17 +46,18 @@ NVFP4: dict[str, Stored] = {
     "glm-5": "nvfp4",
     "qwen3.5-397b-a17b": "nvfp4_experts",
 }
-"""What NVIDIA's checkpoints hold in four bits."""
+"""The format of NVIDIA's 4-bit checkpoints."""
 TRTLLM_SPECULATES, SGLANG_SPECULATES, LAST_DAY = "2026-01-14", "2026-02-05", "9999"
-"""First days of scripts of DeepSeek with multi-token prediction."""
+"""First days of the scripts for DeepSeek with multi-token prediction."""
 DEVICES = 8
-"""Of a machine. More of them in a row of whole experts on each device are the same devices, counted once for slices and
-once for parts of the experts."""
+"""Number of devices of a machine. If a row with whole experts on each device has more, the same devices are counted
+twice, for slices and for parts of the experts."""
 ENGINES = {"vllm": "vllm-0.15", "trtllm": "tensorrt-llm-1.0", "sglang": "sglang-0.5"}
 
 
 def served_rows(path: Path, most: int | None) -> Iterator[Row]:
-    """Clients in a closed loop, as for dense models. gpt-oss stands there as nvfp4, and is served in its own mxfp4."""
+    """Yield rows of clients in a closed loop, as for dense models. gpt-oss is listed as nvfp4, but served in its own
+    mxfp4."""
     raws = [raw for raw in read(path) if raw["model_path"] in MODELS and raw["mode"] == "agg"]
     for raw in thinned(raws, most):
         name, _ = MODELS[raw["model_path"]]
@@ -90,7 +91,7 @@ def served_rows(path: Path, most: int | None) -> Iterator[Row]:
 
 
 def stored_in(raw: dict[str, str]) -> Stored | None:
-    """Return the format of a row's weights, where it is not the model's own."""
+    """Return the format of a row's weights, or None if it is the model's own."""
     name, stored = MODELS[raw["model_path"]]
     if raw["moe_quant_mode"] == "nvfp4":
         return NVFP4.get(name, stored)
@@ -98,7 +99,8 @@ def stored_in(raw: dict[str, str]) -> Stored | None:
 
 
 def degrees_of(raw: dict[str, str], lane: str = "") -> tuple[int, int, int]:
-    """Return a row's tensor-parallel degree, and into how many slices and parts its devices divide the experts."""
+    """Return a row's tensor-parallel degree, and the numbers of slices and of parts into which its devices divide the
+    experts."""
     tp, slices, ep = (count_of(raw[f"{lane}{column}"]) for column in ("tp_size", "moe_tp_size", "moe_ep_size"))
     if tp > DEVICES and slices == ep and tp == slices * ep:
         return slices, 1, ep
@@ -106,9 +108,9 @@ def degrees_of(raw: dict[str, str], lane: str = "") -> tuple[int, int, int]:
 
 
 def may_speculate(raw: dict[str, str], tp: int, ep: int) -> bool:
-    """Return whether InferenceX ran this configuration with multi-token prediction on that day, be it as well.
+    """Return whether InferenceX ran this configuration with multi-token prediction on that day, even if also without.
 
-    So say its `.github/configs/nvidia-master.yaml` and the first day of each script with `mtp` in its name.
+    Sources: its `.github/configs/nvidia-master.yaml`, and the first day of each script with `mtp` in its name.
     """
     found = re.search(r"measured=(\d{4}-\d\d-\d\d)", raw["silicon_data_source"])
     day = found[1] if found else LAST_DAY

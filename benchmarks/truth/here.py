@@ -1,4 +1,4 @@
-"""Predictions that `benchmarks.prediction` made on this machine before it measured."""
+"""Read the predictions that `benchmarks.prediction` made on this machine before it measured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = {
 
 
 def rows(folder: Path, most: int | None) -> Iterator[Row]:
-    """A row for each load: predictions are those at the pace at which the machine ran the steps."""
+    """Yield a row for each load, with predictions at the pace at which the machine ran the steps."""
     entries = [entry for path in sorted(folder.glob("prediction*.json")) for entry in json.loads(path.read_text())]
     for entry in thinned(entries, most):
         report = BenchReport.model_validate(entry["report"])
@@ -35,7 +35,7 @@ def rows(folder: Path, most: int | None) -> Iterator[Row]:
 
 
 def folder_of(measured: Path | None) -> Path | None:
-    """Where the command has written what it measured: the user's folder, or its own."""
+    """Return the folder of the command's results: the user's, or the default."""
     for folder in (measured, Path("results")):
         if folder is not None and any(folder.glob("prediction*.json")):
             return folder

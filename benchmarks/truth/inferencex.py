@@ -1,8 +1,8 @@
-"""How InferenceX started the engines of the rows with experts in AIConfigurator's wheel.
+"""State how InferenceX started the engines of the rows with experts in AIConfigurator's wheel.
 
-Read off its own scripts at the day of each row (SemiAnalysisAI/InferenceX, Apache-2.0: `benchmarks/`, at 79a42e20a of
-2026-03-28 and 41ed82dc1 of 2026-04-21, unless said otherwise). Lengths are drawn from 80% to 100% of what is stated,
-ten requests a client.
+The settings are those of its scripts on the day of each row (SemiAnalysisAI/InferenceX, Apache-2.0: `benchmarks/`, at
+79a42e20a of 2026-03-28 and 41ed82dc1 of 2026-04-21, unless said otherwise). Lengths are drawn from 80% to 100% of the
+stated length, with ten requests for each client.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from xgpt.core.schema import DType
 
 Changes = tuple[tuple[str, Any], ...]
 VLLM_GRAPHS = 2048
-"""Largest captured batch that the scripts of gpt-oss and, since April 2026, of MiniMax ask vLLM for."""
+"""Largest batch that vLLM captures with the scripts for gpt-oss and, since April 2026, for MiniMax."""
 APRIL = "2026-04-01"
-"""MiniMax on B200: from the first script of this month on, settings are others (pull request 947)."""
+"""From this day on, the settings for MiniMax on B200 differ (pull request 947)."""
 EP_CHOSEN = "2025-11-03"
-"""First day on which scripts of TensorRT-LLM took the parts of experts from a row's configuration; before it they gave
-each device whole experts (`--ep_size=$TP`), but those of gpt-oss on B200."""
+"""First day on which scripts of TensorRT-LLM took the parts of experts from a row's configuration. Earlier scripts gave
+each device whole experts (`--ep_size=$TP`), except for gpt-oss on B200."""
 BLACKWELL = ("b200_sxm", "b300_sxm")
 FLASHINFER = "0.24"
-"""Version of vLLM whose tables on Blackwell are those of FlashInfer's kernels, which MiniMax's scripts of B200 turned
-off until April 2026; earlier tables are Triton's."""
+"""Version of vLLM whose tables on Blackwell were measured with FlashInfer's kernels. The scripts for MiniMax on B200
+did not use these until April 2026. Earlier tables were measured with Triton's kernels."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """What a row's engine was told.
+    """The settings of a row's engine.
 
     Attributes:
-        ep: parts into which the devices divide the experts.
-        token_budget: tokens of a step at most.
-        changes: what was set otherwise than the engine does by itself.
+        ep: number of parts into which the devices divide the experts.
+        token_budget: largest number of tokens in a step.
+        changes: the settings that differ from the engine's defaults.
     """
 
     ep: int
@@ -44,10 +44,11 @@ class Started:
 
 
 def started(raw: dict[str, str], model: str, tp: int, ep: int) -> Started:
-    """Return how the engine of a row was started.
+    """Return the settings with which the engine of a row was started.
 
     Args:
-        ep: what the row says. Where a script gave each device whole experts whatever that said, it does here, too.
+        ep: the parts that the row states. If a script ignored them and gave each device whole experts, so does the
+            result.
     """
     found = re.search(r"measured=(\d{4}-\d\d-\d\d)", raw["silicon_data_source"])
     day, is_blackwell = found[1] if found else "", raw["system"] in BLACKWELL
@@ -68,7 +69,7 @@ def started(raw: dict[str, str], model: str, tp: int, ep: int) -> Started:
     if raw["system"] == "h100_sxm":
         return Started(ep, 8192, None, tuple(changes.items()))
     changes |= {"memory_share": 0.95} | ({"block_size": 32} if is_blackwell else {})
-    return Started(tp, 8192, None, tuple(changes.items()))  # --enable-expert-parallel, whatever the row's own EP_SIZE
+    return Started(tp, 8192, None, tuple(changes.items()))  # --enable-expert-parallel, whatever the row's EP_SIZE
 
 
 def _of_kimi(raw: dict[str, str], ep: int, day: str, changes: dict[str, Any]) -> Started:
@@ -80,8 +81,8 @@ def _of_kimi(raw: dict[str, str], ep: int, day: str, changes: dict[str, Any]) ->
 
 
 def _of_sglang(raw: dict[str, str], model: str, tp: int, ep: int) -> Started:
-    """Return what scripts of SGLang set since November 2025: on Blackwell nearly all look for new requests only once in
-    ten decode steps, or in thirty from 16 clients up (--scheduler-recv-interval)."""
+    """Return the settings of SGLang's scripts since November 2025. On Blackwell, nearly all check for new requests only
+    once in ten decode steps, or in thirty with 16 or more clients (--scheduler-recv-interval)."""
     is_hopper, stored = raw["system"] not in BLACKWELL, raw["moe_quant_mode"]
     seldom = 30 if int(float(raw["batch_size"])) >= 16 else 10
     budget, receives, kv_dtype = 32768, seldom, cast("DType | None", "float8")
@@ -106,7 +107,7 @@ def _of_sglang(raw: dict[str, str], model: str, tp: int, ep: int) -> Started:
 def _of_trtllm(raw: dict[str, str], model: str, tp: int, ep: int, day: str) -> Started:
     clients = int(float(raw["batch_size"]))
     is_hopper = raw["system"] == "h200_sxm"
-    if model != "gpt-oss-120b":  # DeepSeek, 2025-11-02 (e06929c70): room for one prompt and a decode of each client
+    if model != "gpt-oss-120b":  # DeepSeek, 2025-11-02 (e06929c70): one prompt and a decode of each client
         budget = -(-(clients + int(raw["isl"]) + 64) // 64) * 64
         kept = (("memory_share", 0.75 if is_hopper else 0.8), ("captured_tokens", 128 if is_hopper else 256))
         return Started(tp if day < EP_CHOSEN else ep, budget, "float8", kept)

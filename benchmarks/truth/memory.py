@@ -1,8 +1,8 @@
 """Compare K/V blocks that vLLM 0.15.1 logged on H100 with predictions.
 
 From docs/plans/2026-03-04-sim-to-real-accuracy-validation-design.md of inference-sim/sim-to-real-accuracy-validation:
-half precision, 2,048 tokens and 128 requests in a step, 90% of the memory. What the engine keeps for itself was fitted
-to the dense models; Mixtral verifies.
+half precision, 2,048 tokens and 128 requests in a step, 90% of the memory. The engine's own memory was fitted to the
+dense models, and Mixtral verifies it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VERIFYING = {"mixtral-8x7b"}
 
 
 def rows(path: Path, most: int | None) -> Iterator[Row]:
-    """One row for each log; they stand here, and `path` is not read."""
+    """Yield one row for each log. The logs are in this file, and `path` is not read."""
     for (model, tp), blocks in list(LOGGED.items())[:most]:
         served = Served(model, "h100x8", "float16", tp, "vllm-0.15", 128, 2048)
         found, why_not = predicted(partial(_blocks, served))

@@ -1,4 +1,4 @@
-"""The file of each source, and which rows it contributes."""
+"""List the file of each source, and its rows."""
 
 from __future__ import annotations
 

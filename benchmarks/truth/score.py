@@ -1,4 +1,4 @@
-"""Errors of predictions, as a table and as a picture."""
+"""Show errors of predictions as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ HEADER = (
 
 
 def table(rows: list[Row], *, by_group: bool = False) -> str:
-    """Errors in percent of rows that nothing was fitted to, and next to them of those that figures were fitted to.
+    """Return a table of the errors in percent of rows without fitted figures, and of rows to which figures were fitted.
 
-    Median and 90th percentile of their sizes, and the median with its sign (bias).
+    The columns are the median and 90th percentile of absolute errors, and the median of signed errors (bias).
 
     Args:
-        by_group: a line for each model and device, too.
+        by_group: whether to add a line for each model and device.
     """
     lines, by_kind = [HEADER], {}
     for row in rows:
@@ -54,13 +54,14 @@ AS_NAMED: dict[str, Quantity] = {
     "TTFT": "TTFT",
     "TPOT": "TPOT",
 }
-"""Quantities of rows, by what ranges call them: under open arrivals a plan's rate errs as its whole times do."""
+"""The name in ranges of each quantity in rows. Under open arrivals, the error of a plan's rate is taken from whole
+times."""
 
 
 def errors_of(rows: list[Row]) -> str:
-    """Return configs/errors.json: measured over predicted by cell and quantity, as JSON.
+    """Return the JSON of configs/errors.json: ratios of measured to predicted values, by cell and quantity.
 
-    Of a cell with at least `LEAST_ROWS` rows that nothing was fitted to, only these count.
+    If a cell has at least `LEAST_ROWS` rows without fitted figures, only these count.
     """
     found: dict[tuple[str, ...], dict[bool, list[float]]] = {}
     for row in rows:
@@ -77,9 +78,9 @@ def errors_of(rows: list[Row]) -> str:
 
 
 def coverage(rows: list[Row], seed: int) -> str:
-    """Return lines that say how many figures of a random half of the rows lie in the ranges that the other half gives.
+    """Return lines that state how many figures of a random half of the rows are within the ranges from the other half.
 
-    Rows with the same measured figures are one measurement, and come into the same half.
+    Rows with the same measured figures are one measurement, and belong to the same half.
     """
     measurements: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
@@ -107,7 +108,7 @@ def coverage(rows: list[Row], seed: int) -> str:
 
 
 def plot(rows: list[Row]) -> str:
-    """Predicted over measured, both on a logarithmic scale, a colour for each source."""
+    """Return a picture of predicted over measured values on logarithmic scales, with a colour for each source."""
     points = [
         (row.source, quantity, row.measured[quantity], value)
         for row in rows
