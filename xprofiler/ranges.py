@@ -35,7 +35,7 @@ SAME: tuple[tuple[tuple[str, ...], float], ...] = (
     (("family",), 2.2),
 )
 """Sets of properties that other cells must have in common with the figure's cell, in the order in which they are tried.
-Each has the factor for the width of the range.
+Each set comes with the factor by which the range is widened.
 """
 BORROWED = 1.25
 """Factor for the width if times belong to another engine or version, or were computed with another device's

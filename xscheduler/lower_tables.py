@@ -4,7 +4,7 @@ Measured times are uneven. A schedule's time on the lowered tables is a lower bo
 and it is monotone: a larger batch never takes less time and never costs more per request. The search proves its bounds
 on these tables.
 
-Beyond its last point, a table is extrapolated along its last segment, where a lowered table could rise faster than the
+Beyond its last point, a table is extrapolated along its last segment. There, a lowered table could rise faster than the
 original and exceed it. Such a lowered table gets one more point, at twice the last size. Up to this point it rises no
 faster than the original.
 """

@@ -28,7 +28,7 @@ Array = npt.NDArray[np.float64]
 PARTS = StepParts._fields
 MIN_STEPS = 50
 PRIOR = 0.001
-"""In the fit, the weight of a factor's distance from 1, relative to the weight of the relative errors of the steps."""
+"""Weight of a factor's distance from 1 in the fit, relative to the weight of the steps' relative errors."""
 LEAST, MOST = 0.2, 5.0
 OUTLIER = 4.0
 """A step is an outlier if its error differs from the median error by more than this number of median deviations."""

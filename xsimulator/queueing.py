@@ -58,8 +58,7 @@ class LoadPoints(NamedTuple):
         work, late_at: for each state k, sum_{j<=k} log X(j), and the share of late requests among those that run with k
             others. # [n, states]
         log_width: log of how many numbers of requests each state represents. # [n, states]
-        last, share: the state before n - 1, and the fraction of the distance from this state to the next one at which n
-            - 1 is.
+        last, share: the last state below n - 1, and the position of n - 1 between this state (0) and the next one (1).
         spread: (1 + s^2) / 2, with the coefficient of variation s of running times.
         is_late: whether a bound is broken even without waiting.
         gate: longest wait for the next admission. # [n, 1]

@@ -98,8 +98,8 @@ def running(max_batch: int = MAX_BATCH, num_blocks: int = NUM_BLOCKS) -> Iterato
     Raises:
         RuntimeError: it did not start, or logged errors other than those about requests that are not HTTP.
     """
-    # With fewer arenas than the allocator's default, the freed memory that it keeps depends less on its threads. What
-    # the allocator keeps of freed memory would hide what is lost: few arenas, and large pieces given back.
+    # Freed memory that the allocator keeps would hide lost memory. With few arenas it keeps less, and this depends less
+    # on its threads. Large pieces are returned to the system.
     allocator = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     environment = os.environ | allocator | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "benchmarks.lib.tiny_server", str(max_batch), str(num_blocks)]

@@ -159,7 +159,7 @@ def between(values: Array, at: Array) -> Array:
 
 
 class Waiting:
-    """Computes how many free slots wait while the encode lane is busy, by requests a second.
+    """Computes how many slots stay free because the encode lane is busy, by requests a second.
 
     The encode lane is modelled as a queue of batches. As the rate approaches `limit`, the number of free slots goes to
     infinity.

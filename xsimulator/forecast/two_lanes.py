@@ -129,8 +129,9 @@ class TwoLaneModel:
     ) -> Array:
         """Return an upper bound on the requests a second of settings that keep the bound on latency.
 
-        With the largest encode batch, the encode lane has its highest throughput, and the fewest free slots wait for
-        it. With the smallest encode batch, the fewest requests are in the lanes before their first decode step.
+        With the largest encode batch, the encode lane has its highest throughput, and the fewest slots stay free
+        because it is busy. With the smallest encode batch, the fewest requests are in the lanes before their first
+        decode step.
 
         Args:
             encode_batch, largest_batch: the smallest and the largest number of requests encoded together.
