@@ -52,7 +52,7 @@ def compare(output: str | None, force: bool, as_json: bool, current: str | None,
             gain_ranges=found.ranges,
             keeps_current=found.keeps_current,
             answer=found.answer,
-            command=next(filter(None, (engine_command(plan, found.kept_words) for plan in found.plans.values())), None),
+            command=next(filter(None, (engine_command(plan, found.kept) for plan in found.plans.values())), None),
             measured=found.measured,
         )
         click.echo(document.model_dump_json(indent=1))
@@ -68,7 +68,7 @@ def compare(output: str | None, force: bool, as_json: bool, current: str | None,
 def _show(found: Compared, output: str | None) -> None:
     """Print the plans, and how the current deployment compares."""
     tables = [render.plans_table(found.plans)]
-    commands = command_in_words(found.plans, found.kept_words)
+    commands = command_in_words(found.plans, found.kept)
     highest = max(found.plans.values(), key=maximised)  # its search covers the schedules of all policies
     if highest.search.gap is not None:
         commands.insert(0, f"proof: {limit_in_words(highest)}")

@@ -14,7 +14,7 @@ from xgpt.benchmark import Load, bench_plan
 from xgpt.checkpoints import hub
 from xgpt.comparing.assumptions import keeps_current, ranges
 from xgpt.comparing.current import CurrentEngine, check_model, planned_with
-from xgpt.comparing.flags import VARIABLE
+from xgpt.comparing.flags import VARIABLE, Given
 from xgpt.comparing.launched import read_current
 from xgpt.comparing.own_times import answer
 from xgpt.core.errors import InfeasibleError, InputError
@@ -63,7 +63,7 @@ class Compared:
         measured: for each policy, the figures of its plan that were measured on this machine.
         answer: lines of text on whether the current deployment's settings cause late requests at the recorded arrival
             times.
-        kept_words: options of the current deployment's command that stay in the command of a plan.
+        kept: options of the current deployment's command that stay in the command of a plan.
     """
 
     plans: dict[str, Plan]
@@ -73,7 +73,7 @@ class Compared:
     measured: dict[str, BenchReport] = field(default_factory=dict)
     ranges: dict[str, RangeOutput] = field(default_factory=dict)
     answer: tuple[str, ...] = ()
-    kept_words: tuple[str, ...] = ()
+    kept: Given = field(default_factory=dict)
 
     @property
     def best(self) -> Plan:
@@ -169,8 +169,8 @@ def compare(
     best, lines = next(iter(plans.values())), list[str]()
     if scored is not None:
         lines = answer(scored, scored_profile, best, problem, trace, running_problem)
-    kept = () if running is None or best.engine is None or not _runs_in(running, best.engine) else running.kept_words
-    found = Compared(plans, {}, scored, notes, ranges=gains, answer=tuple(lines), kept_words=kept)
+    kept = {} if running is None or best.engine is None or not _runs_in(running, best.engine) else running.kept
+    found = Compared(plans, {}, scored, notes, ranges=gains, answer=tuple(lines), kept=kept)
     on_found(found)
     try:
         found = replace(found, relaxed=relax(problem, request.search, best))

@@ -37,7 +37,7 @@ class CurrentEngine:
         drops_windows: whether keys and values outside the attention window of a layer are freed.
         text_only: whether the model's encoders of images and sound are not loaded.
         drafts: settings of speculative decoding, or None.
-        kept_words: options of the command that do not change in the command of a plan.
+        kept: options of the command that do not change in the command of a plan.
         schedules_ahead: whether a step is scheduled while the step before it runs. None means the engine's default.
     """
 
@@ -62,7 +62,7 @@ class CurrentEngine:
     text_only: bool = False
     schedules_ahead: bool | None = None
     drafts: Drafts | None = None
-    kept_words: tuple[str, ...] = field(default=(), compare=False)
+    kept: Given = field(default_factory=dict, compare=False)
 
     @property
     def num_devices(self) -> int:

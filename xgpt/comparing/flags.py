@@ -110,6 +110,14 @@ class FlagTable:
             given[name] = json.dumps(_object(given.get(name)) | {inner: text}) if dot else text
         return given, free
 
+    def words(self, given: Given) -> list[str]:
+        """Return the words of a command that give these flags."""
+        words: list[str] = []
+        for name, value in given.items():
+            values = value.split() if self.takes.get(name) == "many" else [value]
+            words += {"yes": [f"--{name}"], "no": [f"--no-{name}"]}.get(value, [f"--{name}", *values])
+        return words
+
     def name_of(self, word: str) -> tuple[str, bool]:
         """Return the long name of a flag, and whether it is switched on.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from xgpt.comparing.current import CurrentEngine, vllm_drafts
 from xgpt.comparing.flags import (
@@ -13,6 +13,7 @@ from xgpt.comparing.flags import (
     NO_TABLES,
     VARIABLE,
     FlagTable,
+    Given,
     count,
     share,
     tables,
@@ -113,7 +114,7 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         cuts_prompts=cuts_prompts,
         drops_windows=given.get("disable-hybrid-kv-cache-manager") != "yes",
         text_only=given.get("language-model-only") == "yes",
-        kept_words=tuple(_kept(given if longest is None else given | {"max-model-len": str(longest)})),
+        kept=_kept(given if longest is None else given | {"max-model-len": str(longest)}),
         schedules_ahead={"yes": True, "no": False}.get(given.get("async-scheduling", "")),
     )
 
@@ -128,12 +129,9 @@ PLANNED = {
 """Options that a plan's command sets itself, or that depend on the plan's placement."""
 
 
-def _kept(given: Mapping[str, str]) -> Iterator[str]:
-    """Yield the options that do not change in a plan's command, such as --max-model-len."""
-    for name, value in given.items():
-        if name not in PLANNED and not name.startswith("data-parallel-"):
-            values = value.split() if TABLE.takes.get(name) == "many" else (value,)
-            yield from {"yes": (f"--{name}",), "no": (f"--no-{name}",)}.get(value, (f"--{name}", *values))
+def _kept(given: Given) -> Given:
+    """Return the options that do not change in a plan's command, such as --max-model-len."""
+    return {name: given[name] for name in given if name not in PLANNED and not name.startswith("data-parallel-")}
 
 
 def _as_json(name: str, text: str) -> str:

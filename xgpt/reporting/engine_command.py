@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
 
 from xgpt.checkpoints import hub
+from xgpt.comparing.flags import Given
+from xgpt.comparing.vllm_command import TABLE
 from xgpt.core.schema import ChunkedSettings, Plan, Speculation
-from xrunner.vllm.command import context_of, own_sizes, partition_of, quantizes
+from xrunner.vllm.command import context_of, options, own_sizes, partition_of, quantizes
 from xsimulator.front import most_rate
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM", "trtllm": "TensorRT-LLM"}
@@ -18,14 +19,14 @@ QUANTIZES = ("vllm", "sglang")
 """Engines that convert a checkpoint's weights to float8 at the start. Other engines need a checkpoint in float8."""
 
 
-def engine_command(plan: Plan, kept: Sequence[str] = ()) -> str | None:
+def engine_command(plan: Plan, kept: Given | None = None) -> str | None:
     """Return the command that starts one replica of a plan in its engine, or None if the plan needs xgpt's scheduler.
 
     The engines' own schedulers run only steps that mix prompts and decodes under a token budget, on equal stages. If a
     plan has no engine, the command is for vLLM.
 
     Args:
-        kept: further options for the command, such as those of the current deployment.
+        kept: further options for vLLM's command, such as those of the current deployment.
     """
     policy, stages = plan.policy, plan.stages
     if not isinstance(policy, ChunkedSettings) or plan.cluster.device.type != "gpu":
@@ -48,15 +49,14 @@ def engine_command(plan: Plan, kept: Sequence[str] = ()) -> str | None:
     share, sharing = plan.cluster.device.usable_memory, plan.sharing_replicas
     kv_in_eight = (plan.kv_dtype or plan.dtype) == "float8"
     if framework == "vllm":
-        words = ["vllm", "serve", model, *_flag("--tensor-parallel-size", tp), *_flag("--pipeline-parallel-size", pp)]
-        words += [*_flag("--data-parallel-size", sharing), *(["--enable-expert-parallel"] if ep > 1 else [])]
-        words += ["--max-num-batched-tokens", str(tokens), "--max-num-seqs", str(most)]
-        words += ["--gpu-memory-utilization", f"{share:g}"]
-        words += ["--quantization", "fp8"] if in_eight else []
-        words += ["--kv-cache-dtype", "fp8"] if kv_in_eight else []
+        words = ["vllm", "serve", model, *options(plan, stages, sharing, tokens, most)]
         words += ["--no-async-scheduling"] if plan.engine is not None and not plan.engine.schedules_ahead else []
         words += [*_flag("--api-server-count", plan.api_servers), *vllm_draft(plan.speculation)]
-        words, kept = _shortened(words, kept, context_of(plan, stages), plan.model.max_context)
+        kept, context = kept or {}, context_of(plan, stages)
+        longest = kept.get("max-model-len", str(plan.model.max_context))
+        if longest.isdecimal() and int(longest) > context:
+            kept = {**kept, "max-model-len": str(context)}
+        words += TABLE.words(kept)
         if variables := partition_of(stages):
             words = ["env", *(f"{name}={value}" for name, value in variables.items()), *words]
     elif framework == "sglang":
@@ -72,17 +72,7 @@ def engine_command(plan: Plan, kept: Sequence[str] = ()) -> str | None:
         words = ["trtllm-serve", model, *_flag("--tp_size", tp), *_flag("--pp_size", pp), *_flag("--ep_size", ep)]
         words += ["--max_num_tokens", str(tokens), "--max_batch_size", str(policy.max_batch)]
         words += ["--kv_cache_dtype", "fp8"] if kv_in_eight else []
-    return shlex.join([*words, *kept])
-
-
-def _shortened(words: list[str], kept: Sequence[str], context: int, longest: int) -> tuple[list[str], Sequence[str]]:
-    """Return a command and its kept options, with the context limited to the tokens with which vLLM can start."""
-    for at, name in enumerate(kept[:-1]):
-        if name == "--max-model-len":
-            value = kept[at + 1]
-            value = str(min(int(value), context)) if value.isdecimal() else value
-            return words, [*kept[: at + 1], value, *kept[at + 2 :]]
-    return (words if context >= longest else [*words, "--max-model-len", str(context)]), kept
+    return shlex.join(words)
 
 
 def vllm_draft(speculation: Speculation | None) -> list[str]:
@@ -108,7 +98,7 @@ def _sglang_draft(speculation: Speculation | None) -> list[str]:
     return words if speculation.draft is None else [*words, "--speculative-draft-model-path", speculation.draft]
 
 
-def command_in_words(plans: dict[str, Plan], kept: Sequence[str] = ()) -> list[str]:
+def command_in_words(plans: dict[str, Plan], kept: Given | None = None) -> list[str]:
     """Return lines of text with the command that runs a plan in the engine, and with remarks about the command.
 
     Args:

@@ -198,8 +198,7 @@ def _launch(
     degrees = {stage.tp for stage in stages}
     if len(degrees) > 1:
         raise InputError("plan.stages.tp", sorted(degrees), "vLLM needs the same tensor-parallel degree in all stages")
-    by_experts = stages[0].ep > 1
-    if by_experts and (plan.replicas > 1 or stages[0].ep != stages[0].tp):
+    if stages[0].ep > 1 and (plan.replicas > 1 or stages[0].ep != stages[0].tp):
         accepted = "vLLM puts either whole experts or slices of all experts on each device of a replica"
         raise InputError("plan.stages.ep", stages[0].ep, accepted)
     environment = partition_of(stages)
@@ -212,21 +211,12 @@ def _launch(
         step, most = own_sizes(plan, plan.policy)
     sizes = [
         *("--dtype", state),
-        *(["--quantization", "fp8"] if quantizes(plan) else []),
         *("--max-model-len", str(context_of(plan, stages))),
         *("--block-size", str(block_size)),
-        *("--max-num-seqs", str(most)),
-        *("--max-num-batched-tokens", str(max(step, most))),
-        *("--tensor-parallel-size", str(stages[0].tp)),
-        *("--pipeline-parallel-size", str(len(stages))),
-        *("--data-parallel-size", str(plan.replicas)),
-        *(["--enable-expert-parallel"] if by_experts else []),
-        *(["--kv-cache-dtype", "fp8"] if (plan.kv_dtype or plan.dtype) == "float8" else []),
+        *options(plan, stages, plan.replicas, max(step, most), most),
         "--async-scheduling" if plan.engine is not None and plan.engine.schedules_ahead else "--no-async-scheduling",
     ]
-    if cluster.device.type == "gpu":
-        sizes += ["--gpu-memory-utilization", f"{cluster.device.usable_memory:g}"]
-    else:
+    if cluster.device.type != "gpu":
         # vLLM checks that this amount of memory is free. By default it would use nine tenths of the machine's memory.
         room = cache_bytes(plan, stages, (blocks + 1) * block_size)  # vLLM reserves one block
         sizes += ["--enforce-eager", "--kv-cache-memory-bytes", str(room)]
@@ -240,6 +230,19 @@ def _launch(
     ]
     arguments = (*sizes, *words)
     return Launch(lane, plan.checkpoint, arguments, tuple(sizes), environment, blocks, block_size)
+
+
+def options(plan: Plan, stages: Sequence[Stage], replicas: int, tokens: int, most: int) -> list[str]:
+    """Return vLLM's options for a plan's placement, memory and data types, and for the size of a step."""
+    degrees, device = {"tensor": stages[0].tp, "pipeline": len(stages), "data": replicas}, plan.cluster.device
+    return [
+        *(word for kind, degree in degrees.items() if degree > 1 for word in (f"--{kind}-parallel-size", str(degree))),
+        *(["--enable-expert-parallel"] if stages[0].ep > 1 else []),
+        *("--max-num-batched-tokens", str(tokens), "--max-num-seqs", str(most)),
+        *(["--gpu-memory-utilization", f"{device.usable_memory:g}"] if device.type == "gpu" else []),
+        *(["--quantization", "fp8"] if quantizes(plan) else []),
+        *(["--kv-cache-dtype", "fp8"] if (plan.kv_dtype or plan.dtype) == "float8" else []),
+    ]
 
 
 def quantizes(plan: Plan) -> bool:

@@ -64,7 +64,7 @@ def test_options_that_a_plan_keeps_start_it_elsewhere() -> None:
     found = read_current(
         f"vllm serve m {drafts} {placed} --served-model-name a b --max-model-len 9k", load_cluster("a40x4")
     )
-    assert found.kept_words == ("--served-model-name", "a", "b", "--max-model-len", "9000")
+    assert TABLE.words(found.kept) == ["--served-model-name", "a", "b", "--max-model-len", "9000"]
 
 
 @pytest.mark.parametrize(

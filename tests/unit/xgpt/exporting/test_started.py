@@ -130,7 +130,7 @@ def test_the_printed_command_starts_where_memory_holds_less_than_the_models_cont
     plan = planned("by itself")
     stages = (plan.stages[0].model_copy(update={"kv_blocks": 1000}),)
     for given, written in (("", "15200"), ("4096", "4096"), ("65536", "15200"), ("auto", "auto")):
-        kept = ("--max-model-len", given) if given else ()
+        kept = {"max-model-len": given} if given else {}
         command = engine_command(plan.model_copy(update={"stages": stages}), kept)
         assert str(command).endswith(f" --max-model-len {written}")
     assert "--max-model-len" not in str(engine_command(plan))
