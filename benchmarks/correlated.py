@@ -9,7 +9,7 @@ multiples of the time that a batch without a buffer takes until it joins. Each s
 which wait from the beginning, in the simulated engine. With --measured, a scaled-down trace runs on two devices of this
 machine, with all settings in turn, and the table shows predicted and measured changes relative to the setting without a
 buffer.
-Prints tables, writes results/correlated.json and .md; the last is docs/results/correlated.md.
+Prints tables and writes results/correlated.json and .md, of which the latter is docs/results/correlated.md.
 """
 
 from __future__ import annotations

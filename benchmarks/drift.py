@@ -2,10 +2,10 @@
 
     python -m benchmarks.drift [real] [shifts] [stationary] [rra] [waa] [t5] [--num-requests 900] [--refresh]
 
-real: the lengths change from azure-conv's, scaled to the model's context, to azure-code's, and back, on the simulated
-clock and then through `xgpt serve`. shifts: both changes on the simulated clock, and ExeGPT's Figure 11. stationary:
-10,000 requests of one workload, and 3,000 on each of several machines that are always slower or faster than their
-profile. rra, waa, t5: the lengths change from azure-code's to azure-conv's on two devices, and only one policy is
+real: the lengths change from azure-conv's to azure-code's, scaled to the model's context, or the other way, on the
+simulated clock and then through `xgpt serve`. shifts: both changes on the simulated clock, and ExeGPT's Figure 11.
+stationary: 10,000 requests of one workload, and 3,000 on each of several machines that are always slower or faster than
+their profile. rra, waa, t5: the lengths change from azure-code's to azure-conv's on two devices, and only one policy is
 allowed: RRA, WAA, or RRA with an encoder-decoder. Every token is compared with that of a server that keeps its plan.
 WAA's schedule depends on lengths only near the tightest bound, so use `--factor 1.5`. Models have nineteen million
 parameters, and are profiled on this machine.

@@ -314,7 +314,7 @@ class PolicyBounds:
         steps, terms, m = self.steps, self.terms, self.steps.iterations.batches
         size, tpot_s = len(self.replicas), (constraint.tpot_s or np.inf) / (1 + constraint.headroom)
         left_s = (constraint.allowed_latency_s - terms.before_s) / steps.iterations.decodes * np.ones(size)
-        # The largest m that memory, the latency bound and the bound on ITL allow; -1: no m.
+        # The largest m that memory, the latency bound and the bound on ITL allow, or -1 if there is none.
         most = np.minimum(self.capacities / steps.microbatches, m[-1])
         most = np.minimum(most, self._crossing(self._met, left_s).min(axis=1))
         if terms.at_least_one:

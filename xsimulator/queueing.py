@@ -10,8 +10,8 @@ after a phase or a batch, s = 0. A request that arrives when k others are in the
 
 
 - the time until the next step that may admit it, which is uniform over the time between two such steps;
-- if all n slots are taken, the wait for a slot, which is exponential since the tail of P is geometric; - its running
-  time, with the step times of the schedule with k + 1 requests.
+- if all n slots are taken, the wait for a slot, which is exponential since the tail of P is geometric;
+- its running time, with the step times of the schedule with k + 1 requests.
 
 Up to n, the model is exact for Poisson arrivals and processor sharing, whatever the distribution of running times.
 Beyond n, the model uses the variance of the diffusion approximation. Requests wait in order of arrival. Sources: Kelly

@@ -501,7 +501,8 @@ def figure_10() -> Iterator[Claim]:
 
 
 class OnRealLengths(NamedTuple):
-    """Throughput over FT's where FT keeps the bound, over FT's at the quantile's length, and latency over the bound."""
+    """Throughput relative to FT under the bound, throughput relative to FT at the quantile's length, and latency
+    relative to the bound."""
 
     over: list[float]
     over_at_quantile: list[float]

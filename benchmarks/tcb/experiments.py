@@ -1,9 +1,9 @@
 """Run TCB's experiments on a simulated V100: padded, length-sorted, concatenated, slotted and flattened batches.
 
-The paper's workload: prompts of 3 to 100 tokens, normal, mean 20; Poisson arrivals; 64 rows of 400 tokens; three
-encoder and three decoder layers. The paper does not state the following. Here answers are as long as prompts,
-independently. Deadlines are one to three times a full concatenated batch's time after the arrival. Rates are multiples
-of TNB's throughput at saturation.
+The paper's workload has normally distributed prompts of 3 to 100 tokens (mean 20) and Poisson arrivals. Batches have 64
+rows of 400 tokens. The model has three encoder and three decoder layers. The paper does not state the following. Here
+answers are as long as prompts, independently. Deadlines are one to three times a full concatenated batch's time after
+the arrival. Rates are multiples of TNB's throughput at saturation.
 """
 
 from __future__ import annotations

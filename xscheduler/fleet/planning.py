@@ -43,7 +43,8 @@ the last two are tried.
 NOTHING = 0.01
 """A day counts as whole intervals if at most this share of an interval is missing at its end."""
 SAVED_REQUESTS = 1_000_000
-"""With more requests than this, no smaller load factor is tried, since it would save little and take minutes."""
+"""With more requests than this, no smaller load factor is tried, since the simulation would take minutes to save
+little."""
 
 
 class FleetCluster(NamedTuple):

@@ -27,7 +27,8 @@ class Static(Forecast[OneLaneModel]):
     reserves_kv = True
 
     def microbatches(self, counts: Sequence[int]) -> list[dict[str, int]]:
-        # FasterTransformer has equal numbers for encode and decode. DeepSpeed Inference has more for encode.
+        # FasterTransformer has the same number of micro-batches in encode and decode, DeepSpeed Inference more in
+        # encode.
         factors = (1, 2) if len(counts) > 1 else (1,)
         return [
             {"encode_microbatches": factor * count, "decode_microbatches": count}
