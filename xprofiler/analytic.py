@@ -39,6 +39,7 @@ from xgpt.core.schema import (
     Link,
     ModelSpec,
     Part,
+    Precision,
     Profile,
     Quantization,
     Recurrent,
@@ -105,7 +106,7 @@ def profile(
         embedding=curve(lambda n: kernels.copy(2 * n * spec.hidden_size), TOKENS),
         head=_head(spec, kernels, 1),
         overhead=loop(kernels.efficiency.step_s, engine),
-        **transfers(spec, cluster, dtype, kv_dtype),
+        **transfers(spec, cluster, dtype, kv_dtype, engine),
         provenance={"efficiency": kernels.efficiency.source}
         | ({} if engine is None else {"serving loop": f"configs/engines/{engine.name}.yaml"}),
     )
@@ -177,9 +178,15 @@ class Transfers(TypedDict):
     kv_transfer: Curve | None
 
 
-def transfers(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None = None) -> Transfers:
+def transfers(
+    spec: ModelSpec,
+    cluster: ClusterSpec,
+    dtype: DType,
+    kv_dtype: DType | None = None,
+    engine: EngineSpec | None = None,
+) -> Transfers:
     efficiency = cluster.device.efficiency or A40_EFFICIENCY
-    hidden_bytes = spec.hidden_size * BYTES_PER_ELEMENT[dtype]
+    hidden_bytes = spec.hidden_size * state_bytes(cluster, dtype, engine)
     kv_bytes = spec.kv_bytes_per_token(kv_dtype or dtype)
 
     def sent(link: Link | None, token_bytes: int, hops: int) -> Curve | None:
@@ -197,8 +204,19 @@ def transfers(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DTy
     }
 
 
+def state_bytes(cluster: ClusterSpec, dtype: DType, engine: EngineSpec | None = None) -> int:
+    """Return the bytes of an element of hidden states and logits, which devices exchange: two in float8."""
+    framework = None if engine is None else engine.framework
+    return BYTES_PER_ELEMENT[Precision.of(dtype, cluster.device.type, framework).state]
+
+
 class Kernels:
     """Computes the seconds of operators on one kind of device.
+
+    Attributes:
+        elementwise: share of the memory bandwidth that norms and activation functions achieve in half precision.
+        size, state: bytes of an element of weights, and of hidden states and logits.
+        of_head: computes the times of the output head, which stays in half precision in float8.
 
     Raises:
         InputError: the device states no rate for the dtype, or no bandwidth.
@@ -220,8 +238,9 @@ class Kernels:
                 f"it states no {dtype} rate or no memory bandwidth; add both to its YAML file",
             )
         efficiency = device.efficiency or A40_EFFICIENCY
-        self.elementwise = efficiency.kv
-        """Share of the memory bandwidth that norms and activation functions achieve in half precision."""
+        self.elementwise, self._bus, self._all_reduce_s = efficiency.kv, efficiency.bus, efficiency.all_reduce_s
+        is_halved = dtype == "float8" and "bfloat16" in device.flops_per_s
+        self.of_head = Kernels(cluster, "bfloat16", engine, kv_dtype) if is_halved else self
         if dtype == "float8" and device.efficiency_float8 is not None:
             efficiency = device.efficiency_float8
         times = {} if engine is None else {"layer_s": engine.layer_s, "step_s": engine.step_s}
@@ -229,6 +248,7 @@ class Kernels:
         self._rate, self._bandwidth = rate, bandwidth
         self._eight_bits = max(rate, device.flops_per_s.get("float8", rate))
         self.size, self.kv_dtype = BYTES_PER_ELEMENT[dtype], kv_dtype or dtype
+        self.state = state_bytes(cluster, dtype, engine)
         self._link, self._far_link, self._per_node = cluster.intra_node, cluster.inter_node, cluster.devices_per_node
 
     def matrix(
@@ -286,7 +306,7 @@ class Kernels:
         return max(moved_s, flops / (self._rate * self.efficiency.attention)) + self.efficiency.attention_s
 
     def copy(self, elements: float) -> float:
-        return elements * self.size / self._bandwidth
+        return elements * self.state / self._bandwidth
 
     def all_reduce(self, elements: float, devices: int) -> float:
         """Return the seconds of an all-reduce: one kernel, or a ring in which each hop carries 1/t of the data and the
@@ -305,8 +325,8 @@ class Kernels:
         """
         assert self._link is not None
         near = min(devices, self._per_node)
-        fixed = self.efficiency.all_reduce_s or self._link.latency_s
-        near_s = sent_bytes * (near - 1) / devices / (self._link.bandwidth_bytes_per_s * self.efficiency.bus)
+        fixed = self._all_reduce_s or self._link.latency_s
+        near_s = sent_bytes * (near - 1) / devices / (self._link.bandwidth_bytes_per_s * self._bus)
         if near == devices:
             return near_s + fixed
         assert self._far_link is not None, "shared_groups offers no group of several nodes without a link"
@@ -317,10 +337,10 @@ class Kernels:
         if devices == 1:
             return 0.0
         assert self._link is not None, "tp_degrees offers no group without a link"
-        rate = self._link.bandwidth_bytes_per_s * self.efficiency.bus
+        rate = self._link.bandwidth_bytes_per_s * self._bus
         num_hops = times * (devices - 1)
-        fixed = self.efficiency.all_reduce_s
-        return num_hops * elements * self.size / devices / rate + (
+        fixed = self._all_reduce_s
+        return num_hops * elements * self.state / devices / rate + (
             num_hops * self._link.latency_s if fixed is None else fixed
         )
 
@@ -344,7 +364,7 @@ def _layer(spec: ModelSpec, kernels: Kernels, t: int, ep: int) -> LayerTimes:
         shared = num_all_reduces * kernels.all_reduce(tokens * spec.hidden_size, t)
         if spec.norms_span_heads:
             shared += kernels.all_reduce(
-                8 * tokens / kernels.size, t
+                8 * tokens / kernels.state, t
             )  # sums of squares of queries and keys, in float32
         return products(tokens) + shared + kernels.efficiency.layer_s
 
@@ -431,7 +451,7 @@ def _products_of(spec: ModelSpec, kind: Block, kernels: Kernels, t: int, ep: int
     def seconds(tokens: int) -> float:
         others = sum(kernels.matrix(tokens, params, n, form) for form, (params, n) in groups)
         if sharing > 1:
-            others += kernels.exchange(tokens * sent * there, ep) + kernels.exchange(tokens * sent * kernels.size, ep)
+            others += kernels.exchange(tokens * sent * there, ep) + kernels.exchange(tokens * sent * kernels.state, ep)
         return others + kernels.grouped(tokens * sharing, each, routing, of_experts)
 
     return seconds
@@ -519,7 +539,7 @@ def _head(spec: ModelSpec, kernels: Kernels, t: int) -> Curve:
     """Return the head's seconds: each device computes its share of the logits, which are then gathered."""
 
     def head(rows: int) -> float:
-        product = kernels.matrix(rows, spec.vocab_size * spec.hidden_size / t)
+        product = kernels.of_head.matrix(rows, spec.vocab_size * spec.hidden_size / t)
         return product + kernels.all_gather(rows * spec.vocab_size, t)
 
     return curve(head, BATCHES)

@@ -101,7 +101,7 @@ def profile(
         embedding=analytic.curve(lambda n: kernels.copy(2 * n * spec.hidden_size), TOKENS),
         head=head(spec, tables, kernels, 1),
         overhead=analytic.loop(engine.step_s or 0.0, engine),
-        **analytic.transfers(spec, cluster, dtype, kv_dtype),
+        **analytic.transfers(spec, cluster, dtype, kv_dtype, engine),
         provenance={
             **tables.provenance,
             "norms, activations, embedding, hops, K/V transfer": "datasheet",
@@ -216,9 +216,8 @@ class ImportedLayers:
             rest = rest + self.tables.all_reduce(4 * tokens, t)
         # Read and written in half precision: two norms with residuals, rotations (which also write K/V), the
         # activation.
-        half = BYTES_PER_ELEMENT["bfloat16"] / self.kernels.size
         elements = analytic.mean_over_layers(spec, [float(_moved(spec, kind, t)) for kind in spec.kinds])
-        rest = rest + np.asarray([self.kernels.copy(n * elements * half) for n in TOKENS]) / self.kernels.elementwise
+        rest = rest + np.asarray([self.kernels.copy(n * elements) for n in TOKENS]) / self.kernels.elementwise
         captured = np.interp(captured_tokens, tokens, rest)
         rest = (engine.layer_s or 0.0) + np.where(tokens > captured_tokens, captured + slower * (rest - captured), rest)
         weights = [share / sum(shares) for share in shares]
@@ -346,8 +345,7 @@ class ImportedLayers:
 def head(spec: ModelSpec, tables: Tables, kernels: analytic.Kernels, t: int) -> Curve:
     """Return the seconds of the head. Its matrix product stays in half precision."""
     rows = np.asarray(analytic.BATCHES, float)
-    half = BYTES_PER_ELEMENT["bfloat16"] / kernels.size
-    gathered = [kernels.all_gather(n * spec.vocab_size * half, t) for n in analytic.BATCHES]
+    gathered = [kernels.all_gather(n * spec.vocab_size, t) for n in analytic.BATCHES]
     seconds = tables.product(rows, spec.vocab_size / t, spec.hidden_size, "bfloat16") + gathered
     return Curve(points=analytic.BATCHES, seconds=tuple(seconds.tolist()))
 

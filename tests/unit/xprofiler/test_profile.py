@@ -14,7 +14,7 @@ from tests.contract.scenarios import problem
 from tests.rings import few
 from xgpt.core.errors import InputError
 from xgpt.core.io import config_names, parse
-from xgpt.core.schema import Profile
+from xgpt.core.schema import ClusterSpec, DeviceKind, Link, Profile
 from xgpt.core.schema.profile import MOST_HEADROOM, RESTLESS
 from xgpt.resolve import load_cluster, load_model
 from xprofiler import analytic, bench
@@ -150,6 +150,31 @@ def test_links_are_charged_as_stated() -> None:
     kernels = analytic.Kernels(cluster, "float16")
     assert kernels.all_reduce(1e6, 1) == 0
     assert kernels.all_reduce(1e6, 4) == pytest.approx(1.5 * 2e6 / (32e9 * 0.59) + 6 * 7e-6)
+
+
+@pytest.mark.parametrize("is_fitted", [True, False])
+def test_devices_exchange_half_precision_if_products_are_in_float8(is_fitted: bool) -> None:
+    cluster, (spec, _) = load_cluster("h100x32"), load_model("llama-3.1-8b")
+    if not is_fitted:
+        device = cluster.device.model_copy(update={"efficiency_float8": None})
+        cluster = cluster.model_copy(update={"device": device})
+    half, eight = (analytic.profile(spec, cluster, dtype) for dtype in ("bfloat16", "float8"))
+    assert (eight.hop, eight.inter_node_hop) == (half.hop, half.inter_node_hop)
+    assert (eight.head, eight.layer(8).head) == (half.head, half.layer(8).head)
+    of_half, of_eight = (analytic.Kernels(cluster, dtype) for dtype in ("bfloat16", "float8"))
+    assert of_eight.all_reduce(1e6, 8) == of_half.all_reduce(1e6, 8)
+    assert of_eight.matrix(1, 1e9) < 0.6 * of_half.matrix(1, 1e9)
+
+
+def test_devices_exchange_float32_if_the_engine_computes_in_it() -> None:
+    cpu = DeviceKind(
+        name="cpu", type="cpu", memory_bytes=2**36, flops_per_s={"int8": 4e12}, memory_bandwidth_bytes_per_s=1e11
+    )
+    cluster = ClusterSpec(
+        name="two", device=cpu, devices_per_node=2, intra_node=Link(bandwidth_bytes_per_s=1e10, latency_s=0)
+    )
+    hop = analytic.profile(load_model("llama-3.1-8b")[0], cluster, "int8").hop
+    assert hop is not None and hop.seconds[10] == pytest.approx(1024 * 4096 * 4 / (1e10 * 0.8))
 
 
 def test_a_device_without_a_rate_says_so() -> None:

@@ -69,7 +69,8 @@ class DeviceKind(Frozen):
     efficiency: Efficiency | None = None
     """Shares of these rates that kernels achieve. None means that the shares of an A40 are assumed."""
     efficiency_float8: Efficiency | None = None
-    """Shares of these rates that kernels achieve in eight bits. None means the same as `efficiency`."""
+    """Shares of these rates that kernels achieve in eight bits. None means the same as `efficiency`. The output head
+    and all-reduces stay in half precision, so `efficiency` applies to them."""
     usable_memory: float = Field(default=0.9, gt=0, le=1)
     """Largest share of the memory for weights, K/V and workspace together."""
 
