@@ -156,7 +156,7 @@ def bench(
         return Benched(report, tuple(steps))
     assert profile is not None
     fitted, calibration = fit(target, profile, steps)
-    return Benched(report.model_copy(update={"calibration": calibration}), tuple(steps), fitted)
+    return Benched(report.but(calibration=calibration), tuple(steps), fitted)
 
 
 def bench_plan(
@@ -188,7 +188,7 @@ def bench_plan(
     drawn, results, busy_s, log = replayed(plan, load, rng, engine=engine, server=server, progress=progress)
     rates.append(gflops())
     report = _report(plan, profile, load, drawn, log, results, busy_s)
-    return report.model_copy(update={"calibration_gflops": tuple(rates), "differences": differs}), log
+    return report.but(calibration_gflops=tuple(rates), differences=differs), log
 
 
 def _tell(progress: Progress, load: Load, ended: int) -> None:
@@ -401,14 +401,12 @@ def _simulated(plan: Plan, profile: Profile | None, load: Load, drawn: Drawn, pa
     """Simulate the sent requests with steps `pace` times as long as in the plan, and return the figures."""
     assert profile is not None and load.workload is not None
     closed = load.arrivals is None
-    slower = plan.profile.model_copy(update={"slowdown": pace * plan.profile.slowdown})
+    slower = plan.profile.but(slowdown=pace * plan.profile.slowdown)
     replica_trace = share_of_replica(
         TraceLengths(drawn.inputs, drawn.outputs, None if closed else drawn.arrivals_s), plan
     )
     count = max(1, load.num_requests // plan.replicas)
-    measured, log = run_replica(
-        plan.model_copy(update={"profile": slower}), profile, load.workload, replica_trace, count
-    )
+    measured, log = run_replica(plan.but(profile=slower), profile, load.workload, replica_trace, count)
     return _figures(measured, None if closed else times_of(plan, log, count))
 
 

@@ -100,7 +100,7 @@ def calibrate(plan: Plan, profile: Profile, loads: Sequence[MeasuredLoad]) -> Ca
         InputError: a load has requests that do not fit into the plan's memory.
     """
     used = tuple(len(loads) < 2 or i % 2 == 0 for i in range(len(loads)))
-    plan = plan if plan.engine is not None else plan.model_copy(update={"engine": _bare_engine(profile)})
+    plan = plan if plan.engine is not None else plan.but(engine=_bare_engine(profile))
     first = [predicted(plan, profile, load) for load in loads]
     fitted_to = [(load, figures) for load, figures, is_used in zip(loads, first, used, strict=True) if is_used]
     pace, step_s, path_s = _fit(plan, profile, fitted_to)
@@ -173,9 +173,9 @@ def _bare_engine(profile: Profile) -> EngineSpec:
 def slowed(profile: Profile, pace: float, step_s: float) -> Profile:
     """Return the profile with all times multiplied by `pace`, and with `step_s` added to each step."""
     found = profile.slowed(pace)
-    overhead = found.overhead.model_copy(update={"seconds": tuple(step_s + s for s in found.overhead.seconds)})
+    overhead = found.overhead.but(seconds=tuple(step_s + s for s in found.overhead.seconds))
     text = f"all steps x{pace:.4g} and {1e3 * step_s:.3g} ms each, fitted to a user's benchmark"
-    return found.model_copy(update={"overhead": overhead, "provenance": profile.provenance | {"calibration": text}})
+    return found.but(overhead=overhead, provenance=profile.provenance | {"calibration": text})
 
 
 def with_path(plan: Plan, path_s: float) -> Plan:
@@ -183,8 +183,8 @@ def with_path(plan: Plan, path_s: float) -> Plan:
     if plan.engine is None or not path_s:
         return plan
     sources = plan.engine.sources | {"before_admission_s": "fitted to a user's benchmark (xgpt calibrate)"}
-    more = {"before_admission_s": plan.engine.before_admission_s + path_s, "sources": sources}
-    return plan.model_copy(update={"engine": plan.engine.model_copy(update=more)})
+    before_s = plan.engine.before_admission_s + path_s
+    return plan.but(engine=plan.engine.but(before_admission_s=before_s, sources=sources))
 
 
 def predicted(plan: Plan, profile: Profile, load: MeasuredLoad) -> Figures:

@@ -29,7 +29,7 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
     spec, checkpoint, found = _model(request)
     cluster = request.cluster if isinstance(request.cluster, ClusterSpec) else load_cluster(request.cluster)
     if request.price is not None:
-        cluster = cluster.model_copy(update={"price_per_device_hour": request.price})
+        cluster = cluster.but(price_per_device_hour=request.price)
     most = request.devices if isinstance(request.devices, int) else None
     if most is not None and most > cluster.num_devices:
         raise InputError("devices", most, f"give auto, or a number from 1 to {cluster.num_devices}")
@@ -40,8 +40,8 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
     keep(profile)
     engine = engine or engine_of(profile)
     if engine is not None and engine.memory_share is not None:
-        device = cluster.device.model_copy(update={"usable_memory": engine.memory_share})
-        cluster = cluster.model_copy(update={"device": device})
+        device = cluster.device.but(usable_memory=engine.memory_share)
+        cluster = cluster.but(device=device)
     even = runs_in_vllm(spec, cluster, profile, engine, request.fix)
     if even and spec.is_encoder_decoder:
         raise InputError("engine", "vllm", f"it cannot run {spec.name}, an encoder-decoder: use `engine=xgpt`")

@@ -73,7 +73,7 @@ def _load_by_id(model_id: str, config: str | None) -> tuple[ModelSpec, Path | No
         accepted = "it is neither a path nor in the Hugging Face cache: "
         raise InputError("model", model_id, f"{accepted}{hint}give its config.json as `config`")
     has_weights = cached is not None and bool(weight_files(cached))
-    return spec.model_copy(update={"name": model_id.partition("/")[2]}), cached if has_weights else None
+    return spec.but(name=model_id.partition("/")[2]), cached if has_weights else None
 
 
 def load_cluster(name: str) -> ClusterSpec:

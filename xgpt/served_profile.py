@@ -77,7 +77,7 @@ def as_served(
     if len(steps.seconds) < LEAST_STEPS:
         return profile
     busier = max(profile.others, others, key=lambda cores: sum(cores.values()))
-    return _fitted(profile, steps).model_copy(update={"others": busier})
+    return _fitted(profile, steps).but(others=busier)
 
 
 def _quieter_load(plan: Plan, progress: Progress) -> tuple[dict[str, float], list[StepRecord]]:
@@ -151,4 +151,4 @@ def _fitted(profile: Profile, steps: Steps) -> Profile:
     )
     by = {part: round(rest * float(factor), 4) for part, factor in zip(PARTS, factors, strict=True)}
     text = f"fitted to {len(steps.seconds)} steps of a served load, which took {pace:.2f} times as long as single steps"
-    return corrected(profile, by, SERVED, text).model_copy(update={"jitter": jitter})
+    return corrected(profile, by, SERVED, text).but(jitter=jitter)

@@ -214,7 +214,7 @@ def _with_busy_machine_warning(plan: Plan, problem: Problem) -> Plan:
     text = f"{profile.unrest}; the headroom is {100 * constraint.headroom:.0f}%; {AGAIN}"
     usual = KNOWN_ERROR[profile.source]
     if constraint.headroom > usual and constraint.maximises_arrivals:
-        loose = plan.model_copy(update={"constraint": constraint.model_copy(update={"headroom": usual})})
+        loose = plan.but(constraint=constraint.but(headroom=usual))
         most, now = predicted_rate(loose, profile), predicted_rate(plan, profile)
         if most and now and most >= 1.01 * now:
             text += (
@@ -236,7 +236,7 @@ def _resolve(request: PlanRequest, progress: Progress | None) -> tuple[Problem, 
             return replace(problem, max_devices=fewest.number), (), fewest.why_not_fewer
         return problem, (), ""
     each = [{"cluster": name, "price": price, "among": None} for name, price in request.among.items()]
-    problems = [resolve(request.model_copy(update=update), progress) for update in each]
+    problems = [resolve(request.but(**update), progress) for update in each]
     choices = cheapest(problems, _plan_each(request))
     best = choices[0]
     if best.num_devices is None:

@@ -244,7 +244,7 @@ class Kernels:
         if dtype == "float8" and device.efficiency_float8 is not None:
             efficiency = device.efficiency_float8
         times = {} if engine is None else {"layer_s": engine.layer_s, "step_s": engine.step_s}
-        self.efficiency = efficiency.model_copy(update={k: value for k, value in times.items() if value is not None})
+        self.efficiency = efficiency.but(**{k: value for k, value in times.items() if value is not None})
         self._rate, self._bandwidth = rate, bandwidth
         self._eight_bits = max(rate, device.flops_per_s.get("float8", rate))
         self.size, self.kv_dtype = BYTES_PER_ELEMENT[dtype], kv_dtype or dtype
@@ -476,7 +476,7 @@ class Mixing:
             self._width = (attention.head_dim + attention.values) / 2
             self._kept_bytes = spec.kv_bytes_of(kind, kernels.kv_dtype, t) - attention.index_bytes
             if not attention.keeps:  # this kind of layer reads the K/V of an earlier layer
-                kept = attention.model_copy(update={"keeps": True}).kept_elements(t)
+                kept = attention.but(keeps=True).kept_elements(t)
                 self._kept_bytes = kept * BYTES_PER_ELEMENT[kernels.kv_dtype]
 
     def prompt(self, batch: int, length: int) -> float:

@@ -193,4 +193,4 @@ def within_window(surface: Surface, window: int | None, *, prompts: bool) -> Sur
         beyond = at_window * (1 + 2 * (lengths - window) / window) if prompts else np.full_like(lengths, at_window)
         return tuple(np.where(lengths <= window, seconds, np.minimum(beyond, seconds)).tolist())
 
-    return surface.model_copy(update={"seconds": tuple(map(of_batch, surface.seconds))})
+    return surface.but(seconds=tuple(map(of_batch, surface.seconds)))

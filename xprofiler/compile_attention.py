@@ -22,8 +22,7 @@ def main() -> None:
     spec = ModelSpec.model_validate_json(text)
     if spec.blocks:
         return
-    few = {"num_layers": 1, "num_encoder_layers": min(1, spec.num_encoder_layers), "vocab_size": 64}
-    spec = spec.model_copy(update=few)
+    spec = spec.but(num_layers=1, num_encoder_layers=min(1, spec.num_encoder_layers), vocab_size=64)
     settings = WorkerSettings(
         spec=spec,
         dtype=dtype,  # type: ignore[arg-type]

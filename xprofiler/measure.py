@@ -97,7 +97,7 @@ def profile(
     if device == "cuda":  # a server that starts while this process continues needs the memory
         gc.collect()
         torch.cuda.empty_cache()
-    return found.model_copy(update={"others": others.cores(), "is_brief": is_brief, "gflops": rate})
+    return found.but(others=others.cores(), is_brief=is_brief, gflops=rate)
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _with_loading(profile: Profile, asked: _Asked) -> Profile:
     if asked.checkpoint is None:
         return profile  # weights are random, so nothing is loaded
     rate = loading_rate(asked.spec, asked.dtype, asked.checkpoint, asked.device, profile.layouts)
-    return profile.model_copy(update={"load_bytes_per_s": rate})
+    return profile.but(load_bytes_per_s=rate)
 
 
 def loading_rate(
@@ -211,7 +211,7 @@ def _together(asked: _Asked) -> Profile:
     asked.wait()
     found = ranks.measure(asked.settings(threads, layouts), count, asked.progress, is_brief=asked.is_brief)
     profile = assembled(spec, asked.cluster, dtype, found.threads, layouts, found.by_group, asked.kv_dtype)
-    profile = profile.model_copy(update={"hop": found.hop, "kv_transfer": found.kv_transfer})
+    profile = profile.but(hop=found.hop, kv_transfer=found.kv_transfer)
     return _with_loading(profile, asked)
 
 
@@ -292,7 +292,7 @@ def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Ti
     )
     if group[0] == 1:
         return layer
-    return layer.model_copy(update={"head": _with_last_layer(curve(measured, "head", BATCHES), layer)})
+    return layer.but(head=_with_last_layer(curve(measured, "head", BATCHES), layer))
 
 
 def _sliced(of_tokens: Curve) -> Curve:
@@ -327,7 +327,7 @@ def _with_loop(spec: ModelSpec, layer: LayerTimes, head: Curve, alone: Timings) 
     beyond = max(0.0, alone["mixed step", 0] - layers - others) / spec.num_layers
     surface = layer.encode_attention
     seconds = tuple(tuple(beyond + each for each in row) for row in surface.seconds)
-    return layer.model_copy(update={"encode_attention": surface.model_copy(update={"seconds": seconds})})
+    return layer.but(encode_attention=surface.but(seconds=seconds))
 
 
 def _with_last_layer(head: Curve, layer: LayerTimes) -> Curve:

@@ -369,7 +369,7 @@ def _kept(content: str) -> Profile | None:
 
 def _cache_key(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> str:
     """Return a hash of all that step times depend on: the model's shape, the dtypes, the device, and versions."""
-    shape = spec.shape.model_copy(update={"name": ""}).model_dump_json()
+    shape = spec.shape.but(name="").model_dump_json()
     versions = [
         xgpt_version(cluster.device.type),
         *(f"{name}={number}" for name, number in libraries().items()),

@@ -261,7 +261,7 @@ def fit(
     if (mixed := _mixed_error(times, rest)) is None:
         return fitted
     difference = f"{100 * mixed[0]:+.1f}% (standard error {100 * mixed[1]:.1f}%) compared with separate steps"
-    return fitted.model_copy(update={"provenance": fitted.provenance | {"mixed steps": difference}})
+    return fitted.but(provenance=fitted.provenance | {"mixed steps": difference})
 
 
 def _decode_attention(spec: ModelSpec, step: dict[Probe, float], rest: _Line, head: _Line) -> Surface:

@@ -175,19 +175,17 @@ class Part:
         if experts is not None:
             dense = tuple(layer - first for layer in experts.dense_layers if first <= layer < last)
             sizes = {"ffn_size": self.expert_ffn.size, "shared_ffn_size": self.shared_ffn.size}
-            experts = experts.model_copy(update={"dense_layers": dense, **sizes})
+            experts = experts.but(dense_layers=dense, **sizes)
         full = tuple(layer - first for layer in self.spec.full_attention_layers if first <= layer < last)
-        return self.spec.model_copy(
-            update={
-                "experts": experts,
-                "full_attention_layers": full,
-                "num_layers": self.layers[1] - self.layers[0],
-                "num_encoder_layers": self.encoder_layers[1] - self.encoder_layers[0],
-                "num_heads": self.heads.size,
-                "num_kv_heads": self.kv_heads.size,
-                "ffn_size": self.ffn.size,
-                "vocab_size": self.vocabulary.size,
-            }
+        return self.spec.but(
+            experts=experts,
+            full_attention_layers=full,
+            num_layers=self.layers[1] - self.layers[0],
+            num_encoder_layers=self.encoder_layers[1] - self.encoder_layers[0],
+            num_heads=self.heads.size,
+            num_kv_heads=self.kv_heads.size,
+            ffn_size=self.ffn.size,
+            vocab_size=self.vocabulary.size,
         )
 
 

@@ -41,7 +41,7 @@ from __future__ import annotations
 
 from heapq import heapreplace
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -93,14 +93,13 @@ def loosened(constraint: Constraint, lengths: Lengths) -> Constraint:
     decoding = float(lengths.survival[0])
     if constraint.tpot_s is not None and decoding > 0 and (1 - of_tpot) / decoding <= 1 - LEAST_QUANTILE + 1e-12:
         tpot = constraint.tpot_s
-    free: dict[str, Any] = {"sla": "length", "latency_bound_s": latency, "ttft_s": ttft, "tpot_s": tpot}
-    return constraint.model_copy(update=free)
+    return constraint.but(sla="length", latency_bound_s=latency, ttft_s=ttft, tpot_s=tpot)
 
 
 def shortened(constraint: Constraint, left: float) -> Constraint:
     """Return the constraint with its latency bound multiplied by `left`."""
     bound_s = constraint.latency_bound_s
-    return constraint if bound_s is None else constraint.model_copy(update={"latency_bound_s": left * bound_s})
+    return constraint if bound_s is None else constraint.but(latency_bound_s=left * bound_s)
 
 
 class Waits:

@@ -127,7 +127,7 @@ def one_step_from(space: Space, settings: PolicySettings) -> list[PolicySettings
         for index in (above, below):
             other = int(axis.values[np.clip(index, 0, len(axis.values) - 1)])
             if other != value:
-                found.append(settings.model_copy(update={name: other}))
+                found.append(settings.but(**{name: other}))
     return found
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.core.schema import Curve, Profile, Surface
+from xgpt.core.schema import Curve, Frozen, Profile, Surface
 
 Array = npt.NDArray[np.float64]
 
@@ -24,7 +24,7 @@ Array = npt.NDArray[np.float64]
 def lowered(profile: Profile) -> Profile:
     """Return the profile with every table lowered, or the same object if lowering changes no table."""
     changed = {name: _floor(value) for name, value in profile}
-    return profile if all(changed[name] is value for name, value in profile) else profile.model_copy(update=changed)
+    return profile if all(changed[name] is value for name, value in profile) else profile.but(**changed)
 
 
 def _floor(value: Any) -> Any:
@@ -37,9 +37,9 @@ def _floor(value: Any) -> Any:
         case tuple():
             items = tuple(map(_floor, value))
             return value if all(a is b for a, b in zip(items, value, strict=True)) else items
-    if hasattr(value, "model_copy"):
+    if isinstance(value, Frozen):
         changed = {name: _floor(item) for name, item in value}
-        return value if all(changed[name] is item for name, item in value) else value.model_copy(update=changed)
+        return value if all(changed[name] is item for name, item in value) else value.but(**changed)
     return value
 
 

@@ -136,5 +136,5 @@ def headroom_of(constraint: Constraint, profile: Profile) -> float:
 def scheduler(problem: Problem, search: SearchMethod = "branch-and-bound") -> Scheduler:
     """Return a scheduler for the problem. If the constraint states no headroom, the profile's headroom is used."""
     headroom = headroom_of(problem.constraint, problem.profile)
-    constraint = problem.constraint.model_copy(update={"headroom": headroom})
+    constraint = problem.constraint.but(headroom=headroom)
     return Scheduler(replace(problem, constraint=constraint), search)

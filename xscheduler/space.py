@@ -152,7 +152,7 @@ class Space:
     def tightened(self, factor: float) -> Space:
         """Return this space with all bounds multiplied by a factor below 1. Both spaces share `evaluations`."""
         other, headroom = copy(self), (1 + self.constraint.headroom) / factor - 1
-        other.constraint = self.constraint.model_copy(update={"headroom": headroom})
+        other.constraint = self.constraint.but(headroom=headroom)
         return other
 
     @cached_property

@@ -90,7 +90,7 @@ def _nearest(candidates: Candidates, kinds: Sequence[str]) -> tuple[dict[str, fl
     memory, return an empty dictionary and None.
     """
     constraint = candidates.problem.constraint
-    relaxed = constraint.model_copy(update={"latency_bound_s": None, "ttft_s": None, "tpot_s": None})
+    relaxed = constraint.but(latency_bound_s=None, ttft_s=None, tpot_s=None)
     headroom = 1 + relaxed.headroom
     only_latency = constraint.ttft_s is None and constraint.tpot_s is None
     nearest: dict[str, float] = {}
@@ -123,7 +123,7 @@ def _nearest(candidates: Candidates, kinds: Sequence[str]) -> tuple[dict[str, fl
 def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[str, float]) -> InfeasibleError:
     """Return the error for bounds that can be kept one by one but not together. It names bounds that can be kept
     together."""
-    free = candidates.problem.constraint.model_copy(update=dict.fromkeys(given))
+    free = candidates.problem.constraint.but(**dict.fromkeys(given))
     slack, least = 1 + free.headroom, np.inf
     figures = {"latency_bound_s": "latency", "ttft_s": "ttft", "tpot_s": "tpot"}
     for space in (space for kind in kinds for space in candidates.under(free).spaces(kind)):

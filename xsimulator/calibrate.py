@@ -156,37 +156,28 @@ def corrected(profile: Profile, by: Mapping[str, float], name: str, source: str)
         name, source: name of the provenance entry, and text about the source of the factors.
     """
     layers = tuple(
-        layer.model_copy(
-            update={
-                "rest": layer.rest.times(by["tokens"]),
-                "last": None if layer.last is None else layer.last.times(by["tokens"]),
-                "encode_attention": layer.encode_attention.times(by["encode_attention"]),
-                "decode_attention": layer.decode_attention.times(by["decode_attention"]),
-                "cross": None if layer.cross is None else _crossed(layer.cross, by),
-                "head": None if layer.head is None else layer.head.times(by["head"]),
-            }
+        layer.but(
+            rest=layer.rest.times(by["tokens"]),
+            last=None if layer.last is None else layer.last.times(by["tokens"]),
+            encode_attention=layer.encode_attention.times(by["encode_attention"]),
+            decode_attention=layer.decode_attention.times(by["decode_attention"]),
+            cross=None if layer.cross is None else _crossed(layer.cross, by),
+            head=None if layer.head is None else layer.head.times(by["head"]),
         )
         for layer in profile.layers
     )
     encoder_layers = tuple(
-        layer.model_copy(
-            update={
-                "rest": layer.rest.times(by["tokens"]),
-                "attention": layer.attention.times(by["encode_attention"]),
-            }
-        )
+        layer.but(rest=layer.rest.times(by["tokens"]), attention=layer.attention.times(by["encode_attention"]))
         for layer in profile.encoder_layers
     )
     text = ", ".join(f"{part} x{factor:g}" for part, factor in by.items())
-    return profile.model_copy(
-        update={
-            "layers": layers,
-            "encoder_layers": encoder_layers,
-            "embedding": profile.embedding.times(by["tokens"]),
-            "head": profile.head.times(by["head"]),
-            "overhead": profile.overhead.times(by["overhead"]),
-            "provenance": profile.provenance | {name: f"{text}; {source}"},
-        }
+    return profile.but(
+        layers=layers,
+        encoder_layers=encoder_layers,
+        embedding=profile.embedding.times(by["tokens"]),
+        head=profile.head.times(by["head"]),
+        overhead=profile.overhead.times(by["overhead"]),
+        provenance=profile.provenance | {name: f"{text}; {source}"},
     )
 
 

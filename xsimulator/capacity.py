@@ -178,9 +178,7 @@ def endings(ends: Array, first: int, last: int) -> tuple[int, float]:
 
 def in_order_of_arrival(plan: Plan) -> Plan:
     """Return the plan with admission in order of arrival. Other orders would admit mostly short requests."""
-    return plan.model_copy(
-        update={"admission": plan.admission.model_copy(update={"order": "fcfs", "row_tokens": None})}
-    )
+    return plan.but(admission=plan.admission.but(order="fcfs", row_tokens=None))
 
 
 def run_of(

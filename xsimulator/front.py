@@ -37,7 +37,7 @@ def with_api_servers(plan: Plan, num_servers: int | None) -> Plan:
     """
     rate, of_one = served_rate(plan), most_rate(plan, 1)
     needed = max(1, ceil(rate / of_one - 1e-9)) if of_one < inf else 1
-    plan = plan.model_copy(update={"api_servers": num_servers or needed})
+    plan = plan.but(api_servers=num_servers or needed)
     if num_servers is None or num_servers >= needed:
         return plan
     servers = "one API server handles" if num_servers == 1 else f"{num_servers} API servers handle"

@@ -77,7 +77,7 @@ def _read_spec(path: Path, directory: Path | None) -> ModelSpec:
     end = None if directory is None else _tokenizer_end(directory)
     if end is None or end in spec.eos_token_ids or end >= spec.vocab_size:
         return spec
-    return spec.model_copy(update={"eos_token_ids": (*spec.eos_token_ids, end)})
+    return spec.but(eos_token_ids=(*spec.eos_token_ids, end))
 
 
 def spec_of(

@@ -53,13 +53,11 @@ def assumptions(workload: Workload, trace: TraceLengths | None) -> list[Assumpti
     if trace is not None and len(trace.input) >= 2:
         half = len(trace.input) // 2
         for name, part in (("first", slice(half)), ("second", slice(half, None))):
-            lengths = {"input": histogram_of(trace.input[part]), "output": histogram_of(trace.output[part])}
-            varied.append(
-                Assumption(f"lengths of the trace's {name} half", workload=workload.model_copy(update=lengths))
-            )
+            lengths = workload.but(input=histogram_of(trace.input[part]), output=histogram_of(trace.output[part]))
+            varied.append(Assumption(f"lengths of the trace's {name} half", workload=lengths))
         return varied
     for factor in OUTPUTS:
-        other = workload.model_copy(update={"output": _scaled(workload.output, factor)})
+        other = workload.but(output=_scaled(workload.output, factor))
         varied.append(Assumption(f"outputs have {100 * factor:.0f}% of their planned length", workload=other))
     return varied
 
@@ -79,8 +77,8 @@ def changes(plan: Plan, profile: Profile, among: Sequence[Assumption]) -> list[f
     if now <= 0:
         return [1.0] * (len(among) + 1)
     factors = [_closed(plan, profile, each) / now for each in among]
-    constraint = plan.constraint.model_copy(update={"burstiness": BURSTS * plan.constraint.burstiness})
-    burst = capacity(plan.model_copy(update={"constraint": constraint}), profile, rate_of(plan), edges=False)
+    constraint = plan.constraint.but(burstiness=BURSTS * plan.constraint.burstiness)
+    burst = capacity(plan.but(constraint=constraint), profile, rate_of(plan), edges=False)
     return [*factors, 1.0 if burst is None or rate_of(plan) <= 0 else burst.rate_per_s / rate_of(plan)]
 
 
@@ -108,7 +106,7 @@ def keeps_current(gains: Mapping[str, RangeOutput]) -> bool:
 def _closed(plan: Plan, profile: Profile, under: Assumption) -> float:
     """Return the objective of a plan with unchanged settings under an assumption, in closed form."""
     engine = plan.engine or load_engine("xgpt")
-    engine = engine.model_copy(update={"mixing": max(0.0, engine.mixing + under.mixing)})
+    engine = engine.but(mixing=max(0.0, engine.mixing + under.mixing))
     problem = replace(Problem.of(plan, profile.slowed(under.pace)), engine=engine)
     if under.workload is not None:
         problem = replace(problem, workload=under.workload)

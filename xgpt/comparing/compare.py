@@ -125,10 +125,10 @@ def compare(
     if serves is not None and "$" in serves:
         raise InputError("current", serves, VARIABLE)
     if serves is not None and (request.config is None or hub.is_id(serves)):
-        request = request.model_copy(update={"model": serves})
+        request = request.but(model=serves)
     if running is not None and request.engine is None and request.profile is None and cluster.device.type == "gpu":
         engine = engine_name(running)
-        request = request.model_copy(update={"engine": engine})
+        request = request.but(engine=engine)
         notes = (f"the plans are for {engine}, the engine that the command starts", *notes)
     if running is not None and running.drafts is not None:
         request, note = planned_with(request, running.drafts)
@@ -240,8 +240,8 @@ def _as_run(
         nodes, rest = divmod(current.num_devices, problem.cluster.devices_per_node)
         size = {"num_nodes": nodes} if not rest else {"num_nodes": 1, "devices_per_node": rest} if not nodes else {}
         if size and current.num_devices < problem.cluster.num_devices:
-            changes["cluster"] = problem.cluster.model_copy(update=size)
-    return resolve(request.model_copy(update=changes), progress) if changes else problem
+            changes["cluster"] = problem.cluster.but(**size)
+    return resolve(request.but(**changes), progress) if changes else problem
 
 
 def _has_types(problem: Problem, current: CurrentEngine) -> bool:
@@ -270,15 +270,15 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
     elif current.num_stages > 1:
         raise InputError("current", f"{current.num_stages} stages", "xgpt scores drafts only without pipeline stages")
     if current.text_only:
-        problem = replace(problem, model=problem.model.model_copy(update={"tower_params": 0}))
+        problem = replace(problem, model=problem.model.but(tower_params=0))
     device = problem.cluster.device
     if current.usable_memory is not None:
-        device = device.model_copy(update={"usable_memory": current.usable_memory})
-    cluster = problem.cluster.model_copy(update={"device": device})
+        device = device.but(usable_memory=current.usable_memory)
+    cluster = problem.cluster.but(device=device)
     engine = None if problem.engine is None else current.as_started(problem.engine)
     deployed = engine
     if cluster.device.type == "gpu":
-        deployed = (engine or load_engine("vllm")).model_copy(update={"max_batch": current.max_num_seqs})
+        deployed = (engine or load_engine("vllm")).but(max_batch=current.max_num_seqs)
     chooser = scheduler(replace(problem, cluster=cluster, kv="quantile", engine=engine, deployed=deployed))
     ep_degree = 1 if problem.model.experts is None else current.ep_degree
     placement = chooser.candidates.uniform_placement(
@@ -415,7 +415,7 @@ def relax(problem: Problem, search: SearchMethod, plan: Plan) -> dict[float | No
     best: dict[float | None, Plan] = {}
     for factor in RELAXATIONS:
         relaxed = None if factor is None else factor * bound
-        loose = problem.constraint.model_copy(update={"latency_bound_s": relaxed})
+        loose = problem.constraint.but(latency_bound_s=relaxed)
         looser = next(iter(plan_each(problem.under(loose), search=search).values()))
         plan = max(plan, looser, key=rate_of)
         best[relaxed] = plan

@@ -88,7 +88,7 @@ class CurrentEngine:
         if not self.cuts_prompts:
             sources = engine.sources | {"cuts_prompts": "--no-enable-chunked-prefill"}
             changes |= {"cuts_prompts": False, "sources": sources}
-        return engine.model_copy(update=changes)
+        return engine.but(**changes)
 
 
 def is_model(served: str, name: str) -> bool:
@@ -224,6 +224,6 @@ def planned_with(request: PlanRequest, drafts: Drafts) -> tuple[PlanRequest, str
             accepted = "it depends on the text: give the shares of accepted draft tokens, or a server's metrics page"
             raise InputError("acceptance", None, accepted)
         said = f"assumed acceptance {acceptance:g}: give `acceptance`, if you know it"
-    update = {"speculative": drafts.method, "speculative_tokens": drafts.tokens, "acceptance": acceptance}
     note = f"the command and the plans use {drafts.method} with {drafts.tokens} draft tokens a step; {said}"
-    return request.model_copy(update=update | {"draft_model": drafts.model}), note
+    drafting = {"speculative": drafts.method, "speculative_tokens": drafts.tokens, "draft_model": drafts.model}
+    return request.but(**drafting, acceptance=acceptance), note

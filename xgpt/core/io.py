@@ -178,7 +178,7 @@ def dump_json(value: BaseModel) -> str:
     """Return the text of one of xgpt's JSON files, after checking that it can be read back.
 
     Raises:
-        XgptError: the value is not valid, since `model_copy` does not check. The message names the field.
+        XgptError: the value is not valid, since `Frozen.but` does not check. The message names the field.
     """
     text = value.model_dump_json(indent=1) + "\n"
     try:

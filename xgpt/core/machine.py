@@ -78,7 +78,7 @@ def _detect_gpus(num_devices: int | None) -> ClusterSpec | None:
         raise MachineError(f"nvidia-smi does not say how much memory {gpus[0]!r} has; write a cluster file")
     device = DeviceKind(name=slug(name), type="gpu", memory_bytes=int(mebibytes) * 2**20)
     if (known := _shipped_cluster_of(device.name)) is not None:
-        device = known.device.model_copy(update={"memory_bytes": device.memory_bytes})
+        device = known.device.but(memory_bytes=device.memory_bytes)
     return ClusterSpec(
         name=_name(num_devices),
         device=device,

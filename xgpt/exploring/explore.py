@@ -94,7 +94,7 @@ class Explorer:
         """Return a request's scheduler, whose tables are cached, and the part of the answer that does not depend on
         bounds.
         """
-        free = request.model_copy(update=FREE)
+        free = request.but(**FREE)
         key = free.model_dump_json()
         if key not in self._kept:
             self._kept[key] = scheduler(resolve(request)), {}
@@ -102,7 +102,7 @@ class Explorer:
         while len(self._kept) > MOST_KEPT:
             self._kept.popitem(last=False)
         search, outline = self._kept[key]
-        constraint = request.constraint.model_copy(update={"headroom": search.problem.constraint.headroom})
+        constraint = request.constraint.but(headroom=search.problem.constraint.headroom)
         return search.under(constraint), outline
 
 
@@ -170,7 +170,7 @@ def outline_of(plan: Plan) -> Part:
 
 def trade_off(search: Scheduler, kinds: tuple[str, ...]) -> Part:
     """Return each policy's highest throughput at saturation for each latency."""
-    relaxed = search.under(search.problem.constraint.model_copy(update=FREE))
+    relaxed = search.under(search.problem.constraint.but(**FREE))
     lines = []
     for kind in kinds:
         points = [(point.latency_s, point.throughput_rps) for point in frontier(relaxed.candidates.spaces(kind))]
@@ -192,7 +192,7 @@ def looser(search: Scheduler, kinds: tuple[str, ...]) -> list[Part]:
     bound = search.problem.constraint.latency_bound_s
     rows = []
     for factor in () if bound is None else (1.0, *LOOSER):
-        constraint = search.problem.constraint.model_copy(update={"latency_bound_s": factor * (bound or 0)})
+        constraint = search.problem.constraint.but(latency_bound_s=factor * (bound or 0))
         plan, rate = next(iter(quick(search.under(constraint), kinds).values()))
         served = plan.estimate.throughput_rps if rate is None else rate
         rows.append({"bound_s": constraint.latency_bound_s, "policy": plan.policy.kind, "rate_per_s": served})

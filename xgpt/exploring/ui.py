@@ -167,7 +167,7 @@ def build_app(token: str) -> Starlette:
                 workload = load_workload(str(path))
             except InputError as error:
                 return JSONResponse({"error": str(error).replace(f"{directory}/", "")}, 400)
-        workload = workload.model_copy(update={"name": Path(name).stem[:MOST_NAME] or "trace"})
+        workload = workload.but(name=Path(name).stem[:MOST_NAME] or "trace")
         means = {"input": workload.input.mean, "output": workload.output.mean}
         return JSONResponse({"workload": workload.model_dump(mode="json"), "mean": means})
 

@@ -160,7 +160,7 @@ def llmd_files(plan: Plan) -> dict[str, str]:
 def _checked(plan: Plan, target: str) -> Names:
     check_deployable(plan, target)
     check_engine(plan, "vllm")
-    one = plan.model_copy(update={"replicas": 1})
+    one = plan.but(replicas=1)
     if runs_by_itself(plan):
         own_arguments(one)
     else:
@@ -200,7 +200,7 @@ def _served_name(plan: Plan) -> str:
 
 def _arguments(plan: Plan, lane: LaneName) -> list[str]:
     """Return vLLM's engine arguments for one replica's lane."""
-    one = plan.model_copy(update={"replicas": 1})
+    one = plan.but(replicas=1)
     if runs_by_itself(plan):
         return [*own_arguments(one), *vllm_draft(plan.speculation)]
     if lane != "both":

@@ -98,7 +98,7 @@ def config_map(plan: Plan, names: Names) -> Object:
     Raises:
         InputError: the plan is too large for a ConfigMap.
     """
-    document = dump_json(plan.model_copy(update={"replicas": 1, "checkpoint": MODEL_PATH}))
+    document = dump_json(plan.but(replicas=1, checkpoint=MODEL_PATH))
     if len(document.encode()) > MAX_CONFIG_BYTES:
         says = (
             f"the plan has {len(document.encode())} bytes, but a ConfigMap holds {MAX_CONFIG_BYTES}; plan with fewer "

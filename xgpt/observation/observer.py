@@ -169,7 +169,7 @@ class Snapshot(NamedTuple):
         """Return an observation from some of the requests."""
         found = observe(sample, self.plan.workload, self.step_ratio, self.slowdown)
         reuse = observed_reuse(self.common, self.plan.block_size)
-        return found.model_copy(update={"reuse": reuse, "goodput": self.goodput})
+        return found.but(reuse=reuse, goodput=self.goodput)
 
 
 class Observer:
@@ -274,20 +274,19 @@ class Observer:
         }
         if others is not None:
             self._since_s = float(others.arrival_s[0])
-            found = now.observe(others).model_copy(update={"cause": "lengths"})
+            found = now.observe(others).but(cause="lengths")
             self._detector = ChangeDetector(found.workload, found.weight)
         elif any(causes.values()) and sample.num_finished:
             # Lengths are unchanged, and the earlier ones were computed from more requests than the window contains.
             found = now.observe(sample)
-            changes = {
-                "cause": next(name for name, holds in causes.items() if holds),
-                "workload": self._detector.planned,
-                "weight": self._detector.weight or CERTAIN,
-                "lengths": "planned" if self._detector.planned == now.plan.workload else "observed",
-                "recent_input_mean": found.workload.input.mean,
-                "recent_output_mean": found.workload.output.mean,
-            }
-            found = found.model_copy(update=changes)
+            found = found.but(
+                cause=next(name for name, holds in causes.items() if holds),
+                workload=self._detector.planned,
+                weight=self._detector.weight or CERTAIN,
+                lengths="planned" if self._detector.planned == now.plan.workload else "observed",
+                recent_input_mean=found.workload.input.mean,
+                recent_output_mean=found.workload.output.mean,
+            )
         else:
             return None
         if slowdown is not None:

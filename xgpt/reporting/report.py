@@ -243,7 +243,7 @@ def _timeline(plan: Plan, spans: list[StageSpan]) -> Chart:
 
 
 def _frontier(plan: Plan, profile: Profile) -> Chart:
-    relaxed = plan.constraint.model_copy(update={"latency_bound_s": None})
+    relaxed = plan.constraint.but(latency_bound_s=None)
     search = scheduler(Problem.of(plan, profile).under(relaxed))
     lines = []
     for kind in runnable(POLICIES, plan.model, plan.speculation):

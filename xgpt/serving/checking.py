@@ -53,7 +53,7 @@ def located(plan: Plan, checkpoint: str | None = None) -> Plan:
     if checkpoint is not None:
         if not Path(checkpoint).is_dir():
             raise InputError("checkpoint", checkpoint, "there is no such directory")
-        return plan.model_copy(update={"checkpoint": os.path.abspath(checkpoint)})
+        return plan.but(checkpoint=os.path.abspath(checkpoint))
     if (model_id := hub.id_of(plan.checkpoint)) is not None:
         cached = hub.cached(model_id)
         if cached is None or not weight_files(cached):
@@ -62,7 +62,7 @@ def located(plan: Plan, checkpoint: str | None = None) -> Plan:
                 "`checkpoint`"
             )
             raise InputError("plan.checkpoint", model_id, accepted)
-        return plan.model_copy(update={"checkpoint": str(cached)})
+        return plan.but(checkpoint=str(cached))
     if plan.checkpoint is not None and not Path(plan.checkpoint).is_dir():
         accepted = "there is no such directory on this machine: give the weights' directory as `checkpoint`"
         raise InputError("plan.checkpoint", plan.checkpoint, accepted)
@@ -119,7 +119,7 @@ def check_plan(plan: Plan, ray: str | None = None) -> None:
         from xrunner.weights import Checkpoint, check_weights
 
         try:
-            found = read_spec(Path(plan.checkpoint)).model_copy(update={"name": plan.model.name})
+            found = read_spec(Path(plan.checkpoint)).but(name=plan.model.name)
         except InputError as error:
             if error.field != "model":  # the error is about a file in the directory, not about the plan
                 raise

@@ -163,7 +163,7 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
         check_step_log(request.step_log, force=request.force)
     plan = located(plan, request.checkpoint)
     if request.replan_policies == "all":
-        plan = plan.model_copy(update={"pinned": Pinned()})
+        plan = plan.but(pinned=Pinned())
     request.keys(plan)
     request.classes(plan)
     request.tls()
@@ -316,7 +316,7 @@ def share_of(plan: Plan, request: ServeRequest) -> tuple[Plan, Machines | None]:
         accepted = f"{plan.replicas} replicas of {each} devices do not divide evenly among the machines"
         raise InputError("nnodes", count, accepted)
     if here >= each:
-        return plan.model_copy(update={"replicas": here // each}), None
+        return plan.but(replicas=here // each), None
     if len(plan.policy.lanes) > 1:
         accepted = "for its lanes on several machines use `xgpt export --to llm-d` or `--to dynamo`"
         raise InputError("plan.policy", plan.policy.kind, accepted)
@@ -324,7 +324,7 @@ def share_of(plan: Plan, request: ServeRequest) -> tuple[Plan, Machines | None]:
     if not host or not (port or "0").isdecimal():
         raise InputError("master_addr", request.master_addr, "give the address of the replica's first machine")
     span = each // here
-    return plan.model_copy(update={"replicas": 1}), Machines(span, rank % span, host, int(port or MASTER_PORT))
+    return plan.but(replicas=1), Machines(span, rank % span, host, int(port or MASTER_PORT))
 
 
 def follow_first(plan: Plan, machines: Machines) -> None:

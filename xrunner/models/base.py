@@ -126,7 +126,7 @@ class Model(nn.Module):
         """Return the rotary embedding of a layer's queries and keys. Layers with the same rotation share it."""
         spec = self.spec
         if spec.sliding_rope_theta is not None and self.scoring(layer).window is not None:
-            spec = spec.model_copy(update={"rope_theta": spec.sliding_rope_theta, "rope_scaling": None})
+            spec = spec.but(rope_theta=spec.sliding_rope_theta, rope_scaling=None)
         return self._rotaries.setdefault(spec is self.spec, Rotary(empty, spec))
 
     @abstractmethod

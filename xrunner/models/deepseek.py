@@ -33,4 +33,4 @@ class DeepseekModel(LlamaModel):
 
     def rotary(self, empty: Empty, layer: int) -> Rotary:
         assert self.spec.latent is not None
-        return Rotary(empty, self.spec.model_copy(update={"head_dim": self.spec.latent.rope_head_dim}))
+        return Rotary(empty, self.spec.but(head_dim=self.spec.latent.rope_head_dim))

@@ -19,7 +19,7 @@ from xrunner.models.layers import Empty, GatedMlp, parameter
 def of_one_expert(spec: ModelSpec) -> ModelSpec:
     """Return the model with one expert's feed-forward block in place of all experts."""
     assert spec.experts is not None
-    return spec.model_copy(update={"ffn_size": spec.experts.ffn_size})
+    return spec.but(ffn_size=spec.experts.ffn_size)
 
 
 class Router(nn.Module):
@@ -76,7 +76,7 @@ class MixtureOfExperts(nn.Module):
         assert spec.experts is not None
         self.router = Router(empty, spec, bias=router_bias)
         self.experts = nn.ModuleDict({str(number): block() for number in range(spec.experts.number)})
-        shared = spec.model_copy(update={"ffn_size": spec.experts.shared_ffn_size})
+        shared = spec.but(ffn_size=spec.experts.shared_ffn_size)
         self.shared = GatedMlp(empty, shared) if spec.experts.shared_ffn_size else None
         self._first, self._last = 0, spec.experts.number
 

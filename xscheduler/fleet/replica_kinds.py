@@ -98,7 +98,7 @@ def _best_plan(problem: Problem, policy: PolicyChoice, least_a_device: float) ->
         return None
     near = [pair for pair in rated if pair[1] > NEAR * rated[0][1]][:MOST_SIMULATED]
     plans = [with_capacity(plan, problem.profile, rate, edges=False) for plan, rate in near]
-    best = max(plans, key=_rate).model_copy(update={"pinned": Pinned(policy=policy, fixed=dict(problem.fixed))})
+    best = max(plans, key=_rate).but(pinned=Pinned(policy=policy, fixed=dict(problem.fixed)))
     return best if _rate(best) > 0 else None
 
 

@@ -147,7 +147,7 @@ class Arrivals(Objective):
         rate = capacities[kind].rate_per_s  # simulations under other bounds come later
         if not self._only_best:
             error = _error_of(best.plan, self.scheduler.problem.profile, rate)
-            capacities[kind] = capacities[kind].model_copy(update={"error": error})
+            capacities[kind] = capacities[kind].but(error=error)
         self._seconds[kind] = self._seconds.get(kind, 0.0) + time.perf_counter() - started
         asked = self.scheduler.problem.constraint.arrival_rate_per_s
         if asked is not None and rate < asked:
@@ -193,7 +193,7 @@ class Arrivals(Objective):
             most = self._branches.most(rate, None if best else kind)
             ended = f"; {ENDED_EARLY}" if self._ended_early else ""
             search |= {"gap": (1 + breach) * most / rate - 1, "bound": BOUND + ended}
-        return plan.model_copy(update={"search": plan.search.model_copy(update=search)})
+        return plan.but(search=plan.search.but(**search))
 
     def _say(self, done: int, parts: int, what: str) -> None:
         if self.progress is not None:
@@ -219,7 +219,7 @@ class Arrivals(Objective):
         key = plan.policy, plan.stages, plan.replicas
         if key not in self._finished:
             self._finished[key] = self.finish(plan)
-        return self._finished[key].model_copy(update={"search": plan.search})
+        return self._finished[key].but(search=plan.search)
 
     def _best_of(
         self, candidates: Sequence[tuple[Plan, float]], rival: CapacitySearch | None, doubt: float = DOUBT
@@ -271,7 +271,7 @@ class Arrivals(Objective):
         ranked = []
         for plan in rivals.values():
             rate = closed_rate(self._in_engine(self.scheduler.space_of(plan)), plan.policy)
-            ranked.append((plan.model_copy(update={"search": best.plan.search}), rate))
+            ranked.append((plan.but(search=best.plan.search), rate))
         found = self._best_of(sorted(ranked, key=lambda item: -item[1]), best) or best
         found.precision = SHARP
         return found
@@ -381,4 +381,4 @@ def _with_rival(ordered: dict[str, Plan]) -> Plan:
     if other is None or rate_of(other) < (1 - noise) * rate_of(plan):
         return plan
     rival = f"{other.policy.kind} keeps the bounds up to {rate_of(other):.4g} requests/s"
-    return plan.model_copy(update={"search": plan.search.model_copy(update={"rival": rival})})
+    return plan.but(search=plan.search.but(rival=rival))

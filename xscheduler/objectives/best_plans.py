@@ -64,7 +64,7 @@ def plan_each(
     kinds = kinds_of(problem, policy)
     plans = _distinct(objective_of(problem, policy, search, order, progress).settle(kinds))
     pinned = Pinned(policy=policy, fixed=dict(problem.fixed))
-    return {kind: plan.model_copy(update={"pinned": pinned}) for kind, plan in plans.items()}
+    return {kind: plan.but(pinned=pinned) for kind, plan in plans.items()}
 
 
 def objective_of(
@@ -77,7 +77,7 @@ def objective_of(
     """Return the objective of a problem. See `plan_each`."""
     # If any plan sustains the requested rate, the plan with the highest rate does.
     if problem.constraint.arrival_rate_per_s is not None:
-        problem = problem.under(problem.constraint.model_copy(update={"objective": "arrivals"}))
+        problem = problem.under(problem.constraint.but(objective="arrivals"))
     by_search = scheduler(problem, search)
 
     def finish(plan: Plan) -> Plan:
@@ -267,4 +267,4 @@ def _admitting(plan: Plan, order: AdmissionOrder, problem: Problem) -> Plan:
         changes["row_tokens"] = fixed.get("row_tokens", at_once)
         if "eta_percent" in fixed:
             changes["eta"] = fixed["eta_percent"] / 100
-    return plan.model_copy(update={"admission": plan.admission.model_copy(update=changes)})
+    return plan.but(admission=plan.admission.but(**changes))

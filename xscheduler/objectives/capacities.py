@@ -101,5 +101,5 @@ def _mixes(plan: Plan) -> bool:
 
 def _closed(plan: Plan, profile: Profile, mixing: float) -> float:
     """Return the value of a plan's objective at another cost of mixed steps, in closed form."""
-    engine = (plan.engine or load_engine("xgpt")).model_copy(update={"mixing": mixing})
+    engine = (plan.engine or load_engine("xgpt")).but(mixing=mixing)
     return closed_objective(plan, replace(Problem.of(plan, profile), engine=engine))

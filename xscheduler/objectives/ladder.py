@@ -192,15 +192,15 @@ class Ladder:
             return None
 
     def _best_under(self, bound_s: float) -> Plan:
-        constraint = self._of.problem.constraint.model_copy(update={"latency_bound_s": bound_s})
+        constraint = self._of.problem.constraint.but(latency_bound_s=bound_s)
         return self._of.under(constraint).best_of_each((self._kind,))[self._kind]
 
     def _settled(self, plan: Plan, rung: int, bound_s: float, seconds: float) -> Plan:
         """Return the plan of a rung with its simulated latency, under the given bound."""
         seen = with_law(plan, self.simulated(plan).law, closed_s=RUNG**rung)
-        certificate = seen.search.model_copy(update={"simulations": len(self._simulated), "seconds": round(seconds, 4)})
-        constraint = plan.constraint.model_copy(update={"latency_bound_s": bound_s})
-        return seen.model_copy(update={"constraint": constraint, "search": certificate})
+        certificate = seen.search.but(simulations=len(self._simulated), seconds=round(seconds, 4))
+        constraint = plan.constraint.but(latency_bound_s=bound_s)
+        return seen.but(constraint=constraint, search=certificate)
 
 
 def _top(bound_s: float) -> int:
@@ -220,8 +220,8 @@ def with_law(plan: Plan, law: RequestLaw, closed_s: float | None = None) -> Plan
     if search.gap is not None:
         under = "" if closed_s is None else f" under a bound of {closed_s:.3g} s"
         proven = f"; in closed form the plan is at most {100 * search.gap:.1f}% below the best{under}"
-    certificate = search.model_copy(
-        update={"gap": None, "bound": f"none: the latencies of all requests are simulated{proven}", "simulations": 1}
+    certificate = search.but(
+        gap=None, bound=f"none: the latencies of all requests are simulated{proven}", simulations=1
     )
-    found = plan.model_copy(update={"search": certificate})
+    found = plan.but(search=certificate)
     return found.with_estimate(latency_s=law.quantile(quantile), latency_error=law.error(quantile))

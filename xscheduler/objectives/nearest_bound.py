@@ -42,7 +42,7 @@ def never_kept(
         binding, reason = error.binding, error.reason
         base = max(1.0, (error.nearest_bound_s or 0.0) / given[binding])
     names = sorted(given, key=lambda name: name != binding)
-    one = next((name for name in names if len(names) > 1 and keeps(constraint.model_copy(update={name: None}))), None)
+    one = next((name for name in names if len(names) > 1 and keeps(constraint.but(**{name: None}))), None)
     loosened = {one: given[one]} if one else given
     found = _nearest(constraint, loosened, base if one in (None, binding) else 1.0, keeps, progress)
     asked = " and ".join(_named(given))
@@ -102,7 +102,7 @@ def _nearest(
         if progress is not None:
             named = " and ".join(_named(at(power)))
             progress(tried, tried + 1, f"no plan keeps the bounds; looking for the nearest that can be kept: {named}")
-        return keeps(constraint.model_copy(update=at(power)))
+        return keeps(constraint.but(**at(power)))
 
     first = below = math.floor(math.log(low / unit) / math.log(STEP))
     for stride in STRIDES:

@@ -134,7 +134,7 @@ def promising(divisions: list[Problem], best_rps: Callable[[Problem], float]) ->
         return divisions
 
     def saturated(division: Problem) -> float:
-        return best_rps(division.under(division.constraint.model_copy(update={"objective": "saturated"})))
+        return best_rps(division.under(division.constraint.but(objective="saturated")))
 
     return sorted(divisions, key=saturated, reverse=True)[:MOST_DIVISIONS]
 
@@ -170,7 +170,7 @@ def _counting(plan: Plan, alone: Plan, highest: float | None) -> Plan:
     """
     if plan.estimate.reuse is None:
         return plan
-    reuse = plan.estimate.reuse.model_copy(update={"alone": maximised(alone)})
+    reuse = plan.estimate.reuse.but(alone=maximised(alone))
     gap = None if highest is None else max(0.0, highest / maximised(plan) - 1)
-    search = plan.search.model_copy(update={"gap": gap, "bound": BOUND})
-    return plan.model_copy(update={"search": search}).with_estimate(reuse=reuse)
+    search = plan.search.but(gap=gap, bound=BOUND)
+    return plan.but(search=search).with_estimate(reuse=reuse)

@@ -246,15 +246,15 @@ class Saturated(Objective):
                     best = shown
         if best is None:
             return None, least
-        search = best.search.model_copy(update={"simulations": len(simulated), "gap": None, "bound": PASSED_OVER})
-        return best.model_copy(update={"constraint": plan.constraint, "search": search}), least
+        search = best.search.but(simulations=len(simulated), gap=None, bound=PASSED_OVER)
+        return best.but(constraint=plan.constraint, search=search), least
 
     def _rungs(self, kind: str, plan: Plan) -> Iterator[Plan]:
         """Yield the policy's best plan in closed form under each of a sequence of ever tighter latency bounds."""
         constraint = self.scheduler.problem.constraint
         rung = floor(log(plan.estimate.latency_s * (1 + constraint.headroom)) / log(RUNG))
         while True:
-            under = constraint.model_copy(update={"latency_bound_s": RUNG**rung})
+            under = constraint.but(latency_bound_s=RUNG**rung)
             try:
                 yield self.scheduler.under(under).best_of_each((kind,))[kind]
             except InfeasibleError:
@@ -307,7 +307,7 @@ def _with(plan: Plan, seen: SaturatedFigures) -> Plan:
         figures["output_tokens_per_s"] = e.output_tokens_per_s * rps / e.throughput_rps
         if e.cost_per_million_tokens is not None:
             figures["cost_per_million_tokens"] = e.cost_per_million_tokens * e.throughput_rps / rps
-    estimate = e.model_copy(update={**figures, "simulated": tuple(figures)})
+    estimate = e.but(**figures, simulated=tuple(figures))
     if rps is not None and not plan.constraint.maximises_arrivals:
-        search = search.model_copy(update={"gap": None, "bound": TOGETHER, "simulations": max(1, search.simulations)})
-    return plan.model_copy(update={"estimate": estimate, "search": search})
+        search = search.but(gap=None, bound=TOGETHER, simulations=max(1, search.simulations))
+    return plan.but(estimate=estimate, search=search)

@@ -79,14 +79,14 @@ class TunedArrivals(Arrivals):
         constraint = self.scheduler.problem.constraint
         assert constraint.tpot_s is not None
         for share in TIGHTER:
-            tighter = constraint.model_copy(update={"tpot_s": share * constraint.tpot_s})
+            tighter = constraint.but(tpot_s=share * constraint.tpot_s)
             try:
                 found = Arrivals(self.scheduler.under(tighter), self.finish).settle((TUNED[self._kind],))
             except InfeasibleError:
                 continue
             for plan in found.values():
-                bounds = plan.constraint.model_copy(update={"tpot_s": constraint.tpot_s})  # keeps the plan's headroom
-                plan = plan.model_copy(update={"constraint": bounds})
+                bounds = plan.constraint.but(tpot_s=constraint.tpot_s)  # keeps the plan's headroom
+                plan = plan.but(constraint=bounds)
                 yield with_capacity(plan, self.scheduler.problem.profile, rate_of(plan), edges=False)
 
     def _on_one_stage(self, fixed: list[Plan]) -> list[Plan]:
@@ -162,18 +162,14 @@ def _settled(plan: Plan, profile: Profile, rate: float) -> Plan:
         other.precision = PRECISION
         others.append(other.rate)
     error = float(np.std([capacity.rate_per_s, *others], ddof=1) / max(capacity.rate_per_s, 1e-9))
-    return plan.model_copy(
-        update={
-            "estimate": estimate.model_copy(
-                update={
-                    "throughput_rps": saturated,
-                    "output_tokens_per_s": factor * estimate.output_tokens_per_s,
-                    "cost_per_million_tokens": None if cost is None else cost / factor,
-                    "capacity": capacity.model_copy(update={"error": round(error, 4)}),
-                    "simulated": ("throughput_rps", "output_tokens_per_s", "cost_per_million_tokens"),
-                }
-            )
-        }
+    return plan.but(
+        estimate=estimate.but(
+            throughput_rps=saturated,
+            output_tokens_per_s=factor * estimate.output_tokens_per_s,
+            cost_per_million_tokens=None if cost is None else cost / factor,
+            capacity=capacity.but(error=round(error, 4)),
+            simulated=("throughput_rps", "output_tokens_per_s", "cost_per_million_tokens"),
+        )
     )
 
 
@@ -212,9 +208,9 @@ def _with_slack(plan: Plan, trial: optuna.trial.BaseTrial, order: AdmissionOrder
     slack = SlackBudget(
         least_tokens=least, most_tokens=max(least, min(most, LARGEST_STEP)), share=share, behind_tokens=behind
     )
-    admission = plan.admission.model_copy(update={"order": order or chosen})
-    policy = plan.policy.model_copy(update={"slack": slack if by_slack else None})
-    return plan.model_copy(update={"policy": policy, "admission": admission})
+    admission = plan.admission.but(order=order or chosen)
+    policy = plan.policy.but(slack=slack if by_slack else None)
+    return plan.but(policy=policy, admission=admission)
 
 
 _profile: Profile | None = None

@@ -143,7 +143,7 @@ def _judged_by_requests(situation: Situation, terms: Terms) -> Verdict:
             return verdict
         law = request_law(verdict.plan, profile)
         seen_s = law.quantile(constraint.planned_quantile)
-        best = verdict.best.model_copy(update={"latency_s": law.quantile(constraint.quantile)})
+        best = verdict.best.but(latency_s=law.quantile(constraint.quantile))
         verdict = replace(verdict, plan=with_law(verdict.plan, law), best=best)
         if bound_s is None or (1 + constraint.headroom) * seen_s <= bound_s:
             return verdict
@@ -349,9 +349,9 @@ def _although_broken(near: Verdict, constraint: Constraint) -> Verdict:
     wider_s = near.plan.constraint.latency_bound_s
     return replace(
         near,
-        running=near.running.model_copy(update={"keeps_bound": False}),
-        best=near.best.model_copy(update={"keeps_bound": False}),
-        plan=near.plan.model_copy(update={"constraint": constraint}),
+        running=near.running.but(keeps_bound=False),
+        best=near.best.but(keeps_bound=False),
+        plan=near.plan.but(constraint=constraint),
         breaks_bound=True,
         reason=f"no plan keeps the bound of {_bound(constraint)}; under {wider_s:.3g} s, {near.reason}",
     )

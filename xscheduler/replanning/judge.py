@@ -206,8 +206,7 @@ class SaturatedJudge(Judge):
         """Return the best plan that keeps the bound at a quantile of lengths, with its latency at this quantile."""
         problems = self.situation.problems(in_place=in_place)
         bound_s = None if self._bound_s is None else self._bound_s / self.ratio_of_others
-        update = {"quantile": quantile, "latency_bound_s": bound_s}
-        constraint = self.plan.constraint.model_copy(update=update)
+        constraint = self.plan.constraint.but(quantile=quantile, latency_bound_s=bound_s)
         problems = [replace(problem, constraint=constraint) for problem in problems]
         found = _plans_of(problems, lambda problem: [Scheduler(problem).best(kinds)])
         best = replaced(self.plan, max(found, key=self.rate), in_place=in_place)
@@ -233,7 +232,7 @@ class ArrivalsJudge(Judge):
     @cached_property
     def running(self) -> Outcome:
         found = self._predicted
-        return found.model_copy(update={"keeps_bound": False}) if self.situation.misses else found
+        return found.but(keeps_bound=False) if self.situation.misses else found
 
     @cached_property
     def _predicted(self) -> Outcome:
@@ -255,7 +254,7 @@ class ArrivalsJudge(Judge):
         """The running plan with the observed lengths as its workload."""
         plan, lengths = self.plan, self.situation.lengths
         found = reestimate(plan, self.situation.profile, lengths, plan.constraint.quantile)
-        observed = plan.model_copy(update={"workload": lengths})
+        observed = plan.but(workload=lengths)
         return observed.with_estimate(throughput_rps=found["throughput"], latency_s=found["latency"])
 
     @property
@@ -288,11 +287,11 @@ class ArrivalsJudge(Judge):
             return 0.0
 
         problems = promising(self.situation.problems(in_place=in_place), saturated)
-        any_rate = self.plan.constraint.model_copy(update={"arrival_rate_per_s": None})
+        any_rate = self.plan.constraint.but(arrival_rate_per_s=None)
 
         def admitting(found: Plan) -> Plan:
-            running = self.plan.admission.model_copy(update={"max_running": found.admission.max_running})
-            return _ruled_alike(found.model_copy(update={"admission": running}), self.plan, self.situation.profile)
+            running = self.plan.admission.but(max_running=found.admission.max_running)
+            return _ruled_alike(found.but(admission=running), self.plan, self.situation.profile)
 
         def planned(problem: Problem) -> Iterable[Plan]:
             search = Scheduler(replace(problem, constraint=any_rate))
@@ -315,18 +314,14 @@ def _ruled_alike(found: Plan, running: Plan, profile: Profile) -> Plan:
     more = {name: value for name in names if (value := getattr(running.policy, name)) is not None}
     if len(policy.lanes) > 1 and order == "in-time":
         order = "fcfs"
-    changes = {
-        "policy": policy.model_copy(update=more),
-        "admission": found.admission.model_copy(update={"order": order}),
-    }
-    found = found.model_copy(update=changes)
+    found = found.but(policy=policy.but(**more), admission=found.admission.but(order=order))
     return with_step_times(found, profile) if more or order == "in-time" else found
 
 
 def _admission(plan: Plan, best: Plan) -> Admission:
     """Return the running plan's admission settings with the best plan's largest number of running requests."""
     order = best.admission.order if plan.admission.order == "in-time" else plan.admission.order
-    return plan.admission.model_copy(update={"max_running": best.admission.max_running, "order": order})
+    return plan.admission.but(max_running=best.admission.max_running, order=order)
 
 
 def replaced(plan: Plan, best: Plan, *, in_place: bool) -> Plan:
@@ -336,14 +331,12 @@ def replaced(plan: Plan, best: Plan, *, in_place: bool) -> Plan:
     plan's largest step. The engine runs steps in slices of bounded size. The new plan's largest step may need one slice
     more, for which the workspace has enough memory.
     """
-    return plan.model_copy(
-        update={
-            "workload": best.workload,
-            "policy": best.policy,
-            "admission": _admission(plan, best),
-            "stages": plan.stages if in_place else best.stages,
-            "replicas": plan.replicas if in_place else best.replicas,
-            "estimate": best.estimate,
-            "search": best.search,
-        }
+    return plan.but(
+        workload=best.workload,
+        policy=best.policy,
+        admission=_admission(plan, best),
+        stages=plan.stages if in_place else best.stages,
+        replicas=plan.replicas if in_place else best.replicas,
+        estimate=best.estimate,
+        search=best.search,
     )

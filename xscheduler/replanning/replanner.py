@@ -140,7 +140,7 @@ def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
             curve, estimated = ReuseCurve(lengths, plan.block_size), plan.estimate.reuse
             kept = most_kept(plan) if estimated is None else estimated.kept_blocks
             reuse = summary_of(curve, curve.share(kept * plan.block_size))
-            observation = observation.model_copy(update={"reuse": reuse})
+            observation = observation.but(reuse=reuse)
         return plan, observation
 
     key = own_api_key()

@@ -63,8 +63,8 @@ class Situation:
 
     def under(self, latency_bound_s: float) -> Situation:
         """Return the same situation under another latency bound."""
-        constraint = self.plan.constraint.model_copy(update={"latency_bound_s": latency_bound_s})
-        return replace(self, plan=self.plan.model_copy(update={"constraint": constraint}))
+        constraint = self.plan.constraint.but(latency_bound_s=latency_bound_s)
+        return replace(self, plan=self.plan.but(constraint=constraint))
 
     def problem(self, *, in_place: bool) -> Problem:
         """Return the planning problem on the server's devices whose best plan may take over.
@@ -123,7 +123,7 @@ def at_pace(plan: Plan, slowdown: float | None) -> Plan:
     """Return the plan with `slowdown` as its ratio of step times to the profile's. None changes nothing."""
     if slowdown is None:
         return plan
-    return plan.model_copy(update={"profile": plan.profile.model_copy(update={"slowdown": slowdown})})
+    return plan.but(profile=plan.profile.but(slowdown=slowdown))
 
 
 def within_context(workload: Workload, max_context: int) -> Workload:
@@ -133,14 +133,14 @@ def within_context(workload: Workload, max_context: int) -> Workload:
     requests. An output length that was allowed but not generated is cut first, since a chat without a limit may use the
     whole context.
     """
-    workload = workload.model_copy(update={"output": _without_idle_tail(workload, max_context)})
+    workload = workload.but(output=_without_idle_tail(workload, max_context))
     room = max_context - workload.output.lengths[-1]
     if workload.input.lengths[-1] <= room:
         return workload
     kept = [(n, p) for n, p in zip(workload.input.lengths, workload.input.probabilities, strict=True) if n < room]
     rest = 1 - sum(p for _, p in kept)
     lengths, probabilities = zip(*kept, (max(1, room), rest), strict=True)
-    return workload.model_copy(update={"input": Histogram(lengths=lengths, probabilities=probabilities)})
+    return workload.but(input=Histogram(lengths=lengths, probabilities=probabilities))
 
 
 def _without_idle_tail(workload: Workload, max_context: int) -> Histogram:

@@ -120,15 +120,11 @@ def _speculating(profile_: _Same, spec_: _Same, speculation: Speculation) -> Pro
     each, draft = speculation.tokens_per_step, Draft(spec, speculation)
     passes = speculation.tokens * bool(draft.layers)
     loop = Line.of(profile.overhead)
-    return profile.model_copy(
-        update={
-            "layers": tuple(_layer(layer, profile, spec, speculation, draft) for layer in profile.layers),
-            "embedding": _shortened(profile.embedding, each),
-            "head": _shortened(profile.head, each),
-            "overhead": _curve(
-                profile.overhead.points, (loop(np.asarray(profile.overhead.points)) + passes * PASS_S) / each
-            ),
-        }
+    return profile.but(
+        layers=tuple(_layer(layer, profile, spec, speculation, draft) for layer in profile.layers),
+        embedding=_shortened(profile.embedding, each),
+        head=_shortened(profile.head, each),
+        overhead=_curve(profile.overhead.points, (loop(np.asarray(profile.overhead.points)) + passes * PASS_S) / each),
     )
 
 
@@ -159,18 +155,16 @@ def _layer(layer: LayerTimes, profile: Profile, spec: ModelSpec, speculation: Sp
     more = model(verified * batches) / each - model(each * batches) / each + drafted(batches) / each
     seconds = attention * (1 + ahead * draft.layers / number) / each + np.maximum(more, 0.0)[:, None] / number
     encode = layer.encode_attention
-    return layer.model_copy(
-        update={
-            "rest": _shortened(layer.rest, each),
-            "last": None if layer.last is None else _shortened(layer.last, each),
-            "head": None if layer.head is None else _shortened(layer.head, each),
-            "encode_attention": encode.times(1 + draft.layers / number),
-            "decode_attention": Surface(
-                batches=tuple(batches.astype(int).tolist()),
-                lengths=decode.lengths,
-                seconds=tuple(map(tuple, seconds.tolist())),
-            ),
-        }
+    return layer.but(
+        rest=_shortened(layer.rest, each),
+        last=None if layer.last is None else _shortened(layer.last, each),
+        head=None if layer.head is None else _shortened(layer.head, each),
+        encode_attention=encode.times(1 + draft.layers / number),
+        decode_attention=Surface(
+            batches=tuple(batches.astype(int).tolist()),
+            lengths=decode.lengths,
+            seconds=tuple(map(tuple, seconds.tolist())),
+        ),
     )
 
 

@@ -42,9 +42,9 @@ def step_times(plan: Plan, cost: LaneCost) -> StepTimes:
     left = np.asarray([seconds - _predicted(times, counts) for counts, seconds in fitted])
     scale = 1 / np.asarray([seconds for _, seconds in fitted])  # for relative errors
     found, *_ = np.linalg.lstsq(decodes * scale[:, None], left * scale, rcond=None)
-    times = times.model_copy(update={"decode_s": float(found[0]), "context_s": float(found[1])})
+    times = times.but(decode_s=float(found[0]), context_s=float(found[1]))
     errors = [abs(_predicted(times, counts) / seconds - 1) for counts, seconds in judged]
-    return times.model_copy(update={"error": round(float(np.median(errors)), 4)})
+    return times.but(error=round(float(np.median(errors)), 4))
 
 
 def _points(most: int) -> list[int]:

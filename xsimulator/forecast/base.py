@@ -141,7 +141,7 @@ class Forecast(ABC, Generic[M]):
             inside: number of requests whose K/V fits in memory.
         """
         most = min(getattr(plan.policy, self.load), int(inside))
-        return self.estimate(model, plan.policy.model_copy(update={self.load: most}))
+        return self.estimate(model, plan.policy.but(**{self.load: most}))
 
     def promises_too_little(self, found: Performance) -> npt.NDArray[np.bool_]:
         """Return which settings may be clearly better than predicted, so that the search uses bounds for them."""

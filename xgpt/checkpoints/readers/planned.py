@@ -87,7 +87,7 @@ def _fields(family: str, config: Config) -> Config:
         "max_context": longest,
         "tie_embeddings": config.get("tie_word_embeddings", family in TIED),
         "attention_bias": bool(config.get("attention_bias", False)),
-        "experts": experts and experts.model_copy(update={"dense_layers": dense}),
+        "experts": experts and experts.but(dense_layers=dense),
         "layer_embedding_params": _layer_embeddings(config, number) if family == "gemma4_text" else 0,
         "blocks": tuple(blocks),
     }

@@ -83,7 +83,7 @@ class Slack(NamedTuple):
     def of_microbatch(self, count: int) -> Slack:
         """Return the budget of one micro-batch, with its share of the tokens."""
         least, most = (max(1, n // count) for n in (self.budget.least_tokens, self.budget.most_tokens))
-        budget = self.budget.model_copy(update={"least_tokens": least, "most_tokens": most})
+        budget = self.budget.but(least_tokens=least, most_tokens=most)
         return self._replace(budget=budget, num_microbatches=count)
 
     @property

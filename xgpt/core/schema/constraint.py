@@ -114,7 +114,7 @@ class Constraint(Frozen):
         """
         names = ("latency_bound_s", "ttft_s")
         left = {name: max(bound - path_s, 1e-9) for name in names if (bound := getattr(self, name)) is not None}
-        return self.model_copy(update=left) if path_s else self
+        return self.but(**left) if path_s else self
 
     @property
     def all_bounds(self) -> Goal:
@@ -143,7 +143,7 @@ class Constraint(Frozen):
         kinds = ("latency_bound_s", "ttft_s", "tpot_s")
         bounds = {kind: [bound for each in classes if (bound := getattr(each, kind)) is not None] for kind in kinds}
         tightest = {kind: min(found) for kind, found in bounds.items() if found}
-        return self.model_copy(update={**tightest, "classes": classes})
+        return self.but(**tightest, classes=classes)
 
     @model_validator(mode="after")
     def _check(self) -> Constraint:

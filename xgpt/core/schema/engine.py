@@ -138,8 +138,7 @@ class EngineSpec(Frozen):
         """The engine with xgpt's scheduler class, which schedules a step only after the previous step has ended."""
         if self.scheduler == "xgpt":
             return self
-        name = {"scheduler": "xgpt", "name": f"xgpt-{self.name}"}
-        return self.model_copy(update={**name, "schedules_ahead": False})
+        return self.but(scheduler="xgpt", name=f"xgpt-{self.name}", schedules_ahead=False)
 
     def started_for(self, kind: str) -> EngineSpec:
         """Return the engine that runs a policy, with xgpt's scheduler class if the engine's own scheduler lacks the

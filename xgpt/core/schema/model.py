@@ -334,7 +334,7 @@ class ModelSpec(ModelShape):
     @property
     def unpacked(self) -> ModelSpec:
         """The same model without quantisation. Its weights have the dtype of products."""
-        return self if self.quantization is None else self.model_copy(update={"quantization": None})
+        return self if self.quantization is None else self.but(quantization=None)
 
     def layer_weight_bytes(self, dtype: DType, first: int = 0, last: int | None = None) -> float:
         """Return the bytes of the weights of decoder layers [first, last), by default of all."""
@@ -387,7 +387,7 @@ def _kinds(
     return tuple(
         Block(
             layers=tuple(layers),
-            attention=attention.model_copy(update={"window": None}) if sees_all else attention,
+            attention=attention.but(window=None) if sees_all else attention,
             ffn_size=ffn_size if is_dense else 0,
             experts=None if is_dense else experts,
         )

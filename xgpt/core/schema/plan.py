@@ -148,7 +148,7 @@ class Plan(Frozen):
 
     def with_estimate(self, **figures: object) -> Plan:
         """Return the plan with these fields of its estimate replaced."""
-        return self.model_copy(update={"estimate": self.estimate.model_copy(update=figures)})
+        return self.but(estimate=self.estimate.but(**figures))
 
     @property
     def sharing_replicas(self) -> int:

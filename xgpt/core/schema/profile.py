@@ -70,7 +70,7 @@ class Curve(Frozen):
 
     def times(self, factor: float) -> Curve:
         """Return the curve with all times multiplied by `factor`."""
-        return self.model_copy(update={"seconds": tuple(factor * s for s in self.seconds)})
+        return self.but(seconds=tuple(factor * s for s in self.seconds))
 
 
 class Surface(Frozen):
@@ -112,7 +112,7 @@ class Surface(Frozen):
 
     def times(self, factor: float) -> Surface:
         """Return the surface with all times multiplied by `factor`."""
-        return self.model_copy(update={"seconds": tuple(tuple(factor * s for s in row) for row in self.seconds)})
+        return self.but(seconds=tuple(tuple(factor * s for s in row) for row in self.seconds))
 
 
 class CrossTimes(Frozen):
@@ -185,7 +185,7 @@ class Jitter(Frozen):
 
     def times(self, factor: float) -> Jitter:
         """Return the jitter of steps that take `factor` times as long."""
-        return self.model_copy(update={"seconds": factor * self.seconds})
+        return self.but(seconds=factor * self.seconds)
 
 
 class Profile(Frozen):
@@ -329,7 +329,7 @@ class Profile(Frozen):
     @property
     def of_means(self) -> Profile:
         """The profile of a machine on which every step takes its mean time."""
-        return self if self.jitter is None else self.model_copy(update={"jitter": None})
+        return self if self.jitter is None else self.but(jitter=None)
 
     def slowed(self, factor: float) -> Profile:
         """Return the profile with all times multiplied by `factor`."""
@@ -382,4 +382,4 @@ def _slowed(table: Table, factor: float) -> Table:
             return _slowed(value, factor)
         return tuple(map(of, value)) if isinstance(value, tuple) else value
 
-    return table.model_copy(update={name: of(value) for name, value in table})
+    return table.but(**{name: of(value) for name, value in table})

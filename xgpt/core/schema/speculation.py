@@ -74,4 +74,4 @@ class Speculation(Frozen):
 
     def ahead(self, tokens: int) -> Speculation:
         """Return the same draft with another number of draft tokens in a step."""
-        return self.model_copy(update={"tokens": tokens})
+        return self.but(tokens=tokens)
