@@ -411,8 +411,8 @@ class Bench:
     def overhead(self, num_requests: int) -> float:
         """Return the seconds that the engine's loop adds to a step: scheduling, building the batch, and settling.
 
-        On a GPU, most of this work is done while the next step runs already. So the result is the difference between a
-        step in the loop and a step of the model alone.
+        On a GPU, most of this work overlaps with a running step. So the result is the difference between a step in the
+        loop and a step of the model alone.
         """
         if isinstance(self.worker, AheadWorker):
             return max(0.0, self._decoding(self.worker, num_requests) - self.step([(BLOCK_SIZE, 1)] * num_requests))

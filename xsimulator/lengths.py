@@ -117,8 +117,8 @@ class Lengths:
         """Draw requests that decode at a random moment. Return the number of output tokens that each has generated, and
         the number still to come (at least one).
 
-        The probability of an output length is proportional to its decode iterations, which are all equally likely. #
-        [requests] each
+        Every decode iteration is equally likely, so an output length's probability is proportional to its iterations.
+        # [requests] each
         """
         shares = self.output_probabilities * (self.outputs - 1)
         if not shares.any():

@@ -195,8 +195,8 @@ class _Search:
         return SearchResult(self.best.space, self.best.settings, self.best.values, evaluations, gap, BOUND)
 
     def divide(self, parent: _Open, boxes: list[Box]) -> None:
-        """Predict all points of small boxes and the corners of larger boxes. A larger box stays open if it may beat the
-        best point.
+        """Predict all points of small boxes and the corners of larger boxes. A larger box stays open if one of its
+        points may beat the best point.
         """
         if ends_of(parent.space)[1] is not None:
             self._sweep(parent, [box for box in boxes if _size(box) <= SMALL])

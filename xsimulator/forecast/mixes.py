@@ -291,10 +291,10 @@ def most_displaced(lengths: Lengths) -> float:
     decode.
 
     A busy step then decodes at least b - bound / busy requests. A micro-batch has x (E[D] + W) slots (one more for each
-    prompt if steps are scheduled ahead), and W <= y + 1. The bound has two parts. Prompts occupy slots for whole steps:
-    since 1 - busy <= e^-x, this part is 2 x e^-x <= 2 / e. Prompts occupy slots in proportion to their tokens: since 1
-    - busy <= 1 - rho, with rho = x E[I] / (budget - b), this part is rho (1 - rho) + rho^2 E[I^2] / (2 E[I]^2), which
-    rises with rho.
+    prompt if steps are scheduled ahead), and W <= y + 1. The bound has two parts. First, prompts occupy slots for whole
+    steps. Since 1 - busy <= e^-x, this part is 2 x e^-x <= 2 / e. Second, prompts occupy slots in proportion to their
+    tokens. Since 1 - busy <= 1 - rho, with rho = x E[I] / (budget - b), this part is rho (1 - rho) + rho^2 E[I^2] /
+    (2 E[I]^2), which rises with rho.
     """
     of_tokens = lengths.mean_square_input / (2 * lengths.mean_input**2)
     return ROUNDING * (2 / np.e + of_tokens)

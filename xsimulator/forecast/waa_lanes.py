@@ -27,7 +27,8 @@ class DecodeLane:
         self.pipeline = Pipeline(cost)
         self._encode, self._stays = encode, stays
         self._joined: dict[tuple[float, float, float], Array] = {}
-        """Seconds of iterations with joining requests, by least and largest encode batch and micro-batches."""
+        """Seconds of iterations with joining requests, by smallest and largest encode batch and number of
+        micro-batches."""
 
     def work(self, each: Array) -> Array:
         """Return the device seconds of a step with `each` requests. # [n]"""
