@@ -11,7 +11,7 @@ import os
 import ssl
 from functools import cache
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import h11
 
@@ -75,8 +75,9 @@ class Connection:
             raise InputError("url", url, "write it as http://HOST:PORT")
         self._tls = _tls(ca_file) if parts.scheme == "https" else None
         self._address = host, port or (443 if self._tls else 80)
-        self._prefix = parts.path.rstrip("/")
-        self._headers = [("host", parts.netloc.rpartition("@")[2]), ("accept", "*/*")]
+        self._prefix = quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
+        address = parts.netloc.rpartition("@")[2]
+        self._headers = [("host", address if address.isascii() else address.encode("idna").decode()), ("accept", "*/*")]
         if api_key is not None:
             self._headers.append(("authorization", f"Bearer {api_key}"))
         self._reader: asyncio.StreamReader

@@ -97,3 +97,18 @@ def test_an_answer_that_was_not_read_is_not_the_next_one() -> None:
 def test_what_is_no_server(url: str) -> None:
     with pytest.raises(InputError, match="http://HOST:PORT"):
         Connection(url)
+
+
+def test_letters_beyond_ascii_in_a_url_are_encoded() -> None:
+    """`xgpt bench` ended with an internal error."""
+    server = Server(WHOLE)
+
+    async def run() -> int:
+        async with server as url:
+            connection = Connection(f"{url}ä%20b")
+            status = await connection.ask("GET", "/plan")
+            connection.close()
+        return status
+
+    assert asyncio.run(run()) == 200
+    assert server.asked[0].startswith(b"GET /prefix/%C3%A4%20b/plan ")
