@@ -55,6 +55,14 @@ def test_a_plan_is_served_from_another_directory(
     assert ran.err.count("\n") == 2, "nothing else is missing"
 
 
+def test_an_edited_plan_that_needs_more_memory_is_refused(xgpt: Xgpt, local_plan: Path) -> None:
+    """A dry run accepted it, and the server ended with ENOMEM."""
+    plan = load_json(local_plan, Plan, "plan")
+    stage = plan.stages[0].model_copy(update={"kv_blocks": 10**9})
+    local_plan.write_text(plan.model_copy(update={"stages": (stage,)}).model_dump_json())
+    assert "the plan needs" in xgpt.fails(3, "serve", str(local_plan), "--dry-run")
+
+
 def test_what_another_machine_lacks_is_said(xgpt: Xgpt, local_plan: Path, tmp_path: Path) -> None:
     there = tmp_path / "there"
     shutil.move("model", there)

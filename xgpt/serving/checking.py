@@ -17,6 +17,8 @@ from xprofiler.store import check_engine, dtype_of, profile_of
 from xrunner.vllm import TESTED_VERSION
 from xrunner.vllm.engine import limits_of
 from xrunner.vllm.process import package_path, python, version_of
+from xscheduler.placement import Placement
+from xsimulator.memory import LaneMemory
 
 logger = logging.getLogger(__name__)
 
@@ -158,12 +160,27 @@ def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "xgpt") -> N
     check_engine(plan, engine)
     check_devices(plan, num_nodes)
     offered = detect(plan.num_devices // num_nodes).device.memory_bytes
-    needed = max(plan.estimate.memory_bytes)
+    needed = max((*plan.estimate.memory_bytes, *_allocated_bytes(plan)))
     if needed > offered:
         raise MachineError(
             f"the plan needs {needed / 2**30:.1f} GiB a device, but this machine has {offered / 2**30:.1f}: "
             "plan again for this machine"
         )
+
+
+def _allocated_bytes(plan: Plan) -> list[int]:
+    """Return the bytes of weights and K/V memory on each device, which exceed the estimate if a plan was edited."""
+    found = list[int]()
+    if plan.profile.engine == "vllm":  # vLLM checks its own memory
+        return found
+    lanes = dict.fromkeys(stage.lane for stage in plan.stages)
+    for name, layout in zip(lanes, Placement.of(plan).layouts, strict=True):
+        blocks = max(stage.kv_blocks for stage in plan.stages if stage.lane == name)
+        memory = LaneMemory(
+            plan.model, plan.cluster, plan.precision, layout.lane, plan.block_size, plan.engine, must_fit=False
+        )
+        found += memory.device_bytes(blocks, 0)
+    return found
 
 
 def check_xgpt_runs(plan: Plan, ray: str | None) -> None:
