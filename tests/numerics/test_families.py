@@ -7,8 +7,18 @@ from torch.nn.functional import linear
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 import xrunner.attention.reference as reference
-from tests.numerics.checkpoints import CHECKPOINTS, FAMILIES, VOCABULARY, WITH_EXPERTS, load_checkpoint, save
+from tests.numerics.checkpoints import (
+    CHECKPOINTS,
+    CONTEXT,
+    FAMILIES,
+    GROUPED,
+    VOCABULARY,
+    WITH_EXPERTS,
+    load_checkpoint,
+    save,
+)
 from tests.numerics.steps import start
+from tests.numerics.test_weights import copy_with
 from tests.rings import ALL, examples, few
 from xgpt.checkpoints.files import read_spec
 from xgpt.core.policies import Chunk, LaneSettings, OneLane, Pool, Step
@@ -108,6 +118,18 @@ def compare(worker, model, check=assert_equal):
 def test_logits_equal_transformers(checkpoint, name, backend):
     directory, model = checkpoint(name)
     compare(make_worker(directory, backend), model)
+
+
+@pytest.mark.parametrize("family, kind", [("llama", "linear"), ("llama", "yarn"), ("qwen2", "yarn"), ("qwen3", "yarn")])
+def test_logits_of_scaled_contexts_equal_transformers(family, kind, tmp_path):
+    """In both places where config.json may state the scaling. Positions pass the original context, 16 tokens."""
+    scaling = {"rope_type": kind, "factor": 8.0} | ({"original_max_position_embeddings": 16} if kind == "yarn" else {})
+    directory, model = save(tmp_path / "same", family, GROUPED | {"rope_parameters": scaling | {"rope_theta": 500.0}})
+    compare(make_worker(directory, "reference"), model)
+    spec = read_spec(directory)
+    assert spec.max_context == 8 * (16 if kind == "yarn" else CONTEXT)
+    older = {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": scaling}
+    assert read_spec(copy_with(directory, tmp_path / "older" / "same", **older)) == spec
 
 
 @pytest.mark.parametrize("backend", few(usable_backends(torch.device("cpu"), torch.float32)[::-1]))

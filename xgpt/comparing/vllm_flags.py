@@ -61,7 +61,7 @@ _REFUSED: dict[str, dict[str, list[str]]] = {
         "performance-mode": ["balanced"],
         "ubatch-size": ["0"],
     },
-    _MODEL: {"hf-overrides": ["{}"], "model-class-overrides": [], "quantization-config": [], "rope-scaling": []},
+    _MODEL: {"hf-overrides": ["{}"], "model-class-overrides": [], "quantization-config": []},
     _GENERATES: {"convert": ["auto", "none"], "runner": ["auto", "generate"]},
     _OFFLOAD: {"cpu-offload-gb": ["0"], "cpu-offload-params": [], "offload-group-size": ["0"], "offload-params": []},
     _ADAPTERS: {"default-mm-loras": [], "enable-lora": ["no"], "lora-modules": []},

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xgpt.checkpoints.readers.common import activation, count, windows
-from xgpt.checkpoints.readers.rope import ANY, rope, rope_by_layer
+from xgpt.checkpoints.readers.rope import rope, rope_by_layer
 from xgpt.core.errors import InputError
 
 T5_CONTEXT = 2048
@@ -126,13 +126,13 @@ def _mt5(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mistral(config: dict[str, Any]) -> dict[str, Any]:
-    return gated(config) | windows(config, 4096, None) | rope(config, ANY)
+    return gated(config) | windows(config, 4096, None) | rope(config)
 
 
 def _phi3(config: dict[str, Any]) -> dict[str, Any]:
     fields = gated({"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096} | config)
     turned = rope(
-        {"original_max_position_embeddings": 4096} | config, ("default", "longrope"), head_dim=fields["head_dim"]
+        {"original_max_position_embeddings": 4096} | config, kinds=("default", "longrope"), head_dim=fields["head_dim"]
     )
     return fields | windows(config, None, None) | turned
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from xgpt.checkpoints.readers.common import count, windows
 from xgpt.checkpoints.readers.dense import gated
-from xgpt.checkpoints.readers.rope import ANY, magnitude, rope
+from xgpt.checkpoints.readers.rope import magnitude, rope
 from xgpt.core.errors import InputError
 
 
@@ -18,7 +18,7 @@ def _mixtral(config: dict[str, Any]) -> dict[str, Any]:
         "active": count({"num_experts_per_tok": 2} | config, "num_experts_per_tok"),
         "ffn_size": fields["ffn_size"],
     }
-    return fields | {"experts": experts} | windows(config, None, None) | rope(config, ANY, 1e6)
+    return fields | {"experts": experts} | windows(config, None, None) | rope(config, 1e6)
 
 
 def _qwen3_moe(config: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def _qwen3_moe(config: dict[str, Any]) -> dict[str, Any]:
     }
     if not dense:
         fields["ffn_size"] = experts["ffn_size"]
-    return fields | {"experts": experts} | rope(config, ANY)
+    return fields | {"experts": experts} | rope(config)
 
 
 def _gpt_oss(config: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def _gpt_oss(config: dict[str, Any]) -> dict[str, Any]:
         "bias": True,
     }
     expert_fields = {"experts": experts, "attention_sinks": True}
-    return fields | expert_fields | windows(config, 128, 2) | rope(config, ANY, 150000.0)
+    return fields | expert_fields | windows(config, 128, 2) | rope(config, 150000.0)
 
 
 def _minimax_m2(config: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def _minimax_m2(config: dict[str, Any]) -> dict[str, Any]:
         "active": count({"num_experts_per_tok": 8} | config, "num_experts_per_tok"),
         "ffn_size": fields["ffn_size"],
     }
-    return fields | {"experts": experts} | rope(config, ANY, 5e6, head_dim=fields["head_dim"])
+    return fields | {"experts": experts} | rope(config, 5e6, head_dim=fields["head_dim"])
 
 
 def _deepseek(config: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _deepseek(config: dict[str, Any]) -> dict[str, Any]:
         "value_head_dim": count(config, "v_head_dim"),
         "rope_interleaved": bool(config.get("rope_interleave", True)),
     }
-    turned = rope(config, ANY)
+    turned = rope(config)
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if scaling.get("mscale_all_dim") and "rope_scaling" in turned:
         turned["score_scale"] = head_dim**-0.5 * magnitude(scaling["factor"], scaling["mscale_all_dim"]) ** 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from xgpt.checkpoints.readers.common import count
 from xgpt.core.errors import InputError
 
 KINDS: dict[str, frozenset[str]] = {
@@ -20,21 +21,20 @@ KINDS: dict[str, frozenset[str]] = {
     ),
 }
 """Kinds of rotary embeddings, and the settings that each kind has."""
-PLAIN = ("default", "llama3")
 ANY = ("default", "linear", "llama3", "yarn")
 
 
 def rope(
-    config: dict[str, Any], kinds: tuple[str, ...] = PLAIN, theta: float = 10000.0, *, head_dim: int | None = None
+    config: dict[str, Any], theta: float = 10000.0, *, kinds: tuple[str, ...] = ANY, head_dim: int | None = None
 ) -> dict[str, Any]:
     """Return the settings of rotary embeddings in `rope_theta` and `rope_scaling` or, since transformers 5,
-    `rope_parameters`.
+    `rope_parameters`. With linear scaling and YaRN, `max_context` is the scaled context, as in vLLM.
 
     If both are given, transformers 5 uses the older fields.
 
     Args:
-        kinds: kinds of rotary embeddings that the family supports.
         theta: the base if config.json states none.
+        kinds: kinds of rotary embeddings that the family supports.
         head_dim: size of a head, for families that may rotate only a part of a head. None means that all dimensions are
             rotated.
 
@@ -63,7 +63,10 @@ def rope(
             )
         fields["rotary_dim"] = turned
     if kind != "default":
-        fields["rope_scaling"] = _scaling(kind, found, config)
+        fields["rope_scaling"] = scaling = _scaling(kind, found, config)
+        if kind in ("linear", "yarn"):
+            unscaled = scaling.get("original_max_position") or count(config, "max_position_embeddings")
+            fields["max_context"] = int(unscaled * scaling["factor"])
     return fields
 
 
@@ -81,8 +84,9 @@ def rope_by_layer(config: dict[str, Any], theta: float, sliding_theta: float) ->
             raise InputError(f"config.json: {name}", found, "it must be an object")
     rope_config = {"rope_parameters": full | scaling, "max_position_embeddings": config.get("max_position_embeddings")}
     base = config.get("rope_theta")
-    fields = rope(rope_config, ("default", "linear"), theta if base is None else base)
-    local = rope({"rope_parameters": sliding}, ("default",), config.get("rope_local_base_freq", sliding_theta))
+    fields = rope(rope_config, theta if base is None else base, kinds=("default", "linear"))
+    fields.pop("max_context", None)  # Gemma 3 states the scaled context
+    local = rope({"rope_parameters": sliding}, config.get("rope_local_base_freq", sliding_theta), kinds=("default",))
     return fields | {"sliding_rope_theta": local["rope_theta"]}
 
 
@@ -99,14 +103,15 @@ def _kind(found: dict[str, Any], kinds: tuple[str, ...], name: str) -> str:
 
 def _scaling(kind: str, found: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     if kind == "linear":
-        return {"kind": kind, "factor": found["factor"]}
-    longest = config["max_position_embeddings"]
-    original = config.get("original_max_position_embeddings", found.get("original_max_position_embeddings", longest))
+        return {"kind": kind, "factor": _number(found["factor"])}
+    longest = count(config, "max_position_embeddings")
+    name = "original_max_position_embeddings"
+    original = count({name: longest} | found | config, name)
     fields: dict[str, Any] = {"kind": kind, "original_max_position": original}
     if kind == "llama3":
         return fields | {name: found[name] for name in ("factor", "low_freq_factor", "high_freq_factor")}
     factor = found.get("factor")
-    factor = longest / original if factor is None else factor
+    factor = longest / original if factor is None else _number(factor)
     fields["attention_factor"] = found.get("attention_factor")
     if kind == "yarn":
         if fields["attention_factor"] is None:
@@ -120,6 +125,12 @@ def _scaling(kind: str, found: dict[str, Any], config: dict[str, Any]) -> dict[s
     if fields["attention_factor"] is None:
         fields["attention_factor"] = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return fields | {"short_factor": tuple(found["short_factor"]), "long_factor": tuple(found["long_factor"])}
+
+
+def _number(factor: object) -> float:
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
+        raise InputError("config.json: rope factor", factor, "it must be a number above 0")
+    return factor
 
 
 def magnitude(factor: float, share: float = 1.0) -> float:

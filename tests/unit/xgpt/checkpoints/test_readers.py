@@ -228,6 +228,15 @@ def test_smaller_groups_take_more_memory(tmp_path: Path) -> None:
     assert more == pytest.approx(weights * 20 / 8 * (1 / 32 - 1 / 128), rel=1e-6)
 
 
+@pytest.mark.parametrize("family, stated", [("qwen2", 32768), ("qwen3", 40960)])
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+def test_the_context_that_qwen_documents_with_yarn(family: str, stated: int, field: str, tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    more = {"model_type": family, "max_position_embeddings": stated, "rope_theta": 1e6, field: scaling}
+    spec = written(tmp_path / "model", config=LLAMA | more)
+    assert (spec.max_context, spec.rope_theta) == (131072, 1e6)
+
+
 def test_what_vllm_takes_where_no_dtype_is_named(tmp_path: Path) -> None:
     without = {name: value for name, value in LLAMA.items() if name != "torch_dtype"}
     assert written(tmp_path / "model", config=without).default_dtype == "bfloat16"

@@ -149,6 +149,7 @@ def test_what_cannot_be_read_is_refused(command: str, says: str) -> None:
     [
         """--hf-overrides '{"text_config": {"rope_parameters": {"factor": 4.0, "rope_type": "yarn"}}}'""",
         "--hf-overrides.max_position_embeddings 1010000",
+        """--rope-scaling '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'""",
         """-cc '{"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"}'""",
         "--compilation-config 3",
     ],
