@@ -272,8 +272,8 @@ class _Client:
         return result
 
     def _ending(self, request: ClientRequest) -> dict[str, Any]:
-        """Return the fields that tell the server after how many tokens to end the output. Its schedule ignores these
-        fields.
+        """Return the fields that tell the server after how many tokens to end the output. The server's schedule ignores
+        these fields.
         """
         if self._model.owned_by == "xgpt":
             return {"output_length": request.output_length}

@@ -220,7 +220,7 @@ class SimulatedFleet:
 
     Attributes:
         day: the times at which replicas ran, and the cost.
-        share_kept: share of requests that keep the bounds reduced by the headroom.
+        share_kept: share of requests that keep bounds tightened by the headroom.
         share_within: share of requests that keep the full bounds.
     """
 

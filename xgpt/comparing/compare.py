@@ -362,8 +362,8 @@ def check_current(problem: Problem, current: CurrentEngine, longest: int | None 
     """Check that the current deployment can be compared with plans for the same requests.
 
     Raises:
-        InputError: it needs more devices than the cluster has, serves another model, runs in data types without step
-            times, or rejects requests of the workload.
+        InputError: the deployment needs more devices than the cluster has, serves another model, runs in data types
+            without step times, or rejects requests of the workload.
     """
     cluster, lengths = problem.cluster, problem.workload
     check_model(current, problem.model.name)

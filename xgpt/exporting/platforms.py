@@ -271,7 +271,7 @@ def _with_xgpt(plan: Plan, names: Names, image: str, lane: LaneName, nodes: int)
 
 def _vllm_itself(plan: Plan, names: Names, image: str, lane: LaneName, nodes: int) -> PodSpec:
     """Return the container of a lane whose worker is vLLM's own server. In the decode lane, llm-d's proxy is in front
-    of it.
+    of this server.
     """
     port = DECODE_PORT if lane == "decode" else FRONT_PORT
     role = {"encode": "kv_producer", "decode": "kv_consumer"}.get(lane)

@@ -105,7 +105,7 @@ class ServeRequest(ServeFields):
         policies.build_rows(plan, self.batching)
 
     def check_reuse(self, plan: Plan) -> None:
-        """Check that a plan that relies on prefix reuse runs with reuse. Its figures would be wrong otherwise.
+        """Check that a plan that relies on prefix reuse runs with reuse. Otherwise the plan's figures would be wrong.
 
         Raises:
             InputError: reuse is off. The message states which option turns it off.
@@ -148,7 +148,7 @@ class ServeRequest(ServeFields):
 
 
 def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = lambda line: None) -> None:
-    """Serve a plan until SIGTERM or SIGINT. If vLLM runs a replica on several machines, only the first answers
+    """Serve a plan until SIGTERM or SIGINT. If vLLM runs a replica on several machines, only the first machine answers
     requests.
 
     Args:

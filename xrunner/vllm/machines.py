@@ -164,7 +164,9 @@ class Followers:
         self._connections[greeting.rank] = connection
 
     def _gone(self) -> list[int]:
-        """Return the machines whose connection has ended. They send no messages after their greeting."""
+        """Return the machines whose connection has ended. A readable connection has ended, since machines send no
+        messages after their greeting.
+        """
         if not self._connections:
             return []
         ready, _, _ = select.select(list(self._connections.values()), [], [], 0)

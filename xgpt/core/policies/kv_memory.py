@@ -121,7 +121,7 @@ class KvMemory:
         return len(request.table.blocks) * self.block_size - self.num_cached(request)
 
     def num_cached(self, request: Request) -> int:
-        """Return how many of a request's tokens have K/V after its next decode step, which may be its first."""
+        """Return how many of a request's tokens have K/V after its next decode step (perhaps its first)."""
         return request.context + self.encoder
 
     def leave(self, request: Request) -> None:

@@ -176,7 +176,7 @@ class LaneForecast:
         batch.joined.clear()
 
     def restart(self, batch: MicroBatch) -> None:
-        """Make a micro-batch's due times be computed again, after a change of settings."""
+        """Discard a micro-batch's due times after a change of settings, so that they are computed again."""
         self._due.pop(batch, None)
         batch.joined[:] = batch.decoding.values()
 

@@ -61,7 +61,7 @@ class TwoLaneSettings:
 
 
 class TwoLane(Schedule):
-    """The schedule of waa. When requests enter, they get blocks of the pool, which are in the decode lane."""
+    """The schedule of waa. Requests that enter get blocks of the pool, which counts the memory of the decode lane."""
 
     lanes: tuple[LaneName, ...] = ("decode", "transfer", "encode")
 

@@ -144,7 +144,7 @@ class EngineSpec(Frozen):
         """Return the engine that runs a policy, with xgpt's scheduler class if the engine's own scheduler lacks the
         policy.
 
-        Only vLLM accepts such a class. Its own scheduler runs only chunked prompts under a token budget.
+        Only vLLM accepts such a class. vLLM's own scheduler runs only chunked prompts under a token budget.
         """
         return self.with_xgpt if self.framework == "vllm" and kind != "chunked" else self
 

@@ -55,9 +55,9 @@ class Capacity(Frozen):
     """The highest arrival rate at which a plan keeps its bounds, waiting included, by simulation.
 
     A request keeps the bounds if its time from arrival to the last token, its TTFT and its mean gap between tokens are
-    within the bounds after the headroom is subtracted from them. At the highest rate, the constraint's quantile of
-    `num_requests` simulated requests keeps the bounds. The `warm_up_requests` before these do not count. Lengths and
-    gaps between arrivals are drawn from `seed` and are the same at every rate.
+    within bounds tightened by the headroom. At the highest rate, the constraint's quantile of `num_requests` simulated
+    requests keeps the bounds. The `warm_up_requests` before these do not count. Lengths and gaps between arrivals are
+    drawn from `seed` and are the same at every rate.
     """
 
     rate_per_s: float

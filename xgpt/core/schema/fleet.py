@@ -66,8 +66,7 @@ class FleetFigures(Frozen):
     starts: NonNegativeInt
     """Number of replicas that are started during the day."""
     share_kept: float
-    """By simulation, the share of the day's requests that keep the bounds after the headroom is subtracted from them.
-    """
+    """By simulation, the share of the day's requests that keep bounds tightened by the headroom."""
     share_within: float
     """By simulation, the share of the day's requests that keep the full bounds, without headroom."""
 

@@ -176,9 +176,9 @@ class ModelShape(Frozen):
 class ModelSpec(ModelShape):
     """A transformer, whose weights come from a checkpoint or from a seed.
 
-    The decoder of an encoder-decoder (t5) starts with `bos_token_id` (default 0). Its attention adds a bias that
-    depends on the distance between tokens, in `relative_buckets` buckets for distances of up to `relative_max_distance`
-    tokens.
+    The decoder of an encoder-decoder (t5) starts with `bos_token_id` (default 0). Self-attention in the encoder and the
+    decoder adds a bias that depends on the distance between tokens, in `relative_buckets` buckets for distances of up
+    to `relative_max_distance` tokens.
     """
 
     tie_embeddings: bool = True
