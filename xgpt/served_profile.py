@@ -34,7 +34,7 @@ LEAST_REQUESTS = 12
 LEAST_STEPS = 100
 MOST_LOADS = 2
 """Largest number of loads. If other processes use more than `NOTABLE` of the cores during a load, another load is
-served.
+served, unless the machine was already busy before.
 """
 
 
@@ -59,17 +59,17 @@ def as_served(
 ) -> Profile:
     """Serve a short load on this machine, and return the profile fitted to the load's steps.
 
-    The profile is returned unchanged for several devices, for an encoder-decoder, if the profile is brief, and if the
-    load fails. The fitted profile's `others` lists the other processes during the measurement or during the load,
-    whichever was disturbed more.
+    The profile is returned unchanged for several devices, for an encoder-decoder, and if the load fails. The fitted
+    profile's `others` lists the other processes during the measurement or during the load, whichever was disturbed
+    more.
     """
-    if cluster.num_devices > 1 or spec.is_encoder_decoder or profile.is_brief:
+    if cluster.num_devices > 1 or spec.is_encoder_decoder:
         return profile
     progress = progress or silent
     progress(0, 1, "serving a short load")
     try:
         plan = _plan(profile, spec, checkpoint, cluster)
-        others, log = _quieter_load(plan, progress)
+        others, log = _quieter_load(plan, progress, 1 if profile.is_brief else MOST_LOADS)
         steps = steps_of(plan, profile, log)
     except XgptError as error:
         progress(1, 1, f"the short load could not be served: {error}")
@@ -80,18 +80,18 @@ def as_served(
     return _fitted(profile, steps).but(others=busier)
 
 
-def _quieter_load(plan: Plan, progress: Progress) -> tuple[dict[str, float], list[StepRecord]]:
-    """Serve the load, and serve it again if other processes disturbed it. Return the steps of the less disturbed load,
-    and how many cores each other process used.
+def _quieter_load(plan: Plan, progress: Progress, most: int) -> tuple[dict[str, float], list[StepRecord]]:
+    """Serve the load, at most `most` times, and serve it again if other processes disturbed it. Return the steps of the
+    less disturbed load, and how many cores each other process used.
     """
     loads: list[tuple[dict[str, float], list[StepRecord]]] = []
-    for _ in range(MOST_LOADS):
+    for _ in range(most):
         watched = Others()
         log = _steps_of_load(plan)
         loads.append((watched.cores(), log))
-        if sum(loads[-1][0].values()) <= NOTABLE * num_cores():
+        if len(loads) == most or sum(loads[-1][0].values()) <= NOTABLE * num_cores():
             break
-        progress(len(loads), MOST_LOADS, "other processes used the cores: serving the short load again")
+        progress(len(loads), most, "other processes used the cores: serving the short load again")
     return min(loads, key=lambda load: sum(load[0].values()))
 
 

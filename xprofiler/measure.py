@@ -91,13 +91,14 @@ def profile(
     if not is_brief:
         progress(0, 1, "compiling kernels (once on a machine)")
         wait()
-    rate, others = gflops() if device == "cpu" else None, Others()
+    others = Others()
     measure = _together if cluster.num_devices > 1 else _one_device
     found = measure(_Asked(spec, cluster, dtype, kv_dtype, checkpoint, device, progress, wait, is_brief))
     if device == "cuda":  # a server that starts while this process continues needs the memory
         gc.collect()
         torch.cuda.empty_cache()
-    return found.but(others=others.cores(), is_brief=is_brief, gflops=rate)
+    # On a busy machine, kernels are still being compiled when the measurement begins.
+    return found.but(others=others.cores(), is_brief=is_brief, gflops=gflops() if device == "cpu" else None)
 
 
 @dataclass(frozen=True)

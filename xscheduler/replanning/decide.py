@@ -316,14 +316,14 @@ def _compare(judge: Judge, best: Plan, *, pause_s: float, is_swap: bool) -> Verd
     if outcome.arrival_rate_per_s is not None:
         rates = f"{outcome.arrival_rate_per_s:.3g} requests/s, the running one up to {running.arrival_rate_per_s:.3g}"
         arriving = judge.situation.arrival_rate_per_s
-        reason = f"the best plan keeps the bounds up to {rates}" + (
-            "" if arriving is None else f"; {arriving:.3g} arrive"
-        )
+        reason = f"the best other plan keeps the bounds up to {rates}"
+        reason += "" if arriving is None else f"; {arriving:.3g} arrive"
     elif judge.breaks:
         reason = f"the running plan takes {running.latency_s:.3g} s, but the bound is {_bound(judge.plan.constraint)}"
     else:
-        reason = f"the best plan gains {100 * gain:.1f}% of throughput"
-        reason += "" if switch else f", less than the required {100 * judge.terms.least_gain:g}%"
+        reason = f"the best other plan gains {100 * gain:.1f}% of throughput"
+    if not switch:
+        reason += f"; a gain of at least {100 * judge.terms.least_gain:g}% is required"
     return Verdict(running, judge.breaks, reason, outcome, best, is_swap, gain, pause_s, switch)
 
 

@@ -163,9 +163,9 @@ def _parse(text: str, source: str, classes: Collection[str]) -> dict[bytes, Key]
                 FIELD, where, "a name has up to 64 letters, digits and . _ @ -, and begins with a letter or digit"
             )
         if len(secret) < MIN_KEY_LENGTH or not secret.isascii() or not secret.isprintable():
-            raise InputError(
-                FIELD, where, f"a key is at least {MIN_KEY_LENGTH} printable ASCII characters without blanks"
-            )
+            found = f"a key of {len(secret)} characters"
+            must = f"a key is at least {MIN_KEY_LENGTH} printable ASCII characters without blanks"
+            raise InputError(f"{FIELD} {where}", found, must)
         if name in names or _digest(secret.encode()) in keys:
             raise InputError(FIELD, where, "this name or key is on an earlier line: remove one of the lines")
         names.add(name)

@@ -63,7 +63,7 @@ def test_a_line_names_a_key_and_says_what_it_grants() -> None:
         (f"alice {ALICE}\nalice {BOB}", "line 2.*is on an earlier line"),
         (f"alice {ALICE}\nbob {ALICE}", "line 2.*is on an earlier line"),
         (f"al!ce {ALICE}", "line 1.*a name has"),
-        ("alice short", "line 1.*at least 16"),
+        ("alice short", "line 1: 'a key of 5 characters'.*at least 16"),
         ("# nothing", "at least one key"),
     ],
 )
