@@ -16,7 +16,7 @@ from xscheduler.fleet.planning import FleetCluster, plan_day
 
 
 def plan_fleet_of(day: Day, request: FleetRequest, progress: Progress | None = None) -> FleetPlan:
-    """Return the cheapest fleet for a day. The day has already been read, so the request's trace is ignored.
+    """Return the cheapest fleet for a day. `day` has already been read: `request.trace` is ignored.
 
     Raises:
         InputError: an argument is not accepted.

@@ -80,7 +80,7 @@ def profile(
     """Return the measured profile of a model on this machine: on its only device, or on all devices at the same time.
 
     Args:
-        kv_dtype: type of K/V. None means the dtype.
+        kv_dtype: type of K/V. None means `dtype`.
         wait: returns once kernels have been compiled. On a busy machine, it is called only after layouts of weights
             have been compared.
         progress: called with the number of measured points and the number of all points.

@@ -86,7 +86,7 @@ class Replicas:
 
     @property
     def on_refused(self) -> Callable[[str], None]:
-        """See `Engine.on_refused`. Called in the thread of the replica that keeps its plan."""
+        """See `Engine.on_refused`. Called in the thread of the replica that cannot deploy."""
         return self._engines[0].on_refused
 
     @on_refused.setter

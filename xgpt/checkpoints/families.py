@@ -147,6 +147,6 @@ def _defaults() -> dict[str, dict[str, Any]]:
 def given_by_default(family: str) -> dict[str, Any]:
     """Return the values that transformers uses for fields that a config.json leaves out.
 
-    `python -m tools.make_config_defaults` makes this table from transformers' config classes.
+    `python -m tools.make_config_defaults` reads them from transformers' config classes.
     """
     return _defaults().get(family, {})

@@ -114,7 +114,7 @@ class Workers:
     Args:
         num_workers: number of workers, one for each device.
         host: address of the interface to which this machine's sockets bind.
-        first_device: number of this machine's first device for these workers.
+        first_device: index of these workers' first device on this machine.
         machines: the machines on which the workers run. They are free again after `close`.
 
     Raises:

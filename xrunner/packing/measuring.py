@@ -82,7 +82,7 @@ def mean_times(
 
 
 def _timed(products: Mapping[str, Callable[..., Tensor]], x: Tensor, others: Tensor, repeats: int) -> dict[str, float]:
-    """Return each product's least time with x. The products alternate, and `others` are read before each."""
+    """Return each product's least time with x. Products alternate; reading `others` before each empties the cache."""
     best = dict.fromkeys(products, float("inf"))
     for repeat in range(1 + repeats):
         for name, product in products.items():

@@ -223,7 +223,7 @@ class SlotCache:
         self._kv: Tensor | None = None
 
     def fill(self, k: Tensor, v: Tensor, start: int, num_slots: int) -> tuple[Tensor, Tensor]:
-        """Set the first tokens of some of `num_slots` slots, from slot `start` on. Return their keys and values as
+        """Store keys and values of the first tokens of some of `num_slots` slots, from slot `start` on. Return them as
         stored.
 
         # each [slots, kv_heads, tokens, dim] -> same

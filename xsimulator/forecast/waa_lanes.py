@@ -146,7 +146,7 @@ class Encoding(NamedTuple):
     """The times of encode batches.
 
     Attributes:
-        through, interval, moving: seconds of a batch through the lane, from one batch to the next, and of the transfer.
+        through, interval, moving: seconds of a batch in the lane, between two batches, and of a batch's transfer.
             # [n] each
         deviation: standard deviation of the tokens in a batch, relative to the mean. # [n]
     """

@@ -231,7 +231,7 @@ class Plan(Frozen):
 
     @property
     def ttft_ns(self) -> int | None:
-        """Nanoseconds from arrival to the first token that a request may take in the engine. None means no bound.
+        """Nanoseconds that a request may take in the engine, from arrival to first token. None means no bound.
 
         Headroom and the time outside the engine are subtracted from the bound.
         """

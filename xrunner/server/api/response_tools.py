@@ -107,7 +107,7 @@ class Toolbox:
         declared: the tools that are used, as the request declares them.
         functions: the chat's functions.
         choice: the chat's `tool_choice`.
-        calls: writes the functions' calls.
+        calls: writer of function calls.
 
     Raises:
         ApiError: 400, a tool is not supported.

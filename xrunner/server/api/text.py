@@ -60,7 +60,7 @@ class TextCodec:
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of a text. A rendered chat already has its special tokens. Other threads can run
+        """Return the tokens of a text. A rendered chat needs no special tokens added. Other threads can run
         meanwhile."""
         # The library's method for a single text would keep Python's lock throughout.
         return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids

@@ -254,7 +254,7 @@ def check_address(host: str, port: int) -> None:
 
 
 class Protocol(H11Protocol):
-    """A client's connection. All waiting on it has a time limit."""
+    """A client's connection. Every wait on it has a time limit."""
 
     def __init__(self, listener: Listener, config: Config, state: ServerState, app_state: dict[str, Any]) -> None:
         super().__init__(config, state, app_state)
