@@ -2,8 +2,8 @@
 
 `configs/errors.json` holds the ratios of measured to predicted values for each cell (load, engine, family of models,
 device, source of step times) and quantity. `python -m benchmarks.truth --errors` writes it. The range of a figure comes
-from the ratios of the figure's cell. If the cell has too few, ratios of other cells are added, which differ from it in
-as few properties as possible, and the range is widened.
+from the ratios of the figure's cell. If these are too few, the ratios of the cells that are most like it are added, and
+the range is widened.
 """
 
 from __future__ import annotations

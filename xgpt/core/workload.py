@@ -97,7 +97,7 @@ def histogram(distribution: LengthDistribution) -> Histogram:
     )
     if mass.sum() == 0:
         raise InputError(
-            "mean", distribution, "it must be closer to min and max: no length between them has any probability"
+            "mean", distribution, "it is too far from min and max: no length between them has any probability"
         )
     return Histogram(lengths=tuple(lengths), probabilities=tuple((mass / mass.sum()).tolist()))
 

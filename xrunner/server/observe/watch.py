@@ -296,7 +296,7 @@ class Watch:
             if self._is_draining():
                 return
             if plan is not None and (plan.policy, plan.stages) in self._refused:
-                logger.warning("re-planning chose a plan that could not be deployed before, so the running plan stays")
+                logger.warning("re-planning chose a plan whose deployment failed before, so the running plan stays")
                 return
             if plan is not None:
                 self._go_over(plan)
