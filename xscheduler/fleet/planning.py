@@ -147,8 +147,8 @@ def plan_day(
 
 
 def _day_s(seconds: float, whole_s: float, interval_s: float) -> float:
-    """Return the length of the day that repeats. A trace ends with its last request, so a length just short
-    of whole intervals is rounded up to them.
+    """Return the length of the day that repeats. A trace ends with its last request, so a length just short of
+    whole intervals is rounded up to them.
     """
     return whole_s if abs(whole_s - seconds) < NOTHING * interval_s else seconds
 

@@ -61,7 +61,7 @@ class TwoLaneSettings:
 
 
 class TwoLane(Schedule):
-    """The schedule of waa. Requests that enter get blocks of the pool, which counts the memory of the decode lane."""
+    """The schedule of waa. Requests that enter get the pool's blocks, which are in the decode lane."""
 
     lanes: tuple[LaneName, ...] = ("decode", "transfer", "encode")
 
