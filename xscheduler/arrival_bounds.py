@@ -68,7 +68,7 @@ NUM_ARRIVALS, NUM_ARRIVALS_AT_SEVERAL = 12_000, 4000
 WAIT_SHARES = np.linspace(0.0, 1.0, 401)[:-1]
 """Quantiles at which waits are computed. All requests between two quantiles count with the shorter wait."""
 LOAD_STEP, MOST_LOAD = 0.01, 1.2
-"""Waits are computed at loads that are multiples of `LOAD_STEP`, rounded down, up to `MOST_LOAD`."""
+"""Waits are computed at loads that are multiples of `LOAD_STEP`, up to `MOST_LOAD`. Other loads are rounded down."""
 MOST_SERVERS, MANY_SERVERS = 4, 0
 """With more than `MOST_SERVERS` micro-batches, waits are ignored, since they are short compared with the time of a
 prompt. `MANY_SERVERS` means any such number.
@@ -103,7 +103,7 @@ def shortened(constraint: Constraint, left: float) -> Constraint:
 
 
 class Waits:
-    """Computes lower bounds on the time that requests of one workload wait for earlier prompts, at any rate.
+    """Computes lower bounds on the time for which requests of one workload wait for earlier prompts, at any rate.
 
     Args:
         constraint: the bounds of arriving requests, and the burstiness of their arrivals.
@@ -121,7 +121,7 @@ class Waits:
         self._known: dict[tuple[int, int], _Queue] = {}
 
     def left(self, prompt_s: float, rate: float) -> float:
-        """Return an upper bound on the share of the latency bound that is left after waiting, if prompts go through the
+        """Return an upper bound on the share of the latency bound that remains after waiting, if prompts go through the
         stages one after the other.
 
         Args:
@@ -150,7 +150,7 @@ class Waits:
         return left
 
     def _keep_first(self, first: Array) -> bool:
-        """Return whether enough requests keep the bound on TTFT, given quantiles of TTFT."""
+        """Return whether enough requests keep the bound on TTFT. `first` has quantiles of TTFT."""
         bounds = self._constraint
         if bounds.ttft_s is None:
             return True
@@ -158,12 +158,14 @@ class Waits:
         return bool(share >= (bounds.ttft_quantile or bounds.quantile))
 
     def _keep(self, first: Array, pace_s: float) -> bool:
-        """Return whether enough requests keep the latency bound, given quantiles of TTFT and an iteration's time."""
+        """Return whether enough requests keep the latency bound. `first` has quantiles of TTFT, and `pace_s` is the
+        time of an iteration.
+        """
         return self._loose_s == inf or self._late(first, pace_s, self._loose_s) <= 1 - self._constraint.quantile
 
     def _late(self, before: Array, pace_s: float, bound_s: float) -> float:
-        """Return the share of requests that break the bound, given quantiles of the time before a request begins to
-        decode.
+        """Return the share of requests that break the bound. `before` has quantiles of the time before a request begins
+        to decode.
         """
         kept = np.searchsorted(before, bound_s - self._decodes * pace_s, side="right") / len(before)
         return float(1 - kept @ self._shares)
@@ -206,7 +208,7 @@ class _Queue(NamedTuple):
     """A queue in which each server processes one prompt at a time. The unit of time is the time of a mean prompt.
 
     Attributes:
-        waits, first: time until a prompt begins, and until it ends, at the quantiles `WAIT_SHARES`.
+        waits, first: quantiles, at `WAIT_SHARES`, of the time until a prompt begins and until it ends.
     """
 
     waits: Array
@@ -224,7 +226,8 @@ def _waits_for_one_of(servers: int, arrivals: list[float], service: list[float])
 
 
 class PromptSteps:
-    """Computes lower bounds on the time in which a prompt goes through all stages, in steps of at most a token budget.
+    """Computes lower bounds on the time in which a prompt goes through all stages, if a step has at most a token
+    budget.
 
     Smaller steps take more time per token, so a prompt takes the least time in full steps. By Little's law, full steps
     also decode at least `rate E[D] t` requests, where t is the time of an iteration that decodes one request. The

@@ -48,7 +48,7 @@ def by_rate(spaces: Sequence[Space], known: dict[Space, Rated | None] | None = N
     """Return the best settings of each promising placement, the highest arrival rate first.
 
     Args:
-        spaces: the spaces of one policy. Each space's `bound` is valid under its constraint.
+        spaces: the spaces of one policy. The `bound` of each space must be valid under the space's constraint.
         known: a dictionary to which the result of each searched placement is added.
     """
     found: list[Rated] = []
@@ -80,12 +80,12 @@ def best_of(space: Space) -> Rated | None:
 
 
 def _best_on_a_grid(space: Space, at_least: float) -> Rated | None:
-    """Return the best settings along a few curves, at widely spaced values of the other variable."""
+    """Return the best settings on a few load curves, at widely spaced values of the other variable."""
     return _best_on(space, _outer_values(space, space.forecast.num_curves), at_least)
 
 
 def _best_nearby(best: Rated) -> Rated:
-    """Return the given settings, or better settings on neighbouring curves."""
+    """Return better settings on neighbouring curves or, if there are none, the given settings."""
     outer = _outer_values(best.space, best.space.forecast.num_curves)
     if len(outer) == 1:
         return best
@@ -100,7 +100,7 @@ def closed_rate(space: Space, settings: PolicySettings) -> float:
 
 def sampled(spaces: Sequence[Space]) -> list[Rated]:
     """Return the best settings that Optuna draws, the highest arrival rate in closed form first. Optuna needs no valid
-    bound and proves none.
+    bound, and proves nothing.
     """
     found: dict[tuple[int, PolicySettings], float] = {}
 
@@ -189,7 +189,7 @@ def _outer_values(space: Space, count: int) -> Ints:
 
 
 def _finer(space: Space, outer: Ints, settings: PolicySettings) -> Ints:
-    """Return values, near the one in `settings`, of the variable that differs between load curves."""
+    """Return values of the variable that differs between load curves, near its value in `settings`."""
     name = _outer_name(space)
     assert name is not None
     values = next(axis.values for axis in space.axes if axis.variable.name == name)

@@ -3,12 +3,12 @@
 On these tables (xscheduler.lower_tables) rra, orca and chunked are monotone: a larger batch never costs more per
 request, and more decode iterations a phase never cost less. So no point of a box has a higher throughput than the box's
 fast corner, even if this corner does not fit in memory. There is one exception. In rra on several stages, some stages
-idle during the last decode steps before an encode phase, and more iterations make these steps smaller. Smaller steps
-may shorten a point's cycle by up to the idle time, so its throughput may exceed the corner's. Batches of static and of
-waa's encode lane are not monotone. For them, the largest settings bound the requests served in a period, and the
-smallest settings bound the period. If waa's cap on running requests allows only a few encode batches, throughput
-exceeds the closed form, and Little's law is the bound. As boxes shrink, the bounds approach the predictions. A box is
-dropped once its slow corner breaks a latency bound. xscheduler.placement_bounds bounds whole placements.
+idle during the last decode steps before an encode phase, and more iterations make these steps smaller. These smaller
+steps may shorten a point's cycle by up to the idle time, so the point's throughput may exceed the corner's. Batches of
+static and of waa's encode lane are not monotone. For them, the largest settings bound the requests served in a period,
+and the smallest settings bound the period. If waa's cap on running requests allows only a few encode batches,
+throughput exceeds the closed form, and Little's law is the bound. As boxes shrink, the bounds approach the predictions.
+A box is dropped once its slow corner breaks a latency bound. xscheduler.placement_bounds bounds whole placements.
 
 `breach` tests these bounds on random boxes and points inside them. If a point exceeds the bound of its box, the search
 is replaced by one that needs no bounds.
@@ -24,8 +24,8 @@ from xscheduler.space import Array, Evaluation, Ints, Space
 
 BOUND = "the fastest corner of each box of settings and the shortest iteration of each placement, from monotone tables"
 SLACK = 0.002
-"""Largest relative amount by which predictions may fail to be monotone although their tables are monotone, because
-closed forms merge iterations.
+"""Largest relative error of monotonicity: although the tables are monotone, closed forms merge iterations, so their
+predictions may fail to be monotone by this much.
 """
 
 LATENCY_TOLERANCE = 0.01
@@ -82,10 +82,10 @@ def _saved(floor: Evaluation, corners: int, fast: int) -> Array:
 
 
 def breach(space: Space, num_boxes: int, rng: np.random.Generator) -> float:
-    """Draw random boxes and a point in each. Return the largest share by which a point exceeds its box's bound.
+    """Draw random boxes and a point in each. Return the largest share by which a point exceeds the bound of its box.
 
-    The share is infinite if the search would drop a box because of its slow corner although the point is feasible. The
-    share is 0 if all bounds are valid.
+    The share is infinite if the search would drop a box for its slow corner although the drawn point is feasible. It is
+    0 if all bounds are valid.
     """
     branches = space.branches()
     branch = rng.integers(len(branches), size=num_boxes)

@@ -27,8 +27,8 @@ BLOCK_SIZE = 16
 
 
 class Candidates:
-    """The candidates of one problem. Placements, memory and predictors are computed once, and `under` shares them among
-    candidates under different bounds.
+    """The candidates of one problem. Placements, memory and predictors are computed once. `under` gives candidates
+    under other bounds that share them.
 
     Attributes:
         placements: all placements on the devices that plans may use.
@@ -102,7 +102,7 @@ class Candidates:
         ]
 
     def _spaces_of(self, kind: str) -> _Spaces:
-        """Return a policy's spaces, and those of their properties that do not depend on the constraint."""
+        """Return a policy's spaces, with their properties that do not depend on the constraint."""
         if kind not in self._spaces:
             found = list(self._standing(kind))
             placements, capacities = [space.placement for space in found], [space.capacity for space in found]

@@ -36,7 +36,7 @@ def why_not_divided(model: ModelSpec, engine: EngineSpec | None, tp: int, ep: in
 
 
 def _undivided(kind: Block, tp: int, ep: int) -> str | None:
-    """Return a sentence about a size that cannot be divided among the devices, or None if there is no such size."""
+    """Return a sentence about a size that the devices cannot divide evenly, or None if there is no such size."""
     sizes: list[tuple[str, int, int]] = []
     if (attention := kind.attention) is not None:
         if attention.num_heads % tp:

@@ -21,9 +21,9 @@ from xsimulator.lengths import Lengths
 from xsimulator.stages import Lane, degrees, lane, lane_of, spread
 
 PLACED = ("tp", "tp_devices", "ep", "pp", "replicas", "microbatches", "encode_microbatches", "decode_microbatches")
-"""The variables of a placement that a user can fix. `tp` is the tensor-parallel degree of every stage or, together with
-`tp_devices`, the degree of the groups only. `tp_devices` is the number of a replica's devices in groups. `pp` is the
-number of the decode lane's stages.
+"""The variables of a placement that a user can fix. Without `tp_devices`, `tp` is the tensor-parallel degree of every
+stage. With `tp_devices`, `tp` is the degree of the groups only, and `tp_devices` is the number of a replica's devices
+in groups. `pp` is the number of the decode lane's stages.
 """
 MAX_SPLITS = 6
 """Largest number of values of `tp_devices` to try for a degree. If a degree has more multiples, evenly spaced multiples
@@ -179,7 +179,7 @@ class Placements:
         return next(found).lane
 
     def one_lane(self, kind: str, size: int, replicas: int) -> Iterator[Placement]:
-        """Yield the placements of `replicas` replicas, each with one lane on `size` devices."""
+        """Yield the placements with `replicas` replicas, each of which has a single lane on `size` devices."""
         for layout in self._standing(size, replicas):
             tp = {"tp_degree": layout.tp.degree, "tp_devices": layout.tp.devices, "ep_degree": layout.tp.ep_degree}
             for fixed in CHOICES[kind].microbatches(_microbatches(layout.num_stages)):
@@ -215,7 +215,9 @@ class Placements:
     def layouts(
         self, size: int, *, encode: bool = True, decode: bool = True, first_device: int = 0
     ) -> tuple[LanePlacement, ...]:
-        """Return all lanes on `size` devices in which every stage gets a layer and the stages are linked."""
+        """Return all lanes on `size` devices in which every stage has at least one layer and consecutive stages are
+        linked.
+        """
         key = (size, first_device, encode, decode, 0)
         if key not in self._shared:
             self._shared[key] = tuple(self._layouts(size, encode, decode, first_device))
@@ -299,9 +301,9 @@ class Placements:
         represents.
 
         WAA-C divides devices by computing time (ExeGPT sec. 4.1: ceil(N C_E / (C_E + C_D))), WAA-M by memory. Each
-        number to try represents the allocation whose computed number is nearer, or both allocations. The computed
-        numbers depend on the batch size, which is not known yet. So neighbouring numbers are also tried, or all numbers
-        if there are few devices.
+        number to try stands for the allocation whose computed number is nearer to it, or for both. The computed numbers
+        depend on the batch size, which is not known yet. So neighbouring numbers are also tried, or all numbers if
+        there are few devices.
         """
         if size < 2:
             return {}
@@ -323,8 +325,8 @@ class Placements:
         return self._model.num_encoder_layers or self._model.num_layers
 
     def _encoders_by_memory(self, size: int) -> int:
-        """Return the number of encode devices at which every device holds the same number of bytes, if K/V fills the
-        decode lane.
+        """Return the number of encode devices with which all devices hold the same number of bytes, if K/V fills the
+        decode lane's free memory.
         """
         model, dtype = self._model, self._profile.dtype
         device = self._cluster.device

@@ -47,7 +47,8 @@ BELOW_ONE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85)
 
 
 class _Stages(NamedTuple):
-    """Lower bounds on the step times of one lane, with a row for each kind of stage. Unused rows are zero.
+    """Lower bounds, in seconds, on the step times of one lane, with a row for each kind of stage. Unused rows are
+    zero.
 
     `PlacementBounds` stacks the times of all placements into a `LeastSteps`. # [kinds, m] unless stated
     """
@@ -57,21 +58,23 @@ class _Stages(NamedTuple):
     mixed_s: Array
     """A step that also encodes m / E[D] prompts, as many as are needed to keep the decode batch at m."""
     met_s: Array
-    """A mixed step as a decoding request meets it. Its prompts replace only the other m - 1 requests."""
+    """A mixed step in which a given request decodes. Its prompts replace only the other m - 1 requests."""
     encode_s: Array
     """The time of one prompt in the largest step, where a prompt costs the least. # [kinds]"""
     passing_s: Array
-    """`decode_s` through all stages, hops included. # [m]"""
+    """The sum of `decode_s` over all stages, plus the hops between them. # [m]"""
     steady_s: Array
-    """`decode_s` if every step decodes m requests, not only the mean of all steps."""
+    """As `decode_s`, if every step decodes m requests. `decode_s` assumes only that steps decode m requests on
+    average.
+    """
     steady_passing_s: Array
-    """`passing_s` of such steps. # [m]"""
+    """As `passing_s`, if every step decodes m requests. # [m]"""
     first_s: Array
-    """`decode_s` of the first stage. # [m]"""
+    """As `decode_s`, for the first stage, but without its embedding. # [m]"""
     through_s: float
-    """`encode_s` through all stages."""
+    """The sum of `encode_s` over all stages."""
     alone_s: float
-    """A step that only encodes one prompt, through all stages."""
+    """The sum over all stages of the time of a step that encodes a single prompt and decodes nothing."""
 
 
 class PlacementBounds:
@@ -102,8 +105,8 @@ class PlacementBounds:
         self._iterations = Iterations(lengths, self.batches, self._decodes)
         self._lanes: dict[Lane, _Stages] = {}
         self._degrees: dict[tuple[tuple[int, int], bool], _Degree] = {}
-        """Times of a layer by group. The second part of the key is whether the layer is the model's last one and takes
-        a different time.
+        """Times of a layer by group. The key's second part is True for the model's last layer if that layer takes a
+        different time.
         """
         self._of_stages: dict[StageShape, _Degree] = {}
 
@@ -230,8 +233,8 @@ class PlacementBounds:
         return seconds
 
     def _of_stage(self, stage: StageShape) -> _Degree:
-        """Return a stage's times: those in `OF_DECODER_LAYERS` for all its decoder layers together, the others for one
-        layer.
+        """Return a stage's times. The times named in `OF_DECODER_LAYERS` are sums over all its decoder layers. The
+        others are for one layer.
         """
         if stage not in self._of_stages:
             layer = self._degree(stage.group)
@@ -381,7 +384,9 @@ class _Degree(NamedTuple):
 
     decode_s: Array
     steady_s: Array
-    """As `decode_s`, but every step decodes m requests, not only the mean of all steps."""
+    """As `decode_s`, if every step decodes m requests. `decode_s` assumes only that steps decode m requests on
+    average.
+    """
     steady_head_s: Array
     mixed_s: Array
     met_s: Array
@@ -389,7 +394,7 @@ class _Degree(NamedTuple):
     encode_s: float
     encoder_s: float
     alone_s: float
-    """One prompt in a step by itself. `encode_s` is one prompt's part of the largest step."""
+    """The time of a step that encodes a single prompt. `encode_s` is one prompt's share of the largest step."""
     encoder_alone_s: float
 
 
@@ -411,7 +416,7 @@ def _convex_floor(x: Array, y: Array) -> Array:
 
 
 def _least_of_a_prompt(rest: Line, attention: Grid, lengths: Lengths) -> float:
-    """Return a layer's seconds for one prompt as a part of the largest step, where a prompt costs the least."""
+    """Return the least seconds that one prompt takes in a layer. A prompt takes least as a part of the largest step."""
     return lengths.mean_input * float(rest.least_per_unit(MANY)) + _least_attention(attention, lengths)
 
 

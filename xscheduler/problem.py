@@ -28,8 +28,8 @@ class Problem:
     Attributes:
         kv: how K/V memory is promised to requests. None means by the engine's default (`promise`).
         engine: the engine that will run the plan. None means an engine of which nothing but step times is known.
-        deployed: the running engine whose memory, reserved for `max_batch` requests, limits the plan. None means
-            `engine`.
+        deployed: the engine that runs now. Its memory limits the plan, and it has reserved memory for `max_batch`
+            requests. None means `engine`.
         max_devices: largest number of the cluster's devices to use. None means all.
         uniform: whether only placements with one lane of equal stages are considered.
         even: whether only placements that vLLM can run are considered: those whose lanes each have one tensor-parallel
@@ -89,8 +89,8 @@ class Problem:
     def promise(self, kind: str, microbatches: int) -> KvPromise:
         """Return how K/V memory is promised under a policy, as the user requested or by the engine's default.
 
-        The default reserves memory for the longest output if no fast simulation includes preemption: in pipelines, with
-        a draft, and with cached prompts.
+        By default, memory is reserved for the longest output wherever no fast simulation includes preemption: in
+        pipelines, with a draft, and with cached prompts.
         """
         if self.kv is not None:
             return self.kv
@@ -107,7 +107,7 @@ class Problem:
 def runs_in_vllm(
     model: ModelSpec, cluster: ClusterSpec, profile: Profile, engine: EngineSpec | None, fixed: Mapping[str, int]
 ) -> bool:
-    """Return whether vLLM will run the plans, as it does if the user names it, and by default on several machines."""
+    """Return whether vLLM will run the plans. It does if the user names it, and by default on several machines."""
     named = profile.engine if engine is None else engine.framework
     is_default = named is None and cluster.num_nodes > 1 and "tp_devices" not in fixed
     return named == "vllm" or (is_default and not model.is_encoder_decoder)

@@ -42,7 +42,9 @@ UNCUT = "an encoder reads a prompt whole, so its prompts cannot be cut in chunks
 
 
 def runnable(kinds: Iterable[str], model: ModelSpec, speculation: Speculation | None = None) -> tuple[str, ...]:
-    """Return the policies under which a model can run, with its draft if there is one (see `UNCUT`)."""
+    """Return those of `kinds` under which the model can run. Policies that cut prompts are left out if the model
+    has an encoder (see `UNCUT`), and policies without speculative decoding if `speculation` is given.
+    """
     able = (kind for kind in kinds if not (CHOICES[kind].cuts_prompts and model.is_encoder_decoder))
     return tuple(kind for kind in able if speculation is None or kind in SPECULATIVE_POLICIES)
 
@@ -86,7 +88,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Models:
-    """A placement's forecasts: `model` from the profile's tables, `floor` from the lower tables."""
+    """A placement's forecasts: `model` uses the profile's tables. `floor` uses the lower tables
+    (`xscheduler.lower_tables`), so its times are lower bounds.
+    """
 
     model: Any
     floor: Any
@@ -95,7 +99,8 @@ class Models:
 class Space:
     """All settings of one policy on one placement: the points of a search.
 
-    Variables whose latency is monotone are searched. The others are enumerated (`branches`).
+    A variable is searched if latency rises or falls with its value. All values of the other variables are enumerated
+    (`branches`).
 
     Args:
         models: returns the forecasts. It is called when the first point is predicted.
@@ -118,7 +123,7 @@ class Space:
         self.limits = limits
         self.fixed = limits.fixed
         self.bound = np.inf
-        """No point has a higher throughput than this, all replicas together."""
+        """Upper bound on the throughput of every point, in requests/s of all replicas together."""
         self.kv: KvPromise = "reserve" if self.forecast.reserves_kv else limits.kv
         self._make_models = models
         self._looked_at: list[Ints] = []
@@ -137,12 +142,12 @@ class Space:
         """Return a space with the same settings under another constraint.
 
         Args:
-            bound: no point has a higher throughput than this, all replicas together.
+            bound: upper bound on the throughput of every point, in requests/s of all replicas together.
             between: whether a point with batch size b represents all batch sizes from b - 1 to b, including fractional
-                sizes. The point's throughput is then the throughput at b, and the times at the smallest size must keep
-                the constraint (`Evaluation.lesser`).
-            left: for each token budget, the share of the latency bound that settings may use. 0 means that such
-                settings are not allowed. None means that all settings may use the whole bound.
+                sizes. The throughput at size b then counts as the point's throughput, and the times at the smallest
+                size must keep the constraint (`Evaluation.lesser`).
+            left: for each token budget, the share of the latency bound that settings with this budget may use. 0 means
+                that they are not allowed. None means that all settings may use the whole bound.
         """
         other = copy(self)
         other.constraint, other.bound, other._looked_at = constraint, bound, []
@@ -338,7 +343,9 @@ class Space:
         return self._predicted(model, columns, dict.fromkeys(self._growing(), 1.0) if self.between else {})
 
     def _predicted(self, model: Any, columns: Mapping[str, Array | Ints], step: Mapping[str, float]) -> Evaluation:
-        """Predict points, and batches smaller by `step` when they are needed (`Evaluation.lesser`)."""
+        """Return the predictions for points. `Evaluation.lesser` predicts batches that are smaller by `step`, only for
+        the points for which it is needed.
+        """
         less = {name: np.maximum(columns[name] - by, self._least(name)) for name, by in step.items()}
 
         def lesser(chosen: Ints) -> Performance:
@@ -362,8 +369,8 @@ class Space:
         return self.forecast.evaluate(model, **columns, **fixed)
 
     def evaluate_parts(self, columns: dict[str, Ints], count: int) -> Evaluation:
-        """For each point, predict `count` evenly spaced fractional batch sizes, from just above the next smaller whole
-        size up to the point's own, all in one call.
+        """Predict fractional batch sizes: for each point, `count` evenly spaced sizes. They begin just above the next
+        smaller whole size and end at the point's own size. All are predicted in one call.
         """
         names = self._growing()
         points: dict[str, Array] = {name: np.repeat(values.astype(float), count) for name, values in columns.items()}
@@ -373,7 +380,9 @@ class Space:
         return self._predicted(self.models.model, {**points, fine: np.maximum(points[fine], self._least(fine))}, step)
 
     def _growing(self) -> tuple[str, ...]:
-        """Return the variables that grow along a load curve."""
+        """Return the names of the variables that grow with the load: the forecast's load variable and those that follow
+        it.
+        """
         return (self.forecast.load, *self.forecast.follows)
 
     def _least(self, name: str) -> int:

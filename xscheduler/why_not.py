@@ -59,9 +59,7 @@ def infeasible(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
 
 
 def why_slow(candidates: Candidates, kinds: Sequence[str]) -> str:
-    """Return the end of a message that states how long the fastest schedule takes for an output of the quantile's
-    length.
-    """
+    """Return the end of a message: how long the fastest schedule takes for an output of the quantile's length."""
     return _reason(candidates, fastest(candidates, kinds))
 
 
@@ -121,8 +119,9 @@ def _nearest(candidates: Candidates, kinds: Sequence[str]) -> tuple[dict[str, fl
 
 
 def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[str, float]) -> InfeasibleError:
-    """Return the error for bounds that can be kept one by one but not together. It names bounds that can be kept
-    together."""
+    """Return the error for bounds that can be kept one by one but not together. The error names bounds that can be kept
+    together.
+    """
     free = candidates.problem.constraint.but(**dict.fromkeys(given))
     slack, least = 1 + free.headroom, np.inf
     figures = {"latency_bound_s": "latency", "ttft_s": "ttft", "tpot_s": "tpot"}
@@ -189,5 +188,5 @@ def _slowest_points(space: Space) -> dict[str, Ints]:
 
 
 def round_up(seconds: float) -> str:
-    """Return the value with four significant digits, rounded up, so that the printed bound can be kept."""
+    """Return the seconds as text with four significant digits, rounded up, so that the printed bound can be kept."""
     return f"{float(f'{seconds * 1.0005:.4g}'):g}"

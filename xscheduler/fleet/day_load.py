@@ -22,8 +22,8 @@ Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 PARTS = 3
-"""Number of parts of an interval. The busiest part determines the interval's load. If the end of the day is shorter
-than a part, it belongs to the last interval, since a few requests in a short time would be a high rate.
+"""Number of parts of an interval. The busiest part determines the interval's load. If the rest at the end of the day is
+shorter than a part, it is added to the last interval: a few requests in a short time would look like a high rate.
 """
 ALIKE = 0.2
 """Intervals are in one group if their mean lengths differ by at most this share, plus what chance allows."""
@@ -169,7 +169,9 @@ def _alike(requests: Requests, index: Ints, count: int) -> Ints:
 
 
 def _led(points: Array, reach: Array, order: Ints) -> Ints:
-    """Return each point's group: a point joins the first leader within `reach`, or becomes a leader. # [points]"""
+    """Return each point's group. A point joins the first leader within `reach`. If there is none, it becomes a leader.
+    # [points]
+    """
     leaders: list[int] = []
     groups = np.zeros(len(points), int)
     for i in order.tolist():

@@ -1,4 +1,6 @@
-"""Forecast the arrival rate from the planned day, scaled to today's level, and from today's trend."""
+"""Forecast the arrival rate in two ways, weighted by their errors: from the planned day scaled to today's level, and
+from today's trend.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ MEMORY_S = 600.0
 SHORTEST_S = 30.0
 """Shortest time span of observations from which the level is computed."""
 UNLIKE = 3.0
-"""A difference of more than this number of standard deviations does not count as chance."""
+"""Two rates count as different if they differ by more than this number of standard deviations."""
 LEAST_REQUESTS = 0.5
 """This number is added to counts of requests before they are divided, since a count may be zero."""
 SEASON_ERROR, TREND_ERROR = 0.02, 0.1
-"""Smallest relative errors that are assumed for forecasts from the season and from the trend. A trend cannot predict
-sudden changes.
+"""Smallest relative errors assumed for forecasts from the season and from the trend. The trend's is larger, since a
+trend cannot predict sudden changes.
 """
 FIRST_ERROR = 0.1
 """Relative error that is assumed before any forecast has been compared with an observation."""
@@ -47,7 +49,9 @@ class _Predictor:
     """(time, rate) of the predictions for future times."""
 
     def judge(self, now_s: float, rate: float, noise: float) -> None:
-        """Update the mean square from earlier predictions for the present, without the variance due to chance."""
+        """Update the mean square error from earlier predictions for the present. The variance due to chance is
+        subtracted.
+        """
         while self.pending and self.pending[0][0] <= now_s:
             predicted = self.pending.popleft()[1]
             came = rate + self.slight
@@ -60,8 +64,8 @@ class LoadForecast:
 
     The planned day is the season. Today's level is the present rate relative to the season. The level is computed from
     all recent observations that agree with the newest one, so noise is averaged out, but a sudden change counts
-    immediately. Season and trend are weighted by their errors at the lead time, so the trend prevails on a day that
-    differs from the planned day.
+    immediately. The weights of season and trend follow from their errors at the lead time, so the trend prevails on a
+    day that differs from the planned day.
 
     Args:
         lead_s: time from ordering a replica until the replica serves.
@@ -105,10 +109,10 @@ class LoadForecast:
         self._trend.pending.append((at_s, self._by_trend(self._lead_s)))
 
     def _agreeing(self) -> tuple[float, float]:
-        """Return the numbers of requests that arrived and that the season expected, over the latest observations that
-        agree.
+        """Return two numbers of requests over the latest observations that agree: the requests that arrived, and those
+        that the season expected.
 
-        Their time span is doubled until its earlier half differs from its later half.
+        The time span of these observations is doubled until its earlier half differs from its later half.
         """
         ends = np.asarray([look[0] for look in self._looks])
         counts = np.cumsum([0.0, *(look[2] for look in self._looks)])
@@ -163,9 +167,8 @@ class LoadForecast:
         return sqrt(self._weight * self._season.square + (1 - self._weight) * self._trend.square)
 
     def most(self, from_s: float, to_s: float, deviations: float, factor: float) -> float:
-        """Return the highest rate that the fleet must be able to serve between two future times. It includes reserves
-        for the forecast's error and for chance. These are independent, so the squares of the reserves' logarithms are
-        added.
+        """Return the highest rate that the fleet must be able to serve between two future times. It includes a reserve
+        for the forecast's error and one for chance. Both are independent, so the squares of their logarithms are added.
 
         Args:
             deviations: number of standard errors of the forecast to reserve.
@@ -180,7 +183,7 @@ class LoadForecast:
 
 def _rises(rates: Array) -> Array:
     """Return the rise of the rate within each interval, given the mean rates of all intervals. The rate stays between
-    the neighbours' rates, so sudden changes are not smoothed.
+    those of the neighbouring intervals, so sudden changes are not smoothed.
 
     Source: the monotonised central limiter of finite volumes (van Leer, 1977). # [intervals]
     """

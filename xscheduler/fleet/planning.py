@@ -147,8 +147,8 @@ def plan_day(
 
 
 def _day_s(seconds: float, whole_s: float, interval_s: float) -> float:
-    """Return the length of the day that repeats. A trace ends with its last request, so a length just short of
-    whole intervals is rounded up to them.
+    """Return the length of the day that repeats. A trace ends with its last request, so a length just short of a whole
+    number of intervals is rounded up.
     """
     return whole_s if abs(whole_s - seconds) < NOTHING * interval_s else seconds
 
@@ -191,7 +191,7 @@ def _settled(
     """Return the smallest tried load factor whose fleet keeps the bounds for enough simulated requests, and this fleet.
 
     If several factors give the same fleet, the highest one is returned. Replicas that share a load keep the bounds for
-    more requests than separate replicas, but for fewer requests if the load changes within an interval. The simulation
+    more requests than separate replicas. A load that changes within an interval has the opposite effect. The simulation
     shows which effect is larger.
 
     Raises:
@@ -232,7 +232,7 @@ def share_kept(model: FleetModel, times: RequestTimes, *, headroom: bool = True)
     """Return the share of a day's requests that keep the bounds.
 
     Args:
-        headroom: whether times must be below the bounds by the plan's headroom.
+        headroom: whether times must stay below the bounds by the plan's headroom.
     """
     return float(np.mean(kept(model, times, headroom=headroom)))
 

@@ -30,11 +30,11 @@ NUM_STEPS = 6
 DEVIATIONS = 1.0
 """Reserve for the forecast's error, as a number of standard errors."""
 BACKLOG_SHARE = 0.5
-"""A backlog that the fleet clears within this share of the latency bound counts as random. For a larger backlog,
-replicas are added that clear it within the lead time.
+"""A backlog that the fleet clears within this share of the latency bound counts as random. If the backlog is larger,
+enough replicas are added to clear it within the lead time.
 """
 HYSTERESIS = 0.03
-"""Replicas are removed only if the remaining replicas can serve the need plus this share."""
+"""Replicas are removed only if the remaining replicas can serve this share more than the need."""
 LEAST_LENGTHS = 50
 """Smallest number of requests from which mean lengths are computed."""
 
@@ -48,8 +48,8 @@ class LoadSample:
         seconds: time since the previous sample.
         num_requests: number of requests that arrived since the previous sample.
         waiting: number of requests that wait now.
-        ready: number of replicas of each kind that serve now. None means unknown. Then all that were recommended long
-            enough ago count as serving. # [kinds]
+        ready: number of replicas of each kind that serve now. None means unknown: replicas then count as serving once
+            they were recommended long enough ago. # [kinds]
         input_mean, output_mean: recent mean lengths. None means that they are unknown, since there were too few
             requests.
         num_lengths: number of requests from which the means were computed.
@@ -108,8 +108,8 @@ class Recommender:
         """For each kind, the times at which its replicas were first recommended, in ascending order."""
 
     def as_planned(self, now_s: float, ready: Sequence[int] | None = None) -> Recommendation:
-        """Return the planned replicas for this time of day, or more if more were recommended before or, before the
-        first recommendation, if more are ready.
+        """Return the planned replicas for this time of day, or more. If more were recommended before, that number
+        stays. Before the first recommendation, the replicas that are ready count as recommended.
         """
         planned = np.asarray(self._fleet.interval_at(now_s).replicas)
         if not self._ordered_s and ready is not None:
@@ -159,8 +159,8 @@ class Recommender:
             times += [now_s] * (count - len(times))
 
     def _problem(self, sample: LoadSample, present: Ints) -> FleetProblem:
-        """Return the fleet problem for the near future. Its first step ends when replicas ordered at the next sample
-        would serve, since replicas for later needs can be ordered at that sample.
+        """Return the fleet problem for the near future. The problem's first step ends when replicas ordered at the next
+        sample would begin to serve. Replicas for later needs can still be ordered at that sample.
         """
         fleet, lead_s = self._fleet, self._lead_s
         edges = [0.0, *(lead_s + i * self._step_s for i in range(NUM_STEPS))]
@@ -183,8 +183,8 @@ class Recommender:
         )
 
     def _rates(self, sample: LoadSample, ahead_s: float) -> tuple[float, ...]:
-        """Return the rate that a replica of each kind serves with the planned lengths, or with the most similar lengths
-        if other lengths are observed.
+        """Return the rate that a replica of each kind serves with the planned lengths. If other lengths are observed,
+        use the rate for the most similar group of planned lengths.
         """
         group = self._fleet.interval_at(sample.now_s + ahead_s).lengths
         if sample.input_mean is not None and sample.output_mean is not None:
@@ -199,8 +199,8 @@ class Recommender:
         return tuple(kind.rates_per_s[group] for kind in self._fleet.kinds)
 
     def _wanted(self, problem: FleetProblem) -> Ints:
-        """Return the cheapest replicas of each kind that serve the load or, if there are too few devices, nearly the
-        largest possible part of the load.
+        """Return the cheapest numbers of replicas of each kind that serve the load. If there are too few devices,
+        return numbers that serve nearly the largest possible part of it.
         """
         while True:
             try:
@@ -211,7 +211,9 @@ class Recommender:
                     return np.zeros(len(problem.prices), int)
 
     def _leaving(self, sample: LoadSample, fewer: Ints, problem: FleetProblem) -> list[tuple[int, float]]:
-        """Return kind and order time of the replicas to remove: first those that do not serve yet, then the newest."""
+        """Return (kind, order time) of each replica to remove: first the replicas that do not serve yet, then the
+        newest.
+        """
         starts_s = [kind.start_s for kind in self._fleet.kinds]
         ready = np.asarray(
             [

@@ -29,7 +29,7 @@ Ints = npt.NDArray[np.int64]
 
 EXACT, NEAR = 1e-7, 5e-3
 """Relative gaps at which the search stops: `EXACT` for up to `FEW` variables, `NEAR` for more. With many variables,
-closing a gap of half a percent would take minutes, and the load of a day is less certain than that.
+closing the last half percent would take minutes, and a day's load is not known that precisely.
 """
 FEW = 200
 TIME_S = 30.0
@@ -64,7 +64,7 @@ class FleetProblem:
         needs: requests a second that the fleet must be able to serve. # [intervals]
         rates: requests a second that a replica of each kind serves with the interval's lengths. # [intervals, kinds]
         prices: price of a replica for an hour. # [kinds]
-        start_costs: cost of the time in which a replica starts and ends without serving. # [kinds]
+        start_costs: cost of starting and ending a replica, since it serves nothing meanwhile. # [kinds]
         hours: length of each interval. # [intervals]
         least_stay: smallest number of intervals for which a started replica runs.
         least: smallest number of replicas at any time.
@@ -127,7 +127,7 @@ def solve_fleet(problem: FleetProblem) -> FleetSolution:
 
 
 def _by_shortest_path(problem: FleetProblem, states: Ints) -> FleetSolution:
-    """Return the fleet with the lowest cost if each interval has one of `states`. # [states, kinds]"""
+    """Return the fleet with the lowest cost if each interval's fleet is a row of `states`. # [states, kinds]"""
     running = np.outer(problem.hours, states @ problem.prices)
     holding = _held(problem, states)
     more = np.maximum(states[None] - states[:, None], 0)
@@ -151,7 +151,9 @@ def _by_shortest_path(problem: FleetProblem, states: Ints) -> FleetSolution:
 
 
 def _by_branching(problem: FleetProblem) -> FleetSolution:
-    """Return the fleet with the lowest cost, up to the stated gap, by mixed-integer programming."""
+    """Return the fleet with the lowest cost by mixed-integer programming. Its cost may exceed the optimum by the stated
+    gap.
+    """
     count, kinds = problem.rates.shape
     size = count * kinds
     whole = eye_array(size)
@@ -225,7 +227,7 @@ def solve_constant(problem: FleetProblem) -> FleetSolution:
 
 
 def least_costs(problem: FleetProblem) -> Array:
-    """Return the lowest cost of each interval by itself, without the cost of starts. # [intervals]"""
+    """Return the lowest cost of each interval by itself, without start costs. # [intervals]"""
     columns = np.column_stack([problem.needs, problem.rates])
     each, index = np.unique(columns, axis=0, return_inverse=True)
     hour = replace(problem, hours=np.ones(1))
@@ -285,8 +287,8 @@ def _held(problem: FleetProblem, states: Ints) -> npt.NDArray[np.bool_]:
 
 
 def _shares(problem: FleetProblem) -> tuple[Array, Array]:
-    """Return the share of each interval's need that a replica serves, at most 1, and the sum that shares must reach, 1
-    or 0.
+    """Return two arrays: the share of each interval's need that a replica serves, at most 1, and the sum that these
+    shares must reach, which is 1 or 0.
 
     Unlike needs, shares are never so small that a solver treats them as zero. The limit of 1 changes no integer
     solution. # [intervals, kinds], [intervals]
@@ -304,7 +306,5 @@ def _by_interval(values: Array) -> csr_array:
 
 
 def _first(count: int) -> csr_array:
-    """Return the matrix that makes the first interval its own predecessor, so that no replica starts in the first
-    interval.
-    """
+    """Return the matrix that makes the first interval its own predecessor, so that no replica starts in it."""
     return coo_array(([1.0], ([0], [0])), shape=(count, count)).tocsr()

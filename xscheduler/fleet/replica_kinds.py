@@ -20,7 +20,9 @@ from xscheduler.replanning.situation import reestimate
 from xscheduler.schedule import scheduler
 
 WORTH = 1.02
-"""A larger replica must serve more per device by this factor, since larger replicas follow the load less closely."""
+"""A larger replica is considered only if it serves more per device by this factor, since larger replicas follow the
+load less closely.
+"""
 MOST_SIMULATED = 2
 """Largest number of plans to simulate for each size. The best in closed form come first."""
 NEAR = 0.94
@@ -36,8 +38,9 @@ class Candidate:
 
 
 def devices_here(cluster: ClusterSpec, num_threads: int | None) -> int:
-    """Return the number of devices on this machine. A CPU counts as one device for each replica whose threads fit on
-    its cores."""
+    """Return the number of devices on this machine. A CPU counts as several devices: one for each replica whose threads
+    fit on its cores.
+    """
     count = cluster.num_devices
     if cluster.device.type == "gpu" or num_threads is None:
         return count
@@ -108,8 +111,8 @@ def _rate(plan: Plan) -> float:
 
 def _kind(plan: Plan, profile: Profile, lengths: Sequence[Workload], startup_s: float) -> ReplicaKind:
     """Return a plan's kind of replica. Its rate for each group of lengths is the simulated rate, scaled by the work of
-    a request. (The rate within the bounds could be zero for a group of long requests. No replica can serve them in
-    time, but the bounds are for all requests of the day together.)
+    a request. (The rate within the bounds could be zero for a group of long requests. The bounds, however, are for all
+    requests of the day together.)
     """
     devices, quantile = plan.devices_per_replica, plan.constraint.quantile
     whole = reestimate(plan, profile, plan.workload, quantile)["throughput"]

@@ -35,7 +35,7 @@ SHARP = 0.005
 COARSE = 0.03
 """Relative precision of the rate for a policy that cannot win."""
 BEHIND = 0.7
-"""A policy cannot win if its rate in closed form is below this share of the best simulated rate."""
+"""A policy cannot win if its best rate in closed form is below this share of the best simulated rate."""
 MOST_TRIED = 3
 """Largest number of plans to simulate for a policy. The best in closed form come first."""
 DOUBT = 0.06
@@ -53,7 +53,7 @@ DRAWS = (1, 2)
 DEVIATIONS = 2.0
 """Two simulated rates count as different if they differ by this number of standard deviations."""
 NOISE = 0.05
-"""In a run of `LEAST_REQUESTS`, a simulated rate may exceed its bound by this share by chance."""
+"""The rate of a run of `LEAST_REQUESTS` may exceed its upper bound by this share by chance."""
 ENDED_EARLY = (
     f"the search ended after {MOST_SECONDS:g} s: on a faster machine it may find a better plan or a tighter bound"
 )
@@ -307,7 +307,8 @@ class Arrivals(Objective):
     def _with_least_batch(self, best: CapacitySearch) -> CapacitySearch:
         """If the time per token is bounded, return the plan with nearly the smallest batch that sustains the same rate.
 
-        At a higher rate all steps are full, and only small steps then keep the bound.
+        If more requests arrive, all steps become full. Full steps keep the bound on the time per token only if batches
+        are small.
         """
         plan, rate = best.plan, best.rate
         space = self.scheduler.space_of(plan)
@@ -347,7 +348,9 @@ class Arrivals(Objective):
         return found
 
     def _never_kept(self, kinds: tuple[str, ...]) -> InfeasibleError:
-        """Return the error for bounds that no plan keeps at any rate. It names the nearest bounds that a plan keeps."""
+        """Return the error for bounds that no plan keeps at any rate. It names the nearest bounds that some plan
+        keeps.
+        """
 
         def keeps(constraint: Constraint) -> bool:
             if not constraint.bounds_latency:

@@ -42,8 +42,8 @@ def plan_each(
 
     Args:
         policy: a policy, or the name of a group of policies.
-        order: order of admission. None means fcfs, or the order that tuning finds. For other orders and for tuned
-            policies, the plan for vLLM uses xgpt's scheduler class.
+        order: order of admission. None means fcfs, or the order that tuning finds. A vLLM plan with another order, or
+            of a tuned policy, uses xgpt's scheduler class.
         progress: called for each part of the work.
 
     Raises:
@@ -129,7 +129,7 @@ def _distinct(plans: dict[str, Plan]) -> dict[str, Plan]:
 
 
 def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
-    """Return the policies to which a choice refers. A tuned policy refers to the policy from which tuning begins.
+    """Return the policies that a choice includes. For a tuned policy, this is the policy from which tuning begins.
 
     Raises:
         InputError: the model cannot run under that policy.
@@ -166,7 +166,7 @@ ENGINE_NAMES = {
 
 
 def check_held(policy: PolicyChoice, fixed: Mapping[str, int]) -> None:
-    """Check the names of fixed variables. Call this before anything is measured for a plan.
+    """Check that the fixed variables exist. Call this before anything is measured for a plan.
 
     Raises:
         InputError: a variable does not exist, or none of the policies has this variable.
@@ -223,7 +223,8 @@ def plan_uniform(problem: Problem, search: SearchMethod = "branch-and-bound") ->
 
 
 def best_by_rate(problem: Problem, kinds: Sequence[str], search: SearchMethod = "branch-and-bound") -> Plan:
-    """Return the plan with the highest arrival rate of these policies, with its proof but no estimate of its error.
+    """Return the plan with the highest arrival rate of these policies, with its proof but without an estimate of the
+    rate's error.
 
     Raises:
         InfeasibleError: no plan keeps the bounds.
@@ -235,8 +236,8 @@ def best_by_rate(problem: Problem, kinds: Sequence[str], search: SearchMethod = 
 def _with_figures(plan: Plan, problem: Problem) -> Plan:
     """Correct a plan's figures at saturation by simulation, unless prompts share cached prefixes.
 
-    The later search for the plan's arrival rate uses the saturated throughput as an upper limit and to choose the
-    number of simulated requests.
+    The search for the plan's arrival rate, which comes later, uses the throughput at saturation as an upper limit, and
+    chooses the number of simulated requests from it.
     """
     return plan if problem.reused is not None else with_simulated_figures(plan, problem.profile)
 

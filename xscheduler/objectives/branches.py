@@ -51,9 +51,9 @@ class Branch:
         space: the branch's settings, under the constraint on arriving requests.
         relaxed: the same settings, under the constraint on an engine that is never idle.
         bound: upper bound on the rate of all settings, in requests a second. The search tightens it.
-        in_steps: whether any step of a micro-batch may encode prompts, and a micro-batch's steps do not overlap.
-        prompt_s: lower bound on the slowest stage's seconds for a mean prompt, or None unless each stage processes
-            prompts one by one.
+        in_steps: True if any step of a micro-batch may encode prompts and the steps of a micro-batch do not overlap.
+        prompt_s: lower bound on the slowest stage's seconds for a prompt of the mean length, if each stage processes
+            prompts one by one. Otherwise None.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class Branch:
 
     @property
     def alike(self) -> Hashable:
-        """A key that is the same for branches that differ only in the name of their policy."""
+        """A key that is equal for branches that differ only in the name of their policy."""
         placement = self.space.placement
         other = tuple(sorted((name, value) for name, value in placement.fixed.items() if name != "allocation"))
         return CHOICES[self.kind].settings, placement.layouts, placement.replicas, other
@@ -78,11 +78,11 @@ class Branch:
         return min(self.space.evaluations + self.relaxed.evaluations, self.space.num_points)
 
     def refine(self, at_least: float, waits: Waits | None) -> None:
-        """Tighten the bound by including the waits at a rate. The bound does not fall below this rate.
+        """Tighten the bound by including the waits at the rate `at_least`. The bound does not fall below this rate.
 
-        At a higher rate, requests wait longer and less time remains for decoding. So the highest throughput in the time
-        that remains at this rate is an upper bound for all higher rates, too. If this throughput is below the rate, no
-        settings sustain the rate.
+        At a higher rate, requests wait longer, so less time remains for decoding. The highest throughput in the time
+        that remains at `at_least` is therefore an upper bound for all higher rates, too. If it is below `at_least`, no
+        settings sustain that rate.
         """
         self.bound, self.is_refined = min(self.bound, max(self._served(at_least, at_least, waits), at_least)), True
 
@@ -101,7 +101,9 @@ class Branch:
                 low, self.bound = rate, min(self.bound, served)
 
     def breach(self, rate: float, waits: Waits | None) -> float:
-        """Return by what share a simulated rate, or a random point of a box, exceeds its bound (the larger share)."""
+        """Return by what share the bounds are exceeded: by a simulated rate or by random points of boxes, whichever
+        share is larger.
+        """
         by_point = breach(self.relaxed, NUM_BOXES, np.random.default_rng(0))
         return max(by_point, rate / max(self._served(rate, FAR_BELOW * rate, waits), 1e-9) - 1)
 
@@ -118,8 +120,8 @@ class Branch:
         return next((axis.values.tolist() for axis in self.space.axes if axis.variable.name == "token_budget"), [])
 
     def _served(self, rate: float, at_least: float, waits: Waits | None) -> float:
-        """Return an upper bound on the throughput of plans that keep the latency bounds in the time left after the
-        waits at a rate, or `at_least` if it is higher.
+        """Return an upper bound on throughput if the latency bounds must be kept in the time that remains after the
+        waits at `rate`. The result is at least `at_least`.
         """
         left = self._left(rate, waits)
         most = float(left.max())
@@ -137,8 +139,8 @@ class Branch:
         return bound.throughput
 
     def _left(self, rate: float, waits: Waits | None) -> Array:
-        """Return an upper bound on the share of the latency bound that is left after the waits at a rate, for each
-        token budget.
+        """Return, for each token budget, an upper bound on the share of the latency bound that remains after the waits
+        at a rate.
         """
         of_one = rate / self.space.placement.replicas
         if waits is not None and self.in_steps:
@@ -149,8 +151,9 @@ class Branch:
 
 
 class _Searched(NamedTuple):
-    """A search of a branch's settings: the shares of the latency bound that they may use, the rate at the start, and
-    the result."""
+    """A search of a branch's settings: `left` is the share of the latency bound that they may use, for each token
+    budget. `at_least` is the rate at which the search began, and `bound` is its result.
+    """
 
     left: Array
     at_least: float
@@ -211,7 +214,8 @@ class Branches:
         self._waits = Waits(self._constraint, self._lengths)
 
     def breach(self, space: Space, rate: float, *, waits: bool = True) -> float:
-        """Return by what share a simulated rate, or a random point of its space, exceeds its bound (the larger share).
+        """Return by what share the bounds of a space's branch are exceeded: by a simulated rate or by random points of
+        boxes, whichever share is larger.
 
         Args:
             waits: whether to compare the rate with the bounds that include waits.

@@ -1,5 +1,5 @@
-"""Compute the highest arrival rates and other objective values of given plans, in closed form or by simulation, and the
-cost of mixed steps at which another policy becomes better.
+"""Compute given plans' highest arrival rates and other objective values, in closed form or by simulation. Also compute
+the cost of mixed steps from which another policy is better.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from xsimulator.forecast import FORECASTS
 
 
 def with_capacities(plans: dict[str, Plan], profile: Profile) -> dict[str, Plan]:
-    """Simulate the capacities that plans lack, and return the plans. The first plan is also simulated under slightly
-    tighter and looser bounds.
+    """Return the plans, with capacities simulated where they are missing. The first plan is also simulated under
+    slightly tighter and looser bounds.
     """
     found = {}
     for i, (kind, plan) in enumerate(plans.items()):
@@ -67,7 +67,7 @@ HALVINGS = 5
 
 
 def with_mixing_edge(plans: Mapping[str, Plan], profile: Profile) -> Plan:
-    """Return the first plan with the cost of mixed steps at which another policy's plan becomes better.
+    """Return the first plan, and record in it the cost of mixed steps from which another policy's plan is better.
 
     Plans are compared by their objective in closed form, with unchanged settings. A plan from a measured profile is
     returned unchanged, since the profile includes the cost of mixed steps.

@@ -2,11 +2,10 @@
 
 The latency of a quantile of all requests depends on whole distributions of times. Closed forms predict this latency
 with an error that differs from plan to plan, so plans are simulated until one keeps the bound. A policy's plans form a
-ladder that does not depend on the bound. Each rung has a latency and the best plan that keeps this latency in closed
-form. The search finds the highest rung whose plan keeps the bound in simulation, always by the same bisection of the
-same ladder. A rung that keeps a tighter bound also keeps a looser one, so with the looser bound the search ends at the
-same rung or above. Therefore no bound that can be kept is called infeasible, and throughput never falls when a bound is
-loosened.
+ladder that does not depend on the bound. Each rung is a latency with the best plan that keeps it in closed form. The
+search finds the highest rung whose plan keeps the bound in simulation, always by the same bisection of the same ladder.
+A rung that keeps a tighter bound also keeps a looser one, so with the looser bound the search ends at the same rung or
+above. Therefore no bound that can be kept is called infeasible, and throughput never falls when a bound is loosened.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from xsimulator.request_law import RequestLaw
 from xsimulator.run import is_drawn, request_latencies
 
 NUM_REQUESTS = 500
-"""Number of simulated admissions. Each represents requests of every length. With fewer admissions, the longest prompts
-might be missing, and the error estimate would not show this.
+"""Number of simulated admissions. Each admission represents requests of every length. With fewer admissions, the
+longest prompts might be missing, and the error estimate would not show that.
 """
 MOST_REQUESTS = 2000
 MOST_TOKENS = 40_000
 """If `MOST_REQUESTS` outputs have fewer tokens than this on average, more admissions are simulated."""
 NUM_DRAWN = 20_000
-"""Number of simulated requests if each counts only with its drawn length. The simulation takes about 15 ms."""
+"""Number of simulated requests if each represents only its own drawn length. The simulation takes about 15 ms."""
 MOST_STEPS = 250_000
 """If `NUM_DRAWN` requests would take more decode steps than this, fewer are simulated, but at least `MOST_REQUESTS`."""
 BATCHES_BEYOND = 3
-"""If fewer encode batches than this have requests beyond the quantile, more requests are simulated."""
+"""More requests are simulated if fewer encode batches than this have requests beyond the quantile."""
 GOOD_ERROR = 0.01
 """If the relative standard error of a simulated latency is larger than this, more admissions are simulated."""
 RUNG = 1.01
@@ -46,13 +45,15 @@ RUNG = 1.01
 BLOCK = 8
 """Number of rungs that the search skips in one step."""
 LOWEST = -2000
-"""A rung below any plan. Its latency is two nanoseconds."""
+"""The number of a rung below any plan. The rung's latency is two nanoseconds."""
 REACH = 1.15
 """Largest factor by which the closed form may overestimate latencies. The search starts this factor above the bound."""
 SEED = 0
 """Seed of the requests, the same for all plans."""
 ROUNDING = 1e-9
-"""Two throughputs that differ relatively by less than this count as equal, as equal settings of two policies do."""
+"""Two throughputs count as equal if they differ relatively by less than this. Equal settings of two policies have such
+throughputs.
+"""
 
 
 def request_law(plan: Plan, profile: Profile, workload: Workload | None = None, seed: int = SEED) -> RequestLaw:
@@ -97,7 +98,7 @@ def request_latency(plan: Plan, profile: Profile, workload: Workload | None = No
 
 @dataclass(frozen=True, slots=True)
 class _Simulated:
-    """A plan's simulated latencies. `guarded_s` is their quantile with headroom, in s."""
+    """A plan's simulated latencies. `guarded_s` is their quantile in s, with headroom."""
 
     law: RequestLaw
     guarded_s: float
@@ -209,7 +210,8 @@ def _top(bound_s: float) -> int:
 
 
 def with_law(plan: Plan, law: RequestLaw, closed_s: float | None = None) -> Plan:
-    """Return the plan with its simulated latency. The certificate keeps only the closed form's gap, as a remark.
+    """Return the plan with its simulated latency. Of the closed form's certificate, only the gap is kept, as a
+    remark.
 
     Args:
         closed_s: the bound, in s, under which the plan is the best in closed form. None means that the remark names no

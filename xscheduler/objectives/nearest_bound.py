@@ -83,8 +83,8 @@ class _Nearest(NamedTuple):
 def _nearest(
     constraint: Constraint, bounds: Mapping[str, float], low: float, keeps: Keeps, progress: Progress | None
 ) -> _Nearest | None:
-    """Loosen all bounds by the same factor, and return the tightest bounds that some plan keeps, or None if none were
-    found.
+    """Loosen all bounds by the same factor. Return the tightest bounds that some plan keeps, or None if no bounds tried
+    can be kept.
 
     Args:
         low: a factor with which no plan keeps the bounds.

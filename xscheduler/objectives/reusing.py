@@ -4,8 +4,8 @@ The share of prompt tokens found in the cache depends on the memory that running
 larger batch fewer tokens are cached, so throughput is not monotone in the batch size. Therefore the search tries
 several cache sizes. From each size to the next, the cached share grows by the same amount. At one cache size,
 throughput and latency are monotone in the settings, as without reuse. For cache sizes in between, the certificate uses
-an upper bound: the throughput with the cached share of the larger size, if running requests took memory only for their
-outputs.
+an upper bound. It is the throughput with the cached share of the larger size, if running requests needed memory only
+for their outputs.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from xscheduler.problem import Problem
 from xsimulator.lengths import reused_at
 
 STEPS = 4
-"""Number of cache sizes between which the cached share grows by equal amounts."""
+"""Number of cache sizes that are chosen so that the cached share grows by equal amounts from each to the next."""
 SHARES = (0.5, 0.65, 0.8, 0.9, 0.95)
 """Further cache sizes to try, as shares of the K/V memory."""
 BOUND = "the best of any division of memory between running requests and cached prompts"
 ROUNDS = 1
-"""Number of further searches. Each assumes the number of running requests that the previous search found."""
+"""Number of further searches. Each assumes the number of running requests found by the search before it."""
 MOST_DIVISIONS = 2
 """Largest number of divisions of memory for which arrivals are simulated."""
 
@@ -42,7 +42,8 @@ PlanEach = Callable[[Problem], dict[str, Plan]]
 def with_reuse(
     plan_each: PlanEach, problem: Problem, trace: TraceLengths | None, plans: dict[str, Plan]
 ) -> dict[str, Plan]:
-    """Return each policy's best plan, the best of all first: the given plan, or a better plan that relies on reuse.
+    """Return each policy's best plan, the best of all first. It is the given plan, or a better plan that relies on
+    reuse.
 
     A plan with reuse has one replica, or as many as the best plan without reuse. Each replica then gets the requests
     that are routed to it.
@@ -114,7 +115,8 @@ def _divisions(problem: Problem, trace: TraceLengths, best: Plan) -> list[_Divis
 
 
 def _consistent(plan_each: PlanEach, division: _Division, best: Plan) -> dict[str, Plan]:
-    """Return each policy's best plan, with the reuse that is possible while the plan's number of requests runs.
+    """Return each policy's best plan. Its assumed reuse is what remains possible while the plan's own number of
+    requests runs.
 
     This number matters at saturation, where a conversation's next prompt may enter before the previous answer has
     ended.

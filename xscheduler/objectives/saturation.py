@@ -32,8 +32,8 @@ from xsimulator.run import check_fits, encode_emits, outstanding_requests, seen_
 AGREES = 0.1
 """Simulated figures that differ by at most this share from the closed form count as equal."""
 MORE = 2.0
-"""If the plan with the highest predicted throughput exceeds its prediction in simulation, other plans are assumed to
-exceed theirs by up to this factor.
+"""If the plan with the highest predicted throughput exceeds its prediction in simulation, other plans may exceed theirs
+by up to this factor.
 """
 LEAST_REQUESTS = 1000
 LIFETIMES = 16
@@ -68,8 +68,8 @@ class SaturatedFigures(NamedTuple):
     tpot_s: float | None
 
     def other_than(self, plan: Plan) -> dict[str, float]:
-        """Return the figures that disagree with the plan's. Under sla "request", the plan's latency is already
-        simulated, so it is left out.
+        """Return the figures that disagree with the plan's. Latency is left out under sla "request", since the plan's
+        latency is already simulated.
         """
         found = self._asdict()
         if plan.constraint.sla == "request":
@@ -134,7 +134,7 @@ def saturated_figures(plan: Plan, profile: Profile) -> SaturatedFigures:
 
 
 def _about(lengths: Ints | Sequence[int], length: int) -> npt.NDArray[np.bool_]:
-    """Return a mask of the outputs that have about the length `length` and at least two tokens."""
+    """Return a mask of the outputs that have about `length` tokens, and at least two."""
     values = np.asarray(lengths)
     return (values >= max(2, length / ABOUT)) & (values <= ABOUT * length)
 

@@ -2,7 +2,7 @@
 
 Optuna proposes settings in rounds and begins with settings that are equivalent to the plan's fixed budget, so the
 result is never worse than the given plan. All settings are simulated with the same lengths and arrivals, at a rate
-slightly above the best so far. A run ends early if too many requests have broken their bounds.
+slightly above the best rate so far. A run ends early if too many requests have broken their bounds.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 NUM_TRIALS = 44
 ROUND = 4
-"""Number of settings in a round. It does not depend on the number of processes, so neither do plans."""
+"""Number of settings in a round. It does not depend on the number of processes, so plans do not depend on it either."""
 NUM_PROCESSES = 2
 PRECISION = 0.01
 """Settings are better only if they exceed the best rate so far by this share."""
 FAR = 1.5
-"""A run ends early once the quantile exceeds its bounds by this factor."""
+"""A run ends early once a quantile of its times exceeds the bound by this factor."""
 LARGEST_STEP = 8192
 """Largest number of prompt tokens in a step."""
 TIGHTER = (0.7, 0.4)
@@ -73,7 +73,7 @@ class TunedArrivals(Arrivals):
         return {self._kind: tune(base, self.scheduler.problem.profile, others=others, order=self._order)}
 
     def _under_tighter(self) -> Iterator[Plan]:
-        """Yield the best plans under a tighter bound on the time per token, with their capacities under the original
+        """Yield the best plans under tighter bounds on the time per token, with their capacities under the original
         bound.
         """
         constraint = self.scheduler.problem.constraint
@@ -93,8 +93,8 @@ class TunedArrivals(Arrivals):
         """Return the policy's best single-stage plan in closed form, or an empty list if `fixed` includes a
         single-stage plan.
 
-        With tuned settings a single stage may be better, since in a pipeline a step has less time, and a prompt goes
-        through only one of the micro-batches.
+        With tuned settings, a single stage may be better than a pipeline, in which a step has less time and only one of
+        the micro-batches encodes a given prompt.
         """
         problem = self.scheduler.problem
         if any(len(plan.stages) == 1 for plan in fixed) or "pp" in problem.fixed:
@@ -174,7 +174,9 @@ def _settled(plan: Plan, profile: Profile, rate: float) -> Plan:
 
 
 def _slack_settings(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield the settings from which to start: the fixed budget with orders fcfs and in-time, then budgets by slack."""
+    """Yield the settings from which to start: first the fixed budget, with orders fcfs and in-time, then budgets that
+    depend on slack.
+    """
     budget = plan.policy.token_budget  # type: ignore[union-attr]
     fixed = {
         "by_slack": False,

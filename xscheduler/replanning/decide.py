@@ -40,8 +40,8 @@ UNUSED = 0.02
 share.
 """
 SWAPPABLE = tuple(kind for kind, forecast in FORECASTS.items() if forecast.swaps_between_steps)
-"""Policies that can take over between two steps. Static is excluded since a batch must end first, and waa since its
-lanes must drain.
+"""Policies that can take over between two steps. Static is excluded because its batch must end first, waa because its
+lanes must drain first.
 """
 ON_ONE_DEVICE = tuple(kind for kind, forecast in FORECASTS.items() if len(forecast.settings.lanes) == 1)
 
@@ -110,8 +110,8 @@ def _judged_by_arrivals(situation: Situation, terms: Terms) -> Verdict:
 
 
 def with_known_rate(verdict: Verdict, num_requests: int) -> Verdict:
-    """Return the verdict, but keep the running plan if the other plan serves less and the arrival rate is not known
-    yet.
+    """Return the verdict, changed so that the running plan stays if the arrival rate is not known yet and the other
+    plan serves less.
     """
     best, running = verdict.best, verdict.running
     if not verdict.switch or best is None or num_requests >= RATE_REQUESTS:
@@ -158,9 +158,9 @@ def decide(judge: Judge) -> Verdict:
     """Compare the running plan with the best plan.
 
     A plan on the same stages takes over if its gain is large enough, or if the running plan breaks its bound. A plan on
-    another placement must also repay the pause. If no plan is found that keeps the bound, a plan that nearly keeps the
-    bound takes over, unless the running plan keeps the bound at some arrival rate. (The search may miss plans that keep
-    the bound in simulation.)
+    another placement must also repay the pause. The search may find no plan that keeps the bound, since it can miss
+    plans that keep the bound in simulation. A plan that nearly keeps the bound then takes over, unless the running plan
+    keeps the bound at some arrival rate.
 
     Raises:
         InputError: the profile is not that of the plan's devices.
@@ -220,7 +220,7 @@ def _sustaining(judge: Judge, verdict: Verdict) -> Verdict | None:
 
 
 def _wider(judge: Judge, bound_s: float, factors: Sequence[float]) -> Iterator[Judge]:
-    """Yield the judge for each of these multiples of a bound, as long as the running plan breaks that multiple."""
+    """Yield a judge under about `bound_s` times each factor in turn, until the running plan keeps such a bound."""
     for factor in factors:
         near = judge.near(factor * bound_s)
         if near is None:
@@ -251,7 +251,7 @@ def _decide_feasible(judge: Judge) -> Verdict:
 
 
 def _candidates(judge: Judge) -> tuple[Plan, Plan | None]:
-    """Return the best plan on any placement of the server's devices, and the best plan that can take over between two
+    """Return two plans: the best on any placement of the server's devices, and the best that can take over between two
     steps on the running plan's stages. The second is None if no such plan keeps the bounds.
 
     Raises:
@@ -270,7 +270,9 @@ def _candidates(judge: Judge) -> tuple[Plan, Plan | None]:
 
 
 def within_pins(plan: Plan, kinds: Collection[str]) -> tuple[str, ...]:
-    """Return those of the policies that the user's requirements on a plan allow and under which the model can run."""
+    """Return the policies in `kinds` that the user's requirements on the plan allow and under which the model can
+    run.
+    """
     asked = plan.pinned.policy
     if asked != "auto":
         choices = POLICY_GROUPS.get(asked, (TUNED.get(asked, asked),))
@@ -281,8 +283,8 @@ def within_pins(plan: Plan, kinds: Collection[str]) -> tuple[str, ...]:
 
 
 def loading_s(plan: Plan, profile: Profile, running: Plan) -> float:
-    """Return the seconds of loading weights for a change of placement. They are 0 if both plans have the same number of
-    replicas with one device each, since the devices then keep their weights.
+    """Return how many seconds loading weights takes in a change of placement. The result is 0 if both plans have the
+    same number of replicas with one device each, since the devices then keep their weights.
     """
     keeps = plan.devices_per_replica == running.devices_per_replica == 1 and plan.replicas == running.replicas
     return 0.0 if keeps else weights_loading_s(plan, profile)
@@ -303,8 +305,9 @@ def weights_loading_s(plan: Plan, profile: Profile) -> float:
 
 
 def _repays(rate: float, in_place_rps: float, pause_s: float, terms: Terms) -> bool:
-    """Return whether a plan on another placement gains enough over the best plan on the running placement, and repays
-    its pause."""
+    """Return whether a plan on another placement gains enough over the best plan on the running placement, and whether
+    this gain repays the pause.
+    """
     repaid = (rate - in_place_rps) * terms.horizon_s
     return repaid > rate * pause_s and rate > (1 + terms.least_gain) * in_place_rps
 
@@ -328,7 +331,9 @@ def _compare(judge: Judge, best: Plan, *, pause_s: float, is_swap: bool) -> Verd
 
 
 def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:
-    """Return the verdict with a plan that keeps the bound for longer requests, too, if such a plan costs little."""
+    """Return the verdict, with a plan that also keeps the bound if requests are longer, provided that such a plan costs
+    little.
+    """
     plan, running = (verdict.plan, verdict.plan) if verdict.switch else (judge.plan, judge.running)
     assert plan is not None and running is not None
     best = judge.careful(within_pins(judge.plan, SWAPPABLE), plan, judge.rate(running))

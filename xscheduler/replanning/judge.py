@@ -27,9 +27,9 @@ class Terms:
 
     Attributes:
         least_gain: share by which another plan's throughput (or arrival rate) must exceed the running plan's.
-        confidence: number of standard deviations by which the observed quantile of lengths may be wrong, since high
-            quantiles of few requests are mostly chance. The bound counts as broken only if the plan also breaks it at
-            the quantile lowered by these deviations.
+        confidence: number of standard deviations by which the observed quantile of lengths is lowered. The bound counts
+            as broken only if the plan also breaks it at the lowered quantile, since high quantiles of few requests are
+            mostly chance.
         caution: pairs (standard deviations, share of throughput). If the running plan would break the bound at a
             quantile raised by the deviations, a plan that keeps the bound at this quantile may lose this share of
             throughput.
@@ -134,8 +134,8 @@ class SaturatedJudge(Judge):
     """Compares plans by throughput at saturation, in closed form.
 
     Attributes:
-        ratio, ratio_of_others: factors by which the closed form's latency of a request of the quantile's length is
-            multiplied before it is compared with the bound, for the running plan and for candidates.
+        ratio, ratio_of_others: factors for the running plan and for candidates. The closed form's latency of a request
+            of the quantile's length is multiplied by the factor before it is compared with the bound.
     """
 
     situation: Situation
@@ -222,8 +222,8 @@ class ArrivalsJudge(Judge):
     """Compares plans by the highest arrival rate at which they keep the bounds, by simulation.
 
     The running plan breaks its bounds if requests arrive at more than its highest rate. `careful` is not needed even if
-    few requests were observed. The times include waiting and depend on the mean length as much as on the longest
-    length, so a higher quantile of lengths would not show their error.
+    few requests were observed. The times include waiting, so they depend on the mean length as much as on the longest.
+    A higher quantile of lengths would therefore not show their error.
     """
 
     situation: Situation
@@ -327,9 +327,9 @@ def _admission(plan: Plan, best: Plan) -> Admission:
 def replaced(plan: Plan, best: Plan, *, in_place: bool) -> Plan:
     """Return another plan in a form that can replace the running plan.
 
-    On the same stages, the allocation of K/V memory does not change. It leaves memory for the activations of the old
-    plan's largest step. The engine runs steps in slices of bounded size. The new plan's largest step may need one slice
-    more, for which the workspace has enough memory.
+    On the same stages, the allocation of K/V memory does not change. The memory beside it suffices for the activations
+    of the old plan's largest step. The engine runs steps in slices of bounded size. If the new plan's largest step
+    needs one slice more, the workspace has enough memory for it.
     """
     return plan.but(
         workload=best.workload,

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 NICENESS = 10
 """Niceness of the planning process, so that serving has priority."""
 PATIENCE_S = 120.0
-"""Planning that takes longer than this is given up."""
+"""The replanner gives up if planning takes longer than this."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,11 @@ def in_numbers(plan: Plan, observation: Observation) -> str:
 def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
     """Return the plan to compare, and the lengths that were observed.
 
-    A trace file has only lengths, so `plan` is returned. A running server states its plan and lengths.
+    If the source is a trace file, `plan` is returned, since the file has only lengths. If the source is a running
+    server, both come from the server.
 
     Args:
-        source: CSV or JSON lines, or the URL of a server (without /plan).
+        source: path of a trace in CSV or JSON lines, or the URL of a server (without /plan).
 
     Raises:
         InputError: the file is malformed, or the server runs another model or version.
@@ -259,7 +260,9 @@ def _proposal(answer: dict[str, Any]) -> Proposal:
 
 
 def main() -> None:
-    """Read a profile, then answer questions (a plan and an observation) until the input ends, one JSON line each."""
+    """Read a profile from the input, then answer questions until the input ends. A question is a plan and an
+    observation. Each message is one line of JSON.
+    """
     os.nice(NICENESS)
     profile = Profile.model_validate_json(sys.stdin.readline())
     import_module("xscheduler.replanning.decide")  # load the modules that `propose` needs before the first question

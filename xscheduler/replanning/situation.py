@@ -1,4 +1,4 @@
-"""Describe the situation for which to re-plan: the running plan, observed lengths, observed pace, and devices."""
+"""Describe what re-planning starts from: the running plan, the observed lengths and pace, and the devices."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Situation:
         return replace(self, plan=self.plan.but(constraint=constraint))
 
     def problem(self, *, in_place: bool) -> Problem:
-        """Return the planning problem on the server's devices whose best plan may take over.
+        """Return the planning problem, on the server's devices, whose best plan may take over.
 
         The number of replicas is fixed if replicas are on several machines or share experts.
 
@@ -130,8 +130,8 @@ def within_context(workload: Workload, max_context: int) -> Workload:
     """Return the workload with its longest outputs and inputs shortened so that any input and output fit together.
 
     Each observed request fitted into the context, but the longest input and the longest output can be from different
-    requests. An output length that was allowed but not generated is cut first, since a chat without a limit may use the
-    whole context.
+    requests. A chat without a limit may use the whole context, so an output length that was allowed but never generated
+    is cut first.
     """
     workload = workload.but(output=_without_idle_tail(workload, max_context))
     room = max_context - workload.output.lengths[-1]
@@ -158,10 +158,10 @@ def _without_idle_tail(workload: Workload, max_context: int) -> Histogram:
 def reestimate(
     plan: Plan, profile: Profile, workload: Workload, quantile: float, ratio: float = 1.0
 ) -> dict[str, float]:
-    """Return a plan's predictions for other lengths, with its computed numbers unchanged.
+    """Return a plan's predictions for other lengths, with the plan's computed numbers unchanged.
 
-    Requests are assumed to be always waiting (saturation). The computed numbers are, for example, rra's planned number
-    of prompt tokens in a phase, which it encodes whatever the number of requests.
+    Requests are assumed to be always waiting (saturation). A computed number is, for example, how many prompt tokens
+    rra encodes in a phase, whatever the number of requests.
 
     Args:
         ratio: factor by which the closed form's latency is multiplied.

@@ -28,7 +28,9 @@ THROUGHPUT_TOLERANCE = 0.002
 TARGET_GAP = 0.01
 """Blocks are divided until no block can beat the incumbent by more than this share."""
 MAX_PREDICTIONS = 100_000
-"""After this many predictions, on the profile and on the lower tables, the search ends with the gap so far."""
+"""The search ends after this many predictions, on the profile's and on the lower tables together, with the gap so
+far.
+"""
 BLOCKS_AT_ONCE = 24
 """Number of blocks of a space that are divided in one vectorised call."""
 
@@ -81,7 +83,7 @@ class _Block:
     priority: float
     box: Box = field(compare=False)
     bound: float = field(compare=False)
-    """Upper bound on the throughput of the box's points, whether or not predictions are monotone."""
+    """Upper bound on the throughput of the box's points. It holds even if predictions are not monotone."""
 
 
 def _size(box: Box) -> int:
@@ -90,7 +92,9 @@ def _size(box: Box) -> int:
 
 
 class _Open:
-    """A space with its open boxes, which may contain a better point and whose corners have been predicted."""
+    """A space and its open boxes. The corners of an open box have been predicted, and the box may contain a better
+    point.
+    """
 
     def __init__(self, space: Space) -> None:
         self.space = space
@@ -148,7 +152,9 @@ class _Open:
         return self._cuts[key]
 
     def _shrunk(self, low: tuple[int, ...], high: tuple[int, ...], branch: int) -> list[Box]:
-        """Return the box without the part that does not fit in memory, or an empty list if no point fits."""
+        """Return a list with the box, without the part that does not fit in memory. The list is empty if no point
+        fits.
+        """
         inside = self.space.within_memory(low, high)
         return [] if inside is None else [(*inside, branch)]
 
@@ -233,8 +239,8 @@ class _Search:
             chosen = chosen[tolerated[chosen] > self.best_throughput]
 
     def _try_parts(self, space: Space, columns: dict[str, Ints]) -> None:
-        """Predict the fractional batch sizes that points represent. A fractional size may have a higher throughput than
-        both neighbouring whole sizes.
+        """Predict the fractional batch sizes that points represent, since a fractional size may have a higher
+        throughput than both neighbouring whole sizes.
         """
         parts = space.evaluate_parts(columns, PARTS_OF_A_BATCH)
         self.predictions += 2 * len(parts.throughput)
