@@ -31,17 +31,17 @@ LEAST_REQUESTS = 2000
 """Least number of requests that are measured."""
 LEAST_WARM_UP = 128
 LIFETIMES = 4
-"""At saturation, the warm-up lasts one span, and at least as many requests are measured as arrive in this number of
-spans. A span is the shorter of the latency bound and the time that a request takes, waiting included, just below
-saturation. If the bound is longer than this time, the rate equals saturated throughput to within `PRECISION`.
+"""At saturation, the warm-up lasts one span, and as many requests are measured as arrive in this number of spans, or
+more. A span is the shorter of two times: the latency bound, and the time that a request takes just below saturation,
+waiting included. If the bound is longer than the second, the rate equals saturated throughput to within `PRECISION`.
 """
 PRECISION = 0.02
 """Relative precision of the highest rate."""
 EDGE = 0.05
 """Share by which bounds are tightened and loosened to show how sensitive the rate is to them."""
 KNOWN_BEYOND = 1.02
-"""A simulated run ends early once its quantile exceeds the bounds by this factor. Up to this factor, the size of the
-excess helps to choose the next rate.
+"""A simulated run ends early once its quantile exceeds the bounds by this factor. A smaller excess is computed exactly,
+because it helps to choose the next rate.
 """
 LEAST_SHARE = 0.1
 """A plan that breaks its bounds at this share of its saturated throughput has no capacity."""
@@ -170,7 +170,7 @@ class Trial:
 
 def endings(ends: Array, first: int, last: int) -> tuple[int, float]:
     """Return how many of the sorted times `ends` are later than `ends[first]` and at most `ends[last]`, and the time
-    between these two. Many requests may end at the same time.
+    from `ends[first]` to `ends[last]`. Many requests may end at the same time.
     """
     begin, end = ends[first], ends[last]
     return int(np.searchsorted(ends, end, "right") - np.searchsorted(ends, begin, "right")), float(end - begin)
@@ -194,8 +194,8 @@ class CapacitySearch:
 
     Args:
         predicted: the closed form's rate, at which the search begins.
-        most: a rate at which the bounds are broken. None means the plan's saturated throughput, which is simulated too:
-            at a higher rate, the queue grows for ever, and a run may end before the bounds are broken.
+        most: a rate at which the bounds are broken. None means the plan's saturated throughput, which is then
+            simulated. At a higher rate, the queue grows for ever, although a run may end before the bounds are broken.
         least_requests: see `Trial`.
 
     Attributes:
@@ -224,8 +224,8 @@ class CapacitySearch:
 
     @property
     def rate(self) -> float:
-        """The highest rate at which the bounds are kept, or 0 if no rate of at least a tenth of saturation keeps
-        them.
+        """The highest rate at which the bounds are kept. It is 0 if the bounds are broken even at a tenth of saturated
+        throughput.
         """
         return self._highest(self._slack, max(self.precision, PRECISION) if self._trial.is_far else self.precision)
 
@@ -241,9 +241,9 @@ class CapacitySearch:
         """Return the result as a `Capacity`.
 
         Args:
-            edges: whether to also return the rates under slightly tighter and looser bounds. With slack, these rates
-                are never computed: its steps use most of the bounds, so under tighter bounds nearly all requests would
-                be late.
+            edges: whether to also return the rates under slightly tighter and looser bounds. For a plan with slack they
+                are never computed: its steps use most of the bounds, so nearly all requests would be late under tighter
+                ones.
         """
         rate, edges = self.rate, edges and not _follows_bounds(self.plan)
         whole_s, share_kept = self._seen[rate]
@@ -269,7 +269,7 @@ class CapacitySearch:
 
     @cached_property
     def _excess(self) -> dict[float, float]:
-        """For each simulated rate, the worst goal's quantile of the ratio of time to bound."""
+        """For each simulated rate, the worst goal's quantile of (time / bound)."""
         return {self._most: inf}
 
     @cached_property
@@ -278,9 +278,7 @@ class CapacitySearch:
         return inf if self._trial.is_far or self._is_given else self._trial.saturated()
 
     def _excess_at(self, rate: float, slack: float) -> float:
-        """Return the worst goal's quantile of the ratio of time to bound at a rate, or infinite if it exceeds
-        `slack`.
-        """
+        """Return, at a rate, the worst goal's quantile of (time / bound), or infinite if it exceeds `slack`."""
         known = self._excess.get(rate)
         if known is None:
             constraint, times = self.plan.constraint, self._trial.at(rate, slack)
@@ -341,7 +339,7 @@ def capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, ed
 
 
 def _wait_s(plan: Plan, throughput: float) -> float:
-    """Return the quantile of waiting times, in s, at a rate `PRECISION` below saturation.
+    """Return the quantile, in s, of the time for which requests wait at a rate `PRECISION` below saturation.
 
     In heavy traffic, P(wait > t) = exp(-2 (1 - load) X t / (1 + s^2)), where X is the throughput and s the coefficient
     of variation of output lengths.
@@ -362,13 +360,13 @@ def _slack(plan: Plan) -> float:
 
 
 def _upper(values: Array, quantile: float) -> float:
-    """Return the smallest value that a share `quantile` of all values does not exceed."""
+    """Return the smallest value that at least the share `quantile` of all values do not exceed."""
     index = max(0, ceil(quantile * len(values) - 1e-9) - 1)
     return float(np.partition(values, index)[index])
 
 
 def _in_ns(goal: Goal, slack: float, path_s: float, num_requests: int) -> GoalNs:
-    """Return a goal in ns for times in the engine, given that a request spends `path_s` outside the engine."""
+    """Return a goal in ns, for times inside the engine. A request spends a further `path_s` outside the engine."""
     bounds = ((goal.latency_bound_s, path_s), (goal.ttft_s, path_s), (goal.tpot_s, 0.0))
     whole, ttft, gap = (inf if bound is None else 1e9 * (slack * bound - outside) for bound, outside in bounds)
     return GoalNs(whole, ttft, gap, floor((1 - goal.quantile) * num_requests + 1e-9))

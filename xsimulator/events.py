@@ -17,7 +17,8 @@ from xgpt.core.schema.step_log import ANYONE, Account, Arrival, Chain, StepRecor
 
 
 class SimulatedRequest(NamedTuple):
-    """A request, with its output length, which the schedule must not see, and with the keys of blocks to share.
+    """A request with its output length, which the schedule must not see, and with the keys of K/V blocks that requests
+    can share.
 
     Attributes:
         chain: keys of the prompt's blocks.
@@ -132,8 +133,8 @@ class SimulatedEngine:
 class _Endings:
     """Computes from the output lengths which requests have their last token in a step.
 
-    Every decode step of a micro-batch gives a token to each request that decodes in it. So once a request has begun to
-    decode, the number of the decode step in which it ends is known.
+    Every decode step of a micro-batch gives one token to each of its decoding requests. So the decode step in which a
+    request ends is known once the request begins to decode.
     """
 
     def __init__(self, schedule: Schedule) -> None:

@@ -21,15 +21,17 @@ Array = npt.NDArray[np.float64]
 
 
 BETWEEN_NS = 5_000_000
-"""Longest time between consecutive steps of a busy engine, which delivers tokens and accepts requests meanwhile."""
+"""Longest gap between consecutive steps of a busy engine. The engine delivers tokens and accepts requests in such a
+gap.
+"""
 
 
 class Executed(NamedTuple):
     """A step of a log.
 
     Attributes:
-        seconds: time for which the step kept its lane busy. If a request was waiting when the previous step ended, this
-            time counts from then.
+        seconds: time for which the step kept its lane busy. It begins at the end of the previous step if a request was
+            waiting then and less than `BETWEEN_NS` passed between the steps of a single lane.
     """
 
     record: StepRecord
@@ -132,7 +134,7 @@ def paces(
 def paces_of_workers(
     plan: Plan, profile: Profile, log: Sequence[StepRecord], busy_s: Mapping[str, float]
 ) -> Paces | None:
-    """Return the measured and predicted times for which the worker of each stage was busy in all steps of a log.
+    """Return the measured and predicted times of all steps of a log, summed for the worker of each stage.
 
     Return None if the time of a worker is missing, or if workers were restarted and report only the time since then. A
     stage with several tensor-parallel workers counts by its first worker, which waits for the others.

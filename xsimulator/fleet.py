@@ -75,7 +75,7 @@ def replicas_of(counts: Ints, interval_s: float) -> list[Replica]:
 
 
 def route(requests: Requests, replicas: Sequence[Replica], kinds: Sequence[ReplicaKind]) -> Ints:
-    """Return the replica of each request: among those that accept requests, the one with the fewest outstanding
+    """Return the replica of each request: of the replicas that accept requests, the one with the fewest outstanding
     requests relative to its rate.
 
     If no replica accepts requests, a request goes to the next replica that starts. # [requests]

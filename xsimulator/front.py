@@ -7,7 +7,7 @@ from math import ceil, inf
 from xgpt.core.schema import EngineSpec, Plan, Workload
 
 MOST_BUSY = 0.8
-"""Largest share of the time for which an API server may be busy, since requests wait long for a busier one."""
+"""Largest share of the time for which an API server may be busy. Requests wait long for a server that is busier."""
 
 
 def request_s(engine: EngineSpec, workload: Workload) -> float:
@@ -16,7 +16,9 @@ def request_s(engine: EngineSpec, workload: Workload) -> float:
 
 
 def served_rate(plan: Plan) -> float:
-    """Return the requests a second of all replicas that one engine command starts, which share its API servers."""
+    """Return the requests a second of all replicas that one command of the engine starts. These replicas share the
+    command's API servers.
+    """
     capacity = plan.estimate.capacity
     rates = [plan.estimate.throughput_rps if capacity is None else capacity.rate_per_s]
     return max([*rates, plan.constraint.arrival_rate_per_s or 0.0]) / plan.replicas * plan.sharing_replicas

@@ -22,13 +22,14 @@ class Reused:
     """The tokens of prompts that requests find in the cache, and the memory for these tokens.
 
     Attributes:
-        whole, cached: for each kind of request, the tokens of its prompt, and how many of them are cached. # [kinds]
-            each
+        whole, cached: for each kind of request, the number of prompt tokens, and how many of them are cached.
+            # [kinds] each
         probabilities: probability of each kind of request. # [kinds]
         kept_tokens: tokens of K/V memory that contain prompts of running and earlier requests.
-        most: share of all prompt tokens that an unlimited cache would contain.
+        most: share of all prompt tokens that requests would find in an unlimited cache.
         holds_prompts: whether each running request takes memory for its whole prompt, as if it shared no blocks with
-            other running requests. If false, prompts take no memory. This is too little, but valid for bounds.
+            other running requests. If False, prompts are assumed to take no memory. This underestimates memory, so the
+            result is valid for bounds.
     """
 
     whole: Array
@@ -40,7 +41,7 @@ class Reused:
 
     @classmethod
     def proportional(cls, workload: Workload, share: float, kept_tokens: float, most: float) -> Reused:
-        """Return reuse in which the same share of each prompt is cached, but never its last token."""
+        """Return a `Reused` in which the same share of each prompt is cached, but never a prompt's last token."""
         whole = np.asarray(workload.input.lengths, float)
         cached = np.floor(np.minimum(share * whole, whole - 1))
         return cls(whole, cached, np.asarray(workload.input.probabilities), kept_tokens, most)
@@ -114,8 +115,8 @@ class Lengths:
         return self.mean_whole_input + float(times @ self.survival) / self.mean_decodes
 
     def in_the_middle(self, num_requests: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
-        """Draw requests that decode at a random moment. Return the number of output tokens that each has generated, and
-        the number still to come (at least one).
+        """Draw requests that decode at a random moment. Return two numbers for each: the output tokens generated so
+        far, and the output tokens still to come (at least one).
 
         Every decode iteration is equally likely, so an output length's probability is proportional to its iterations.
         # [requests] each
@@ -153,7 +154,7 @@ class Lengths:
     def _occupied_blocks(self, block_size: int) -> tuple[float, float]:
         """Compute `occupied_blocks`.
 
-        A running request has had a of its D decode iterations, where each a in 0 .. D is equally likely. So the
+        Let a be the number of a running request's decode iterations so far. Each a in 0 .. D is equally likely, so the
         probability of a is proportional to P(D >= a).
         """
         ages = np.arange(len(self.survival) + 1)
@@ -169,7 +170,8 @@ def phases(decodes: npt.ArrayLike, decode_iterations: int) -> Array:
 
 
 def steady_decode_batch(lengths: Lengths, encode_batch: float, decode_iterations: int) -> float:
-    """Return the number of decoding requests in an rra phase: B_D = B_E E[c(D)], exact by Little's law.
+    """Return the number of decoding requests in an rra phase: B_D = B_E E[c(D)], exact by Little's law (c is as in
+    `phases`).
 
     The paper's B_E / E[1/c] is biased, since requests that decode for longer are more often among the decoding ones.
     Source: ExeGPT sec. 6, corrected.
@@ -179,7 +181,8 @@ def steady_decode_batch(lengths: Lengths, encode_batch: float, decode_iterations
 
 
 def decoded(outputs: npt.ArrayLike, speculation: Speculation | None, rng: np.random.Generator) -> Ints:
-    """Return the output lengths with which the schedule simulates requests with a draft. # [requests]
+    """Return the output lengths, in steps of the schedule, with which requests with a draft are simulated.
+    # [requests]
 
     A step of the schedule stands for that fraction of an engine step in which a request gets one token on average. The
     first token comes with the prompt. Then engine steps emit 1, 2, ... tokens with the probabilities in

@@ -1,7 +1,7 @@
 """Measure throughput and latencies from a log of steps. The same definitions hold for simulated and real engines.
 
 At saturation, latency counts from admission, which is the start of the step that begins to encode the request
-(`measure`). If requests arrive at times of their own, latency counts from arrival (`request_times`).
+(`measure`). If requests arrive over time, latency counts from arrival (`request_times`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ Batch = tuple[str, int, int]
 """The lane, micro-batch and replica of requests that decode together."""
 
 VIRTUAL_SHARE = 0.8
-"""For at least this share of admissions, the log must show the latency of a request with `quantile_output` tokens."""
+"""Smallest share of admissions for which the log must show when a request with `quantile_output` tokens would have
+ended.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +36,12 @@ class Measured:
         num_requests: number of requests that finished in the window.
         throughput_rps: requests a second in the window.
         output_tokens_per_s: output tokens a second in the window.
-        latency_s: mean time from admission to the last token of a request with `quantile_output` tokens. Each admission
-            in the window shows this time, whatever the request's own length, since every decode step gives a token to
-            every running request. There is an exception: if all requests ended before this time, a request with
-            `quantile_output` tokens would still have been running and might have kept later requests out. If this is
-            common (in static batches, or in phases longer than most outputs), or if steps mix encode and decode (a
-            longer request would have kept its slot), the result is the mean TTFT plus the mean gap before each further
-            token.
+        latency_s: mean time from admission to the last token of a request with `quantile_output` tokens. Every decode
+            step gives a token to every running request. So each admission in the window shows this time, whatever the
+            request's own length. Two cases are exceptions. In the first, all requests often end before this time (in
+            static batches, or in phases longer than most outputs), and a longer request might have kept later requests
+            out. In the second, steps mix encode and decode, and a longer request would have kept its slot. In both
+            cases, the result is the mean TTFT plus the mean gap before each further token.
         request_latency_s: quantile of all requests' times from admission to the last token.
         ttft_s: mean time from admission to the first token.
         itl_p99_s: 99th percentile of the gaps between tokens of a request.
@@ -143,7 +144,9 @@ def window_of(log: Sequence[StepRecord], skip_requests: int, num_requests: int) 
 
 
 def without_core_waits(log: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the log of one lane as if no step had waited for a CPU core, so that steps and arrivals come earlier."""
+    """Return the log of one lane without the times for which steps waited for a CPU core. Later steps and arrivals move
+    earlier.
+    """
     found, waited_ns = [], 0
     for record in log:
         start_ns = record.start_ns - waited_ns
@@ -219,7 +222,7 @@ class RequestTimes:
         return self.share_kept(constraint.all_bounds)
 
     def keeps(self, constraint: Constraint) -> bool:
-        """Return whether enough requests kept the bounds of each goal."""
+        """Return whether, for each goal, enough requests kept the bounds."""
         return all(self.share_kept(goal) >= goal.quantile for goal in constraint.goals)
 
     @property
@@ -347,7 +350,7 @@ class _Steps:
     def virtual_latencies(self, ids: Sequence[int], output_length: int) -> Array:
         """Return the seconds from each admission to the last token of a request with `output_length` tokens.
 
-        Admissions too near the log's end are left out. The result is NaN if all requests ended before this last token.
+        Admissions too near the log's end are left out. An entry is NaN if all requests ended before this last token.
         """
         if output_length == 1 and self._encode_emits:
             return (self.end[[self.first_token[i] for i in ids]] - self.start[[self.admitted[i] for i in ids]]) / 1e9
@@ -394,9 +397,9 @@ class _Steps:
 def mean_gaps(gaps: Array, ages: npt.NDArray[np.int_], output_length: int) -> Array:
     """Return the mean gap after each token of a request, except the last token. # [output_length - 1]
 
-    An engine does not know before a request's next token whether the request continues. So the gaps of requests that
-    had more than n tokens predict the gap after the n-th token of any request. If no request had so many tokens, the
-    mean of all gaps is used.
+    An engine does not know before a request's next token whether the request continues. So the gap after the n-th token
+    of any request is predicted from requests with more than n tokens. If no request had so many, the mean of all gaps
+    is used.
     """
     seen = ages < output_length
     total = np.bincount(ages[seen], gaps[seen], output_length)[1:]

@@ -31,7 +31,9 @@ WORKSPACE_BYTES = 256 * MIB
 
 
 PADDED = "mxfp4"
-"""Weight format of experts whose sizes engines pad. Its kernels need no buffers between the matrix products."""
+"""Weight format of experts whose sizes engines pad. Kernels for this format need no buffers between the matrix
+products.
+"""
 OWN_KERNELS = re.compile(r"^g?h(100|20|200)|^g?b[23]00")
 """Names of devices for which engines have their own kernels for `PADDED`. On other devices they use Marlin."""
 
@@ -121,7 +123,7 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, spec: ModelSpec, dtype: DType, stage: StageShape, end: int) -> _Kept:
-        """Return the bytes that a device keeps for the decoder layers of a stage whose last layer is `end - 1`."""
+        """Return the bytes that a device of a stage keeps. The stage's last decoder layer is layer `end - 1`."""
         grows, constant, windows = 0.0, 0.0, list[tuple[int, float]]()
         for kind in spec.kinds:
             count = kind.count(end - stage.decoder_layers, end)
@@ -164,10 +166,10 @@ class _Kept(NamedTuple):
 class LaneMemory:
     """The memory of the devices of one lane.
 
-    Every stage has the K/V of its layers for every request in the lane, so the number of requests is limited by the
-    stage with memory for the fewest blocks. The encode lane of an encoder-decoder has no decoder layer. Its last stage
-    keeps the encoder's output, one hidden state per token, until the decode lane has received the output. Arrays have
-    an entry for each stage, since all devices of a stage use the same number of bytes.
+    Every stage has the K/V of its layers for every request in the lane, so the stage with memory for the fewest blocks
+    limits the number of requests. The encode lane of an encoder-decoder has no decoder layer. Its last stage keeps the
+    encoder's output, one hidden state per token, until the decode lane has received the output. Arrays have an entry
+    for each stage, since all devices of a stage use the same number of bytes.
 
     Args:
         precision: data types of weights, activations and K/V.
@@ -229,14 +231,14 @@ class LaneMemory:
         if keeps is not None and keeps.shares_rest:  # weights may also use memory beyond `usable_memory`
             occupied = occupied - (1 - cluster.device.usable_memory) * self.weight_bytes
         self._occupied: Array = occupied
-        """Bytes of `_usable` that K/V cannot use, on a device of each stage, without activations."""
+        """Bytes of `_usable` that K/V cannot use even if there are no activations, on a device of each stage."""
         # Stages with equal memory need to be computed only once.
         distinct = {
             (a, b, *row): i
             for i, (a, b, row) in enumerate(zip(occupied, self._block_bytes, self._buffers.rows.tolist(), strict=True))
         }
         self._distinct = np.asarray(sorted(distinct.values()))
-        """Indices of stages whose memory differs, one for each kind."""
+        """Indices of stages: one for each distinct amount of memory."""
         worst = int(np.argmax(occupied))
         if must_fit and occupied[worst] >= self._usable:
             needed, offered = self.fixed_bytes[worst] / 2**30, self._usable / 2**30
@@ -248,7 +250,8 @@ class LaneMemory:
             )
 
     def blocks_beside(self, step_tokens: npt.ArrayLike) -> Array:
-        """Return how many blocks fit on every stage beside the activations of a step of `step_tokens`. # [n] -> [n]
+        """Return how many blocks fit in memory on every stage while a step of `step_tokens` tokens runs.
+        # [n] -> [n]
 
         These blocks include the memory that each request needs whatever its length (see `request_blocks`).
         """
@@ -367,8 +370,8 @@ def _rounded_up(size: float, multiple: int) -> float:
 
 
 def _allocated(size: float) -> float:
-    """Return the bytes that PyTorch's allocator uses for a tensor. Large tensors get multiples of 2 MiB, unless more
-    than 1 MiB would remain, which the allocator splits off.
+    """Return the bytes that PyTorch's allocator uses for a tensor. It rounds a tensor of at least 10 MiB up to a
+    multiple of 2 MiB, unless this would add more than 1 MiB, which it splits off.
     """
     rest = -size % (2 * MIB)
     return size + rest if size >= 10 * MIB and rest <= MIB else size
@@ -385,10 +388,10 @@ def capacity(
     """Return the number B of requests that may run at the same time.
 
     Each request takes r blocks, with variance v. Under "reserve", requests enter while they fit, so the sum of their
-    blocks is a compound Poisson sum, and B is the largest number with B E[r] + z sqrt(B E[r^2]) <= blocks, where z is a
+    blocks is a compound Poisson sum. B is the largest number with B E[r] + z sqrt(B E[r^2]) <= blocks, where z is a
     normal quantile. A request that does not fit only waits, so it is enough that B requests fit 99% of the time. Under
-    "quantile", B is the plan's `max_running`, so the sum has variance B v. If the sum exceeds memory, a request is
-    preempted, so B requests must fit 99.9% of the time. In both cases, a quadratic equation in sqrt(B) is solved.
+    "quantile", B becomes the plan's `max_running`, so the sum has variance B v. A request is preempted if the sum
+    exceeds memory, so B requests must fit 99.9% of the time. In both cases, a quadratic equation in sqrt(B) is solved.
 
     Args:
         kept_blocks: number of blocks for cached prompts. All outputs must fit into the other blocks. Blocks that are

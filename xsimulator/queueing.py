@@ -9,7 +9,7 @@ where s is the coefficient of variation of the time for which a request occupies
 after a phase or a batch, s = 0. A request that arrives when k others are in the system spends, one after the other,
 
 - the time until the next step that may admit it, which is uniform over the time between two such steps;
-- if all n slots are taken, the wait for a slot, which is exponential since the tail of P is geometric;
+- if all n slots are taken, the wait for a slot, which has an exponential distribution since the tail of P is geometric;
 - its running time, with the step times of the schedule with k + 1 requests.
 
 Up to n, the model is exact for Poisson arrivals and processor sharing, whatever the distribution of running times.
@@ -38,7 +38,7 @@ Array = npt.NDArray[np.float64]
 NUM_LOADS = 16
 """Number of batch sizes at which a curve is evaluated, from one request to the largest batch."""
 FEW_STATES = 24
-"""Up to this number of requests, each number is a state. Larger states are further and further apart."""
+"""Up to this number of requests in the system, each number is a state. Beyond it, the distance between states grows."""
 NUM_STATES = 72
 RATE_STEPS = 14
 """Number of bisection steps for a rate. They determine the rate to a ten-thousandth of the throughput at saturation."""
@@ -54,14 +54,14 @@ class LoadPoints(NamedTuple):
     stated
 
     Attributes:
-        work, late_at: for each state k, sum_{j<=k} log X(j), and the share of late requests among those that run with k
-            others. # [n, states]
+        work, late_at: two values for each state k: sum_{j<=k} log X(j), and the share of late requests among those that
+            run with k others. # [n, states]
         log_width: log of how many numbers of requests each state represents. # [n, states]
         last, share: the last state below n - 1, and the position of n - 1 between this state (0) and the next one (1).
         spread: (1 + s^2) / 2, with the coefficient of variation s of running times.
         is_late: whether a bound is broken even without waiting.
         gate: longest wait for the next admission. # [n, 1]
-        inside, beyond: the part, up to `gate`, of the time that remains for waiting, and the rest of this time.
+        inside, beyond: the time that remains for waiting, in two parts: the part up to `gate`, and the rest.
     """
 
     saturation: Array
@@ -110,7 +110,9 @@ class LoadCurves:
         inputs, of_inputs = _groups(lengths.inputs, lengths.input_probabilities, INPUT_EDGES)
         self._decodes, self._shares = np.repeat(decodes, len(inputs)), np.outer(of_decodes, of_inputs).ravel()
         self._prompts = np.tile(inputs / lengths.mean_input, len(decodes))
-        """Representative requests: their decodes, shares of all requests, and prompts relative to the mean prompt."""
+        """Representative requests: their numbers of decodes, their shares of all requests, and the length of their
+        prompts relative to the mean prompt.
+        """
         shape = (-1, num_loads)
         ttft, tpot, gate, throughput = (
             curve.reshape(shape) for curve in (found.ttft, found.tpot, found.cycle, found.throughput)
@@ -147,7 +149,9 @@ class LoadCurves:
             left = np.minimum(left, goal.ttft_s / slack - self._first)
         self._left: Array = left
         self._slow: Array = np.zeros_like(left)
-        """Share of requests whose mean gap breaks its bound. The mean of few gaps varies more."""
+        """Share of requests whose mean gap between tokens breaks its bound. In short outputs, the mean gap varies
+        more.
+        """
         if goal.tpot_s is not None:
             deviation = np.maximum(beyond / P99_DEVIATE, 1e-9)[..., None]
             room = (goal.tpot_s / slack - self._tpot)[..., None] * np.sqrt(self._decodes) / deviation

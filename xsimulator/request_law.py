@@ -7,7 +7,7 @@ distribution of lengths, estimate a quantile in the tail of a skewed distributio
 requests with drawn lengths.
 
 If the log ends or no request decodes any more, the log does not show when a longer request would have had its next
-tokens. Then the mean gaps after the same number of tokens are used.
+tokens. The mean gaps after the same number of tokens are then used instead.
 
 If steps mix encode and decode, a longer request would have occupied the slot of a prompt that these steps encode, so
 the log does not show its times. Then far more requests are simulated, and the latencies of requests with drawn lengths
@@ -36,8 +36,8 @@ NUM_GROUPS = 10
 """Number of groups for the bootstrap. A group has consecutive admissions, since their latencies are correlated."""
 NUM_DRAWS = 40
 LEAST_ERROR = 0.003
-"""Least error that is stated. With nearly equal lengths, a schedule repeats for ever what happened at its start, so its
-variation understates the error.
+"""Least error that is stated. If lengths are nearly equal, a schedule keeps repeating what happened at its start, so
+the variation within a run understates the error.
 """
 
 
@@ -73,7 +73,7 @@ class RequestLaw:
         return bool(np.ptp(self.seconds, axis=0).max() <= 1e-9 * self.seconds.max())
 
     def batches_beyond(self, q: float) -> int:
-        """Return how many batches have requests beyond the quantile. With few such batches, the tail is uncertain."""
+        """Return how many batches have requests beyond the quantile. If they are few, the tail is uncertain."""
         return len(np.unique(self.batch[(self.seconds > self.quantile(q)).any(axis=1)]))
 
     def error(self, q: float) -> float:
@@ -154,7 +154,9 @@ def _own_law(seconds: Array, admitted: Ints) -> RequestLaw:
 
 
 def _reaches(reached: Array, q: float, total: float | None = None) -> int:
-    """Return the first index at which the rising sums `reached` are at least `q` times `total` (default: the last)."""
+    """Return the first index at which the rising sums `reached` are at least `q` times `total`. By default, `total` is
+    the last sum.
+    """
     return min(int(np.searchsorted(reached, q * (total or reached[-1]) * (1 - 1e-12))), len(reached) - 1)
 
 
@@ -177,11 +179,11 @@ class SeenSteps:
         start_s, end_s: times of each step. # [steps] each
         steps: for each micro-batch, the steps that decode.
         empty: for each micro-batch, the numbers of its decode steps before which no request decoded.
-        ended: for each micro-batch, the steps without decodes after which no request decodes, as all outputs have one
-            token.
-        admitted, first_token, last_token: the step that begins to encode a request's prompt, the step that computes its
-            first token (or that ends its prompt, in the lane of an encoder), and the step of its last token, or -1. #
-            [requests] each
+        ended: for each micro-batch, the steps without decodes after which no request decodes, because all outputs have
+            one token.
+        admitted, first_token, last_token: numbers of three steps of each request, or -1 if there is none: the step that
+            begins to encode its prompt, the step that computes its first token (in an encoder's lane, the step that
+            ends its prompt), and the step that computes its last token. # [requests] each
         batch: the micro-batch in which a request decodes, or -1. # [requests]
         joined: the number of a request's first decode step in that micro-batch. # [requests]
     """
@@ -270,7 +272,9 @@ class SeenSteps:
         return len(self.start_s) if (self.admitted < 0).any() else int(self.admitted.max())
 
     def first_output_s(self, ids: Ints, *, encode_emits: bool) -> Array:
-        """Return the times of the first tokens, which the first decode steps compute unless encode steps do."""
+        """Return the times at which requests get their first tokens: at the end of the step that encodes the prompt if
+        `encode_emits`, otherwise at the end of the first decode step.
+        """
         if encode_emits:
             return self.end_s[self.first_token[ids]]
         found = np.full(len(ids), np.nan)
@@ -280,7 +284,9 @@ class SeenSteps:
         return found
 
     def latencies(self, ids: Ints, decodes: Ints) -> Array:
-        """Return the seconds from admission to the last token, for each number of decodes. # [ids, decodes]"""
+        """Return the seconds from admission to the last token, for each request in `ids` and each number of decodes.
+        # [ids, decodes]
+        """
         opens = int(self.admitted[ids[0]])
         """The step at which the steady state begins. The steady state lasts until the last admission."""
         first = self.end_s[self.first_token[ids]]
@@ -315,7 +321,9 @@ class SeenSteps:
         return found + np.nan_to_num(further)
 
     def _gaps_by_age(self, batch: int, opens: int) -> Array:
-        """Return the mean seconds from the previous token to the end of the n-th decode step. # [most decodes]"""
+        """Return, for each n, the mean seconds of the n-th decode step of a request, from its previous token to the
+        step's end. # [most decodes]
+        """
         steps = self.steps[batch]
         gaps = np.diff(self.end_s[steps], prepend=self.start_s[steps[0]])
         total, count = np.zeros(len(steps) + 1), np.zeros(len(steps) + 1)

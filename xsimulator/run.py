@@ -43,8 +43,8 @@ MANY_REQUESTS = 20_000
 def warm_up_requests(plan: Plan) -> int:
     """Return the number of requests that must end before a replica's batch is in its steady state.
 
-    An engine that starts empty has too few long requests at first. Many short requests end before the number of long
-    ones reaches its steady state.
+    An engine that starts empty has too few long requests at first. Many short requests end before it has the steady
+    number of long ones.
     """
     estimate, decodes = plan.estimate, plan.workload.output.mean - 1
     # If a policy refills only an empty batch, most requests may have ended with their first token.
@@ -69,7 +69,7 @@ def outstanding_requests(plan: Plan) -> int:
 
 
 def _most_running(plan: Plan) -> int:
-    """Return how many requests may run on a replica by its policy, at most one for each K/V block."""
+    """Return how many requests the policy lets run on a replica, at most one for each K/V block."""
     most: int = getattr(plan.policy, FORECASTS[plan.policy.kind].load)
     return min(most, _num_blocks(plan))
 
@@ -81,8 +81,8 @@ def _num_blocks(plan: Plan) -> int:
 def requests_to_send(plan: Plan, num_requests: int, *, saturated: bool) -> int:
     """Return how many requests to replay on one replica so that `num_requests` can be measured.
 
-    A saturated run starts with a warm-up. The measured window closes at a step that encodes, so further requests must
-    follow.
+    A saturated run starts with a warm-up. The measured window closes at a step that encodes, so some requests must
+    follow the measured ones.
     """
     return num_requests + outstanding_requests(plan) + (warm_up_requests(plan) if saturated else 0)
 
@@ -120,8 +120,8 @@ class Simulated:
     def figures(self) -> dict[str, float]:
         """Every known figure by its name.
 
-        If requests arrive at times of their own, latencies count from arrival, and goodput is the share of requests
-        that keep every bound.
+        If requests arrive over time, latencies count from arrival, and goodput is the share of requests that keep every
+        bound.
         """
         found = {name: value for name, value in asdict(self.measured).items() if name != "latencies_s"}
         found = {name: value for name, value in found.items() if not np.isnan(value)}
@@ -162,12 +162,12 @@ def run_simulation(
         workload: a name, a path, or histograms. None means the plan's workload.
         num_requests: number of requests that are measured.
         arrivals: the arrival process. None means that requests are always waiting.
-        own_times: whether to replay the workload as recorded, with its pairs of lengths and its arrival times. The
-            workload must be a trace.
+        own_times: whether to replay a trace with its recorded arrival times and pairs of lengths. The workload must be
+            a trace.
         since_s: seconds after the trace's first request at which the replay begins.
         clients: number of clients that send to all replicas in a closed loop. None means no closed loop.
-        keep_steps: whether to return the steps even of replays of more than `MANY_REQUESTS` requests, which then take
-            0.6 ms for each request.
+        keep_steps: whether to return the steps even if more than `MANY_REQUESTS` requests are replayed. Such a replay
+            then takes 0.6 ms for each request.
 
     Raises:
         InputError: the workload does not exist, one of its requests can never fit into the plan's K/V memory, or
@@ -207,7 +207,7 @@ def _closed_loop(
 ) -> Simulated:
     """Run a closed loop on one replica. Each client sends its next request once its previous request has ended.
 
-    The first request of each client is warm-up, and as many requests follow the measured ones.
+    The first request of each client is warm-up. As many further requests follow the measured ones.
     """
     check_fits(plan, workload)
     own_clients, spans = round(clients / plan.replicas), list[Span]()
@@ -299,10 +299,11 @@ def request_latencies(
     """Return the distribution of all requests' latencies at saturation, from admission to the last token.
 
     If requests enter one by one, the first requests begin in the middle of their outputs, as in a running engine. If
-    they all began their outputs together, requests would keep ending nearly together for a long time.
+    they began at the start of their outputs, they would end nearly together, and so would later requests for a long
+    time.
 
     Args:
-        at_once: whether the first requests begin their outputs together nevertheless.
+        at_once: whether the first requests begin at the start of their outputs all the same.
 
     Raises:
         InputError: a request of the workload can never fit into the plan's K/V memory.
@@ -333,7 +334,7 @@ def seen_at_once(
     plan: Plan, profile: Profile, inputs: Ints, outputs: Ints, longest: Ints, needed: int | None = None
 ) -> SeenSteps:
     """Return the steps of one replica if all requests arrive at the start and each step takes its mean time. The run is
-    simulated by counts if possible.
+    by counts if possible.
 
     Args:
         longest: the longest output that each request may have.
@@ -360,7 +361,9 @@ def _counted(plan: Plan, profile: Profile, stream: Stream, *, is_logged: bool) -
 
 
 def is_drawn(plan: Plan) -> bool:
-    """Return whether only requests with randomly drawn lengths show the latencies (see `xsimulator.request_law`)."""
+    """Return whether latencies can be measured only on requests with randomly drawn lengths (see
+    `xsimulator.request_law`).
+    """
     return FORECASTS[plan.policy.kind].stations.admits_each_step
 
 
@@ -441,9 +444,8 @@ def replay_by_counts(
 
 
 def with_joint_lengths(plan: Plan, profile: Profile, trace: TraceLengths, num_requests: int = 500) -> Plan:
-    """Return the plan with an estimate of the error from treating input and output lengths as independent.
-
-    The trace's pairs of lengths are simulated, and then the same lengths in random pairs.
+    """Return the plan with an estimate of the error that comes from treating input and output lengths as
+    independent.
     """
     if min(np.ptp(trace.input), np.ptp(trace.output)) == 0:
         return plan
@@ -481,7 +483,7 @@ def run_requests(
         clients: number of clients that send the requests in a closed loop. None means that requests arrive at their own
             times.
         trace: the requests. Without times, all requests arrive at the start. If the plan expects reuse but the trace
-            has no prefixes, all prompts begin with the same tokens, whose share of a prompt is as planned.
+            has no prefixes, all prompts begin with the same tokens. These are the planned share of each prompt.
     """
     schedule = policies.build(plan)
     size = plan.block_size
@@ -520,7 +522,9 @@ def run_requests(
 
 
 def accounts_of(plan: Plan, num_requests: int) -> list[Account]:
-    """Return an account for each request. Among consecutive requests, each class has about its planned share."""
+    """Return an account for each request. Accounts are assigned so that each class has about its planned share of any
+    consecutive requests.
+    """
     classes = plan.constraint.classes
     accounts = [plan.account_of(each) for each in classes]
     ends = list(accumulate(each.share for each in classes))
@@ -575,8 +579,8 @@ def read_log(
 ) -> Measured:
     """Return the figures of a log of the plan's replicas, without the warm-up of a saturated run.
 
-    If requests arrived at times of their own, the log may end with the last measured request. A saturated log must go
-    on after the measured requests, because a batch that empties is not in the steady state.
+    If requests arrived over time, the log may end with the last measured request. A saturated log must go on after the
+    measured requests, because a batch that is running empty is not in the steady state.
 
     Args:
         skipped: number of warm-up requests. None means as many as a saturated run needs.

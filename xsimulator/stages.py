@@ -73,8 +73,8 @@ def spread(num_layers: int, layer_s: Sequence[float], fixed_s: Sequence[float] |
 
 
 def degrees(num_devices: int, tp_degree: int, tp_devices: int) -> tuple[int, ...]:
-    """Return the tensor-parallel degree of each stage: `tp_devices` devices form groups of `tp_degree`, the rest are
-    single.
+    """Return the tensor-parallel degree of each stage: `tp_devices` devices form groups of `tp_degree`, and each other
+    device is a stage by itself.
 
     Source: ExeGPT sec. 4.2, Figure 4 (d).
     """

@@ -1,4 +1,5 @@
-"""Evaluate piecewise linear functions through a profile's points, with one or two variables, or many functions at once.
+"""Evaluate piecewise linear functions through a profile's points. A function has one or two variables, and many
+functions can be evaluated in one call.
 
 A function is linear between its points, and linear from zero to the first point. Beyond the last point, it continues
 the last segment, or stays constant if the last segment falls.

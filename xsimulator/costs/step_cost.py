@@ -1,7 +1,7 @@
-"""Compute how long steps take on the stages of a lane: in tables for the closed forms, and for single steps.
+"""Compute how long steps take on the stages of a lane: tables for the closed forms, and times of single steps.
 
-The simulated engine, calibration and the observation of a machine's pace use single steps. The closed forms' tables are
-computed from the same curves.
+The closed forms read the tables. The simulated engine, calibration and the observation of a machine's pace compute
+single steps, from the same curves.
 
 A step has n tokens, samples k of them, and has r requests. A stage with d decoder layers and e encoder layers takes
 
@@ -41,16 +41,15 @@ class LaneCost:
     Args:
         degrees: the profile's tables, which several lanes may share. None means that the tables are computed here.
         engine: the engine that runs the steps. None means an engine of which only the profile is known.
-        is_floor: whether the profile has lower tables. With lower tables, closed forms count the cost of mixing for one
-            decode only.
+        is_floor: whether `profile` has lower tables. Closed forms then count the cost of mixing for one decode only.
 
     Attributes:
         mixing: extra time of a mixed step, as a share of the time of a step with only its decodes.
-        ahead: whether the engine schedules a step while the previous one runs.
+        ahead: whether the engine schedules each step while the previous step runs.
         apart: whether prompts are encoded in separate steps, before the decode step.
         whole_prompts: whether prompts are never cut into pieces.
         token_budget: largest number of tokens in a step if the policy has no token budget. None means no limit.
-        kinds: the distinct stages, each with whether it follows another stage.
+        kinds: the distinct stages. Each is paired with whether another stage comes before it.
         counts: number of stages of each kind.
 
     Raises:
@@ -145,7 +144,7 @@ class LaneCost:
         return Table(points, [base_s + attention_s for base_s, attention_s in zip(base, attention, strict=True)])
 
     def contexts_between(self, first: float, last: float) -> Array:
-        """Return the contexts `first` and `last`, and the points of the decode attention's tables between these two."""
+        """Return `first`, `last` and the contexts between them at which the tables of decode attention have points."""
         inside = np.concatenate([degree.decode.lengths for degree in self._degrees.values()])
         return np.unique(np.concatenate([[first, last], inside[(inside > first) & (inside < last)]]))
 
@@ -370,8 +369,8 @@ class _DecodeSteps:
 
 
 def _ragged(grid: Grid, pieces: Sequence[tuple[int, int, int]]) -> float:
-    """Return the seconds of attention for prompt pieces [start, end). Each of n pieces takes 1 / n of the time of n
-    such pieces.
+    """Return the seconds of attention for prompt pieces [start, end). Each of n pieces counts as 1 / n of the time of n
+    pieces of its kind.
     """
     count, at = len(pieces), grid.at
     seconds = 0.0
@@ -411,7 +410,8 @@ class StepCounts(NamedTuple):
         sampled: number of rows that go through the output head.
         num_tokens: number of prompt tokens, plus one for each decode.
         mean_input: for cross-attention, the mean input length of the requests that go through the decoder.
-        joining_tokens: number of input tokens of requests in their first decode step that another lane encoded.
+        joining_tokens: number of input tokens of requests that another lane encoded and that are in their first decode
+            step.
     """
 
     encode: Sequence[tuple[int, int, int]]
@@ -451,7 +451,7 @@ class StepCounts(NamedTuple):
 
 
 class TransferCost:
-    """Seconds that a batch's K/V takes to move to the decode lane, by number of prompt tokens.
+    """Seconds in which a batch's K/V moves to the decode lane, by number of prompt tokens.
 
     Devices send at the same time, so the device with the most layers takes longest. An encoder sends only its last
     hidden states.
@@ -469,7 +469,7 @@ class TransferCost:
         self.line = Line(line.points / share, line.values)
         """Seconds, by number of tokens of all prompts in the batch."""
         self.occupies = encode.profile.num_threads is not None
-        """Whether a transfer takes compute time of the devices. It does on CPUs, which have no copy engine."""
+        """Whether a transfer takes the devices' compute time, as it does on CPUs, which have no copy engine."""
 
     def at(self, tokens: float) -> float:
         return self.line.at(tokens)

@@ -95,7 +95,7 @@ def step_tables(cost: LaneCost) -> StepTables:
 
 @helper
 def stretch_of(points, first, end, x):
-    """Return the index, from `first` to `end`, of the point at which the segment around x begins."""
+    """Return the index, from `first` to `end`, of the point at which the segment that contains x begins."""
     last = end - 1
     while last - first > 1:
         middle = (first + last) // 2
@@ -121,7 +121,7 @@ def line_at(t, line, x):
 
 @helper
 def grid_at(t, grid, batch, length):
-    """Return the value of grid number `grid`."""
+    """Return the value of grid number `grid` at a batch size and a length."""
     first_batch, first_length, first = t.grid_at[grid]
     end_batch, end_length, _ = t.grid_at[grid + 1]
     i = stretch_of(t.batches, first_batch, end_batch, batch)
@@ -208,7 +208,9 @@ def layer_of(t, group, step, pieces, found):
 
 @helper
 def prompts_s(t, grid, pieces, step):
-    """Return the seconds of attention for prompt pieces. Each of n pieces takes 1 / n of the time of n such pieces."""
+    """Return the seconds of attention for prompt pieces. Each of n pieces counts as 1 / n of the time of n pieces of
+    its kind.
+    """
     count, seconds = step.last_piece - step.first_piece, 0.0
     for i in range(step.first_piece, step.last_piece):
         piece = pieces[i % len(pieces)]
@@ -220,7 +222,9 @@ def prompts_s(t, grid, pieces, step):
 
 @helper
 def pass_stages(t, free_ns, issue_ns, costs_ns, num_tokens):
-    """Return when a step leaves the last stage. Set `free_ns` to the times when each stage has finished all steps."""
+    """Return when a step leaves the last stage. Set each entry of `free_ns` to the time when the stage has finished the
+    step.
+    """
     now_ns = free_ns[0] = max(issue_ns, free_ns[0]) + costs_ns[t.kind_of[0]]
     if len(free_ns) == 1:
         return now_ns

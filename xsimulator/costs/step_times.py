@@ -62,7 +62,7 @@ def _attention(cost: LaneCost, length: int) -> float:
 
 
 def _steps(plan: Plan, cost: LaneCost, seed: int) -> list[tuple[StepCounts, float]]:
-    """Return random steps like the plan's, with their seconds. Each has a decode batch and a piece of a prompt."""
+    """Return random steps like the plan's, each with its seconds. A step has a decode batch and a piece of a prompt."""
     rng = np.random.default_rng(seed)
     inputs, outputs = plan.workload.input, plan.workload.output
     most = max(1, getattr(plan.policy, "max_batch", round(plan.estimate.decode_batch)))

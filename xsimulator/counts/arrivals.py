@@ -1,11 +1,11 @@
 """Define the state of a simulation by counts, in which requests arrive one by one.
 
 A decode step gives a token to every request that decodes in the micro-batch. So the cost of a step depends only on the
-number of these requests and the total number of tokens to which they attend. Of a request's decode iterations, only the
-last is stored. Requests enter in order of arrival. Memory for a request's longest output is reserved ("reserve"). With
-a single micro-batch of orca or chunked, requests may instead enter with only the blocks of their prompts ("quantile").
-Other schedules are simulated on the simulated engine (`xsimulator.events`). For schedules that both can simulate, all
-times are equal (tests/contract/test_counts.py).
+number of these requests and the total number of tokens to which they attend. For each request, only the number of its
+last decode iteration is stored. Requests enter in order of arrival. Memory for a request's longest output is reserved
+("reserve"). With a single micro-batch of orca or chunked, requests may instead enter with only the blocks of their
+prompts ("quantile"). Other schedules are simulated on the simulated engine (`xsimulator.events`). If a schedule can be
+simulated in both ways, all times are equal (tests/contract/test_counts.py).
 
 When the loops first run, numba compiles them and stores the compiled code on disk (see `xsimulator.counts.compiled`).
 """
@@ -151,7 +151,7 @@ class GoalNs(NamedTuple):
 
 
 class KeptBounds(NamedTuple):
-    """The bounds that requests [first, last) must keep, which are the measured ones."""
+    """The bounds that requests [first, last), the measured ones, must keep."""
 
     goals: tuple[GoalNs, ...]
     first: int
@@ -162,8 +162,8 @@ class Kv(NamedTuple):
     """K/V memory of a lane, in blocks of a fixed number of tokens.
 
     Attributes:
-        by_use: whether requests take blocks as they grow, and the last request to enter is preempted when no block is
-            free. Otherwise each request reserves blocks for its longest output.
+        by_use: if True, requests take blocks as they grow. If no block is free, the last request that entered is
+            preempted. If False, each request reserves blocks for its longest output.
     """
 
     blocks: int

@@ -39,8 +39,8 @@ def is_kept(function: Callable[..., Any]) -> bool:
 def _borrowed(typing_context: Any, arrays: Any) -> Any:
     """Return the same named tuple, but with arrays without reference counts. The caller must keep the arrays alive.
 
-    Whenever an array is read from a tuple, numba changes a reference count atomically, which took most of the loops'
-    time.
+    Whenever an array is read from a tuple, numba changes a reference count atomically. This would take most of the
+    loops' time.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:

@@ -19,7 +19,7 @@ from xsimulator.forecast import FORECASTS
 
 
 def is_compiled() -> bool:
-    """Return whether runs of one lane are compiled, as they are after the first run on a machine."""
+    """Return whether the code for runs of one lane has been compiled. It is compiled by the first run on a machine."""
     return is_kept(one_lane_arrivals.run)
 
 

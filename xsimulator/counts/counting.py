@@ -53,7 +53,9 @@ def admit(s, lane):
 
 @helper
 def leave(s, lane, id_, more=0):
-    """Free a request's blocks. With `by_use`, these hold all its tokens but the last, and `more` other tokens."""
+    """Free a request's blocks. If `by_use`, these blocks contain all its tokens except the last, and `more` further
+    tokens.
+    """
     request = s.requests[id_]
     lane.reserved -= blocks_of(lane, request.input + (request.output - 1 + more if lane.by_use else request.most))
     lane.num_inside -= 1
@@ -105,7 +107,9 @@ def preempt(s, lane, number):
 
 @helper
 def make_room(s, lane, number):
-    """Give every request the block of its next token. If blocks are lacking, preempt the last requests that entered."""
+    """Give every request the block for its next token. While blocks are lacking, preempt the request that entered
+    last.
+    """
     batch = s.batches[number]
     while lane.reserved + s.grows[batch.iteration % len(s.grows)] > lane.blocks and lane.num_inside > 1:
         preempt(s, lane, number)
@@ -156,7 +160,7 @@ def join(s, number, id_, generated):
 
 @helper
 def take_ends(s, number):
-    """Return the first request of the list that ends in this iteration, and clear the list."""
+    """Return the first request in the list of those that end in this iteration, and clear the list."""
     iteration = s.batches[number].iteration % s.ends.shape[1]
     first = s.ends[number, iteration]
     s.ends[number, iteration] = NONE
@@ -182,7 +186,7 @@ def put_piece(s, lane, id_, start, length):
 
 @helper
 def count(s, step, has_encoder):
-    """Compute the counts on which a step's cost depends, from its pieces, lane and micro-batch."""
+    """Compute the counts on which a step's cost depends, from the step's pieces, lane and micro-batch."""
     batch = s.batches[step.batch]
     step.num_ended = inputs = prompt_tokens = 0
     for i in range(step.first_piece, step.last_piece):

@@ -202,9 +202,8 @@ def may_encode(s, lane, number):
 
 @helper
 def waits_for_others(s, lane, batch):
-    """Return whether waiting prompts stay out of this step, either because the engine does not check for new requests
-    now, or because more prompts should be encoded together. This counts the consecutive steps in which prompts wait for
-    more prompts.
+    """Return whether waiting prompts stay out of this step. They do if the engine does not check for new requests now,
+    or if more prompts should be encoded together. Count the consecutive steps in which prompts wait for more prompts.
     """
     if batch.since_encode % lane.receive_steps and batch.decoding > 0:
         return True
@@ -387,7 +386,9 @@ def end_batch(s, lane):
 
 @helper
 def assume(s, lane, step):
-    """Count the tokens of a running step before it ends, as if requests ended only at their longest output."""
+    """Count the tokens of a running step before it ends, as if a request ended only when it reaches its longest
+    output.
+    """
     batch = s.batches[step.batch]
     if step.does_decode:
         batch.iteration += 1

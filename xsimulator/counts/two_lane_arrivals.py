@@ -128,7 +128,9 @@ def free_slot(s):
 
 @helper
 def next_end(s):
-    """Return the step that ends first, or NONE if no step runs. If several end together, the first to begin counts."""
+    """Return the step that ends first, or NONE if no step runs. Of steps that end together, return the one that began
+    first.
+    """
     found = NONE
     for i in range(len(s.steps)):
         step = s.steps[i]
@@ -255,7 +257,7 @@ def in_decode(s, lane):
 
 @helper
 def encode_target(s, lane):
-    """Return the token budget of the next encode batch, smaller if many requests decode, and larger if few do."""
+    """Return the token budget of the next encode batch. It is smaller if many requests decode, and larger if few do."""
     excess = lane.num_arrived - lane.num_joined + in_decode(s, lane) - lane.decode_batch
     if not lane.adjustment or abs(excess) <= lane.adjustment * lane.decode_batch:
         return lane.encode_tokens

@@ -1,4 +1,4 @@
-"""Define the interface of a policy's closed form, which planning, the queueing model and re-planning use.
+"""Define the interface of a policy's closed form. Planning, the queueing model and re-planning use it.
 
 A forecast has no state. It reads a model (`one_lane.OneLaneModel` or `two_lanes.TwoLaneModel`), which describes the
 steps of a placement's lanes under one workload. Policies with the same lanes share a model.
@@ -63,14 +63,14 @@ class Forecast(ABC, Generic[M]):
         settings: the type of the policy's settings, which declares its control variables.
         model: function that creates the model for predictions from the lanes' costs (`LaneCost`), the lengths, the
             quantile and `all_requests`.
-        line: the control variable whose consecutive integer values form a line of settings, along which latency rises
-            or falls. A policy has at most two variables. The other variable selects the line.
-        load: the control variable that grows along a load curve, which starts at one request.
+        line: the control variable whose consecutive integer values form a line of settings. Latency rises or falls
+            along the line. A policy has at most two variables, and the other variable selects the line.
+        load: the control variable that grows along a load curve. A load curve starts at one request.
         follows: variables that grow in proportion to the load variable.
         num_curves: number of values of the other variable for which there is a load curve.
         stations: the policy's properties as a queueing system.
-        swaps_between_steps: whether an engine can change, between two steps, from this policy to another policy with
-            this property, and back.
+        swaps_between_steps: whether an engine can change between two steps from this policy to any other policy with
+            this property.
         reserves_kv: whether K/V memory is always reserved in full.
         cuts_prompts: whether steps encode pieces of prompts.
     """
@@ -133,7 +133,7 @@ class Forecast(ABC, Generic[M]):
         return self.evaluate(model, **columns).at(0)
 
     def reestimate(self, plan: Plan, model: M, inside: float) -> dict[str, float]:
-        """Return the predictions for a plan under other lengths, with its settings unchanged if K/V still fits in
+        """Return the predictions for a plan under other lengths. The plan's settings do not change if K/V still fits in
         memory.
 
         Args:
@@ -156,8 +156,8 @@ class Forecast(ABC, Generic[M]):
     def box_throughput(
         self, model: M, low: Performance, high: Performance, floor: Performance, microbatches: Array, latency_s: float
     ) -> Array:
-        """Return, for each box, a bound on the requests a second of its settings, if it is not known which corner is
-        fastest.
+        """Return, for each box, an upper bound on the requests a second of its settings. Use this if it is not known
+        which corner is fastest.
 
         Args:
             model: the model with the lower tables.
@@ -196,19 +196,20 @@ class Performance:
 
     Attributes:
         throughput: requests a second.
-        latency: time from admission to the last token of a request whose output length is at the quantile, s.
-        ttft: time from admission to the first token, s.
-        tpot: mean gap between the tokens of this request, s.
-        itl_p99: 99th percentile of all gaps between tokens, s.
+        latency: time, in s, from admission to the last token of a request whose output length is at the quantile.
+        ttft: time, in s, from admission to the first token.
+        tpot: mean gap, in s, between the tokens of a request whose output length is at the quantile.
+        itl_p99: 99th percentile, in s, of all gaps between tokens.
         encode_batch: mean number of prompts in a step that encodes.
         encode_tokens: mean number of prompt tokens in a step that encodes.
         decode_batch: number of decoding requests (under rra and static, when decoding begins).
         peak_requests: largest number of requests that have K/V at the same time.
         peak_tokens: number of tokens of the largest step.
-        cycle: time from one encode step to the next, s.
+        cycle: time, in s, from one encode step to the next.
         bubble: share of the time in which devices are idle.
-        filling: under rra, seconds of a cycle in which the last decode steps before an encode phase are on other stages
-            than the slowest. With more iterations in a phase, steps are smaller and this time is shorter.
+        filling: under rra, seconds of a cycle in which the slowest stage has no step, because the last decode steps
+            before an encode phase are on other stages. More iterations in a phase make steps smaller and this time
+            shorter.
     """
 
     throughput: Array
@@ -244,5 +245,7 @@ def stack(size: int, parts: list[tuple[Any, Performance]]) -> Performance:
 
 
 def upper_deviate(share: npt.ArrayLike) -> Array:
-    """Return the standard normal deviate of the 99th percentile of all gaps, among the longest `share` of the gaps."""
+    """Return the standard normal deviate at which the 99th percentile of all gaps lies among the longest `share` of the
+    gaps.
+    """
     return ndtri(np.minimum(np.maximum(1 - 0.01 / np.maximum(share, 1e-9), 0.02), 0.99))

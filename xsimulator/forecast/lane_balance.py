@@ -1,4 +1,4 @@
-"""Compute the terms that balance the two lanes of waa, for many candidates: iterations, residence times and waiting."""
+"""Compute for many candidates the terms that balance waa's two lanes: iterations, residence times and waiting."""
 
 from __future__ import annotations
 
@@ -114,12 +114,14 @@ class Stays:
         self.transferred = float(survival[0])
         """Share of requests that reach the decode lane. The others end with the encode lane's token."""
         self._share: Array = np.concatenate([survival[:1], survival, [0.0]])
-        """Share of requests still in the lanes, by iterations since their transfer, the wait to join included."""
+        """Share of requests that are still in the lanes, by the number of iterations since their transfer. This number
+        includes the wait to join.
+        """
         tail = (self._share[1:] + self._share[:-1]) / 2
         self._rest: Array = np.append(np.cumsum(tail[::-1])[::-1], 0.0)
         """Mean number of remaining iterations over all requests, by iterations since their transfer."""
         self.together = float(survival @ survival / (survival.sum() or 1.0))
-        """Mean share, over a request's iterations, of its encode batch that still decodes."""
+        """Mean share of a request's encode batch that still decodes, averaged over the request's iterations."""
 
     def mean(self, lanes: LanePair, step: Array) -> Array:
         """Return the mean seconds that a request is in the lanes. # [n, points]"""
@@ -130,8 +132,8 @@ class Stays:
         return self.mean(lanes, step) - step * self.transferred / 2
 
     def left(self, lanes: LanePair, period: Array, step: Array) -> Array:
-        """Return how many requests of earlier batches are still in the lanes when a batch enters, relative to a batch.
-        # [n, points]
+        """Return how many requests of earlier batches are still in the lanes when a batch enters, as a multiple of a
+        batch. # [n, points]
 
         Args:
             period: seconds from one batch to the next.
@@ -159,7 +161,7 @@ def between(values: Array, at: Array) -> Array:
 
 
 class Waiting:
-    """Computes how many slots stay free because the encode lane is busy, by requests a second.
+    """Computes, for each rate in requests a second, how many slots stay free because the encode lane is busy.
 
     The encode lane is modelled as a queue of batches. As the rate approaches `limit`, the number of free slots goes to
     infinity.

@@ -1,8 +1,8 @@
 """Predict steps that decode all running requests and encode prompts for free slots: orca (no token budget) and chunked.
 
 The max_batch slots of a micro-batch form a closed queueing network. A slot decodes for D steps, and then its next
-prompt goes through a station that encodes budget - b tokens a step. With x prompts a step, b = x E[D] requests decode,
-the station's load is rho = x E[I] / (budget - b), and
+prompt goes through a station that encodes budget - b tokens a step. If x prompts begin per step, b = x E[D] requests
+decode, the station's load is rho = x E[I] / (budget - b), and
 
     max_batch = x (E[D] + W(rho)),   W = 1 / (1 - exp(-1/y)),   y = (E[I] + wait) / (budget - b),
 
@@ -39,7 +39,9 @@ ROOT_STEPS = np.linspace(0.0, 1.0, 33)
 ROOT_LEVELS = 2
 """Number of grids on which the root is searched. Each grid divides one segment of the previous grid."""
 PROMPTS = np.asarray([0.35, 0.3, 0.2, 0.1, 0.05])
-"""Shares of all prompts, from the shortest to the longest. The mean length of each share represents its prompts."""
+"""Shares of all prompts, sorted from the shortest to the longest. The mean length of each share represents the prompts
+in it.
+"""
 DEVIATES = np.asarray([[-2.334414], [-0.741964], [0.741964], [2.334414]])
 WEIGHTS = np.asarray([0.045876, 0.454124, 0.454124, 0.045876])
 """Nodes and weights that represent a normal distribution (Gauss-Hermite)."""
@@ -77,7 +79,9 @@ class _Mix(NamedTuple):
     busy: Array
     """Share of steps that encode."""
     others_busy: Array
-    """Share of steps that encode, among the steps of a decoding request, whose own slot has no prompt."""
+    """Share of steps that encode, among the steps in which a given request decodes. The request's own slot then has no
+    prompt.
+    """
     requests: Array
     tokens: Array
     """Mean number of prompts (`requests`) and of prompt tokens in a busy step."""
@@ -85,13 +89,14 @@ class _Mix(NamedTuple):
     shares: Array
     """For each value that represents busy steps, the number of prompts and the probability. # [values, n] each"""
     columns: Array
-    """Decode batch, number of prompts and number of prompt tokens, for a step that only decodes, for each value, and
-    for the longest step. # [3, 2 + values, n]"""
+    """Counts of three kinds of steps: one that only decodes, one for each value that represents busy steps, and the
+    longest step. The first axis is decode batch, number of prompts and number of prompt tokens. # [3, 2 + values, n]
+    """
     spans: Array | None
-    """Mean number of steps in which a prompt waits or is encoded. None means one."""
+    """Mean number of steps for which a prompt waits or is encoded. None means one."""
     room: Array | None
     load: Array | None
-    """Number of prompt tokens that a step can take, and the used share of it. None means no limit."""
+    """Two numbers: the prompt tokens that a step can take, and the share of them that is used. None means no limit."""
     largest: Array
     """Number of tokens in the largest step."""
 
@@ -103,7 +108,7 @@ class Mixes:
     cached.
 
     Args:
-        ahead: whether steps are scheduled one step ahead.
+        ahead: whether the engine schedules each step while the previous step runs.
         apart: whether prompts are encoded in separate steps.
         whole: whether a step encodes only whole prompts.
     """
@@ -192,14 +197,13 @@ class Mixes:
     def _busy(
         self, requests: Array, tokens: Array, alone: Array, room: Array | None, rate: Array, busy: Array
     ) -> tuple[Array, Array, Array, Array]:
-        """Return a few values that represent the tokens of busy steps, first of steps with one prompt, then of steps
-        with several.
+        """Return a few values that represent the prompt tokens of busy steps. Values for steps with one prompt come
+        first, then values for steps with several.
 
-        For any `room`, the mean tokens and the mean prompts of these values equal the means of a busy step. So a cost
-        that is linear in tokens and prompts is exact, and only the curvature of tables causes errors. To achieve this,
-        tokens that do not fit in one value and move to another take their prompts with them. If they took the
-        other value's ratio of prompts to tokens instead, prompts would be counted several times, and throughput would
-        be underestimated.
+        For any `room`, the values have the same mean tokens and mean prompts as a busy step. So a cost that is linear
+        in tokens and prompts is exact, and only the curvature of tables causes errors. To achieve this, tokens that do
+        not fit in one value and move to another take their prompts with them. If they took the other value's ratio of
+        prompts to tokens instead, prompts would be counted several times, and throughput would be underestimated.
 
         Args:
             requests, tokens: mean number of prompts and of prompt tokens in a busy step.
@@ -258,8 +262,8 @@ class Mixes:
         return self._at(low + width * np.minimum(np.maximum(share, 0.0), 1.0), budget, others)
 
     def _share_of_others(self, rate: Array, max_batch: Array, budget: Array) -> Array:
-        """Return the rate of prompts with one slot less, relative to the rate with all slots. A decoding request meets
-        prompts at this lower rate, since its own slot has no prompt.
+        """Return the rate of prompts with one slot less, relative to the rate with all slots. This lower rate applies
+        in steps in which a given request decodes, since the request's own slot has no prompt.
 
         The ratio is at least the other slots' share of all slots. Two secant steps suffice, since the number of slots
         is a convex function of the rate.
@@ -287,14 +291,14 @@ class Mixes:
 
 
 def most_displaced(lengths: Lengths) -> float:
-    """Return an upper bound on (1 - busy) (b0 - b), where steps decode b requests on average, and b0 if they only
-    decode.
+    """Return an upper bound on (1 - busy) (b0 - b). Here b is the mean number of requests that steps decode, and b0 is
+    this number for steps that only decode.
 
     A busy step then decodes at least b - bound / busy requests. A micro-batch has x (E[D] + W) slots (one more for each
     prompt if steps are scheduled ahead), and W <= y + 1. The bound has two parts. First, prompts occupy slots for whole
     steps. Since 1 - busy <= e^-x, this part is 2 x e^-x <= 2 / e. Second, prompts occupy slots in proportion to their
-    tokens. Since 1 - busy <= 1 - rho, with rho = x E[I] / (budget - b), this part is rho (1 - rho) + rho^2 E[I^2] /
-    (2 E[I]^2), which rises with rho.
+    tokens. Since 1 - busy <= 1 - rho, with rho = x E[I] / (budget - b), this part is rho (1 - rho) + rho^2 E[I^2] / (2
+    E[I]^2), which rises with rho.
     """
     of_tokens = lengths.mean_square_input / (2 * lengths.mean_input**2)
     return ROUNDING * (2 / np.e + of_tokens)
@@ -387,8 +391,8 @@ class MixedSteps:
         )
 
     def _apart(self, columns: Array, budget: Array | None) -> tuple[Array, Array, Array]:
-        """Return the seconds of stages and of hops if separate steps encode prompts before each decode step, and the
-        mean share of these encode steps that a prompt needs until it ends. # [steps, n]
+        """Return two results for an engine that encodes prompts in separate steps before each decode step: the seconds
+        of stages and of hops, and the mean share of these encode steps that a prompt needs until it ends. # [steps, n]
         """
         batch, requests, tokens = columns  # [steps, n] each
         none = np.zeros(batch.size)
@@ -403,7 +407,9 @@ class MixedSteps:
         return decode_s + times * (encode_s - self._attention(none)), hops + times * encode_hops, share
 
     def _steps(self, batch: Array, requests: Array, tokens: Array) -> tuple[Array, Array]:
-        """Return the seconds on each kind of stage, and of hops, for steps that decode a batch and encode prompts."""
+        """Return the seconds on each kind of stage, and the seconds of hops, for steps that decode a batch and encode
+        prompts.
+        """
         sampled, together = batch + requests, batch + tokens
         seconds = self._attention(batch) + self._prompts(requests) + self._sampled(sampled)
         if self._lane.has_encoder:

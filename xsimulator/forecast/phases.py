@@ -31,7 +31,7 @@ class PhaseColumns(NamedTuple):
     weights: Array
     """Number of iterations of each segment."""
     unneeded: Array
-    """Number of iterations of its last phase that a request with output length at the quantile does not need."""
+    """Number of iterations in its last phase that a request with output length at the quantile does not need."""
     share: Array
     """Number of decoding requests, relative to the number of requests that a phase encodes."""
     age: Array
@@ -42,8 +42,8 @@ class PhaseColumns(NamedTuple):
     """Share of the gaps between tokens that include an encode phase."""
     boundary_deviate: Array
     stray: Array
-    """Deviation of the decode batch at which the rule begins to adjust its target, as a negative number of standard
-    deviations, for phases that encode one request.
+    """How far the decode batch must deviate before the rule adjusts its target, in phases that encode one request. It
+    is given as a negative number of standard deviations.
     """
 
 
@@ -112,7 +112,7 @@ def phases_of(lengths: Lengths, decodes: int) -> Phases:
 
 def segments(length: int, edges: set[int], most: int) -> Counts:
     """Divide 0 .. length into at most `most` segments. Return the segments' edges, merged with `edges`. The first
-    segments are single iterations. Later segments are longer and longer.
+    segments are single iterations, and later ones grow longer.
     """
     if length <= most:
         return np.arange(length + 1)

@@ -18,9 +18,9 @@ from xsimulator.costs.curves import Array
 from xsimulator.costs.step_cost import LaneCost
 
 SHARE = (0.656, -0.076, (-0.53, 0.133), -0.237)
-"""Coefficients of `RandomSteps.share`. The first is the share with as many micro-batches as stages. The second is the
-change with the logarithm of the number of micro-batches. With more micro-batches than stages, the third pair applies (a
-constant, and a factor on the logarithm of the number of long steps in a round). With fewer, the last one applies.
+"""Coefficients of `RandomSteps.share` for m micro-batches. With as many micro-batches as stages, the share is the first
+coefficient plus the second times log m. With more micro-batches than stages, the pair also applies (a constant, and a
+factor on the logarithm of the number of long steps in a round). With fewer, the last one also applies.
 """
 SQRT_2_PI = np.sqrt(2 * np.pi)
 
@@ -47,8 +47,8 @@ class Pipeline:
 
     Attributes:
         counts, devices: number of stages of each kind, and of their devices. # [kinds] each
-        before, after: for each end of a run, the number of stages of each kind up to it and from it on. # [ends, kinds]
-            each
+        before, after: for each end of a run, the number of stages of each kind up to this end, and from this end on.
+            # [ends, kinds] each
         run_of_end: the run to which each end belongs. # [ends]
     """
 
@@ -79,16 +79,21 @@ class Pipeline:
         return 1 - self.devices @ work / (self.devices.sum() * seconds)
 
     def slowest_until(self, cost: Array) -> Array:
-        """Return, for each run, the time of the slowest stage up to its end. # [kinds, ...] -> [runs, ...]"""
+        """Return, for each run, the time of the slowest of all stages up to the run's end.
+        # [kinds, ...] -> [runs, ...]
+        """
         return np.maximum.accumulate(cost[self._kind_of_run])
 
     def slowest_from(self, cost: Array) -> Array:
-        """Return, for each run, the time of the slowest stage from its start on. # [kinds, ...] -> [runs, ...]"""
+        """Return, for each run, the time of the slowest of all stages from the run's start on.
+        # [kinds, ...] -> [runs, ...]
+        """
         return np.maximum.accumulate(cost[self._kind_of_run[::-1]])[::-1]
 
 
 class RandomSteps:
-    """Predicts rounds of steps with random, independent times, which differ because steps that encode take longer.
+    """Predicts the times of rounds. A round has steps with random, independent times, since steps that encode take
+    longer.
 
     In a round, each of the M micro-batches has one step. Steps keep their order, so all others wait for a long step. A
     step leaves the last stage at the end of the longest path through the recursion. Such a path consists of laps. A lap
@@ -101,9 +106,9 @@ class RandomSteps:
 
         (E[c; shorter] + E[through; as long]) / (1 - p + M p),   p = P(as long).
 
-    The certain time with the highest gain gives a lower bound on the mean time of a step, since better paths may exist.
-    The upper estimate is that every M steps take as long as the longest of them. It is far too high if M is large. The
-    true time is between the two, and for few micro-batches nearer to the upper estimate.
+    The highest gain over all such times is a lower bound on the mean time of a step, since better paths may exist. The
+    upper estimate assumes that every M steps take as long as the longest of them. It is far too high if M is large. The
+    true time is between the two, and nearer to the upper estimate if M is small.
 
     Args:
         through, slowest: seconds of each kind of step through all stages, and on the slowest stage. # [steps, n]
@@ -152,7 +157,8 @@ class RandomSteps:
         return self._through[(self._all_shorter[0] <= 1 - share).argmax(axis=0), np.arange(len(self.m))]
 
     def share(self) -> Array:
-        """Return the position of the true time between the two `bounds`: 0 is the first, 1 the second. # [cases, n]
+        """Return where the true time lies between the two `bounds`: 0 means at the first, 1 at the second.
+        # [cases, n]
 
         `python -m benchmarks.rounds --fit` fits the coefficients.
         """
@@ -164,7 +170,9 @@ class RandomSteps:
         return np.minimum(np.maximum(share + thin * np.maximum(less, 0.0) * long, 0.0), 1.5)
 
     def round_with(self, through: Array, slowest: Array) -> Array:
-        """Return the mean time of a round in the first case, given one of its steps. # [k, n] each -> [k, n]"""
+        """Return the mean time of a round in the first case if one of its steps takes the given time.
+        # [k, n] each -> [k, n]
+        """
         m = self.m - 1
         longer = np.maximum(self._through[:, None] - through, 0.0)  # [steps, k, n]
         longest = through + (_falls(self._shorter[0] ** m)[:, None] * longer).sum(axis=0)

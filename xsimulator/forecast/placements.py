@@ -1,4 +1,4 @@
-"""Define the terms that bound the throughput of a placement: the least times of its steps, by mean decode batch.
+"""Define the terms that bound the throughput of a placement: the least times of steps, for each mean decode batch m.
 
 m is the mean number of decoding requests in a micro-batch. Arrays are [placements, terms, m] unless stated otherwise.
 """
@@ -40,8 +40,7 @@ class Iterations:
 
     @cached_property
     def longest_met(self) -> Array:
-        """Mean number of iterations, out of `longest`, in which a request of the quantile's output length decodes.
-        # [m]"""
+        """Mean number of the `longest` iterations in which a request of the quantile's output length decodes. # [m]"""
         return self._some[:, : self.decodes].sum(axis=1)
 
     @property
@@ -52,7 +51,9 @@ class Iterations:
 
     @cached_property
     def busy(self) -> Array:
-        """Share of iterations in which any request decodes, for the phase length with the least share. # [m]"""
+        """Share of iterations in which any request decodes. It is computed for the phase length with the smallest such
+        share. # [m]
+        """
         survival, most = self._survival, self.decodes
         least = np.ones(len(self.batches))
         for n in np.unique(np.geomspace(1, len(survival), NUM_PHASES).astype(int)):
@@ -73,10 +74,11 @@ class LeastSteps:
         parts: number of micro-batches in which prompts are encoded. # [placements]
         decode: seconds of a step that only decodes.
         mixed: seconds of a step that also encodes m / E[D] prompts, which keep the batch at m.
-        met: seconds of such a mixed step for a decoding request, whose slot has no prompt: only m - 1 requests are
-            replaced.
-        passing: seconds of a step that only decodes, through all stages and hops. # [placements, 1, m]
-        steady, steady_passing: `decode` and `passing` if every step decodes m requests, and not only the mean step.
+        met: seconds of such a mixed step in which a given request decodes. Its slot has no prompt, so only m - 1
+            requests are replaced.
+        passing: seconds in which a step that only decodes goes through all stages and hops. # [placements, 1, m]
+        steady, steady_passing: as `decode` and `passing`, if every step decodes m requests. Those two assume only that
+            steps decode m requests on average.
         first: seconds of a step that only decodes, on the first stage. # [placements, m]
         encode_each: a prompt's share of the seconds of the largest step, on each kind of stage. # [placements, kinds]
         encode_lane: the same share, on the lane that encodes. # [placements, kinds]

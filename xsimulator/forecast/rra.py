@@ -77,9 +77,9 @@ class Rra(Forecast[OneLaneModel]):
 def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, microbatches: Array) -> Performance:
     """Return the predictions for candidates.
 
-    The time of a cycle is the longest of several paths through the cycle. This is exact for equal stages. One path is
-    the work of one stage. Another path is the steps of one micro-batch. Other paths follow the decode rounds, and then
-    the encode round from some stage on.
+    The time of a cycle is the longest of several paths through the cycle. This is exact for equal stages. One path
+    follows the work of one stage. Another follows the steps of one micro-batch. The others follow the decode rounds,
+    and then the encode round from some stage on.
 
     Source: ExeGPT sec. 6 with the exact steady state, extended to unequal stages.
     """
@@ -141,7 +141,7 @@ class _Encoding(NamedTuple):
 
     stages: Array
     own_way: Array
-    """Through all stages."""
+    """Seconds of the step through all stages."""
     down: Array
     down_without_hops: Array
 
@@ -152,12 +152,12 @@ class _Rounds(NamedTuple):
     stages: Array
     """Seconds of a decode step on each kind of stage."""
     own_way: Array
-    """Through all stages."""
+    """Seconds of a decode step through all stages."""
     ends: Array
     anywhere: Array
-    """Probability that a round takes place, because any micro-batch still has a request."""
+    """Probability that a round takes place. A round takes place if any micro-batch still has a request."""
     active: Array
-    """Seconds on each kind of stage in a round that takes place, for the micro-batches that still have a request."""
+    """Seconds on each kind of stage in a round that takes place, for all micro-batches that still have a request."""
     seconds: Array
     """Seconds of a round that takes place."""
     times: Array

@@ -6,14 +6,14 @@ the largest number B_max of requests in both lanes:
 
     B_E sum_{j>=0} G(j B_E / X) + X wait <= B_max,   X = B / (E[S] T(B))
 
-A batch waits until the whole batch fits beside the remaining requests of earlier batches, which entered j periods of
-B_E / X before, and then until the encode lane is free (as in a queue with batch arrivals). G(a) is the share of
-requests that are still in the lanes a seconds after they entered. All requests are in the lanes until they are encoded.
-Those with further output stay until they have been moved, have joined (after half an iteration on average) and have run
-their iterations. If all requests of a batch end together, whole batches are in the lanes. Otherwise, half a batch's
-slots are free on average. If devices are CPU cores, moving K/V takes their compute time, so both lanes do nothing else
-meanwhile (TransferCost.occupies). Source: ExeGPT sec. 4.1, 6, for the case B = B_E E[S], in which encode and decode
-take turns.
+Here j counts earlier batches, which entered j periods of B_E / X before. G(a) is the share of requests that are still
+in the lanes a seconds after they entered. A batch waits until it fits as a whole beside the remaining requests of
+earlier batches, and then until the encode lane is free (as in a queue with batch arrivals). All requests are in the
+lanes until they are encoded. Requests with further output stay until they have been moved, have joined (after half an
+iteration on average) and have run their iterations. If all requests of a batch end together, whole batches are in the
+lanes. Otherwise, half a batch's slots are free on average. If devices are CPU cores, moving K/V takes their compute
+time, so both lanes do nothing else meanwhile (TransferCost.occupies). Source: ExeGPT sec. 4.1, 6, for the case B = B_E
+E[S], in which encode and decode take turns.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ from xsimulator.forecast.waa_lanes import DecodeLane, EncodeLane
 from xsimulator.lengths import Lengths
 
 FEW_BATCHES = 4
-"""The closed form may predict too little if fewer encode batches than this, each with one request more, fit the cap."""
+"""The closed form may predict too low a throughput if fewer encode batches than this fit under the cap. A batch is
+counted with one request more.
+"""
 Bools = npt.NDArray[np.bool_]
 
 
 def is_tight(cap: Array, encode_batch: Array) -> Bools:
-    """Return whether few encode batches fit under the cap, so that the closed form predicts too little (by up to 77%).
+    """Return whether so few encode batches fit under the cap that the closed form predicts too low a throughput (by up
+    to 77%).
 
     A batch enters as soon as enough requests have ended. In the closed form, the batch waits until the mean number of
     requests is low enough, which is right only for many requests. If few batches fit, Little's law gives the bound.
@@ -129,9 +132,9 @@ class TwoLaneModel:
     ) -> Array:
         """Return an upper bound on the requests a second of settings that keep the bound on latency.
 
-        With the largest encode batch, the encode lane has its highest throughput, and the fewest slots stay free
-        because it is busy. With the smallest encode batch, the fewest requests are in the lanes before their first
-        decode step.
+        The bound combines two extremes. With the largest encode batch, the encode lane has its highest throughput, so
+        the fewest slots stay free while the lane is busy. With the smallest encode batch, the fewest requests are in
+        the lanes before their first decode step.
 
         Args:
             encode_batch, largest_batch: the smallest and the largest number of requests encoded together.
@@ -169,7 +172,7 @@ class TwoLaneModel:
     def _balance(
         self, lanes: LanePair, waiting: Waiting, cap: Array, never_waits: Bools | None = None
     ) -> tuple[Array, Array]:
-        """Return the number of decoding requests, and the seconds of an iteration, with which the number of requests in
+        """Return the number of decoding requests and the seconds of an iteration at which the number of requests in
         both lanes equals the cap.
 
         The result is interpolated within a segment of the last division, so it is slightly too low.
@@ -198,7 +201,7 @@ class TwoLaneModel:
         return np.maximum(batch, 1e-12), lanes.step(batch[:, None])[:, 0]
 
     def _inside(self, lanes: LanePair, rate: Array, step: Array, waiting: Waiting) -> Array:
-        """Return a lower bound on the requests in both lanes after a batch has entered, plus the free slots."""
+        """Return the free slots plus a lower bound on the requests in both lanes after a batch has entered."""
         batch, largest = lanes.encode_batch[:, None], lanes.largest_batch[:, None]
         rate = np.maximum(rate, 1e-300)
         left = self._stays.left(lanes, largest / rate, step)
@@ -209,7 +212,8 @@ class TwoLaneModel:
     def _forming(self, lanes: LanePair) -> Array:
         """Return the mean number of slots that are free while a batch forms, beyond the batch's own slots. # [n, 1]
 
-        Slots become free one at a time, and the number of prompts in a batch varies because batches have equal tokens.
+        Slots become free one at a time. The number of prompts in a batch varies, because batches have equal numbers of
+        tokens.
         """
         batch = lanes.encode_batch[:, None]
         forming: Array = (batch - 1) / (2 * batch) * self._prompt_variance - 0.5

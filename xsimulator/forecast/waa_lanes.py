@@ -1,4 +1,6 @@
-"""Predict how long batches and their transfers take in the encode lane of waa, and iterations in its decode lane."""
+"""Predict the times of waa's two lanes: how long encode batches and their transfers take, and how long decode
+iterations take.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ class DecodeLane:
         return work
 
     def rounds(self, encode_batch: Array, largest_batch: Array, microbatches: Array, size: int) -> Array:
-        """Return the least seconds of an iteration, for encode batches between two sizes. # [n, grid]
+        """Return the least seconds of an iteration if the sizes of encode batches are between two sizes. # [n, grid]
 
         Args:
             size: number of grid points to evaluate, from the first on.
@@ -61,8 +63,8 @@ class DecodeLane:
     def with_newcomers(
         self, encode_batch: Array, microbatches: Array, batch: Array, step: Array, deviation: Array
     ) -> tuple[Array, Array]:
-        """For encoder-decoders, return the seconds of the iteration in which a request joins, and the 99% quantile of
-        gaps. # [n], [n]
+        """For encoder-decoders, return the seconds of the iteration in which a request joins, and the 99th percentile
+        of gaps in seconds. # [n], [n]
 
         Args:
             batch, step: mean number of decoding requests, and mean seconds of an iteration.
@@ -138,7 +140,9 @@ class DecodeLane:
 
 
 def _share_joined(joining: Array, batch: Array) -> Array:
-    """Return the share of steps in which requests join, if a step gets `joining` on average, in whole batches."""
+    """Return the share of steps in which requests join. A step gets `joining` requests on average, and whole batches of
+    `batch` requests join together.
+    """
     return np.clip(joining / batch, 1e-12, 1.0)
 
 
@@ -146,8 +150,8 @@ class Encoding(NamedTuple):
     """The times of encode batches.
 
     Attributes:
-        through, interval, moving: seconds of a batch in the lane, between two batches, and of a batch's transfer.
-            # [n] each
+        through, interval, moving: seconds that a batch takes in the lane, seconds from one batch to the next, and
+            seconds of a batch's transfer. # [n] each
         deviation: standard deviation of the tokens in a batch, relative to the mean. # [n]
     """
 
