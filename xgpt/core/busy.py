@@ -1,4 +1,4 @@
-"""Ask a server for how long its workers have executed steps."""
+"""Ask a server how long its workers have executed steps."""
 
 from __future__ import annotations
 

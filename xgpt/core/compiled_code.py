@@ -1,7 +1,7 @@
 """Choose where numba stores compiled code: in the user's cache, in a directory for each state of the sources.
 
 By default, numba stores compiled code next to the source, and checks only whether the function's own file has changed.
-So a compiled function would stay in use after a change to a function that it calls in another file.
+So if a function calls another one in a different file, and that file changes, the old compiled code would stay in use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from xgpt.core.io import cache_dir
 ROOMS = ("xrunner/cpu", "xsimulator/counts", "xsimulator/costs")
 """Folders whose functions are compiled."""
 KEPT_S = 30 * 86400.0
-"""Seconds after which directories of other states of the sources are deleted."""
+"""Age, in seconds, at which directories for other states of the sources are deleted."""
 
 
 LOCATORS = "xgpt.core.compiled_files.Locator,InTreeCacheLocator,UserWideCacheLocator,IPythonCacheLocator"
@@ -60,8 +60,8 @@ def sources() -> str:
 def _directory() -> Path:
     """Return the directory for this state of the sources, to which only its owner can write.
 
-    Code in this directory is executed. So the result is `NOWHERE` if another user owns the directory or one of its
-    parents in the cache.
+    Code in this directory is executed. So the result is `NOWHERE` if the directory, or one of its parents in the cache,
+    belongs to another user.
     """
     directory = cache_dir() / "compiled" / sources()[:16]
     for folder in (directory.parents[1], directory.parents[0], directory):

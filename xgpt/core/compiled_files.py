@@ -1,7 +1,8 @@
 """Load compiled code from disk for numba, but never another user's files, and replace unreadable files.
 
-numba unpickles the files that it finds, and unpickling runs code. When numba first searches for compiled code, it
-imports this module, which `compiled_code.set_directory` has named. From then on, numba compiles as `Library` describes.
+numba unpickles the files that it finds, and unpickling runs code. `compiled_code.set_directory` tells numba the name of
+this module. numba imports the module when it first searches for compiled code. From then on, numba compiles as
+`Library` describes.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ REPLACED = (
 )
 """Methods of numba that this module needs. A version of numba that lacks one of them compiles as usual."""
 LOOP_BODY = "__numba_parfor_gufunc"
-"""Part of the name of each function that is the body of a parallel loop. Only the function with the loop calls such a
-body.
+"""Part of the name of each function that is the body of a parallel loop. Only the function that contains the loop calls
+its body.
 """
 _set_env = codegen.JITCPUCodegen.set_env
 
@@ -98,8 +99,8 @@ class Library(codegen.JITCodeLibrary):
     """A function's code, which is optimised and emitted when its address is first needed.
 
     By default numba optimises and emits each function as soon as it is compiled, together with a copy of every function
-    that it calls. A helper four levels below the function that Python calls is optimised and emitted four times, and
-    only the last copy runs. Here, a function is linked into its callers first, and optimised together with them.
+    that it calls. So a helper four levels below the function that Python calls is optimised and emitted four times, and
+    only the last copy runs. Here, a function is first linked into its callers, and then optimised together with them.
     """
 
     _is_emitted = False
@@ -127,7 +128,7 @@ class Library(codegen.JITCodeLibrary):
                 super()._finalize_final_module()
 
     def get_pointer_to_function(self, name: str) -> int:
-        """Return the address of a function, or 0 for the body of a loop and if this code has no such function."""
+        """Return the address of a function. Return 0 for the body of a loop, and if this code has no such function."""
         self._ensure_finalized()
         if LOOP_BODY in name:
             return 0

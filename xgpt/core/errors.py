@@ -76,7 +76,7 @@ RUNS_MODELS = {"torch", "safetensors", "tokenizers", "llguidance", "zmq"}
 
 
 def not_installed(error: ModuleNotFoundError) -> MachineError | None:
-    """Return an error that says what to install if the missing module is optional, or None otherwise."""
+    """Return an error that says what to install if the missing module is optional. Otherwise return None."""
     module = (error.name or "").partition(".")[0]
     if module not in RUNS_MODELS:
         return None
@@ -90,7 +90,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def similar(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the known names that begin with `name`, or else the nearest one, as "X or Y", or "" if none is near.
+    """Return the known names that begin with `name` as "X or Y". If there are none, return the nearest name, or "" if
+    none is near.
 
     Args:
         cutoff: the least similarity of the nearest name, from 0 to 1 (see `difflib`).

@@ -25,12 +25,16 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=BaseModel)
 LARGEST = 4e18
-"""Largest number in a file, so that sums and products of numbers stay finite and fit into 64 bits."""
+"""Largest number that a file may contain. With this limit, sums and products of numbers stay finite and fit into 64
+bits.
+"""
 ConfigKind = Literal["models", "devices", "clusters", "engines", "workloads"]
 
 
 def configs_dir() -> Path:
-    """Return the directory of the shipped configs: inside the package in a wheel, next to the package in a checkout."""
+    """Return the directory of the shipped configs. In a wheel it is inside the package, in a checkout next to the
+    package.
+    """
     package = Path(__file__).resolve().parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
@@ -47,11 +51,11 @@ def config_names(kind: ConfigKind) -> list[str]:
 
 
 FILES = (".yaml", ".yml", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".txt", ".prom", ".gz", ".xlsx")
-"""A name with one of these suffixes is the name of a file, not of a config."""
+"""A name that ends in one of these suffixes is a file's, not a config's."""
 
 
 def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
-    """Return the file for a name on the command line. The name is that of a shipped config, or a path.
+    """Return the file for a name on the command line. The name is that of a shipped config, or it is a path.
 
     Args:
         field: the argument that gave the name, for errors. None means the argument that is named like the kind.
@@ -76,7 +80,7 @@ def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
 
 
 def parse(data: Any, type_: type[T], field: str) -> T:
-    """Return `data`, validated as a type. Errors call it `field`.
+    """Return `data`, validated as `type_`. Errors name the data by `field`.
 
     Raises:
         InputError: `data` is not valid. The message states the first mistake, in one line.
@@ -88,7 +92,7 @@ def parse(data: Any, type_: type[T], field: str) -> T:
 
 
 def parse_arguments(given: dict[str, Any], type_: type[T]) -> T:
-    """Return a function's keyword arguments, validated as a type.
+    """Return a function's keyword arguments, validated as `type_`.
 
     Raises:
         InputError: an argument is not accepted or not known. The message names the first such argument, in one line.
@@ -197,7 +201,7 @@ def sha256(value: BaseModel) -> str:
 def file_sha256(path: Path) -> str | None:
     """Return the `sha256` of the value in a JSON file, or None if the file cannot be read.
 
-    The file may be from any version of xgpt. If a later version adds fields to the value, its hash changes.
+    The file may be from any version of xgpt. A version that adds fields to the value also changes its hash.
     """
     try:
         return hashlib.sha256(to_json(json.loads(path.read_bytes()))).hexdigest()
@@ -206,7 +210,7 @@ def file_sha256(path: Path) -> str | None:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write all of `text` or nothing.
+    """Write a text to a file so that the file has either all of the text or its old content.
 
     Raises:
         MachineError: the file cannot be written.
@@ -229,7 +233,7 @@ def write_atomic(path: Path, text: str) -> None:
 class StepLogWriter:
     """Writes the engine's steps, one JSON line each, for `xsimulator.measures` and for replays.
 
-    If a line cannot be written, for example because the disk is full, the log ends before this line, but the engine
+    If a line cannot be written, for example because the disk is full, the log ends before this line. The engine
     continues. The file stays locked until the end, so that no other server writes to it.
 
     Attributes:
@@ -280,7 +284,7 @@ class StepLogWriter:
 
 
 def read_step_log(path: Path) -> list[StepRecord]:
-    """Return the steps of a log, without an incomplete last line, which a killed engine leaves."""
+    """Return the steps of a log. A killed engine leaves an incomplete last line, which is ignored."""
     decode = msgspec.json.Decoder(StepRecord).decode
     lines = path.read_bytes().split(b"\n")
     return [decode(line) for line in lines[:-1]]

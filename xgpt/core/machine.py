@@ -17,14 +17,17 @@ LOOPBACK = Link(bandwidth_bytes_per_s=2e9, latency_s=50e-6)
 """Link between processes of one machine over Gloo. The figures are orders of magnitude, since there is no datasheet."""
 
 GRACE_HOPPER = {"gh200-480gb": "gh200-96gb", "gh200-144g-hbm3e": "gh200-144gb"}
-"""Names of configs by the names that drivers report, if a driver's name states the CPU's memory or is abbreviated."""
+"""Names of configs by the names that drivers report. Listed are names that are abbreviated or that state the CPU's
+memory.
+"""
 
 CPU_USABLE_MEMORY = 0.5
 """Share of a CPU's memory that a plan may fill. The system and other programs need the rest."""
 
 
 def detect(num_devices: int | None = None, *, root: Path = Path("/")) -> ClusterSpec:
-    """Return this machine as a cluster of the GPUs that nvidia-smi lists, or else of the CPU as one device.
+    """Return this machine as a cluster of the GPUs that nvidia-smi lists. If there are none, the cluster has the CPU as
+    one device.
 
     Args:
         num_devices: number of GPUs, or of CPU devices with equal shares of cores and memory. None means all.
@@ -89,7 +92,9 @@ def _detect_gpus(num_devices: int | None) -> ClusterSpec | None:
 
 
 def _shipped_cluster_of(device: str) -> ClusterSpec | None:
-    """Return the largest shipped cluster of this kind of device. Its config states rates and links from a datasheet."""
+    """Return the largest shipped cluster of this kind of device. The cluster's config states rates and links from a
+    datasheet.
+    """
     documents = [load_cluster_yaml(configs_dir() / "clusters" / f"{n}.yaml") for n in config_names("clusters")]
     clusters = [parse(d, ClusterSpec, d["name"]) for d in documents if "detect" not in d]
     same = [cluster for cluster in clusters if cluster.device.name == device]
@@ -143,8 +148,8 @@ def _cpu_model(root: Path) -> str:
 
 
 def _cgroup_dirs(root: Path, controller: str) -> list[Path]:
-    """Return the directories that may state this process's limits: those of its cgroup and of all parents, in versions
-    1 and 2.
+    """Return the directories that may state this process's limits: those of its cgroup and of all parent cgroups, in
+    versions 1 and 2.
     """
     mount = root / "sys/fs/cgroup"
     directories = [mount, mount / controller]

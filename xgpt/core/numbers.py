@@ -1,4 +1,6 @@
-"""Read numbers only in their usual notation. Python's functions also accept 1_0, nan and digits of other alphabets."""
+"""Read numbers only in their usual notation. Python's own functions also accept 1_0, nan and digits of other
+alphabets.
+"""
 
 from __future__ import annotations
 

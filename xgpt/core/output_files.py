@@ -1,4 +1,4 @@
-"""Write a command's files, each completely or not at all, and never over a user's file.
+"""Write a command's files. Each file is written completely or not at all, and never over a user's file.
 
 A command may replace a file only if xgpt wrote the file and nothing has changed it since. For each written file, the
 cache directory has a record with the path and the SHA-256 of the file's bytes. A file without a record or with other
@@ -59,7 +59,7 @@ class OutputFile:
             raise InputError(self._field, str(self.path), f"{reason}; {way_out}")
 
     def write(self, text: str) -> None:
-        """Write all of `text` or nothing.
+        """Write the text to the file, completely or not at all.
 
         Raises:
             InputError: see `check`. The file may have appeared after the last check.
@@ -80,7 +80,7 @@ class OutputFile:
         record(target)
 
     def _create(self, target: Path, text: str) -> None:
-        """Write a new file. If the file system has hard links, this never replaces a file that appears meanwhile."""
+        """Write a new file. If the file system has hard links, this never replaces a file that has just appeared."""
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as directory:
@@ -100,7 +100,7 @@ class OutputFile:
 def check_step_log(path: Path, *, force: bool = False) -> None:
     """Raise an error if a step log would replace a file that is not a step log.
 
-    A log grows until its server ends, perhaps by a signal, so the hash of its bytes cannot be recorded.
+    A log grows until its server ends, perhaps by a signal. So the hash of the log's bytes cannot be recorded.
 
     Raises:
         InputError: the file's first line is not a step.
@@ -152,7 +152,9 @@ def check_writable(path: Path) -> None:
 
 
 def _why_not_writable(directory: Path) -> str:
-    """Return why no file can be created in a directory, or "". To find out, this creates a file."""
+    """Return the reason why no file can be created in a directory, or "" if a file can be created. This creates and
+    deletes a file.
+    """
     try:
         with tempfile.TemporaryFile(dir=directory):
             return ""

@@ -15,7 +15,7 @@ from threading import Event, current_thread, main_thread
 
 PR_SET_PDEATHSIG = 1
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
-"""Looked up at import, because between fork and exec no lock may be taken that another thread might hold."""
+"""Looked up at import: between fork and exec, no lock may be taken, since another thread might have held it."""
 
 
 def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIGKILL) -> None:
@@ -41,7 +41,8 @@ def end(process: subprocess.Popen[bytes] | subprocess.Popen[str], within_s: floa
 
 
 def is_at_work(process: int) -> bool:
-    """Return whether a thread of a process runs, waits for a processor or waits for a disk. False except on Linux.
+    """Return whether a thread of a process runs, or waits for a processor or a disk. On systems other than Linux,
+    return False.
 
     A process at work may be unable to report that it is alive, because processors are busy or one of its threads has
     the interpreter's lock. A process that was stopped (SIGSTOP), or whose threads all wait for something else, is not

@@ -25,7 +25,7 @@ def refusal(error: ValidationError, type_: type[BaseModel], data: Any, field: st
 
     Args:
         type_: the expected type of `data`.
-        field: name of `data` in messages, or "" if its fields' names are clear to the user without this name.
+        field: name of `data` in messages. It is "" if the names of its fields are clear to the user without it.
     """
     first = error.errors()[0]
     kind, value, context = first["type"], first["input"], first.get("ctx", {})
@@ -66,7 +66,7 @@ def refusal(error: ValidationError, type_: type[BaseModel], data: Any, field: st
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the models in a field's annotation, also models within a union, a list or an optional value."""
+    """Yield the models in a field's annotation, including models within a union, a list or an optional value."""
     annotated = getattr(annotation, "annotation", annotation)
     if isinstance(annotated, type) and issubclass(annotated, BaseModel):
         yield annotated

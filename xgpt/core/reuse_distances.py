@@ -1,7 +1,7 @@
 """Compute which share of a trace's prompts is cached, for caches of any size, from the reuse distances of blocks.
 
-In an LRU cache, a request finds a block of an earlier request if fewer other blocks were used in between than fit in
-the cache. Between two uses of a block, each other block counts once, at its first use, so the distances are numbers of
+In an LRU cache, a request finds a block of an earlier request unless too many other blocks were used in between to fit
+in the cache. Between two uses of a block, each other block counts once, at its first use. So a distance is a number of
 inversions. One pass computes the distances of all blocks. Source: Mattson et al., Evaluation techniques for storage
 hierarchies, 1970.
 """
@@ -78,8 +78,8 @@ class ReuseCurve:
 
 
 def _whole_outputs(trace: TraceLengths, size: int, block_size: int) -> Ints:
-    """Return for each request how many blocks of `size` tokens, after the full blocks of its prompt, are cached when it
-    ends.
+    """Return for each request how many blocks of `size` tokens are cached when it ends, after the full blocks of its
+    prompt.
 
     The cache has K/V blocks of `block_size` tokens. If these are smaller than the trace's blocks, the count is rounded.
     """
@@ -138,7 +138,7 @@ def _greater_before(values: Ints) -> Ints:
 
 
 def _worst_so_far(request: Ints, distance: Array) -> Array:
-    """Return for each block the greatest distance of this block and the request's earlier blocks, since a block is
+    """Return for each block the greatest distance of this block and of the request's earlier blocks, since a block is
     found only if all blocks before it are found.
     """
     if not len(distance):

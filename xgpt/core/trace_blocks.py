@@ -40,7 +40,7 @@ class TracePrefixes:
         """Return the keys of a prompt's full K/V blocks.
 
         A K/V block is identified by the trace's block that contains the K/V block's last token. If the trace's blocks
-        are longer, less is shared than would be possible.
+        are longer than K/V blocks, requests share less than would be possible.
         """
         return self._keys(self.prompts[request], 0, 0, input_length // block_size, block_size)
 
@@ -84,7 +84,7 @@ def read_ids(where: str, row: Mapping[str, object], input_length: int, output_le
 
 
 def read_output_ids(where: str, row: Mapping[str, object], input_length: int, output_length: int) -> tuple[int, ...]:
-    """Return a line's `output_hash_ids`, or an empty tuple.
+    """Return a line's `output_hash_ids`, or an empty tuple if it has none.
 
     Raises:
         InputError: see `read_ids`.

@@ -1,6 +1,6 @@
-"""Read the rows of a trace in the formats of many tools, as CSV, JSON or JSON lines, compressed or not.
+"""Read the rows of a trace in the formats of many tools: CSV, JSON or JSON lines, compressed or not.
 
-The table `NAMES` has all known names of lengths and times. These names identify the format.
+The table `NAMES` has all known names of columns with lengths and times. The names that a file has identify its format.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ NAMES: dict[Role, tuple[str, ...]] = {
     ),
     "status": ("status", "status_code", "http_status", "http_status_code", "response_status", "response_code"),
 }  # fmt: skip
-"""Names of columns and fields, as `plain` spells them. The first name that is present counts."""
+"""Names of columns and fields, as `plain` spells them. If a file has several names of a role, the first in this list
+counts.
+"""
 _ROLES: dict[str, tuple[Role, int]] = {name: (role, i) for role, all_ in NAMES.items() for i, name in enumerate(all_)}
 DELIMITERS = ",;\t|"
 CHARACTERS = 4
@@ -237,7 +239,7 @@ def _documents(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _entries(where: str, document: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the requests of a document, which are the document itself or requests in it."""
+    """Yield the requests of a document. The document itself is a request, or it contains requests."""
     if not isinstance(document, dict):
         raise InputError(where, str(document)[:80], "it must be a JSON object")
     lists = {name: entries for name, entries in document.items() if isinstance(entries, list)}
@@ -323,7 +325,7 @@ def _fields(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _spans(entries: list[tuple[str, Mapping[str, Any]]]) -> TraceRows:
-    """Return the spans that are requests. Such a span has token counts, and its parent has none."""
+    """Return the spans that are requests. A request's span has token counts, and its parent span has none."""
     rows = {}
     for where, span in entries:
         names = {plain(name) for name, _ in _fields(span)}

@@ -30,11 +30,15 @@ UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 SPELLINGS = {"sec": "s", "seconds": "s", "millis": "ms", "milliseconds": "ms", "nano": "ns", "starttimeunixnano": "ns"}
 WORDS = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
 EPOCHS = {"s": 1e9, "ms": 1e12, "us": 1e15, "ns": 1e18}
-"""In each unit, the time from 1970 to 2001. A larger number must be a time in this unit since 1970."""
+"""For each unit, the time from 1970 to 2001 as a number in this unit. A larger number in a trace must be a time since
+1970.
+"""
 SECONDS_BY_FORMAT = ("arrived_at", "start_times", "created")
 """Names of times that Vidur, vLLM and OpenAI give in seconds."""
 FEW_TIMES, LONG_GAP_S = 20, 100.0
-"""If at least `FEW_TIMES` requests have times with a longer mean gap than `LONG_GAP_S`, the times are not seconds."""
+"""The times of a trace are not in seconds if at least `FEW_TIMES` requests have times and their mean gap is longer than
+`LONG_GAP_S`.
+"""
 NAME_IT = "name the column timestamp_ms or timestamp_s"
 POINTS = 8
 """Number of lengths that represent a histogram's bucket."""
@@ -74,7 +78,7 @@ def has_requests(path: Path, field: str = "workload") -> bool:
 
 
 def read_lengths(path: Path, field: str = "workload") -> TraceLengths:
-    """Return the requests of a trace, in order of time if it has times. Errors call it `field`.
+    """Return the requests of a trace, in order of time if the trace has times. Errors name the trace by `field`.
 
     Formats and names are those of `xgpt.core.trace_rows`. Requests that failed, or have no input or output tokens, are
     left out. Times are dates in ISO 8601 (UTC if they have no offset) or numbers. The unit of numbers follows from the
@@ -177,7 +181,7 @@ def _in_order(lengths: TraceLengths) -> TraceLengths:
 def _unit(
     path: Path, field: str, name: str, times: list[float], row: Row, prefixes: TracePrefixes | None
 ) -> tuple[str, bool]:
-    """Return the unit of a trace's times, and whether the name or the format states this unit."""
+    """Return the unit of a trace's times, and whether the name or the format of the file states this unit."""
     written = plain(name)
     last = written.rpartition("_")[2]
     stated = SPELLINGS.get(last, last)
@@ -278,7 +282,7 @@ def _buckets(text: str, names: tuple[str, ...]) -> tuple[dict[float, float], flo
 
 
 def _spread(buckets: dict[float, float]) -> Histogram:
-    """Return the histogram of cumulative counts. Lengths above the last limit count as this limit."""
+    """Return the histogram that has these cumulative counts. Lengths above the last limit count as this limit."""
     below, low = 0.0, 0
     weights: dict[int, float] = {}
     for limit, count in sorted(buckets.items()):

@@ -1,5 +1,5 @@
-"""Compute request lengths and arrival times as numpy arrays: histograms and samples of lengths, and arrivals at one
-rate or in stages, as a Poisson process or in bursts.
+"""Compute request lengths and arrival times as numpy arrays. Lengths are histograms and samples. Arrivals have one rate
+or several stages, and are a Poisson process or come in bursts.
 
 Random numbers come from an explicit numpy Generator.
 """
@@ -35,9 +35,9 @@ class TraceLengths(NamedTuple):
     """The requests of a trace, in order of time if the trace has times.
 
     Attributes:
-        input: numbers of prompt tokens, [requests].
-        output: numbers of output tokens, [requests].
-        timestamp_s: seconds since the first request, [requests]. None means that the trace has no times.
+        input: numbers of prompt tokens. # [requests]
+        output: numbers of output tokens. # [requests]
+        timestamp_s: seconds since the first request, or None if the trace has no times. # [requests]
         prefixes: common prefixes of prompts, or None if not known.
     """
 
@@ -131,7 +131,7 @@ def decoding_share(workload: Workload) -> float:
 
 
 def quantile(histogram: Histogram, q: float) -> int:
-    """Return the smallest length that a share q of all lengths does not exceed.
+    """Return the smallest length that at least a share `q` of all lengths does not exceed.
 
     Raises:
         InputError: q is outside (0, 1].
@@ -146,7 +146,7 @@ def quantile(histogram: Histogram, q: float) -> int:
 def sample(workload: Workload, n: int, rng: np.random.Generator, *, stratified: bool = True) -> tuple[Ints, Ints]:
     """Draw the input and output lengths of `n` requests independently.
 
-    A stratified sample draws each run of 100 requests (the last run may be shorter) as a Latin hypercube. The k
+    A stratified sample draws requests in runs of 100 (the last run may be shorter), each as a Latin hypercube: the k
     requests of a run take one uniform number from each of k strata of equal probability, in random order. Every request
     still follows the histogram, but the mean of a run varies far less than the mean of independent draws, so that short
     simulations can be compared.
@@ -179,8 +179,7 @@ def _draw(histogram: Histogram, n: int, rng: np.random.Generator, *, stratified:
 
 
 def gamma_arrivals(rate: float, n: int, cv: float, rng: np.random.Generator) -> Floats:
-    """Return arrival times in seconds, [n], with gamma-distributed gaps. `cv` is 1 for Poisson arrivals, and above 1
-    for bursts.
+    """Return arrival times in seconds, with gamma-distributed gaps. # [n]
 
     Args:
         rate: mean requests a second.
@@ -213,7 +212,7 @@ class ArrivalProcess:
     """A random process of arrivals at one rate, or at several rates in turn.
 
     Attributes:
-        stages: one or several stages. The rate of the last stage continues for ever.
+        stages: one or several stages, in order. The rate of the last stage continues for ever.
         burstiness: coefficient of variation of the gaps between arrivals, which is 1 for Poisson arrivals and above 1
             for bursts.
     """

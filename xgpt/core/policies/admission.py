@@ -1,15 +1,15 @@
 """Decide which waiting request enters next, with a fair share for each account.
 
 An account is an API key. Without keys, all requests belong to one account. Each account's requests wait in the plan's
-order of admission (see `orders`). The next request comes from the account with the highest priority. If several
-accounts have this priority, it comes from the account with the fewest counted tokens relative to its share. Prompt
-tokens are counted when a request enters, output tokens when they are generated. So two accounts that always have
-waiting requests get tokens in the ratio of their shares, whatever the lengths of their requests. After a time without
-requests, an account's count is raised to that of the account served last, so that the account cannot save up its share.
-Source: Sheng et al., Fairness in serving large language models, OSDI 2024 (the virtual token counter), with shares.
+order of admission (see `orders`). The next request comes from the account with the highest priority. Among accounts of
+equal priority, the one with the fewest counted tokens relative to its share comes first. Prompt tokens are counted when
+a request enters, output tokens when they are generated. So two accounts that always have waiting requests get tokens in
+the ratio of their shares, whatever the lengths of their requests. An account cannot save up its share: after a time
+without requests, its count is raised to that of the account served last. Source: Sheng et al., Fairness in serving
+large language models, OSDI 2024 (the virtual token counter), with shares.
 
-No order starves a request. A request that has waited longer than `patience_ns` is overdue. Its account then has the
-highest priority, and every second request that enters from this account is the overdue request that has waited longest.
+No order starves a request. A request that has waited longer than `patience_ns` is overdue. The account of an overdue
+request has the highest priority, and every second request that enters from it is its longest-waiting overdue request.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ QueuePlace = Literal["front", "order", "overdue", "back"]
 class Queue:
     """The waiting requests.
 
-    A preempted request waits before all other requests of its account if it had used no more memory than it was
-    promised (`push_front`), otherwise after them (`push_back`).
+    A preempted request that had used no more memory than it was promised waits before all other requests of its account
+    (`push_front`). One that had used more waits after them (`push_back`).
 
-    Logs must replay exactly. So `head` and `ahead` do not change the queue, since how often an engine calls them
-    depends on its clock. The order of arrivals and removals between two admissions has no effect either, since logs do
-    not record this order.
+    Logs must replay exactly. How often an engine calls `head` and `ahead` depends on its clock, so they do not change
+    the queue. Logs do not record the order of arrivals and removals between two admissions, so this order has no
+    effect.
 
     Args:
         make_order: function that returns the empty order of a new account.
@@ -63,7 +63,9 @@ class Queue:
         self._taken: dict[int, int] = {}
         """By id: the numbers of the requests that `fill_row` has taken."""
         self.longest_by_utility = 0
-        """Length of the longest prompt that das chose only by utility for the last filled row. 0 means none."""
+        """Length of the longest prompt that das chose only by its utility for the row that was filled last. 0 means
+        that there is none.
+        """
         self.now_ns = 0
         """Time of the last `expire`."""
         self.has_accounts = False
@@ -96,8 +98,8 @@ class Queue:
         account.add(request, self._number)
 
     def plan(self, begun: Sequence[Job], pace: Pace) -> set[int]:
-        """Under order in-time, decide which requests give way to others, and return the ids of the begun requests that
-        must pause.
+        """Under order in-time, decide which waiting requests give way to others. Return the ids of the begun requests
+        that must pause.
 
         Each account's requests are planned separately, together with the begun requests of all accounts.
 
@@ -120,7 +122,9 @@ class Queue:
         self._account(request).front.appendleft(request)
 
     def push_back(self, request: Request) -> None:
-        """Add a preempted request after all others of its account. It enters after them, or once it is overdue."""
+        """Add a preempted request after all others of its account. It enters after them, or earlier once it is
+        overdue.
+        """
         self._returned[request.id] = request
         self._account(request).back.append((self.now_ns, request))
 
@@ -211,7 +215,7 @@ class Queue:
         return row
 
     def put_back(self, requests: Iterable[Request]) -> None:
-        """Return requests that `fill_row` has removed to their former positions in the queue."""
+        """Put requests that `fill_row` has removed back in their former positions in the queue."""
         for request in requests:
             number = self._taken[request.id]
             self._waiting[request.id], self._numbers[request.id] = request, number
@@ -294,7 +298,7 @@ class _Account:
         self._arrived: list[Entry] = []
         """The requests of `order`, in the order of arrival."""
         self._may_be_overdue = True
-        """Whether the next request may enter because it is overdue. After each overdue request, one enters in order."""
+        """Whether an overdue request may enter next. After each overdue request, one request enters in order."""
 
     def has_any(self) -> bool:
         return bool(self.order.numbers or self.front or self.back)
@@ -316,8 +320,8 @@ class _Account:
         self.served += num_tokens / request.account.share
 
     def overdue(self, due_ns: int | None) -> tuple[Request, QueuePlace, int] | None:
-        """Return the request that has waited longest, its part of the queue, and the time at which its wait began, or
-        None if the request is not overdue.
+        """Return the request that has waited longest, its part of the queue, and the time at which its wait began.
+        Return None if even this request is not overdue.
         """
         if due_ns is None:
             return None
@@ -330,8 +334,8 @@ class _Account:
         return None if oldest is None or oldest[2] >= due_ns else oldest
 
     def choose(self, due_ns: int | None) -> tuple[Request, QueuePlace, int]:
-        """Return the request that enters next, its part of the queue, and the time at which its wait began (0 in parts
-        "front" and "order").
+        """Return the request that enters next, its part of the queue, and the time at which its wait began. The time is
+        0 for parts "front" and "order".
         """
         if self.front:
             return self.front[0], "front", 0

@@ -3,8 +3,8 @@
 A full block of a prompt (or of a prompt and its output) has a key, which is a hash of the block's tokens and of all
 tokens before them. The keys of a sequence's blocks are its chain. If a request's chain begins with keys of existing
 blocks, the request shares these blocks instead of computing them again. A block that no request uses any more stays
-cached until memory is needed. The least recently used block is evicted first. Of blocks released together, the last one
-in the sequence is evicted first, because a block is useless without the blocks before it.
+cached until memory is needed. The least recently used block is evicted first. If several blocks were released together,
+the last block of the sequence is evicted first, because a block is useless without the blocks before it.
 
 Source: vLLM, which also has hash chains and a queue in order of last use.
 """
@@ -71,14 +71,14 @@ class Blocks:
         self._by_key: dict[bytes, int] = {}
         self._key: dict[int, bytes] = {}
         self._uses: dict[int, int] = {}
-        """Number of requests that use each block with a present or former key. Any other used block belongs to one
+        """Number of requests that use each block that has, or had, a key. Any other used block belongs to one
         request.
         """
         self._kept: OrderedDict[int, None] = OrderedDict()
         """Cached blocks, in the order of their release. They have a key, and no request uses them."""
         self._found: dict[int, Found] = {}
-        """Results of `find` since keys or uses last changed, by the identity of the chain. These results save time,
-        since waiting requests are looked up at every step.
+        """Results of `find` since keys or uses last changed, by the identity of the chain. They save time, since
+        waiting requests are looked up at every step.
         """
 
     @property
@@ -109,7 +109,7 @@ class Blocks:
         return found
 
     def count_own(self, table: BlockTable, others: Sequence[int]) -> int:
-        """Return how many blocks of a table no other request uses, not counting the blocks in `others`."""
+        """Return how many blocks of a table only this request uses. The blocks in `others` do not count."""
         shared, uses = set(others), self._uses
         return sum(uses.get(block, 1) == 1 and block not in shared for block in table.blocks)
 

@@ -1,4 +1,4 @@
-"""Build the schedule of a plan, with which the simulated and the real engine start."""
+"""Build the schedule of a plan. Both the simulated and the real engine start with it."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _slack(plan: Plan, policy: SingleLaneSettings) -> Slack | None:
 
 
 def first_tokens(plan: Plan) -> FirstTokens | None:
-    """Return when first tokens are due by the plan's bound, and how long prompts take, or None without order
+    """Return when first tokens are due by the plan's bound, and how long prompts take. Return None for any order except
     in-time.
     """
     if plan.admission.order != "in-time":

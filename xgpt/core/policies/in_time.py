@@ -1,7 +1,7 @@
 """Implement order in-time, with which as many requests as possible get their first token within the bound.
 
 If not all waiting prompts can be encoded in time, as few as possible give way, the longest first. This is Moore and
-Hodgson's algorithm. Prompts that are partly encoded take part in it.
+Hodgson's algorithm. Partly encoded prompts take part in it.
 
 Source: J. M. Moore, Management Science 15(1), 1968, pp. 102-109.
 """
@@ -39,8 +39,8 @@ class Pace(NamedTuple):
 
 
 class Job(NamedTuple):
-    """The part of a prompt that is not encoded yet, with the number of its `tokens`, the nanoseconds of their
-    attention, and the time `due_ns` at which the first output token is due.
+    """The part of a prompt that is not encoded yet: its number of `tokens`, the nanoseconds of their attention, and
+    `due_ns`, the time at which the first output token is due.
     """
 
     due_ns: int
@@ -67,7 +67,9 @@ class FirstTokens(NamedTuple):
         return request.arrival_ns + (self.ttft_ns if own_ns is None else own_ns)
 
     def latest_ns(self, request: Request) -> int:
-        """Return the latest time at which a request can begin and still be in time, if the engine runs nothing else."""
+        """Return the latest time at which a request can begin and still be in time, provided that the engine runs
+        nothing else.
+        """
         return self.due_ns(request) - self.clock.prompt_ns(request.input_length)
 
     def job(self, request: Request, number: int = -1) -> Job:

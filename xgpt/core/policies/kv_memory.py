@@ -64,8 +64,8 @@ class KvMemory:
         return self.blocks_for(request.context) - self._find(self.prompts, request).num_used
 
     def num_missing(self, request: Request, overdrawn: Iterable[BlockTable]) -> int:
-        """Return how many more blocks must become available before a waiting request can enter. 0 or less means that
-        the request fits.
+        """Return how many more blocks must become available before a waiting request can enter. The request fits if the
+        number is 0 or less.
 
         Args:
             overdrawn: block tables of requests that would be preempted for the waiting request.
@@ -114,14 +114,14 @@ class KvMemory:
         return self.decodes.grow(request.table)
 
     def num_spare(self, request: Request) -> int:
-        """Return how many tokens fit in a request's blocks after its next step. The number is negative if that step
-        does not fit.
+        """Return how many further tokens fit in a request's blocks after its next step. The number is negative if that
+        step does not fit.
         """
         assert request.table is not None
         return len(request.table.blocks) * self.block_size - self.num_cached(request)
 
     def num_cached(self, request: Request) -> int:
-        """Return how many of a request's tokens have K/V after its next decode step (perhaps its first)."""
+        """Return how many of a request's tokens have K/V after its next decode step, even if this step is its first."""
         return request.context + self.encoder
 
     def leave(self, request: Request) -> None:
@@ -158,7 +158,9 @@ class KvMemory:
             self.decodes.name(request.table, request.chain, count)
 
     def name_output(self, request: Request, output: Chain) -> None:
-        """Give keys to those blocks of an ended request whose K/V has been computed."""
+        """Give keys to those blocks of an ended request whose K/V has been computed, so that later requests find
+        them.
+        """
         if request.prompt_table is None and request.table is not None:  # otherwise the request has not begun to decode
             count = (request.context - 1) // self.block_size  # the last token's K/V has not been computed
             self.decodes.name(request.table, request.chain + output, count)

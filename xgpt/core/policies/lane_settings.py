@@ -34,8 +34,9 @@ class LaneSettings:
         max_batch: largest number of requests in the lane.
         refill_when_empty: whether no request enters before the whole batch has finished.
         microbatches: number of micro-batches, each with its own rule.
-        reuse_is_planned: whether `encode_tokens` counts only uncached tokens. Otherwise `encode_tokens` counts whole
-            prompts, so that a step encodes as many requests as planned although the plan expects no reuse.
+        reuse_is_planned: whether `encode_tokens` counts only uncached tokens. Otherwise it counts whole prompts: a step
+            then encodes as many requests as planned even if some of their tokens are cached, which the plan does not
+            expect.
         encode_parts: number of steps in which the prompts of a micro-batch are encoded (only with `refill_when_empty`).
         ahead: whether a step is scheduled while the previous step runs, as if all requests of the previous step
             continued (only with `mix` and one micro-batch).
@@ -43,7 +44,7 @@ class LaneSettings:
         whole_prompts: whether prompts are not cut: a prompt waits until a step can take all of it (only with `mix`).
         batch_wait_steps: number of steps for which prompts wait for more prompts while requests decode (only with
             `mix`).
-        batch_wait_tokens: number of tokens in a step from which on prompts wait no longer.
+        batch_wait_tokens: once a step would have this number of tokens, prompts wait no longer.
         receive_steps: number of decode steps between two checks for new requests (only with `mix`).
         slack: limits a step's prompt tokens by the time until running requests are due their next tokens, instead of by
             `token_budget` (only with `mix`).

@@ -17,7 +17,7 @@ from typing import Any
 from xgpt.core.policies.request import Request
 
 Entry = tuple[float, int, Request]
-"""(key, number in order of arrival, request). All numbers differ, so that sorting never compares requests."""
+"""(key, number in order of arrival, request). No two numbers are equal, so sorting never compares requests."""
 
 
 def utility(request: Request) -> float:
@@ -122,11 +122,11 @@ ETA = 0.5
 class DasOrder(Order):
     """Deadline-aware scheduling: TCB Algorithm 1, extended to requests that keep arriving.
 
-    A row holds `row_tokens` prompt tokens. Let s be the number of the shortest requests that would fill it. First, the
-    ceil(eta s) shortest requests enter. Then, with q = 1 - eta, requests with at least q times the mean utility of
-    these first requests enter, the earliest deadline first. Last, the shortest requests enter again. A request that
-    does not fit in the rest of the row is skipped. If no request fits, the next row begins. For a fixed set of
-    requests, das reaches eta q / (eta q + 1) of the best schedule's utility (Theorem 5.1).
+    A row holds `row_tokens` prompt tokens. Let s be the number of shortest requests that would fill the row, and q = 1
+    - eta. First, the ceil(eta s) shortest requests enter. Then requests enter whose utility is at least q times the
+    mean utility of the first ones, the earliest deadline first. Last, the shortest of the other requests enter. A
+    request that does not fit in the rest of the row is skipped. If no request fits, the next row begins. For a fixed
+    set of requests, das reaches eta q / (eta q + 1) of the best schedule's utility (Theorem 5.1).
 
     A request that is longer than a row enters once no other request waits.
     """
@@ -255,7 +255,9 @@ class EarliestUpTo:
             tree[node] = _least(tree[2 * node], tree[2 * node + 1])
 
     def up_to(self, limit: int) -> int | None:
-        """Return the length up to `limit` whose deadline is earliest, or None if no waiting request is that short."""
+        """Return the length, of those up to `limit`, whose deadline is earliest. Return None if no waiting request is
+        that short.
+        """
         size = len(self._tree) // 2
         if limit >= size - 1:
             best = self._tree[1]
@@ -281,7 +283,7 @@ def _least(a: tuple[float, int, int] | None, b: tuple[float, int, int] | None) -
 
 
 def prune(heap: list[Entry], numbers: Mapping[int, int], num_waiting: int) -> None:
-    """Remove requests that no longer wait from the top of a heap, or from the whole heap if they are most of it."""
+    """Remove requests that no longer wait: from the top of a heap, or from the whole heap if they are most of it."""
     if len(heap) > 2 * num_waiting + 16:
         heap[:] = [entry for entry in heap if numbers.get(entry[2].id) == entry[1]]
         heapify(heap)

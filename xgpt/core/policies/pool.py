@@ -19,8 +19,8 @@ from xgpt.core.schema.step_log import Chain
 
 MOST_SCORED = 512
 """Largest number of prompt tokens for which a step computes log probabilities, since each such token takes a row of
-logits. Further scored prompts wait for the next step. A longer prompt is cut if steps mix prompts and decodes.
-Otherwise it is the only scored prompt of its step.
+logits. Further scored prompts wait for the next step. A scored prompt with more tokens is cut if steps mix prompts and
+decodes. If they do not, it is the only scored prompt of its step.
 """
 
 
@@ -29,10 +29,10 @@ class Pool(Running):
 
     Under "reserve", the blocks of a request's prompt and promised output are reserved when the request enters (ORCA
     Algorithm 1). A request whose maximum output is promised never waits for memory again. A request that exceeds its
-    promise takes more blocks as it grows, until a request within its promise needs memory. Then requests that exceed
-    their promises are preempted, the last to enter first. A preempted request loses its K/V and waits after all others
-    of its account. When it enters again, its generated tokens are encoded with its prompt, and it is promised the same
-    number of further tokens.
+    promise takes more blocks as it grows. When a request within its promise needs memory, requests that exceed their
+    promises are preempted, the last to enter first. A preempted request loses its K/V and waits after all others of its
+    account. When it enters again, its generated tokens are encoded with its prompt, and it is promised the same number
+    of further tokens.
 
     Under "quantile", a request enters with the blocks of its prompt and takes more blocks as it grows. When no block is
     available, the request that entered last is preempted and waits before all others. A request in a running step is
@@ -42,7 +42,7 @@ class Pool(Running):
         kv_blocks: number of blocks for all requests.
         block_size: tokens of a block.
         kv: how memory is promised.
-        max_running: largest number of running requests; under "quantile", the number that fits in memory with the
+        max_running: largest number of running requests. Under "quantile", it is the number that fits in memory with the
             plan's probability.
         hold_finished: whether finished requests keep their slots until the whole batch has finished (static batching).
             It is only for "reserve".
@@ -89,12 +89,14 @@ class Pool(Running):
         )
 
     def follow(self, other: Pool) -> None:
-        """Adopt the admission settings of another plan's pool of the same shape."""
+        """Adopt the admission settings of the pool of another plan. Both pools must have the same shape."""
         self.max_running = other.max_running
         self.waiting.patience_ns = other.waiting.patience_ns
 
     def is_shaped_like(self, other: Pool) -> bool:
-        """Return whether requests could move to another pool: both have equal memory, promised in the same way."""
+        """Return whether requests could move to another pool. They can if both have the same memory, promised in the
+        same way.
+        """
         names = ("kv_blocks", "block_size", "kv", "hold_finished", "encode_emits", "prompt_blocks")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
@@ -117,7 +119,7 @@ class Pool(Running):
         return not (self.waiting or self.running)
 
     def is_silent(self, id_: int) -> bool:
-        """Return whether a running request gets no further tokens because it has finished or was cancelled."""
+        """Return whether a running request gets no further tokens, because it has finished or was cancelled."""
         return id_ in self.under_way.leaving or id_ in self._batch_of(id_).held
 
     @property
@@ -136,7 +138,7 @@ class Pool(Running):
         return [request.id for request in self.waiting.expire(now_ns)]
 
     def cancel(self, id_: int) -> list[int]:
-        """Remove a waiting or running request, and ignore the id of a finished or unknown request.
+        """Remove a waiting or running request. If the request has finished or is unknown, do nothing.
 
         A request in a running step stays until that step is settled.
 
@@ -228,7 +230,9 @@ class Pool(Running):
         return left
 
     def _end_batch(self) -> list[int]:
-        """If the whole batch has finished in all micro-batches, free the slots of its requests and return their ids."""
+        """If the requests of the whole batch have finished in all micro-batches, free their slots and return their
+        ids.
+        """
         if not self.hold_finished or any(batch.decoding or batch.encoding for batch in self.batches):
             return []
         requests = [request for batch in self.batches for request in batch.held.values()]

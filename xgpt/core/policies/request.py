@@ -20,7 +20,7 @@ class Request:
     max_output: int
     arrival_ns: int = 0
     deadline_ns: int | None = None
-    """Latest time at which the request may enter, on the same clock as `arrival_ns`. None means any time."""
+    """Latest time at which the request may enter, on the clock of `arrival_ns`. None means any time."""
     promised_output: int | None = None
     """Output tokens for which K/V memory is reserved when the request enters. None means its maximum output."""
     account: Account = ANYONE
@@ -29,11 +29,13 @@ class Request:
     is_scored: bool = False
     """Whether the engine also computes the log probabilities of the prompt's tokens."""
     encoded: int = 0
-    """Number of tokens encoded so far."""
+    """Number of prompt tokens encoded so far. After a preemption, they include generated tokens."""
     cached: int = 0
     """Number of tokens whose K/V was cached when the request last entered."""
     first_ns: int | None = None
-    """Time at which the first decode step was scheduled, when the first token was ready. It is set only with slack."""
+    """Time at which the request's first decode step was scheduled, when its first token was ready. It is set only with
+    slack.
+    """
     blocks: int = 0
     """Number of K/V blocks reserved for the request now, including shared blocks."""
     table: BlockTable | None = field(default=None, repr=False, compare=False)
@@ -43,9 +45,9 @@ class Request:
     batch: MicroBatch | None = field(default=None, repr=False, compare=False)
     """The micro-batch in which the request runs. None means that the request is waiting."""
     place: int = field(default=0, repr=False, compare=False)
-    """The request's number in the order in which requests began to decode in the micro-batch `batch`, from 1."""
+    """The request's number, from 1, in the order in which requests of its micro-batch began to decode."""
     base: int = field(default=0, repr=False)
-    """Number of output tokens, not counting the tokens that `counter` counts."""
+    """Number of output tokens that `counter` does not count."""
     counter: MicroBatch | None = field(default=None, repr=False, compare=False)
     """The micro-batch whose iterations count the request's further tokens, or None while the request gets none."""
 
@@ -60,8 +62,8 @@ class Request:
 
     @property
     def context(self) -> int:
-        """Number of prompt and output tokens so far. The next decode step attends to all these tokens. After a
-        preemption, all are encoded again.
+        """Number of prompt and output tokens so far. The next decode step attends to all of them. After a preemption,
+        all of them are encoded again.
         """
         return self.input_length + self.generated
 
@@ -84,7 +86,9 @@ class Request:
 
 
 class Chunk(NamedTuple):
-    """Tokens [start, start + length) of a request's prompt, which after a preemption includes generated tokens."""
+    """Tokens [start, start + length) of a request's prompt. After a preemption, the prompt includes generated
+    tokens.
+    """
 
     id: int
     start: int
@@ -123,9 +127,9 @@ class Step(NamedTuple):
 class MicroBatch:
     """Requests that run together, and the number of their running steps.
 
-    Every decode step gives a token to each request that decodes. So the single counter `iterations` counts the tokens
-    of all requests. An event that occurs after some number of a request's tokens is stored by the iteration in which it
-    will occur.
+    Every decode step gives a token to each decoding request. So one counter, `iterations`, counts the tokens of all
+    requests. If an event occurs after a given number of a request's tokens, it is stored under the iteration in which
+    it will occur.
 
     Args:
         decodes: whether the micro-batch has decode steps. Otherwise requests are only encoded in it.
@@ -185,8 +189,8 @@ class MicroBatch:
 
     @property
     def next_to_decode(self) -> tuple[int, ...]:
-        """Ids of the requests in the next decode step. Finished requests that keep their slots are computed only while
-        others decode.
+        """Ids of the requests in the next decode step. Finished requests that keep their slots are among them only
+        while other requests decode.
         """
         ids = tuple(self.decoding)
         if self.stopped:
@@ -199,7 +203,7 @@ class MicroBatch:
         """Let a request begin to decode.
 
         Args:
-            num_spare: number of further tokens after which `due` returns the request.
+            num_spare: number of further tokens of the request after which `due` returns it.
         """
         self._num_joined += 1
         request.batch, request.place = self, self._num_joined
@@ -231,7 +235,7 @@ class MicroBatch:
             self.recall(request, request.max_output - request.generated)
 
     def stop(self, request: Request) -> None:
-        """Stop generating tokens for a request, which keeps its slot."""
+        """Give a request no further tokens. It keeps its slot."""
         self._stop_counting(request)
         self.stopped.add(request.id)
 

@@ -1,5 +1,5 @@
-"""Choose the replica for a request: the one that has cached the beginning of its prompt, unless this replica is much
-busier than another one.
+"""Choose the replica for a request. It is the one that has cached the beginning of the prompt, unless this replica is
+much busier than another one.
 
 This code routes the requests of a server, and the requests of a trace when several replicas are planned or simulated.
 """
@@ -17,19 +17,19 @@ BLOCKS_A_KEY = 4
 MOST_KEYS = 131_072
 SLACK = 0.5
 """The replica that has cached a request's whole prompt gets the request, unless it has many more requests than the
-replica with the fewest: the difference may be this share of the requests that a replica runs at once. If the replica
-has cached only a fraction of the prompt, the share is multiplied by the square of this fraction, since less work is
-saved (benchmarks.many_replicas).
+replica with the fewest. The difference may be at most this share of the requests that a replica runs at once. If the
+replica has cached only a fraction of the prompt, the share is multiplied by the square of this fraction, since less
+work is saved (benchmarks.many_replicas).
 """
 
 
 class ReplicaRouter:
-    """Routes a request by the number of requests at each replica and by the replica to which the prompt's prefix was
-    last sent.
+    """Routes a request by two criteria: the number of requests at each replica, and the replica to which the prompt's
+    prefix was last sent.
 
     Args:
         count: number of replicas.
-        slack: a replica gets a prompt that it has cached unless it has more requests than another replica by this
+        slack: a replica that has cached a prompt gets it, unless another replica has fewer requests by more than this
             number.
     """
 

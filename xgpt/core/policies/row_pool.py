@@ -1,10 +1,11 @@
 """Manage the requests of an engine that runs whole batches in rows (TCB), and the rows' K/V memory.
 
 A batch enters as a whole, and its layout does not change after that (`tcb.lay_out`). Memory is reserved for each slot.
-Every slot has memory for the prompts of the longest slot, and for as many outputs of the longest length as the fullest
-slot has requests. A slot's memory is contiguous, so a request that ends frees no memory. Padded and concatenated rows
-keep their memory until the batch has ended. With slots, a slot is freed once all its requests have ended (early memory
-cleaning, TCB sec. 4.2.2), and the next batch may enter while the last slots of the previous batch still run.
+All slots have equal memory: for the prompts of the longest slot, and for one output of the longest length for each
+request of the fullest slot. A slot's memory is contiguous, so a request that ends frees no memory. Padded and
+concatenated rows keep their memory until the batch has ended. With slots, a slot is freed once all its requests have
+ended (early memory cleaning, TCB sec. 4.2.2), and the next batch may enter while the last slots of the previous batch
+still run.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ class RowPool(Pool):
     def _by_algorithm_2(self, most: int | None) -> list[Request]:
         """Remove the requests of the next batch in slots from the queue, and return them (TCB, Algorithm 2).
 
-        A slot is as long as the longest request that das chooses only by utility. Longer requests keep waiting. With
-        other orders than das, a slot is as long as the longest request.
+        With order das, a slot is as long as the longest request that das chooses only by utility, and longer requests
+        keep waiting. With other orders, a slot is as long as the longest request.
         """
         chosen: list[Request] = []
         longest = 0

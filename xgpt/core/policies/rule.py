@@ -1,7 +1,7 @@
 """Implement the single-lane scheduling rule, which serves rra, orca, chunked and static with different settings.
 
-From the running requests of a micro-batch and the waiting requests, the rule decides what the next step encodes and
-decodes. The rule reads no clock and draws no random numbers. So the same submissions, steps and endings give the same
+The rule decides what the next step encodes and decodes, from the running requests of a micro-batch and the waiting
+requests. It reads no clock and draws no random numbers. So the same submissions, steps and endings give the same
 schedule on a simulated clock and on a real one.
 """
 
@@ -125,7 +125,7 @@ class OneLaneRule:
 
     def _decodable(self, pool: Pool, batch: MicroBatch) -> tuple[int, ...]:
         """Return the ids of the requests to decode. Requests that were cancelled, or that get their last token in the
-        running step, are not among them.
+        running step, are left out.
         """
         if self.settings.ahead and pool.under_way.leaving:
             for id_ in pool.under_way.leaving.intersection(batch.decoding) - batch.stopped:
@@ -133,9 +133,9 @@ class OneLaneRule:
         return batch.next_to_decode
 
     def _waits_for_others(self, pool: Pool, batch: MicroBatch) -> bool:
-        """Return whether waiting prompts stay out of this step, either because the engine does not check for new
-        requests now, or because more prompts should be encoded together. The method also counts the consecutive steps
-        in which prompts wait for more prompts.
+        """Return whether waiting prompts stay out of this step. They do if the engine does not check for new requests
+        now, or if more prompts should be encoded together. The method also counts the consecutive steps in which
+        prompts wait for more prompts.
         """
         settings = self.settings
         if self._iterations % settings.receive_steps and self._decodable(pool, batch):
@@ -231,7 +231,9 @@ class OneLaneRule:
             chunks.append(Chunk(admitted.id, admitted.encoded, room.take(admitted.encoded, end)))
 
     def _holds_next(self, room: PromptRoom, pool: Pool) -> bool:
-        """Return whether the next prompt fits in the rest of the step. A prompt longer than any step may be cut."""
+        """Return whether the next prompt fits in the rest of the step. A prompt that is longer than any step fits if it
+        may be cut.
+        """
         budget = self.settings.token_budget
         return all(
             room.holds(request.input_length if budget is None else min(request.input_length, budget))
@@ -243,14 +245,14 @@ class OneLaneRule:
         return self.settings.max_batch is None or batch.num_running < self.settings.max_batch
 
     def _part(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
-        """Return the next prompts to encode of a static batch, of which several parts may run at the same time."""
+        """Return the next part of a static batch's prompts to encode. Several parts may run at the same time."""
         missing = [batch.encoding[id_] for id_ in pool.under_way.untouched(batch.encoding)]
         size = -(-batch.num_running // self.settings.encode_parts)
         return tuple(rest_of_prompt(request) for request in missing[:size])
 
     def prompts_of_phase(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
-        """Admit requests up to the phase's token budget, and return their whole prompts. A difference from the budget
-        is carried over to the next phase.
+        """Admit requests up to the phase's token budget, and return their whole prompts. Tokens above or below the
+        budget are carried over to the next phase.
         """
         settings = self.settings
         self._budget.open(len(batch.decoding) - settings.carried_batch)
@@ -278,7 +280,7 @@ RULE_TYPES: dict[type[LaneSettings], type[OneLaneRule]] = {LaneSettings: OneLane
 
 
 def rule_of(settings: LaneSettings, number: int = 0) -> OneLaneRule:
-    """Return a new rule for one micro-batch, in its initial state."""
+    """Return a new rule for one micro-batch."""
     return RULE_TYPES[type(settings)](settings, number)
 
 

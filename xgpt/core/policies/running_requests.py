@@ -10,12 +10,12 @@ from xgpt.core.policies.request import MicroBatch, Request, Step
 
 
 class StepsUnderWay:
-    """The steps that have begun but have not been settled, and the requests that leave once these steps are settled."""
+    """The steps that have begun but have not been settled, and the requests that leave after that."""
 
     def __init__(self) -> None:
         self._steps: list[Step] = []
         self.leaving: set[int] = set()
-        """Requests that were cancelled while a step ran with them. They leave once the step is settled."""
+        """Requests that were cancelled while a step with them ran. They leave once the step is settled."""
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -52,7 +52,7 @@ class StepsUnderWay:
 class Running:
     """Running requests in their micro-batches.
 
-    With each step, requests have more tokens and need more blocks. When no block is available, some requests are
+    With each step, requests get more tokens and need more blocks. When no block is available, some requests are
     preempted and wait again.
 
     Args:
@@ -61,8 +61,8 @@ class Running:
 
     Attributes:
         encode_emits: whether the step that encodes the end of a prompt also computes the first output token.
-        runs_ahead: whether a step is scheduled while another one runs. A request then stops at its maximum output,
-            although it is not known yet whether it has ended earlier.
+        runs_ahead: whether a step is scheduled while another one runs. It is then not known yet whether a request has
+            ended, but the request stops at its maximum output.
         running: running requests, in the order in which they entered.
         batches: all micro-batches.
         under_way: running steps, whose results have not been processed yet.
@@ -86,7 +86,7 @@ class Running:
         self._preempted: list[int] = []
         """Requests preempted for the next step."""
         self._grown: dict[int, list[int]] = {}
-        """By request: the blocks that it has been given since the last step, in order."""
+        """By request: the blocks given to it since the last step, in order."""
 
     def add_batches(self, count: int, *, decodes: bool = True) -> tuple[MicroBatch, ...]:
         """Add `count` empty micro-batches, which share this pool's queue and memory. Return them."""
@@ -140,7 +140,7 @@ class Running:
     def make_room(self, batch: MicroBatch) -> None:
         """Give each decoding request the block of its next token. Preempt requests when no block is available.
 
-        A promised block is given one token before it is needed, so that a worker may run a step ahead.
+        A promised block is given one token early, so that a worker may run a step ahead.
         """
         for request in batch.due():
             if request.batch is not batch:
@@ -156,8 +156,8 @@ class Running:
                 batch.recall(request, max(1, min(num_spare, num_left)))
 
     def _grow(self, request: Request, num_spare: int) -> int:
-        """Give a request another block if one was promised to it or it cannot continue without one. Return how many
-        tokens its blocks can then take after its next step.
+        """Give a request another block, from its promise or because it cannot continue without one. Return how many
+        further tokens fit in its blocks after its next step.
         """
         memory = self.memory
         if not memory.take_promised(request):
@@ -209,7 +209,7 @@ class Running:
         self.under_way.end(step)
 
     def assume(self, batch: MicroBatch) -> None:
-        """Count the tokens of a micro-batch's running step already now, so that the next step can be scheduled."""
+        """Count the tokens of a micro-batch's running step before it ends, so that the next step can be scheduled."""
         if batch.assumed is None:
             batch.assumed = self.under_way.last
             self._advance(batch.assumed, batch)

@@ -87,7 +87,9 @@ class Schedule(ABC):
 
     @abstractmethod
     def next_step(self, lane: LaneName) -> Step | None:
-        """Return the lane's next step, which then counts as running. None, with no change, if the lane must wait."""
+        """Return the lane's next step, which then counts as running. If the lane must wait, return None and change
+        nothing.
+        """
 
     @abstractmethod
     def settle(
@@ -126,8 +128,8 @@ class Schedule(ABC):
 
 
 class OneLane(Schedule):
-    """The schedule of rra, orca, chunked and static. Each micro-batch has its own rule. All share the queue and the K/V
-    memory.
+    """The schedule of rra, orca, chunked and static. Each micro-batch has its own rule. All micro-batches share the
+    queue and the K/V memory.
 
     A micro-batch without work is skipped. Under rra, all micro-batches begin a phase together, since a long encode step
     of one micro-batch would delay the short decode steps of the others. A static batch enters as a whole, in equal
@@ -180,7 +182,9 @@ class OneLane(Schedule):
         return None
 
     def _can_run_ahead(self, batch: MicroBatch) -> bool:
-        """Return whether the next step can be scheduled while a step runs, and count the tokens of the running step."""
+        """Return whether the next step can be scheduled while a step runs. If it can, count the tokens of the running
+        step.
+        """
         if not self.settings.ahead or batch.steps_under_way > 1:
             return False
         self.pool.assume(batch)
@@ -225,7 +229,7 @@ class OneLane(Schedule):
         self._turn = 0
 
     def _has_more_to_encode(self, batch: MicroBatch) -> bool:
-        """Return whether a static batch has further prompts to encode, which need not wait for the running steps."""
+        """Return whether a static batch has further prompts to encode. They need not wait for the running steps."""
         if not self.settings.refill_when_empty:
             return False
         return bool(batch.encoding and self.pool.under_way.untouched(batch.encoding))

@@ -1,4 +1,6 @@
-"""Limit the prompt tokens of a step, by a token budget or by the time until running requests are due tokens."""
+"""Limit the prompt tokens of a step. The limit is a token budget, or the time until running requests are due their next
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -94,12 +96,12 @@ class Slack(NamedTuple):
     def step_s(self, own_ns: float, others_ns: Sequence[float]) -> float:
         """Return the seconds that a step may take through all stages.
 
-        Micro-batches take turns, and all steps except this one are assumed to be equally long. The next step, of
-        another micro-batch, begins once this step has left the first stage, and ends after this step.
+        Micro-batches take turns, and all steps except this one are assumed to be equally long. The next step belongs to
+        another micro-batch. It begins once this step has left the first stage, and ends after this step has ended.
 
         Args:
-            own_ns: time from when the first stage is free until a request of the micro-batch is due its next token, or
-                infinite if no request decodes.
+            own_ns: time until a request of the micro-batch is due its next token, counted from when the first stage is
+                free. Infinite if no request decodes.
             others_ns: the same time for each other micro-batch, in the order of their turns.
         """
         stages, equal_ns = self.num_stages, self.equal_ns
@@ -110,8 +112,8 @@ class Slack(NamedTuple):
         return left_ns / 1e9
 
     def even_tokens(self, to_encode: Iterable[int]) -> int:
-        """Return the largest number of prompt tokens that a step takes, so that each other micro-batch gets an equal
-        part.
+        """Return the largest number of prompt tokens that a step may take so that each other micro-batch can get an
+        equal part.
 
         If one step encoded all prompts, stages would be idle during the turns of the other micro-batches.
 
@@ -140,13 +142,13 @@ class LaneForecast:
         """Pairs (time at which a step was scheduled, nanoseconds that the step takes on one stage)."""
         self._due: defaultdict[MicroBatch, dict[int, list[tuple[int, int, Request]]]] = defaultdict(dict)
         """By micro-batch and bound on the time per token: a heap of the times at which requests are due their next
-        token, less the part that grows with the micro-batch's iterations. Requests that have left are removed once they
-        are at the top.
+        token. The part of a time that grows with the micro-batch's iterations is left out. A request that has left is
+        removed once it is at the top.
         """
 
     def first_due_ns(self, batch: MicroBatch, now_ns: int, slack: Slack) -> float:
-        """Return the earliest time at which a request of a micro-batch is due a token that no running step computes, or
-        infinity if no request decodes.
+        """Return the earliest time at which a request of a micro-batch is due a token that no running step computes.
+        Return infinity if no request decodes.
         """
         coming = batch.steps_under_way if batch.assumed is None else 0
         further = batch.iterations + coming + slack.budget.behind_tokens
@@ -181,7 +183,7 @@ class LaneForecast:
         batch.joined[:] = batch.decoding.values()
 
     def free_ns(self, now_ns: int, num_under_way: int) -> int:
-        """Return the time at which the first stage can begin a step that is scheduled now.
+        """Return the time at which the first stage can begin a step that is scheduled at `now_ns`.
 
         Args:
             num_under_way: number of steps that have begun but have not ended.
@@ -210,7 +212,7 @@ class PromptRoom(Protocol):
 
     def take(self, start: int, end: int) -> int:
         """Add tokens [start, end) of a prompt to the step, or only the first ones if not all fit. Return the number of
-        added tokens, which is at least one; `is_open` must be true.
+        added tokens. It is at least one, since `is_open` must be true.
         """
 
 
@@ -241,7 +243,7 @@ class TimeRoom:
     Args:
         spare_s: seconds that the step may take.
         decodes, context: number of requests that the step decodes, and number of tokens to which they attend.
-        even: number of prompt tokens from which on the step takes no further prompt.
+        even: once the step has this number of prompt tokens, it takes no further prompt.
     """
 
     def __init__(self, slack: Slack, spare_s: float, decodes: int, context: int, even: int) -> None:

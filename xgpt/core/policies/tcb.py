@@ -71,8 +71,8 @@ def lay_out(batching: Batching, requests: Sequence[Request], row_tokens: int) ->
 
 
 def filled_rows(requests: Sequence[Request], row_tokens: int) -> list[list[Request]]:
-    """Return rows of at most `row_tokens` prompt tokens. Each request, longest first, goes to the first row where it
-    fits.
+    """Return rows of at most `row_tokens` prompt tokens. Each request, the longest first, goes to the first row in
+    which it fits.
     """
     rows: list[list[Request]] = []
     room: list[int] = []
@@ -87,7 +87,9 @@ def filled_rows(requests: Sequence[Request], row_tokens: int) -> list[list[Reque
 
 
 def padded_rows(requests: Sequence[Request]) -> RowBatch:
-    """Return a layout with one request in each row, padded to the longest. Source: TCB's TNB, Figure 1(a)."""
+    """Return a layout with one request in each row, padded to the length of the longest. Source: TCB's TNB, Figure
+    1(a).
+    """
     places = tuple(Place(one.id, row, 0, one.input_length) for row, one in enumerate(requests))
     return RowBatch(len(requests), max(one.input_length for one in requests), 1, places)
 
@@ -100,8 +102,8 @@ def concatenated_rows(rows: Sequence[Sequence[Request]]) -> RowBatch:
 def even_rows(rows: Sequence[Sequence[Request]], row_tokens: int) -> list[list[Request]]:
     """Return rows with the same requests, spread so that all rows have about the same number of requests.
 
-    This saves time, because a decode step takes as long as if every row had as many requests as the fullest row, and
-    das fills the first row with the shortest requests. Requests are dealt back and forth over the rows, the longest
+    This saves time: a decode step takes as long as if every row had as many requests as the fullest row, and das puts
+    the shortest requests, thus the most, in the first row. Requests are dealt back and forth over the rows, the longest
     first. If a row would then exceed `row_tokens`, the rows stay as they are.
     """
     ordered = sorted((one for row in rows for one in row), key=lambda one: -one.input_length)

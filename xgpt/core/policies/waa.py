@@ -1,10 +1,10 @@
 """Implement the two-lane scheduling rule of waa, under which one group of workers encodes and another one decodes.
 
-The encode lane starts a batch of prompts once the whole batch fits within the limit on requests. After its requests'
-first tokens, the batch waits until its K/V is moved to the decode lane. "Transfer" steps move K/V, one step at a time,
-and each moves all batches that were encoded since the step before it. Then the requests join the micro-batch of the
-decode lane whose turn it is, but not before the buffer time has passed since their encode step began. The buffer time
-is counted in decode iterations, because a rule reads no clock. Source: ExeGPT sec. 4.1, 5.2, Figure 4 (b) and (c).
+The encode lane starts a batch of prompts once the whole batch fits within the limit on requests. Once its requests have
+their first tokens, the batch waits until its K/V is moved to the decode lane. "Transfer" steps move K/V. One runs at a
+time, and it moves all batches that were encoded since the previous one began. Then the requests join the micro-batch of
+the decode lane whose turn it is, but not before the buffer time has passed since their encode step began. The buffer
+time is counted in decode iterations, because a rule reads no clock. Source: ExeGPT sec. 4.1, 5.2, Figure 4 (b) and (c).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TwoLaneSettings:
 
 
 class TwoLane(Schedule):
-    """The schedule of waa. Requests that enter get the pool's blocks, which are in the decode lane."""
+    """The schedule of waa. A request that enters gets blocks of the pool, which are in the decode lane."""
 
     lanes: tuple[LaneName, ...] = ("decode", "transfer", "encode")
 
@@ -74,12 +74,14 @@ class TwoLane(Schedule):
         (self._moving,) = pool.add_batches(1, decodes=False)
         """Encoded requests whose K/V is still in the encode lane."""
         (self._arrived,) = pool.add_batches(1, decodes=False)
-        """Requests whose K/V is in the decode lane but that have not joined a micro-batch."""
+        """Requests whose K/V is in the decode lane but which have not joined a micro-batch."""
         self._decode = pool.add_batches(settings.decode_microbatches)
         self._encode_turn = self._decode_turn = 0
         self._num_decode_steps = 0
         self._joins_at: dict[int, int] = {}
-        """By request that has not joined a micro-batch: the number of decode steps that must begin before it joins."""
+        """For each request that has not joined a micro-batch, the number of decode steps that must begin before it
+        joins.
+        """
         self._budget = settings.budget()
 
     def apply(self, other: Schedule) -> bool:
@@ -231,7 +233,7 @@ class TwoLane(Schedule):
         return None
 
     def _join(self, batch: MicroBatch) -> None:
-        """Let requests with moved K/V join a micro-batch until it has an equal share of all decoding requests."""
+        """Let requests with moved K/V join a micro-batch until it has its equal share of all decoding requests."""
         share = -(-self._num_decoding() // len(self._decode))
         for request in self._ready()[: max(0, share - batch.num_running)]:
             self._joins_at.pop(request.id, None)
@@ -239,7 +241,7 @@ class TwoLane(Schedule):
 
     def _ready(self) -> list[Request]:
         """Return the requests with moved K/V whose buffer time has passed. If no request decodes, return all requests
-        with moved K/V, since the buffer time would never pass without iterations.
+        with moved K/V, since without iterations the buffer time would never pass.
         """
         arrived = list(self._arrived.decoding.values())
         if not self._joins_at or not any(batch.num_running for batch in self._decode):

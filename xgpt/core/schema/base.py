@@ -13,5 +13,5 @@ class Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def but(self, **fields: Any) -> Self:
-        """Return a copy with other values of these fields, which are not checked."""
+        """Return a copy with other values of these fields. The values are not checked."""
         return self.model_copy(update=fields)

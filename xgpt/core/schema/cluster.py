@@ -1,4 +1,4 @@
-"""Devices and the links between them."""
+"""Define devices and the links between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.model import DType
 
 MOST = 1024
-"""Largest number of nodes, and of devices in a node. Larger numbers are rejected as typing errors."""
+"""Largest number of nodes, and of devices in a node. A larger number is rejected as a typing error."""
 
 
 class Efficiency(Frozen):
@@ -38,15 +38,15 @@ class Efficiency(Frozen):
     attention_s: float = Field(default=0.0, ge=0)
     """Least seconds of an attention call."""
     all_reduce_s: float | None = Field(default=None, ge=0)
-    """Least seconds of an all-reduce, over any number of devices. None means that they are computed from the hops of a
-    ring all-reduce.
+    """Least seconds of an all-reduce, over any number of devices. None means that this time is computed from the hops
+    of a ring all-reduce.
     """
     layer_s: float = Field(ge=0)
     """Seconds of a layer's small kernels, and of kernel launches not counted above."""
     step_s: float = Field(ge=0)
     """Seconds of the serving loop for each step."""
     like: str | None = None
-    """Name of the similar device on which the shares were fitted. Plans then have a warning and state wider ranges.
+    """Name of the similar device on which the shares were fitted. Plans then warn about this and state wider ranges.
     None means that the shares were fitted on this device.
     """
     source: str

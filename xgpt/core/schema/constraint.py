@@ -11,7 +11,7 @@ from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.workload import RequestClass, check_classes
 
 SPARED_TAIL = 0.1
-"""Under sla "request", a plan leaves this share of the permitted bound violations unused."""
+"""Share of the permitted violations of the bound that a plan leaves unused under sla "request"."""
 
 KvPromise = Literal["reserve", "quantile"]
 AdmissionOrder = Literal["fcfs", "in-time", "sjf", "lpt", "edf", "das"]
@@ -39,13 +39,13 @@ class Goal(NamedTuple):
 class Constraint(Frozen):
     """The objective and the bounds of a plan.
 
-    Under sla "length", the bound holds for a request whose output length is at the quantile. Under sla "request", the
-    bound holds for the quantile of all requests (ExeGPT sec. 7.6, (b) and (a)). By default, `headroom` is
+    Under sla "length", the bound holds for a request whose output length is at the quantile (ExeGPT sec. 7.6 (b)).
+    Under sla "request", it holds for the quantile of all requests (sec. 7.6 (a)). By default, `headroom` is
     `Profile.headroom`.
 
     The plan maximises the `objective`. "arrivals" is the highest arrival rate at which the quantile of all requests
     keeps the bounds, waiting included (`Capacity`), whatever the sla. "saturated" is the throughput while requests are
-    always waiting, where latency counts from admission, as in the papers. Files without the field `objective` were made
+    always waiting. Latency then counts from admission, as in the papers. Files without the field `objective` were made
     for "saturated".
     """
 
@@ -75,8 +75,8 @@ class Constraint(Frozen):
     headroom: float = Field(default=0.0, ge=0, lt=1)
     """Share by which steps may take longer than predicted before a bound is broken."""
     maximise: str | None = Field(default=None, exclude_if=lambda text: text is None)
-    """Under objective "saturated", an expression over the plan's figures (`xscheduler.expression`) to maximise in place
-    of throughput. None means throughput.
+    """Under objective "saturated", an expression over the plan's figures (`xscheduler.expression`) that is maximised
+    instead of throughput. None means throughput.
     """
 
     @property
@@ -84,7 +84,7 @@ class Constraint(Frozen):
         """The share of requests for which a plan is made to keep the bound.
 
         Under sla "request", this share is slightly above the quantile. Latency jumps when one more token falls into the
-        next encode phase, so a share that is only just reached would easily be missed.
+        next encode phase, so a plan that only just reaches the quantile would easily miss it.
         """
         return self.quantile + (SPARED_TAIL * (1 - self.quantile) if self.sla == "request" else 0.0)
 
@@ -105,12 +105,14 @@ class Constraint(Frozen):
 
     @property
     def allowed_latency_s(self) -> float:
-        """The largest predicted latency with which the bound is kept, headroom subtracted. Infinite means no bound."""
+        """The largest predicted latency with which the bound is still kept if steps take longer by the headroom.
+        Infinite means no bound.
+        """
         return math.inf if self.latency_bound_s is None else self.latency_bound_s / (1 + self.headroom)
 
     def less(self, path_s: float) -> Constraint:
-        """Return the constraint with bounds that are tighter by the `path_s` seconds that a request spends outside the
-        engine.
+        """Return the constraint with each bound on a time from arrival reduced by `path_s`, the seconds that a request
+        spends outside the engine.
         """
         names = ("latency_bound_s", "ttft_s")
         left = {name: max(bound - path_s, 1e-9) for name in names if (bound := getattr(self, name)) is not None}
@@ -123,7 +125,9 @@ class Constraint(Frozen):
 
     @property
     def goals(self) -> tuple[Goal, ...]:
-        """The goals for arriving requests: one for each bound with its own quantile, and one for all other bounds."""
+        """The goals for arriving requests: one for each bound that has its own quantile, and one for all other bounds
+        together.
+        """
         together, apart = self.all_bounds, []
         if self.ttft_quantile is not None and self.ttft_s is not None:
             together = together._replace(ttft_s=None)
@@ -139,7 +143,9 @@ class Constraint(Frozen):
         return Goal(self.quantile, request_class.latency_bound_s, request_class.ttft_s, request_class.tpot_s)
 
     def with_classes(self, classes: tuple[RequestClass, ...]) -> Constraint:
-        """Return the constraint with these classes. Each of its own bounds is then the tightest of all classes."""
+        """Return the constraint with these classes. Each bound of the constraint is then the tightest of all
+        classes.
+        """
         kinds = ("latency_bound_s", "ttft_s", "tpot_s")
         bounds = {kind: [bound for each in classes if (bound := getattr(each, kind)) is not None] for kind in kinds}
         tightest = {kind: min(found) for kind, found in bounds.items() if found}
@@ -167,18 +173,17 @@ class Admission(Frozen):
     Orders in which waiting requests enter:
 
     - "fcfs": by arrival;
-    - "in-time": the order with which, by the plan's step times, the most requests keep the bound on TTFT;
+    - "in-time": in the order in which most requests keep the bound on TTFT, by the plan's step times;
     - "sjf": shortest prompt first;
     - "lpt": largest possible output first, which finishes a given set of requests soonest;
     - "edf": earliest deadline first;
     - "das": TCB's deadline-aware scheduling, for rows of `row_tokens` prompt tokens.
 
-    A request that has waited for longer than `patience` times the plan's latency is overdue. While there are overdue
-    requests, every second request that enters is the one that has been overdue longest, so that no request starves.
+    A request is overdue once it has waited longer than `patience` times the plan's latency. While there are overdue
+    requests, every second request that enters is the one that has been overdue longest. So no request starves.
 
     If a request states no maximum, memory is reserved for the quantile `promise_quantile` of the plan's output lengths.
-    A longer output continues, but it is preempted if other requests need the memory that it uses beyond its
-    reservation.
+    A longer output continues beyond its reservation, but it is preempted if other requests need that memory.
     """
 
     order: AdmissionOrder = "fcfs"

@@ -13,7 +13,7 @@ class GainOutput(Frozen):
     arrivals: float
     """The best plan's highest arrival rate divided by that of the current deployment."""
     per_device: float
-    """The same factor for arrival rates per device."""
+    """The same ratio for arrival rates per device."""
     num_devices: int
     """Number of devices of the best plan."""
     current_devices: int
@@ -51,8 +51,9 @@ class CompareOutput(Frozen):
     keeps_current: bool = False
     """Whether the current deployment should be kept, because no plan is better under every assumption."""
     answer: tuple[str, ...] = ()
-    """Sentences that say whether late requests are due to the current deployment's settings, from a replay of the log
-    with its recorded arrival times."""
+    """Sentences that say whether the current deployment's settings cause late requests. They come from a replay of the
+    log with its recorded arrival times.
+    """
     command: str | None = None
     """The command with which the engine runs its best plan by itself. Null means that the plan needs xgpt's scheduler.
     """

@@ -1,4 +1,6 @@
-"""Define the costs and the scheduling of one version of an engine. The costs are added to a model's step times."""
+"""Define how one version of an engine schedules, and what its steps cost. The costs are added to a model's step
+times.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model
 from xgpt.core.schema.base import Frozen
 
 UNSOURCED = frozenset({"name", "framework", "version", "scheduler", "sources"})
-"""Fields of an engine that are not figures and so need no source."""
+"""Fields of an engine that are not figures, so they need no source."""
 
 TIMED = ("layer_s", "step_s", "request_s", "uncaptured", "mixing", "before_admission_s", "layer_path_s", "tokenise_s")
 """Figures of an engine on which step times and TTFT depend."""
@@ -43,8 +45,8 @@ class EngineSpec(Frozen):
     cuts_prompts: bool = True
     """Whether a step may encode a part of a prompt. Otherwise a prompt waits until a step can take all of it."""
     admits_by_use: bool = False
-    """Whether requests enter as long as K/V memory is free, and the last request is preempted if memory runs out.
-    Otherwise memory for each request's maximum is reserved.
+    """Whether requests enter as long as K/V memory is free. The last request is preempted if memory runs out. Otherwise
+    memory is reserved for each request's maximum.
     """
     batch_wait_steps: NonNegativeInt = 0
     """Largest number of steps for which prompts wait for further prompts while requests decode. They wait no longer
@@ -55,13 +57,15 @@ class EngineSpec(Frozen):
     receive_steps: PositiveInt = 1
     """Number of decode steps between two checks for new requests. The step after a step that encodes also checks."""
     layer_s: NonNegativeFloat | None = None
-    """Seconds of a layer for gaps between kernels and for the smallest kernels, which profiles do not count."""
+    """Seconds in each layer for gaps between kernels and for the smallest kernels, which profiles do not count."""
     step_s: NonNegativeFloat | None = None
-    """Seconds of the loop for each step, not counting seconds in which the device works."""
+    """Seconds of the loop for each step, not counting the seconds in which the device works."""
     request_s: NonNegativeFloat | None = None
     """Seconds of the loop for each request in a step."""
     uncaptured: float | None = Field(default=None, ge=1)
-    """Factor on the time of a step's tokens beyond `captured_tokens`, since their kernels are launched one by one."""
+    """Factor on the time of a step's tokens beyond `captured_tokens`. The kernels for these tokens are launched one by
+    one.
+    """
     captured_tokens: NonNegativeInt | None = None
     """Largest number of tokens of a step that runs as a captured graph."""
     rounds_activations: bool = False
@@ -75,7 +79,9 @@ class EngineSpec(Frozen):
     stream_s: NonNegativeFloat = 0.0
     """Seconds of one core for each token that an API server streams, or 0 if not known."""
     layer_path_s: NonNegativeFloat = 0.0
-    """Further seconds before the first token, for each layer, since the host launches a prompt's kernels one by one."""
+    """Further seconds before the first token, for each layer of the model, since the host launches a prompt's kernels
+    one by one.
+    """
     after_token_s: NonNegativeFloat = 0.0
     """Seconds from the end of a step until its tokens have left the server."""
     memory_share: float | None = Field(default=None, gt=0, le=1)
@@ -83,7 +89,9 @@ class EngineSpec(Frozen):
     shares_rest: bool = False
     """Whether `memory_share` is a share of the memory that weights leave free."""
     shares_only_cache: bool = False
-    """Whether `memory_share` is only for weights and K/V, and the rest for activations of a step."""
+    """Whether `memory_share` is only for weights and K/V. The rest of the memory is then for the activations of a
+    step.
+    """
     kept_bytes: NonNegativeInt | None = None
     """Bytes that the engine uses besides weights, K/V and activations. None means the planner's allowance."""
     group_bytes: NonNegativeInt = 0
@@ -130,7 +138,9 @@ class EngineSpec(Frozen):
 
     @property
     def borrowed(self) -> tuple[str, ...]:
-        """Names of times that come from another engine or version, whose sources say "as ..." or "borrowed"."""
+        """Names of times that come from another engine or version. The sources of such times say "as ..." or
+        "borrowed".
+        """
         return tuple(name for name in TIMED if re.match(r"as |.*borrowed", self.sources.get(name, "")))
 
     @property
@@ -141,7 +151,7 @@ class EngineSpec(Frozen):
         return self.but(scheduler="xgpt", name=f"xgpt-{self.name}", schedules_ahead=False)
 
     def started_for(self, kind: str) -> EngineSpec:
-        """Return the engine that runs a policy, with xgpt's scheduler class if the engine's own scheduler lacks the
+        """Return the engine that runs a policy. It has xgpt's scheduler class if the engine's own scheduler lacks the
         policy.
 
         Only vLLM accepts such a class. vLLM's own scheduler runs only chunked prompts under a token budget.

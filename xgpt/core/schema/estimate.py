@@ -12,10 +12,11 @@ UNVERIFIED = ("max_arrival_rate_per_s", "arrival_rate_gap")
 
 
 class JointLengths(Frozen):
-    """The effect of correlated input and output lengths in a trace, since closed forms assume independent lengths.
+    """The effect of correlated input and output lengths in a trace. Closed forms assume that the lengths are
+    independent.
 
-    Figures are relative differences between two simulations of the same lengths: paired as in the trace, and paired
-    independently.
+    Figures are relative differences between two simulations of the same lengths. In one, lengths are paired as in the
+    trace. In the other, they are paired at random.
     """
 
     correlation: float
@@ -27,7 +28,7 @@ class JointLengths(Frozen):
 
 
 class MixingEdge(Frozen):
-    """The cost of mixed steps from which on another policy's plan has the higher throughput."""
+    """The cost of mixed steps at which another policy's plan begins to have the higher throughput."""
 
     mixing: float
     """Extra time of a mixed step, as a share of the time of a step with only its decodes (see `EngineSpec.mixing`)."""
@@ -42,11 +43,11 @@ class ReuseEstimate(Frozen):
     """
 
     share: float = Field(ge=0, le=1)
-    """Share of all prompt tokens whose K/V is in the cache because an earlier request had them."""
+    """Share of all prompt tokens whose K/V is in the cache because an earlier request had the same tokens."""
     most_share: float = Field(ge=0, le=1)
     """The same share with unlimited memory."""
     kept_blocks: NonNegativeInt
-    """Number of K/V blocks, on each stage that encodes, with prompts of running and earlier requests."""
+    """Number of K/V blocks on each stage that encodes, for the prompts of running and earlier requests."""
     alone: float | None = None
     """Requests a second (the objective) of the best plan without reuse, or None if not planned."""
 
@@ -54,10 +55,10 @@ class ReuseEstimate(Frozen):
 class Capacity(Frozen):
     """The highest arrival rate at which a plan keeps its bounds, waiting included, by simulation.
 
-    A request keeps the bounds if its time from arrival to the last token, its TTFT and its mean gap between tokens are
-    within bounds tightened by the headroom. At the highest rate, the constraint's quantile of `num_requests` simulated
-    requests keeps the bounds. The `warm_up_requests` before these do not count. Lengths and gaps between arrivals are
-    drawn from `seed` and are the same at every rate.
+    A request keeps the bounds if three times are within their bounds, tightened by the headroom: from arrival to the
+    last token, TTFT, and the mean gap between tokens. At the highest rate, the constraint's quantile of `num_requests`
+    simulated requests keeps the bounds. The `warm_up_requests` before these do not count. Lengths and gaps between
+    arrivals are drawn from `seed` and are the same at every rate.
     """
 
     rate_per_s: float
@@ -65,7 +66,9 @@ class Capacity(Frozen):
     error: float | None = None
     """Relative standard deviation of the rate over several draws of lengths and arrivals. None means only one draw."""
     rate_under_tighter_per_s: float | None = None
-    """The rate under bounds that are 5% tighter, or None if not simulated, as for slack and for plans not chosen."""
+    """The rate under bounds that are 5% tighter. None means that it was not simulated, as for slack and for plans not
+    chosen.
+    """
     rate_under_looser_per_s: float | None = None
     """The rate under bounds that are 5% looser."""
     whole_s: float
@@ -87,7 +90,7 @@ class StepTimes(Frozen):
 
     The time is the sum of three parts. The first part, for the step's tokens, is a table that is linear between its
     points. The second part, for the attention of prompts, is another table. A chunk [start, end) takes the difference
-    between the table's values at `end` and at `start`. The third part is for decodes, and depends on their number and
+    between this table's values at `end` and at `start`. The third part is for decodes, and depends on their number and
     on the number of tokens to which they attend. The model is fitted to the profile, with the error `error`. Scheduling
     rules use the model, but no figure of a plan depends on it.
     """
@@ -144,13 +147,13 @@ class Estimate(Frozen):
     encode_batch: NonNegativeFloat
     """Mean number of requests in a step that encodes."""
     decode_batch: NonNegativeFloat
-    """Mean number of decoding requests. In policies with phases, the number at the start of a phase counts."""
+    """Mean number of decoding requests. In policies with phases, it is the number at the start of a phase."""
     encode_tokens: NonNegativeFloat
     """Mean number of prompt tokens in a step that encodes."""
     cycle_s: NonNegativeFloat
     """Time from one step that encodes to the next."""
     bubble_fraction: float = 0.0
-    """Share of the devices' time in which their stage is idle."""
+    """Share of the time in which devices are idle."""
     memory_bytes: tuple[NonNegativeInt, ...] = Field(min_length=1)
     """Bytes of memory in use on each device of a replica."""
     cost_per_million_tokens: float | None = None
@@ -160,8 +163,8 @@ class Estimate(Frozen):
     bound, so that any rate below the throughput is sustained.
     """
     mixing_edge: MixingEdge | None = None
-    """The cost of mixed steps at which the best policy changes. None means that no cost from 0 to 0.4 changes it, or
-    that mixed steps were measured.
+    """The cost of mixed steps at which another policy becomes the best. None means that no cost from 0 to 0.4 changes
+    the best policy, or that mixed steps were measured.
     """
     joint_lengths: JointLengths | None = None
     """Effect of correlated lengths. None means that the workload is not a trace, or that its lengths are all equal."""
@@ -173,7 +176,7 @@ class Estimate(Frozen):
     """Step times that the scheduling rule uses, or None."""
     ranges: dict[str, tuple[float, float]] = Field(default_factory=dict, exclude_if=lambda ranges: not ranges)
     """For each figure and for the capacity's `rate_per_s`, the range that contains nine of ten cases. If the profile is
-    fitted to a served engine, the cases are loads on this machine while it is otherwise idle. If not, they are the
+    fitted to a served engine, the cases are loads on this machine while it is otherwise idle. Otherwise they are the
     published measurements in `ranges_from`.
     """
     ranges_from: dict[str, str] = Field(default_factory=dict, exclude_if=lambda rows: not rows)
@@ -201,9 +204,9 @@ class SearchCertificate(Frozen):
     """How the plan was found, and the proof that no plan of the search space is better by more than `gap`.
 
     Under objective "arrivals", two uncertainties are separate. The plan's rate is simulated, with the error
-    `estimate.capacity.error`. The gap is the distance from this rate to an upper bound in closed form. Method "given":
-    the settings were given, and only their figures were computed. Method "grid": settings along load curves were ranked
-    by closed forms, which proves nothing.
+    `estimate.capacity.error`. The gap is the distance from this rate to an upper bound in closed form. With method
+    "given", the user gave the settings, and only their figures were computed. With method "grid", closed forms ranked
+    settings along load curves, which proves nothing.
     """
 
     method: Literal["branch-and-bound", "exhaustive", "optuna", "grid", "given"]

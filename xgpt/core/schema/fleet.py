@@ -1,4 +1,4 @@
-"""Define fleet.json, which has the number of replicas of each plan in each interval of a day."""
+"""Define fleet.json, which states how many replicas of each plan run in each interval of a day."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ReplicaKind(Frozen):
     plan: Plan
     """The plan of one replica."""
     price_per_hour: PositiveFloat
-    """Price of one replica for an hour, or its number of devices if devices have no price."""
+    """Price of one replica for an hour. If devices have no price, this is the replica's number of devices."""
     rates_per_s: tuple[NonNegativeFloat, ...]
     """For each of the fleet's `lengths`, the highest arrival rate of one replica within the bounds."""
     start_s: NonNegativeFloat
@@ -35,7 +35,7 @@ class ReplicaKind(Frozen):
 
     @property
     def change_cost(self) -> float:
-        """Cost of starting and stopping a replica: the price of the time in which the replica runs but accepts no
+        """Cost of starting and stopping a replica. It is the price of the time in which the replica runs but accepts no
         requests.
         """
         return self.price_per_hour * (self.start_s + self.drain_s) / 3600
@@ -81,8 +81,8 @@ class ConstantFleet(Frozen):
 
 
 class FleetPlan(Frozen):
-    """The content of fleet.json, which states for each interval of a day how many replicas of each plan serve the load
-    at the least cost.
+    """The content of fleet.json. For each interval of a day, it states how many replicas of each plan serve the load at
+    the least cost.
 
     The fleet of the first interval already runs when the day begins, so its start costs nothing.
     """
@@ -96,16 +96,16 @@ class FleetPlan(Frozen):
     interval_s: PositiveFloat
     """Length of an interval, in seconds. The last interval ends with the day."""
     day_s: PositiveFloat | None = None
-    """Length of the day, in seconds, after which it repeats. None means that the last interval is as long as the
-    others.
+    """Length of the day, in seconds. After this time, the day repeats. None means that the last interval is as long as
+    the others.
     """
     least_stay_s: NonNegativeFloat
     """Least time for which a started replica runs."""
     least_replicas: NonNegativeInt
     """Least number of replicas at any time."""
     load_factor: PositiveFloat
-    """Factor by which the load is multiplied before replicas are planned. It is the smallest factor with which the
-    simulated fleet keeps the quantile.
+    """Factor by which the load is multiplied before replicas are planned. It is the smallest factor found with which
+    the simulated fleet keeps the quantile.
     """
     kinds: tuple[ReplicaKind, ...] = Field(min_length=1)
     """Kinds of replicas."""
@@ -118,7 +118,7 @@ class FleetPlan(Frozen):
     constant: ConstantFleet
     """The cheapest fleet that never changes, for comparison."""
     least_cost: NonNegativeFloat
-    """Lower bound on the cost of any fleet for the planned load: the cost if changes were free and instantaneous."""
+    """Lower bound on the cost of any fleet for the planned load. It is the cost if changes were free and immediate."""
     gap: NonNegativeFloat
     """Largest share by which the planned cost, with all changes, can exceed the optimum for a known load."""
     num_requests: PositiveInt
@@ -143,8 +143,8 @@ class FleetPlan(Frozen):
         return self.day_s or self.interval_s * len(self.intervals)
 
     def place(self, time_s: float) -> tuple[int, float]:
-        """Return the number of the interval at a time since the start of the day, and the share of the interval that
-        has passed. Days repeat.
+        """Return the number of the interval that contains a time, and the share of that interval that has passed. The
+        time counts from the start of the day, and days repeat.
         """
         into_s, last = time_s % self._seconds, len(self.intervals) - 1
         i = min(int(into_s // self.interval_s), last)

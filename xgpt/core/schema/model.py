@@ -43,23 +43,23 @@ Family = Literal[
 ]
 """Families that xgpt runs or whose shapes it reads completely. Models of family "other" are planned from `blocks`."""
 StoredDType = Literal["float32", "float16", "bfloat16"]
-"""Types in which a checkpoint's weights may be stored."""
+"""Types in which a checkpoint may store weights."""
 RunDType = Literal[StoredDType, "int8"]
-"""Types of matrix products. int8, only on CPUs, has a scale for each output channel of the weights and for each
+"""Types of matrix products. int8, only on CPUs, has one scale for each output channel of the weights and one for each
 token.
 """
 DType = Literal[RunDType, "float8"]
-"""Types for which models are planned. xgpt's own engine supports float8 neither for weights nor for K/V."""
+"""Types for which plans can be made. xgpt's own engine supports float8 neither for weights nor for K/V."""
 
 BYTES_PER_ELEMENT: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8": 1}
 
 
 HEAD = "head"
-"""Key in `layouts` for an 8-bit copy of the output head, with which an engine finds the highest logits."""
+"""Key in `layouts` for an 8-bit copy of the output head. An engine finds the highest logits with this copy."""
 
 
 SCALE_BYTES = 4
-"""Bytes of a scale. In each head, each 8-bit key and each 8-bit value of a token has a scale."""
+"""Bytes of a scale. Each 8-bit key and each 8-bit value of a token has one scale in each head."""
 
 
 class Precision(NamedTuple):
@@ -69,8 +69,8 @@ class Precision(NamedTuple):
         weights: type of the weights of projections.
         state: type of activations and the embedding table.
         kv: type of K/V.
-        packs: whether weights are stored in a layout for the device's kernels. A tied output head is then a copy of the
-            embedding.
+        packs: whether weights are stored in a layout for the device's kernels. If so, a tied output head is a copy of
+            the embedding.
         screens: whether the output head is stored twice, in 8 bits and as in the checkpoint.
     """
 
@@ -91,8 +91,8 @@ class Precision(NamedTuple):
     ) -> Precision:
         """Return the types that an engine uses for a dtype.
 
-        If products are bfloat16 or int8 on a CPU, xgpt's own engine uses float32 for everything except products and
-        K/V. By default, K/V is then bfloat16 because, for few tokens, attention takes as long as reading K/V.
+        If matrix products are bfloat16 or int8 on a CPU, xgpt's own engine uses float32 for everything else except K/V.
+        K/V is then bfloat16 by default: for few tokens, attention takes only as long as reading K/V.
 
         Args:
             engine: the engine. None means xgpt's own.
@@ -130,7 +130,7 @@ class ModelShape(Frozen):
     head_dim: PositiveInt
     """Width of a head."""
     ffn_size: PositiveInt
-    """Width between the two products of a feed-forward block."""
+    """Inner width of a feed-forward block, between its two matrix products."""
     gated_ffn: bool = False
     """Whether the feed-forward block has a gate."""
     activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = "relu"
@@ -258,7 +258,9 @@ class ModelSpec(ModelShape):
 
     @property
     def norms_span_heads(self) -> bool:
-        """Whether queries and keys are normalised over all heads together, even if heads are on several devices."""
+        """Whether each query and each key is normalised over all its heads together, even if the heads are on several
+        devices.
+        """
         return self.family == "minimax_m2"
 
     @property
@@ -316,7 +318,9 @@ class ModelSpec(ModelShape):
 
     @property
     def embedding_params(self) -> int:
-        """Number of weights of token embedding, output head (none if tied) and embeddings of layers."""
+        """Number of weights of the token embedding, the output head (none if it is tied) and the embeddings of
+        layers.
+        """
         return self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2) + self.layer_embedding_params
 
     def kv_bytes_of(self, kind: Block, dtype: DType, group: int = 1) -> float:
@@ -328,7 +332,9 @@ class ModelSpec(ModelShape):
         return attention.kept_elements(group) * BYTES_PER_ELEMENT[dtype] + scales + attention.index_bytes
 
     def kv_bytes_per_token(self, dtype: DType) -> int:
-        """Return the K/V bytes of a token in all decoder layers, while the token is within every window."""
+        """Return the K/V bytes of a token in all decoder layers, as long as the token is within the window of every
+        layer.
+        """
         return sum(len(kind.layers) * int(self.kv_bytes_of(kind, dtype)) for kind in self.kinds)
 
     @property
@@ -359,7 +365,9 @@ class ModelSpec(ModelShape):
         return total * self.bytes_per_weight(dtype, "experts")
 
     def unshared_bytes(self, dtype: DType, first: int = 0, last: int | None = None) -> float:
-        """Return the bytes of those decoder weights that every device of a tensor-parallel group has in full."""
+        """Return the bytes of the decoder weights of layers [first, last), by default of all, that every device of a
+        tensor-parallel group stores in full.
+        """
         last = self.num_layers if last is None else last
         unshared = sum(kind.count(first, last) * self.sizes.unshared(kind) for kind in self.kinds)
         return unshared * self.bytes_per_weight(dtype, "attention")
@@ -379,7 +387,7 @@ class ModelSpec(ModelShape):
 def _kinds(
     num_layers: int, attention: Attention, full: tuple[int, ...], ffn_size: int, experts: Experts | None
 ) -> tuple[Block, ...]:
-    """Return the kinds of layers, which differ only in whether they have a window and experts."""
+    """Return the kinds of layers. Kinds differ only in whether their layers have a window and experts."""
     whole, dense = set(full), set(range(num_layers)) if experts is None else set(experts.dense_layers)
     found: dict[tuple[bool, bool], list[int]] = {}
     for layer in range(num_layers):

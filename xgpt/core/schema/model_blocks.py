@@ -54,7 +54,7 @@ class Attention(Frozen):
     keeps: bool = True
     """Whether the layer stores keys and values. Otherwise it reads the keys and values of an earlier layer."""
     compression: PositiveInt = 1
-    """Number of tokens for each stored entry. Each of the last tokens, in `window`, has its own entry."""
+    """Number of tokens that share one stored entry. The last `window` tokens each have an entry of their own."""
     weights: PositiveInt | None = None
     """Number of weights of all projections if shapes are unusual, or None if the number follows from the sizes."""
     other_params: NonNegativeInt = 0

@@ -35,16 +35,16 @@ class Experts(Frozen):
     num_groups: PositiveInt = 1
     """Number of groups of experts."""
     active_groups: PositiveInt = 1
-    """Number of groups from which experts are chosen for a token. Groups are ranked by their highest score, or with
-    sigmoid by their two highest scores.
+    """Number of groups from which experts are chosen for a token. Groups are ranked by their highest score or, with
+    sigmoid, by the sum of their two highest scores.
     """
     weight_scale: PositiveFloat = 1.0
     """Factor on the weights of a token's experts."""
     bias: bool = Field(default=False, exclude_if=lambda bias: not bias)
     """Whether the matrix products of an expert have biases."""
     latent_size: PositiveInt | None = None
-    """Width to which tokens are projected before the routed experts, and from which they are projected back afterwards.
-    None means the hidden size, without projections.
+    """Width to which tokens are projected before the routed experts. Afterwards they are projected back. None means
+    that there are no projections and the width is the hidden size.
     """
 
     @model_validator(mode="after")
@@ -118,10 +118,12 @@ class Quantization(Frozen):
     eight_bit_parts: tuple[Part, ...] = ()
     """Parts with 8-bit weights, if other parts have 4-bit weights."""
     finds_scales: bool = False
-    """Whether each step computes the scale of its activations (fp8). Otherwise the checkpoint has one per matrix."""
+    """Whether each step computes the scale of its activations (fp8). Otherwise the checkpoint has one for each
+    matrix.
+    """
     group_size: PositiveInt = 128
-    """Number of weights with a common scale (int4), or number of rows and of columns of a block with a common scale
-    (fp8_block).
+    """Number of weights with a common scale (int4). For fp8_block, it is the number of rows and of columns of a block
+    with a common scale.
     """
     has_zero_points: bool = False
     """Whether each group also has a 4-bit zero point (int4)."""
@@ -197,7 +199,7 @@ class YarnRope(Frozen):
 
 
 class LongRope(Frozen):
-    """LongRoPE, with which each wavelength has two factors: one for contexts up to the original length, one for longer
+    """LongRoPE scaling. Each wavelength has two factors: one for contexts up to the original length, and one for longer
     contexts.
 
     Source: arXiv 2402.13753.

@@ -24,17 +24,19 @@ HUB = "hf://"
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9]([A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?")
 
 SLICE_TOKENS = 2048
-"""Largest number of tokens that go through the layers together. Larger steps run in slices, to limit activations."""
+"""Largest number of tokens that go through the layers together. A larger step runs in slices, which limits the memory
+for activations.
+"""
 
 NEVER_NS = 10**15
-"""The bound (eleven days) that the scheduling rule uses for requests without a bound."""
+"""The bound (eleven days) that the scheduling rule assumes for requests without a bound."""
 
 EngineKind = Literal["xgpt", "vllm"]
 SPECULATIVE_POLICIES = ("chunked", "orca")
 """Policies that support speculative decoding, because every step decodes all running requests."""
 Batching = Literal["flat", "padded", "rows", "slots"]
-"""Layout of a whole batch: without padding ("flat"), with one request in each row ("padded"), with several concatenated
-requests in each row ("rows"), or with rows that are divided into slots ("slots").
+"""Layout of a whole batch. "flat" has no padding, "padded" has one request in each row, "rows" has several concatenated
+requests in each row, and "slots" has rows that are divided into slots.
 """
 
 
@@ -44,10 +46,10 @@ def is_hub_id(name: str) -> bool:
 
 
 class Stage(Frozen):
-    """One pipeline stage, with its devices and with the layers [first, last) on these devices.
+    """One pipeline stage, with its devices and its layers [first, last).
 
     The encode lane of an encoder-decoder has no decoder layers. Its K/V blocks contain the encoder's hidden states of
-    prompts, until the decode lane has received them.
+    prompts until the decode lane has received them.
     """
 
     lane: StageLane = "both"
@@ -99,7 +101,7 @@ class ProfileRef(Frozen):
 
 
 class Plan(Frozen):
-    """The content of plan.json, which has every number that a run needs, so that the runner computes none."""
+    """The content of plan.json. It has every number that a run needs, so that the runner computes none."""
 
     schema_version: Literal[1] = 1
     """Version of this format."""
@@ -156,7 +158,9 @@ class Plan(Frozen):
         return max(1, self.stages[0].ep // self.stages[0].tp)
 
     def step_tokens(self, budget: int) -> int:
-        """Return the largest number of tokens in an engine step if a step of the schedule has up to `budget`."""
+        """Return the largest number of tokens in an engine step that corresponds to a step of the schedule with up to
+        `budget` tokens.
+        """
         if self.speculation is None:
             return budget
         each, most = self.speculation.tokens_per_step, getattr(self.policy, "max_batch", 0)
@@ -164,7 +168,9 @@ class Plan(Frozen):
 
     @property
     def request_path_s(self) -> float:
-        """Seconds that a request with the mean prompt spends neither waiting nor in steps, by the engine's figures."""
+        """Seconds that a request with the mean prompt spends outside both waiting and steps, by the engine's
+        figures.
+        """
         return (
             0.0 if self.engine is None else self.engine.request_path_s(self.workload.input.mean, self.model.num_layers)
         )
@@ -233,7 +239,7 @@ class Plan(Frozen):
     def ttft_ns(self) -> int | None:
         """Nanoseconds that a request may take in the engine, from arrival to first token. None means no bound.
 
-        Headroom and the time outside the engine are subtracted from the bound.
+        This is the bound divided by 1 + headroom, less the time outside the engine.
         """
         return self._in_loop_ns(self.constraint.ttft_s, self.request_path_s)
 
@@ -250,7 +256,7 @@ class Plan(Frozen):
 
     @property
     def tpot_ns(self) -> int | None:
-        """Bound on a request's mean nanoseconds between tokens, headroom subtracted. None means no bound."""
+        """Bound on a request's mean nanoseconds between tokens, divided by 1 + headroom. None means no bound."""
         return self._in_loop_ns(self.constraint.tpot_s, 0.0)
 
     def _in_loop_ns(self, bound_s: float | None, outside_s: float) -> int | None:
@@ -263,8 +269,8 @@ class Plan(Frozen):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether the plan's engine shares the K/V of equal prompt prefixes. No engine can if the model has an
-        encoder.
+        """Whether the plan's engine shares the K/V of equal prompt prefixes. An engine cannot share them if the model
+        has an encoder.
         """
         return not self.model.is_encoder_decoder and (self.profile.engine != "vllm" or self.vllm_shares_prompts)
 
@@ -309,15 +315,15 @@ class Plan(Frozen):
     def may_outgrow(self) -> bool:
         """Whether an output may exceed its reservation.
 
-        In a static batch it may not, since the batch's memory is reserved as a whole. In an encoder-decoder it may not,
+        It may not in a static batch, whose memory is reserved as a whole. It may not in an encoder-decoder either,
         since an encoder would have to read the prompt again.
         """
         return not (self.policy.holds_finished or self.model.is_encoder_decoder)
 
 
 def rate_of(plan: Plan) -> float:
-    """Return the simulated arrival rate up to which a plan keeps its bounds, or its throughput if there are no
-    bounds.
+    """Return the simulated arrival rate up to which a plan keeps its bounds. If there are no bounds, return the
+    throughput.
     """
     found = plan.estimate.capacity
     return plan.estimate.throughput_rps if found is None else found.rate_per_s

@@ -1,6 +1,6 @@
 """Define the settings of every policy, including the control variables that the search varies.
 
-Each class declares its variables, with the directions in which throughput and latency change. The search space and the
+Each class declares its variables, and whether throughput and latency rise or fall with each. The search space and the
 contract tests read these declarations.
 """
 
@@ -19,8 +19,8 @@ StageLane = Literal["both", "encode", "decode"]
 class Variable(NamedTuple):
     """A control variable, and how throughput and latency change when it grows.
 
-    A policy has at most two variables. If `latency` is "none", the variable should have few values (see
-    `Forecast.values`), since each value is searched separately. Other variables are searched by branch and bound.
+    A policy has at most two variables. If `latency` is "none", each value of the variable is searched separately, so it
+    should have few values (see `Forecast.values`). Other variables are searched by branch and bound.
     """
 
     name: str
@@ -41,8 +41,8 @@ class TensorParallel(Frozen):
 
 
 class SingleLane(Frozen):
-    """Settings of all single-lane policies. `tp_devices` devices form groups of `tp_degree`. Each other device is a
-    stage by itself.
+    """Settings of all single-lane policies. `tp_devices` of a replica's devices form groups of `tp_degree`. Each other
+    device is a stage by itself.
     """
 
     tp_degree: PositiveInt = 1
@@ -92,8 +92,8 @@ class RraSettings(SingleLane):
 
 
 class OrcaSettings(SingleLane):
-    """Iteration-level scheduling: at each step, waiting requests fill all free slots, and their whole prompts are
-    encoded.
+    """Iteration-level scheduling: at each step, waiting requests fill all free slots, and the step encodes their whole
+    prompts.
 
     Source: ORCA Algorithm 1.
     """
@@ -113,9 +113,9 @@ class OrcaSettings(SingleLane):
 class SlackBudget(Frozen):
     """A limit on the prompt tokens of a step, from the slack of running requests.
 
-    A running request's next token is due when the request's mean time per token would reach the plan's bound. A step
-    gets as many prompt tokens as it can encode, by the plan's step times, before any token is due. Source:
-    FairBatching, arXiv 2510.14392. In xgpt, deadlines count from the first token.
+    A running request's next token is due at the time when its mean time per token would reach the plan's bound. By the
+    plan's step times, a step gets as many prompt tokens as it can encode before any token is due. Source: FairBatching,
+    arXiv 2510.14392. In xgpt, deadlines count from the first token.
     """
 
     least_tokens: PositiveInt
@@ -124,7 +124,7 @@ class SlackBudget(Frozen):
     """Largest number of prompt tokens in a step, even if running requests have more slack."""
     share: float = Field(default=0.95, gt=0, le=1)
     """Share of the bound on TPOT after which a token is due. The rest of the bound is a margin for steps that take
-    longer than predicted, and in a pipeline for the steps of other micro-batches.
+    longer than predicted and, in a pipeline, for the steps of other micro-batches.
     """
     behind_tokens: NonNegativeInt = 0
     """Number of tokens by which a running request may be late. It catches up in steps with few prompt tokens."""
@@ -137,8 +137,8 @@ class SlackBudget(Frozen):
 
 
 def most_running(token_budget: Any, microbatches: int) -> Any:
-    """Return the largest number of running requests under vLLM's own scheduler, which needs one token of a step for
-    each request.
+    """Return the largest number of running requests under vLLM's own scheduler. Each running request takes one token of
+    a step.
 
     Args:
         token_budget: tokens in the steps of all micro-batches together, as a number or an array.
@@ -147,13 +147,15 @@ def most_running(token_budget: Any, microbatches: int) -> Any:
 
 
 class ChunkedSettings(SingleLane):
-    """Decode all running requests in every step, and fill it up to `token_budget` tokens with chunks of prompts."""
+    """In every step, decode all running requests, and add chunks of prompts until the step has `token_budget`
+    tokens.
+    """
 
     kind: Literal["chunked"] = "chunked"
     """The policy."""
     token_budget: PositiveInt
     """Largest number of tokens in the steps of all micro-batches together. With `slack`, which limits the prompt tokens
-    of each step instead, the number of tokens in a step at saturation.
+    of each step instead, this is the number of tokens in a step at saturation.
     """
     max_batch: PositiveInt
     """Largest number of running requests over all micro-batches. A step runs one micro-batch's share of them."""
@@ -170,7 +172,7 @@ class ChunkedSettings(SingleLane):
 
 
 class StaticSettings(SingleLane):
-    """Encode a batch and decode it until its longest output has finished, then start the next batch, as
+    """Encode a batch, decode it until its longest output has finished, and then start the next batch, as
     FasterTransformer does.
 
     With more encode than decode micro-batches, this is the hybrid scheduling of DeepSpeed Inference.
@@ -214,7 +216,7 @@ class WaaSettings(Frozen):
     decode_microbatches: PositiveInt = 1
     """Number of micro-batches of the decode lane."""
     buffer_iterations: NonNegativeInt = 0
-    """Least number of decode iterations from the start of an encode batch until its requests decode, so that batches
+    """Least number of decode iterations from the start of an encode batch until its requests decode. With it, batches
     join at regular intervals. 0 means that requests join once their K/V has been transferred.
     """
     adjustment_percent: int = Field(default=0, ge=0, lt=100, exclude_if=lambda percent: not percent)

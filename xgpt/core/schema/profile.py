@@ -1,4 +1,6 @@
-"""Define profiles, the step times of one model on one kind of device, from which all predictions are made."""
+"""Define profiles. A profile has the step times of one model on one kind of device, and all predictions are made from
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,28 +25,28 @@ The error of closed forms against the simulated engine (a median of 0.2% of late
 """
 
 UNSERVED_ERROR = 0.10
-"""Known relative error of step times that were measured one by one and not fitted to a served engine. An endpoint and
-its clients on the same cores, and memory that is written for the first time, make steps up to 12% longer
-(docs/results/prediction.md).
+"""Known relative error of step times that were measured one by one and not fitted to a served engine. Steps become up
+to 12% longer if an endpoint and its clients run on the same cores, and because some memory is written for the first
+time (docs/results/prediction.md).
 """
 SERVED = "served"
 """Key in a profile's provenance that describes its fit to the steps of a served engine."""
 PACES_AT_REST = (0.90, 1.10)
-"""Range of the pace on an idle machine, for a fitted profile. The range contains 82 of 92 loads, in three number types
-(docs/results/prediction.md).
+"""Range of the pace on an otherwise idle machine, for a fitted profile. The range contains the pace of 82 of 92 loads,
+in three number types (docs/results/prediction.md).
 """
 
 LEAST_HEADROOM = KNOWN_ERROR["measured"]
-"""Least headroom of plans from measured profiles, even with a small spread, since a minute of measuring shows neither
-slow drift nor the load of clients on the same machine. A running server re-plans only at larger deviations.
+"""Least headroom of plans from measured profiles, even if the spread is small. A minute of measuring shows neither slow
+drift nor the load of clients on the same machine. A running server re-plans only at larger deviations.
 """
 
 
 RESTLESS = 0.15
-"""Spread above which the machine counts as busy with other work while the profile was measured."""
+"""If the spread exceeds this, the machine counts as busy with other work while the profile was measured."""
 MOST_HEADROOM = 0.20
-"""Largest headroom that a profile's spread or other processes cause, since a disturbed measurement should not lead to
-plans that waste more of the machine.
+"""Largest headroom that a profile's spread or other processes can cause. Otherwise, a disturbed measurement would lead
+to plans that waste more of the machine.
 """
 
 
@@ -133,16 +135,16 @@ class LayerTimes(Frozen):
     tp_degree: PositiveInt = 1
     """Number of devices of the group."""
     ep_degree: PositiveInt = 1
-    """Number of parts into which a layer's experts are divided. The devices of a part have slices of its experts. If
-    the number exceeds `tp_degree`, several groups divide the experts, and each group processes the same number of
-    tokens.
+    """Number of parts into which a layer's experts are divided. The devices of a part store slices of the part's
+    experts. If the number exceeds `tp_degree`, several groups divide the experts, and each group processes the same
+    number of tokens.
     """
     rest: Curve
     """Times of everything except attention, by tokens."""
     last: Curve | None = None
-    """Times of everything except attention in the model's last layer, for tokens whose logits are not needed. For
-    these, the layer computes only keys and values, and its work for tokens with logits is part of `head`. None means
-    that the last layer is like all others.
+    """Times of everything except attention in the model's last layer, for tokens whose logits are not needed. For these
+    tokens, the layer computes only keys and values. The layer's work for tokens with logits is part of `head`. None
+    means that the last layer is like all others.
     """
     encode_attention: Surface
     """Times of causal attention of whole prompts, by (batch, prompt length)."""
@@ -151,8 +153,8 @@ class LayerTimes(Frozen):
     cross: CrossTimes | None = None
     """Times of cross-attention, only in encoder-decoders."""
     head: Curve | None = None
-    """Times of the output head if the group's devices divide it, in the form of the profile's `head`. None means the
-    times on one device.
+    """Times of the output head if the group's devices divide it, as in the profile's `head`. None means the times on
+    one device.
     """
 
 
@@ -192,7 +194,7 @@ class Profile(Frozen):
     """The step times of a model on a kind of device, which are measured, computed or imported.
 
     `spread` is the share by which slow periods of the measurement (the 90th percentile) exceed the mean. Predictions
-    from a correct profile may have an error of this size.
+    may have an error of this size even if the profile is correct.
     """
 
     schema_version: Literal[2] = 2
@@ -240,18 +242,18 @@ class Profile(Frozen):
     kv_transfer: Curve | None = None
     """Times to transfer the K/V of all layers from one device through host memory to another, by tokens.
 
-    For a device with a share of the layers or heads, use the time for this share of the tokens.
+    If a device has only a share of the layers or heads, use the time for this share of the tokens.
     """
     load_bytes_per_s: float | None = Field(default=None, gt=0, exclude_if=lambda rate: rate is None)
     """Bytes a second at which a device loads weights from a checkpoint in host memory, or None if not known."""
     spread: float = Field(default=0.0, ge=0)
     """Share by which slow periods of the measurement exceed the mean."""
     others: dict[str, float] = Field(default_factory=dict, exclude_if=lambda others: not others)
-    """By name, the mean number of cores that other processes used during the measurement, if at least 0.05. "steal" is
+    """Mean number of cores that each other process used during the measurement, by name, if at least 0.05. "steal" is
     the time that the host of a virtual machine gave to other machines.
     """
     is_brief: bool = Field(default=False, exclude_if=lambda is_brief: not is_brief)
-    """Whether fewer points were measured, and less often, because other processes used the machine. The other points
+    """Whether fewer points were measured, and less often, because other processes used the machine. Points in between
     are interpolated.
     """
     gflops: float | None = Field(default=None, gt=0, exclude_if=lambda gflops: gflops is None)
@@ -295,9 +297,9 @@ class Profile(Frozen):
     def headroom(self) -> float:
         """Default headroom of plans from this profile.
 
-        It is the larger of two numbers. One is the profile's spread. The other is the known error of the source, plus
-        the share of the engine's cores that other processes used during the measurement, since these processes may use
-        as many cores while the plan runs. Spread and other processes raise the headroom to at most `MOST_HEADROOM`.
+        It is the larger of two numbers. One is the profile's spread. The other is the known error of the source plus
+        the share of the engine's cores that other processes used during the measurement: they may use as many while the
+        plan runs. Spread and other processes raise the headroom to at most `MOST_HEADROOM`.
         """
         is_unserved = self.source == "measured" and self.engine == "xgpt" and not self.is_served
         known = UNSERVED_ERROR if is_unserved else KNOWN_ERROR[self.source]
@@ -373,7 +375,9 @@ Table = TypeVar("Table", bound=Frozen)
 
 
 def _slowed(table: Table, factor: float) -> Table:
-    """Return a copy in which all curves, surfaces and jitters, at any depth, are multiplied by `factor`."""
+    """Return a copy in which the times of all curves, surfaces and jitters, at any depth, are multiplied by
+    `factor`.
+    """
 
     def of(value: Any) -> Any:
         if isinstance(value, Curve | Surface | Jitter):

@@ -17,7 +17,7 @@ LengthsFrom = Literal["planned", "observed"]
 
 
 class ObservedReuse(Frozen):
-    """The prefix reuse of recent requests, with the present cache and with caches of other sizes.
+    """The prefix reuse of recent requests, in the present cache and in caches of other sizes.
 
     Attributes:
         share: share of prompt tokens that were in the cache.
@@ -36,8 +36,8 @@ class Observation(Frozen):
     """The lengths of recent requests, weighted towards the most recent ones.
 
     Attributes:
-        workload: lengths of the recent requests. An output that is still running counts as longer than its present
-            length.
+        workload: lengths of the recent requests. An output that is still being generated counts as longer than its
+            present length.
         num_requests: number of requests that arrived.
         num_finished: number of these requests that have finished.
         weight: Kish's effective sample size of the weighted requests.
@@ -48,9 +48,9 @@ class Observation(Frozen):
         reuse: prefix reuse of the recent requests, or None if not observed.
         goodput: share of the latest requests that kept their bounds. None means that there are no bounds, or too few
             requests.
-        cause: the change because of which the plan is judged. "asked" means that a user asked for it.
-        lengths: whether `workload` was observed or is the plan's. It is the plan's if nothing shows that lengths
-            changed.
+        cause: the change for which the plan is judged. "asked" means that a user asked for a judgement.
+        lengths: whether `workload` was observed or is the plan's own. It is the plan's own if nothing shows that
+            lengths have changed.
         recent_input_mean, recent_output_mean: mean lengths of the recent requests, whatever `workload` is. None means
             the same as in `workload`.
     """
@@ -97,18 +97,18 @@ class Decision(Frozen):
 
     Attributes:
         at: date and time, ISO 8601, UTC.
-        cause: the change because of which the plan was judged. "asked" means that a user asked for it.
+        cause: the change for which the plan was judged. "asked" means that a user asked for a judgement.
         cause_detail: the change in numbers, as text.
         reason: the reason for the decision, as text.
         lengths: whether `input_mean` and `output_mean` are the running plan's lengths or observed ones.
         input_mean, output_mean: mean lengths, in tokens, under which both plans were predicted.
         observed_input_mean, observed_output_mean: mean lengths of the recent requests, as in /metrics.
-        arrival_rate_per_s: observed arrival rate, for which `keeps_bound` is stated, or None if not known.
+        arrival_rate_per_s: observed arrival rate, to which `keeps_bound` refers. None means that it is not known.
         running: figures of the plan that ran until the decision.
         best: figures of the best plan for these lengths. None means that no plan keeps the bound.
         slowdown: factor on the profile's times in the predictions of both plans.
-        gain: relative gain of the best plan over the running plan, in throughput, or in the arrival rate if plans
-            maximise that.
+        gain: relative gain of the best plan over the running plan, in the arrival rate if plans maximise it, else in
+            throughput.
         pause_s: seconds for which a change of plan would delay requests.
         plan_sha256: hash of the plan that runs after the decision.
         planning_s: seconds that planning took.
@@ -140,7 +140,7 @@ class FailedJudgement(Frozen):
 
     Attributes:
         at: date and time of the failure, ISO 8601, UTC.
-        cause: the change because of which the plan was judged.
+        cause: the change for which the plan was judged.
         reason: why there is no decision, as text that is never empty.
         planning_s: seconds until the failure.
     """
@@ -153,7 +153,7 @@ class FailedJudgement(Frozen):
 
 
 class Proposal(NamedTuple):
-    """A decision, and the plan that will run. None means that the present plan keeps running."""
+    """A decision, and the plan that will run. If the plan is None, the present plan keeps running."""
 
     decision: Decision
     plan: Plan | None
@@ -167,7 +167,7 @@ class Planner(Protocol):
         pipeline.
 
         Args:
-            encode: (start, end, 1 if it samples or 0) of each chunk of a prompt.
+            encode: (start, end, 1 if the chunk ends its prompt else 0) of each chunk of a prompt.
             decodes: (input tokens, output tokens so far) of each decoding request.
         """
 

@@ -13,8 +13,8 @@ class Comparison(Frozen):
     """A predicted and a measured value of one figure.
 
     Attributes:
-        predicted: the plan's value for a long run. For other loads than the plan's, it is the value from a simulation
-            of the requests.
+        predicted: the plan's value for a long run. If the load is not the plan's, it is the value from a simulation of
+            the requests.
         at_pace: value from a simulation of the sent requests, with predicted step times multiplied by the pace
             (measured over predicted step time), or None if not known.
         low, high: lowest and highest value for these requests at the usual paces of this machine, or None if not known.
@@ -34,13 +34,13 @@ class Comparison(Frozen):
 
     @property
     def is_outside(self) -> bool:
-        """Whether the measured value is outside the range. False if there is no range."""
+        """Whether the measured value is outside its range. False if it has no range."""
         return self.low is not None and self.high is not None and not self.low <= self.measured <= self.high
 
     @property
     def error_at_pace(self) -> float | None:
-        """Relative error of `at_pace`, which is the part of the error that the machine's pace does not explain. None
-        means that the pace is not known.
+        """Relative error of `at_pace`: the part of the error that the machine's pace does not explain. None means that
+        the pace is not known.
         """
         if self.at_pace is None:
             return None
@@ -70,7 +70,7 @@ class CoreWaits(Frozen):
 
     Attributes:
         seconds: seconds, over all steps, for which a thread was ready to run but waited, as Linux counts them.
-        share_of_steps: share of steps that waited for at least a tenth of their time.
+        share_of_steps: share of steps that spent at least a tenth of their time waiting for cores.
         pace: the pace without these waits.
         gaps: 99th percentile of the gaps between tokens without these waits.
     """
@@ -84,7 +84,7 @@ class CoreWaits(Frozen):
 class BenchReport(Frozen):
     """The results of replaying a workload against a plan.
 
-    For a plan that maximises the arrival rate, times count from arrival. `bound_kept` says whether the quantile of all
+    If the plan maximises the arrival rate, times count from arrival. `bound_kept` says whether the quantile of all
     requests kept the bounds, and `share_within_bound` is the share of requests that kept every bound (the goodput).
     Both are None if requests are always waiting. For other plans, times count from admission, and `bound_kept` refers
     to the latency that the plan bounds.
@@ -117,7 +117,7 @@ class BenchReport(Frozen):
     quantile: float = 0.99
     """Share of requests that must keep the bound."""
     counts_waiting: bool = False
-    """Whether the bounded latency counts from arrival and not from admission."""
+    """Whether the bounded latency counts from arrival. Otherwise it counts from admission."""
     end_to_end_p99_s: float
     calibration_gflops: tuple[float, ...] = ()
     failures: tuple[str, ...] = ()
@@ -126,7 +126,9 @@ class BenchReport(Frozen):
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether the machine was so much slower than during profiling that steps took longer than the plan allows."""
+        """Whether the machine was slower than during profiling by so much that steps took longer than the plan
+        allows.
+        """
         return self.pace is not None and self.pace > 1 + self.headroom
 
     @property

@@ -1,5 +1,5 @@
-"""Define speculative decoding, in which a draft proposes tokens, and the model accepts those that it would have
-generated.
+"""Define speculative decoding: a draft proposes tokens, and the model accepts those that it would have generated
+itself.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Speculation(Frozen):
     """
 
     method: SpeculativeMethod
-    """The draft, which is a head of one layer that was trained for the model (eagle, eagle3), the model's layer for
-    multi-token prediction (mtp), or a search for the last tokens in the text so far (ngram).
+    """The draft: a head of one layer that was trained for the model (eagle, eagle3), the model's layer for multi-token
+    prediction (mtp), or a search for the last tokens in the text so far (ngram).
     """
     tokens: PositiveInt = Field(le=MOST_AHEAD)
     """Number of draft tokens in a step."""
     acceptance: tuple[float, ...] = Field(min_length=1, max_length=MOST_AHEAD)
-    """Share of steps in which at least one draft token is accepted, at least two are accepted, and so on. vLLM logs
-    these shares as acceptance by position.
+    """Share of steps in which at least one draft token is accepted, in which at least two are accepted, and so on. vLLM
+    logs these shares as acceptance by position.
     """
     draft: str | None = None
     """Checkpoint of the draft, in the form that the engine accepts. None means that the draft is part of the model, or

@@ -87,7 +87,7 @@ class StepRecord(NamedTuple):
             prompt's blocks.
         failed: requests that ended in this step with an error. The content of their blocks is no longer shared.
         cancelled_after: for each request in `cancelled`, the number of steps whose results had been processed when the
-            request was removed. In a log without this field, `settled` counts.
+            request was removed. A log without this field has the number in `settled`.
         replica: the replica that executed the step. Each replica numbers its own steps.
         core_wait_ns: the longest time for which a computing thread was ready to run but other threads used the cores,
             or None if not known.

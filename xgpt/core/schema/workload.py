@@ -1,4 +1,4 @@
-"""Define request lengths, which are distributions in workload files and histograms in a plan."""
+"""Define request lengths. They are distributions in workload files and histograms in a plan."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class RequestClass(Frozen):
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")
-    """Name of the class, which is up to 64 letters, digits and . _ @ - and begins with a letter or digit."""
+    """Name of the class: up to 64 letters, digits and . _ @ -, beginning with a letter or digit."""
     share: float = Field(gt=0, le=1)
     """Share of all requests."""
     priority: int = Field(default=0, ge=-100, le=100)
