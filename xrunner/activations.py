@@ -1,4 +1,4 @@
-"""Activation functions and gated activations, by name.
+"""Define activation functions and gated activations, by name.
 
 A gate applies the function to the first half of the columns and multiplies the result by the second half.
 
@@ -51,4 +51,5 @@ IN_PLACE: dict[str, Activation] = ACTIVATIONS | {
     "silu": lambda x: F.silu(x, inplace=True),
 }
 """In-place activation functions, for tensors that no other code reads. A gate writes its result into half of the
-tensor."""
+tensor.
+"""

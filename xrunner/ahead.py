@@ -3,8 +3,8 @@
 While all requests only decode, the next step is nearly always the previous step advanced by one token, without the
 requests that have ended. The input tokens are already on the device, so the step is launched before the host has read
 them, and the engine's loop settles the previous step while the next one runs. If the schedule then asks for a different
-step, the launched one is discarded: the keys and values that it wrote are overwritten, or lie in blocks whose next
-owner writes before reading. Tokens and steps are the same as without early launches.
+step, the launched one is discarded. The keys and values that it wrote are then overwritten, or are in blocks whose next
+owner writes before it reads. Tokens and steps are the same as without early launches.
 """
 
 from __future__ import annotations

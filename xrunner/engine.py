@@ -1,4 +1,4 @@
-"""Run the real engine, which schedules, executes and settles steps on real workers and the real clock."""
+"""Run the real engine. It schedules, executes and settles steps on real workers and the real clock."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Engine:
 
     If a worker is lost or a step fails, all workers are restarted. The requests are encoded again with the tokens that
     they had generated, and continue where they were. In the step log, these requests arrive again, and steps are
-    counted from 0 again. A request that makes steps fail, or does not fit another plan's memory, ends with finish
-    "error".
+    counted from 0 again. A request ends with finish "error" if it makes steps fail or does not fit another plan's
+    memory.
 
     Args:
         deploy: builds the workers of another plan. None means that only plans with the same placement can be applied.
@@ -90,7 +90,9 @@ class Engine:
             self._inbox.put(id_)
 
     def apply(self, schedule: Schedule) -> None:
-        """Adopt another plan's schedule before the next step or, for another placement, when no request runs."""
+        """Adopt another plan's schedule before the next step. If the plan has another placement, adopt it once no
+        request runs.
+        """
         self._redeployment.announce()
         self._inbox.put(schedule)
 
@@ -159,8 +161,8 @@ class Engine:
         return self._settle(*ended)
 
     def _take_in(self, now_ns: int) -> None:
-        """Add newly submitted requests to the pool, with the time of the step. Drop requests that are past their
-        deadline.
+        """Add newly submitted requests to the pool, with the time of the step. Drop waiting requests that are past
+        their deadline.
         """
         self._now_ns = now_ns
         for handed_in in self._inbox.drain():
@@ -262,7 +264,7 @@ class Engine:
         return tokens
 
     def _go_on_after(self, error: Exception) -> None:
-        """Restart after a failed step. If it is known which request makes steps fail, end this request.
+        """Restart after a failed step. If it is known which request makes steps fail, end it.
 
         Raises:
             EngineFailed: too many steps have failed recently.

@@ -1,4 +1,4 @@
-"""The contract between the engine and the workers that execute its steps."""
+"""Define the contract between the engine and the workers that execute its steps."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Executor(Protocol):
 
     Attributes:
         logprobs: log probabilities of the last step's tokens, for requests that ask for them.
-        failed: by request: why the last step chose no token (NO_TOKEN). Requests whose logits are not finite are left
-            out.
+        failed: the reason for each request for which the last step chose no token (NO_TOKEN). Requests whose logits are
+            not finite are left out.
         resumes: whether a request can continue by encoding its prompt and output so far.
         scores_prompts: whether log probabilities of prompts are available.
     """
@@ -110,7 +110,9 @@ class Executor(Protocol):
         """Free all resources. The executor cannot be used afterwards."""
 
     def release(self, ids: Collection[int]) -> None:
-        """Forget these requests. No current step uses them, and the schedule reassigns their blocks."""
+        """Forget these requests. No current step uses them, and the schedule may give their blocks to other
+        requests.
+        """
 
 
 class OneAtATime(ABC):

@@ -1,4 +1,4 @@
-"""A request in the form in which the engine gets it, and the tokens that the engine returns."""
+"""Define a request in the form in which the engine gets it, and the tokens that the engine returns."""
 
 from __future__ import annotations
 
@@ -64,20 +64,20 @@ class SamplingParams:
 GREEDY = SamplingParams()
 
 SEED_STRIDE = 0x9E3779B97F4A7C15
-"""Difference between the seeds of two outputs of one request. It is so large that these seeds differ from other
-requests' seeds."""
+"""Difference between the seeds of two outputs of one request. It is so large that the seeds are unlikely to equal those
+of other requests.
+"""
 
 
 def of_choices(sampling: SamplingParams, seed: int, num_choices: int) -> Iterator[SamplingParams]:
-    """Yield the sampling parameters of each output of one request: the same parameters, but a different seed for
-    each.
-    """
+    """Yield the sampling parameters of each output of one request. Only the seed differs between outputs."""
     for index in range(num_choices):
         yield replace(sampling, seed=(seed + index * SEED_STRIDE) % 2**64)
 
 
 class Logprobs(NamedTuple):
-    """Natural logarithms of probabilities: of the chosen token, and of the most probable tokens (token, value).
+    """Natural logarithms of the probabilities of the chosen token and of the most probable tokens, as (token, value)
+    pairs.
 
     Attributes:
         prompt: scores of each prompt token except the first. Set only with the first token of a request that asks for
@@ -157,4 +157,4 @@ class Token(NamedTuple):
     finish: FinishReason | None
     logprobs: Logprobs | None = None
     error: str = ""
-    """Why the engine lost the request, if that is known."""
+    """The reason why the engine lost the request. Empty means that there is none or that it is not known."""

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 MAX_BYTES = 1 << 16
 """Largest grammar in bytes. The grammars of usual tools are a tenth as large."""
 KEPT_S = 0.3
-"""The most recently used grammars are kept, as many as took at most this number of processor seconds to compile. Their
-memory is in proportion to this time: one of the longest grammars takes 0.2 s and 15 MiB, and one for eight usual tools
-takes 8 ms.
+"""The most recently used grammars are kept as long as compiling all of them took at most this number of processor
+seconds. Their memory is in proportion to this time: one of the longest grammars takes 0.2 s and 15 MiB, and one for
+eight usual tools takes 8 ms.
 """
 LONG_BYTES = 1 << 13
 """If a grammar is longer than this, the process returns freed memory to the system after compiling the grammar and
@@ -53,7 +53,7 @@ KEPT_ANSWERS = 64
 UNFORCED = '\n%llguidance {"no_forcing": true}\n'
 """The last line of each grammar, which no earlier line can undo. Without it, llguidance computes after each token how
 much of the following text is certain, and allows only the usual tokens of that text. A model prefers these tokens
-anyway, and the computation adds 6 to 15 ms to every step for a constant of 60,000 characters.
+anyway. For a constant of 60,000 characters, the computation adds 6 to 15 ms to every step.
 """
 DENSE = {"x-guidance": {"whitespace_flexible": False}}
 

@@ -38,9 +38,9 @@ class GrammarQueue:
 
     A grammar stays compiled until its last request has ended, even if that request is preempted in between. At most
     `AHEAD_BYTES` of grammars are compiled for requests that have not begun. Further requests wait in this queue. The
-    next grammar comes from the account with the highest priority. Among equal accounts, it comes from the account whose
-    compiled grammars for requests that have not begun are the shortest relative to its share. An account without such
-    grammars does not wait for other accounts.
+    next grammar comes from the account with the highest priority. Among accounts of equal priority, it comes from the
+    one with the shortest unused grammars relative to its share. (An unused grammar is compiled for requests that have
+    not begun.) An account without unused grammars does not wait for other accounts.
 
     Any thread may call the methods.
 

@@ -1,4 +1,6 @@
-"""The queue in which other threads hand requests and orders to an engine. The engine's next step takes them out."""
+"""Define the queue through which other threads hand requests and orders to an engine. The engine's next step takes them
+out.
+"""
 
 from __future__ import annotations
 

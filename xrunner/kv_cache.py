@@ -74,7 +74,7 @@ def read_kv(cache: Tensor, blocks: Tensor) -> Tensor:
 
 
 def numbers_of(kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Return views of the numbers in eight-bit blocks, and of each token's scale.
+    """Return views of the numbers in eight-bit blocks, and of the scale of each token.
 
     # int8 [.., block_size, head_dim + SCALE_BYTES] -> int8 [.., block_size, head_dim], float32 [.., block_size]
     """

@@ -30,7 +30,7 @@ MAX_CHARACTERS, MAX_TRACEBACK = 1000, 8000
 `MAX_SHOWN` characters are written.
 """
 KINDS = 1000
-"""Number of kinds of lines that are remembered, which are the most recent ones."""
+"""Number of kinds of lines that are remembered. The most recent kinds are kept."""
 
 
 class Rate(NamedTuple):
@@ -41,7 +41,7 @@ class Rate(NamedTuple):
 
 
 ANSWERED, OTHERS = Rate(2000, 1000), Rate(100, 2)
-"""Rates for requests that succeeded, and for all other lines, which a client or a fault may repeat without end."""
+"""Rates for requests that succeeded, and for all other lines. A client or a fault may repeat the latter without end."""
 
 
 class NoFlood(logging.Filter):

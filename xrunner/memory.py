@@ -28,10 +28,10 @@ def keep_freed_memory() -> None:
     """Make glibc, if it is the C library, keep freed memory and share it between threads.
 
     Otherwise the library returns every large tensor's memory to the system, and allocating it again takes a page fault
-    for each 4 KiB. These faults are 5 to 13% of the time of a step of 500 tokens or more.
+    for each 4 KiB. These faults take 5 to 13% of the time of a step of 500 tokens or more.
 
-    Call this before the process has other threads: a thread that has already allocated memory keeps a separate arena,
-    which is not in the heap that `ask_for_heap` affects.
+    Call this before the process has other threads. A thread that has already allocated memory keeps a separate arena,
+    which is outside the heap that `ask_for_heap` affects.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -1,4 +1,5 @@
-"""Build the part of a model that one of several devices holds: some layers, or slices of them (tensor parallelism).
+"""Build the part of a model that one of several devices holds: some layers or, with tensor parallelism, slices of
+layers.
 
 The blocks of layers.py are not aware of the division. A rank builds its model from the sizes of its part
 (`Part.local`), and hooks add up the partial results of a stage's ranks. Source: Megatron-LM (arXiv 1909.08053) sec. 3.
@@ -120,8 +121,9 @@ class Part:
 
     @property
     def kv_heads(self) -> Share:
-        """K/V heads that this rank caches: its share, or, if ranks outnumber heads, one head that other ranks cache
-        too."""
+        """K/V heads that this rank caches. They are the rank's share of the heads. If there are more ranks than heads,
+        the share is one head, which other ranks cache too.
+        """
         total = self.spec.num_kv_heads
         if self.degree <= total:
             return share(total, self.rank, self.degree)
@@ -294,8 +296,8 @@ def _reduced(model: Model) -> list[nn.Module]:
 
 
 def cuts(model: Model, part: Part) -> dict[str, tuple[Cut, ...]]:
-    """Return, by parameter, which parts of stored tensors a rank holds: one cut for each projection that the parameter
-    fuses.
+    """Return, for each parameter, the parts of stored tensors that a rank holds. There is one cut for each projection
+    that the parameter fuses.
 
     Every rank holds all of a parameter that is not named here.
     """

@@ -1,4 +1,4 @@
-"""Log probabilities of prompt tokens, for requests that ask for them: computed as prompts run, piece by piece."""
+"""Compute log probabilities of prompt tokens, piece by piece as prompts run, for requests that ask for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PromptScores:
     def __init__(self) -> None:
         self._scores: dict[int, list[Logprobs]] = {}
         self._num_top: dict[int, int] = {}
-        """Most probable tokens to report for each prompt token, by request."""
+        """For each request, the number of most probable tokens to report with each prompt token."""
 
     def start(self, generation: Generation) -> None:
         """Score the request's prompt if it asks for that."""
@@ -58,7 +58,8 @@ class ScoredPlaces:
     Attributes:
         rows: the rows of these positions in a batch in which the step's decodes come first. # int64 [scored]
         targets: the prompt tokens that follow these positions and are scored. # int64 [scored]
-        requests: each request, the number of its positions, and the number of most probable tokens to report for each.
+        requests: for each request: its id, the number of its positions, and the number of most probable tokens to
+            report for each position.
     """
 
     rows: Tensor

@@ -18,7 +18,7 @@ OnStep = Callable[[StepRecord], None]
 
 
 class _Begun(NamedTuple):
-    """State at the beginning of a step, for the step's record."""
+    """The state at the beginning of a step, from which the step's record is built."""
 
     number: int
     start_ns: int
@@ -93,7 +93,7 @@ class Recorder:
         outputs: Mapping[int, Chain] = NO_CHAINS,
         failed: Collection[int] = (),
     ) -> None:
-        """Record a settled step, and the requests that ended in it, in the form of `StepRecord`."""
+        """Record that a step was settled, and which requests ended in it, as a `StepRecord`."""
         begun = self._under_way[step.lane, step.microbatch].popleft()
         self._num_settled += 1
         if not self._listeners:

@@ -41,7 +41,7 @@ class Redeployment:
         self._num_plans += 1
 
     def adopt(self, schedule: Schedule, running: Schedule) -> bool:
-        """Adopt a plan now if its placement is the same and none is pending, and otherwise deploy it next.
+        """Adopt a plan now if it has the same placement and no plan is pending. Otherwise deploy it next.
 
         Returns:
             Whether the plan was adopted.

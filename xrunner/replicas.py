@@ -1,4 +1,4 @@
-"""Several replicas of a plan as one engine, each in a thread of its own.
+"""Run several replicas of a plan as one engine, each in its own thread.
 
 A request goes to the replica that has the beginning of its prompt cached, or to the one with the fewest requests.
 """

@@ -1,4 +1,6 @@
-"""The state of a worker's running requests in arrays, so that a step with hundreds of them takes a few numpy calls."""
+"""Keep the state of a worker's running requests in arrays, so that a step with hundreds of them takes a few numpy
+calls.
+"""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ class Sampler:
     `takes_highest` is true, the caller may use `highest` of the sum of logits and `clocks`.
 
     Attributes:
-        failed: why the last call chose no token for a row, by index into the call's `rows`. Rows whose logits are not
-            finite are left out.
+        failed: the reason for each row for which the last call chose no token, by index into the call's `rows`. Rows
+            whose logits are not finite are left out.
 
     Args:
         grammars: builds the states of grammars. None means that no request may have one.
@@ -71,7 +71,7 @@ class Sampler:
         """Grammar state of each row that has a grammar."""
         self.failed: dict[int, str] = {}
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}
-        """Biases by row: tokens, and what is added to their logits."""
+        """Biases by row: token ids, and the numbers that are added to their logits."""
         self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
         """How often each token occurs in the output, in one line for each request with a penalty."""
         self._prompted = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
@@ -100,8 +100,8 @@ class Sampler:
         return not ruled.any() and constrained.isdisjoint(rows.tolist())
 
     def clocks(self, rows: np.ndarray, positions: np.ndarray) -> Tensor | None:
-        """Return the random numbers to add to logits, for rows whose only setting is a temperature, or None if all rows
-        are greedy.
+        """Return the random numbers to add to logits, for rows whose only setting is a temperature. Return None if all
+        rows are greedy.
 
         The arguments are those of `__call__`.
 
@@ -327,7 +327,7 @@ def _is_cut(settings: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def _lowest_kept(scores: Tensor, settings: np.ndarray, width: int = CANDIDATES) -> Tensor:
-    """Return each row's lowest score that passes top-k, then top-p among the remaining scores, and min-p. Equal scores
+    """Return each row's lowest score that passes top-k, min-p, and top-p among the scores that pass top-k. Equal scores
     all pass.
 
     Args:

@@ -1,4 +1,4 @@
-"""Run one stage of a pipeline, which receives hidden states from the previous stage and sends them to the next."""
+"""Run one stage of a pipeline. It receives hidden states from the previous stage and sends them to the next."""
 
 from __future__ import annotations
 
@@ -32,16 +32,19 @@ class StageModel:
     """A stage's part of a model. It is called like the whole model.
 
     In an encoder-decoder, the first decoder layer needs the output of the last encoder layer, so a step with prompts
-    goes through the pipeline twice. The first pass is `run_encoder`, at whose end the last stage sends the encoder's
-    output to every other stage. The second pass is the call. Under WAA, each lane does one of the two passes, and the
-    encode lane's output is transferred to every stage of the decode lane, which gets it by `take_encoder_output`.
+    goes through the pipeline twice. The first pass is `run_encoder`. At its end, the last stage sends the encoder's
+    output to every other stage. The second pass is the call of this object. Under WAA, each lane does one of the two
+    passes, and the encode lane's output is transferred to every stage of the decode lane, which gets it by
+    `take_encoder_output`.
     """
 
     def __init__(self, model: Model, pipe: Pipe) -> None:
         self.model = model
         self._pipe = pipe
         self._memories: deque[Tensor] = deque()
-        """Encoder outputs for later calls, which the last stage or, under WAA, every stage of the decode lane keeps."""
+        """Encoder outputs for later calls. The last stage keeps them. Under WAA, every stage of the decode lane keeps
+        them.
+        """
 
     @property
     def runs_encoder_first(self) -> bool:
@@ -51,7 +54,8 @@ class StageModel:
     def run_encoder(self, batch: Batch, backend: AttentionBackend) -> Tensor | None:
         """Run a batch of prompts through the encoder layers only.
 
-        In the last stage of an encode lane, return the encoder's output, and otherwise None. # [prompt tokens, hidden]
+        Return the encoder's output in the last stage of an encode lane. In other stages, return None.
+        # [prompt tokens, hidden]
         """
         model = self.model
         assert isinstance(model, EncoderDecoderModel) and not batch.num_decodes
@@ -71,7 +75,7 @@ class StageModel:
         self._memories.append(memory)
 
     def __call__(self, batch: Batch, cache: KvCache, backend: AttentionBackend) -> Tensor | None:
-        """Run a step. Return logits in the last stage, and otherwise None. # [sampled, vocab]"""
+        """Run a step. Return logits in the last stage, and None in other stages. # [sampled, vocab]"""
         model = self.model
         if isinstance(model, EncoderDecoderModel):
             memory = self._memory(batch)

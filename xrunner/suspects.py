@@ -10,7 +10,7 @@ from xgpt.core.processes import too_often
 
 FAILURES = 3
 PERIOD_S = 60.0
-"""If more than `FAILURES` steps fail within this time, the engine gives up."""
+"""The engine gives up if more than `FAILURES` steps fail within this number of seconds."""
 
 
 class EngineFailed(XgptError):

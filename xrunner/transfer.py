@@ -91,7 +91,7 @@ class EncoderOutputs:
     """The encoder outputs that a worker sends or receives, by request. # each [prompt tokens, hidden]
 
     Received outputs are stored only when the worker executes the transfer's order, after all earlier steps in the
-    queue: if a request was preempted, this order first makes the worker release the request and adopt it again.
+    queue. If a request was preempted, this order first makes the worker release it and adopt it again.
     """
 
     def __init__(self, encoder_outputs: dict[int, Tensor], hidden_size: int, dtype: torch.dtype) -> None:

@@ -122,8 +122,7 @@ class WeightSource(Protocol):
 
 
 class Checkpoint:
-    """The weights of a directory, mapped into memory, so that a tensor is read only when it is copied to its
-    destination.
+    """The weights of a directory, mapped into memory. A tensor is read only when it is copied to its destination.
 
     Raises:
         InputError: the directory has no weights (pickled weights are refused, since they can run code), or the index or

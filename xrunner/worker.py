@@ -1,4 +1,4 @@
-"""A worker executes steps on one device. It has the weights, the K/V cache and each request's last token."""
+"""Execute steps on one device. A worker has the weights, the K/V cache and each request's last token."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from xrunner.stage import StageModel
 from xrunner.transfer import CachePart, Cargo, EncoderOutputs
 
 SCORED_TOKENS = 128
-"""Largest slice of a step in which prompts are scored, which is limited because every token of such a slice needs
-logits."""
+"""Largest number of tokens in a slice of a step in which prompts are scored. It is limited because every token of such
+a slice needs logits.
+"""
 
 Run = Callable[[Batch, KvCache, AttentionBackend], Tensor | None]
 """Runs a step. In the last stage it returns logits. # [sampled, vocab]"""
@@ -79,8 +80,8 @@ class Worker(OneAtATime):
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         """Reserve a row for a request with these blocks.
 
-        If the model's decoder has a start token, this token follows the prompt. The request needs no further slot,
-        since the last output token is never fed to the model.
+        If the model's decoder has a start token, this token follows the prompt. This needs no further slot, since the
+        last output token is never fed to the model.
         """
         lengths = (len(generation.prompt), generation.max_output)
         num_tokens = max(lengths) if self.model.decoder_start else sum(lengths)
@@ -95,8 +96,8 @@ class Worker(OneAtATime):
     def adopt(self, generation: Generation, table: BlockTable, cached: int) -> None:
         """Reserve a row for a request whose first `cached` tokens another worker has encoded.
 
-        Before the request decodes, the tokens' K/V must be written into its blocks or, for an encoder-decoder, the
-        encoder's output into `encoder_outputs`.
+        Before the request decodes, the K/V of these tokens must be written into its blocks. For an encoder-decoder, the
+        encoder's output must be written into `encoder_outputs`.
         """
         if self.model.decoder_start:
             self.start(generation, table)
@@ -184,8 +185,8 @@ class Worker(OneAtATime):
         return tokens
 
     def _joined(self, step: Step) -> Step:
-        """Return the step with requests that are new to this decode lane turned into prompts, since their K/V must be
-        computed here.
+        """Return the step, in which requests that are new to this decode lane have been turned into prompts, since
+        their K/V must be computed here.
         """
         joining = [id_ for id_ in step.decode if id_ in self.encoder_outputs]
         if not joining:
@@ -208,8 +209,8 @@ class Worker(OneAtATime):
                 yield whole
 
     def _uncut(self, step: Step) -> Step:
-        """Return the step for a model that cannot cut prompts, in which a prompt runs as a whole with its last
-        piece.
+        """Return the step for a model that cannot cut prompts. The step that has a prompt's last piece then has the
+        whole prompt.
         """
         ended = [id_ for id_, start, length in step.encode if start + length == self._rows.prompt_len[self._rows[id_]]]
         return Step(tuple(Chunk(id_, 0, len(self._prompts[id_])) for id_ in ended), step.decode)

@@ -1,4 +1,4 @@
-"""The attention backends by name, and the choice of the fastest one on a device."""
+"""List the attention backends by name, and choose the fastest one on a device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The contract between models, workers and attention backends: a step's batch, and the result that a backend
-computes."""
+"""Define the contract between models, workers and attention backends: the batch of a step, and the result that a
+backend computes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 MOST_PROMPTS = 64
-"""Largest number of pieces of prompts in a captured step: the step's kernels are launched for this many pieces, even if
+"""Largest number of pieces of prompts in a captured step. The step's kernels are launched for this many pieces, even if
 the batch has fewer.
 """
 
@@ -33,8 +34,8 @@ class Batch:
         logit_rows: indices of the tokens whose logits are computed. # int64 [sampled]
         num_decodes: number of sequences with one token. They come first.
         max_query_len: length of the longest piece of a prompt, or 1 if there are no prompts.
-        counts: numbers of decodes and of all sequences. Set only in captured steps: there the host does not know these
-            numbers, and `num_decodes` is 0. # int32 [2]
+        counts: number of decodes, and number of all sequences. It is set only in captured steps, in which the host does
+            not know these numbers and `num_decodes` is 0. # int32 [2]
         prompt_len: only for encoder-decoders: how many of each sequence's first tokens the encoder reads. # int32
             [sequences]
         first_key: index of the first token to which each sequence attends. None means 0 for all. # int32 [sequences]
@@ -221,8 +222,8 @@ class AttentionBackend(ABC):
 
         Args:
             q: queries, which need not be contiguous. # [tokens, heads, head_dim]
-            k, v: keys and values of the tokens in `batch.cache_slots`: of the query tokens in self-attention, of the
-                encoder's new output in cross-attention. # [tokens, kv_heads, head_dim]
+            k, v: keys and values of the tokens in `batch.cache_slots`. In self-attention these are the query tokens. In
+                cross-attention they are the tokens of the encoder's new output. # [tokens, kv_heads, head_dim]
             cache: one layer of `KvCache.layers`. It already contains the sequences' earlier tokens, perhaps in fewer
                 bits than the queries. If keys are also the values, `v` is not read.
             scoring: the layer's scoring.

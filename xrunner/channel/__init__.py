@@ -30,14 +30,15 @@ process ends when its socket is closed, which the operating system does if the f
 from xgpt.core.errors import MachineError
 
 ALIVE_S, SILENCE_S = 1.0, 15.0
-"""Interval in seconds at which an engine reports that it is alive, and time without a report after which it counts as
-hung."""
+"""Interval, in seconds, at which an engine reports that it is alive, and number of seconds without a report after which
+it counts as hung.
+"""
 BUSY_S = 60.0
 """Longest time in seconds without a report from an engine whose process is working, according to the operating
 system."""
 STEP_S, LONG_STEP_S = 120.0, 1800.0
-"""Longest time in seconds in which an engine with requests may end no step. The second limit is for an engine whose
-process is working, according to the operating system.
+"""Longest time, in seconds, for which an engine that has requests may end no step. The second number applies while the
+engine's process is working, according to the operating system.
 """
 
 

@@ -1,4 +1,4 @@
-"""The two ends of the channel: frames of messages over Unix sockets.
+"""Define the two ends of the channel: frames of messages over Unix sockets.
 
 A frame is a message preceded by its length in four bytes. Decoding a message executes no part of it.
 """
@@ -186,7 +186,7 @@ class FrontEnd(Generic[T]):
             self._selector.modify(self._socket, wanted)
 
     def close(self) -> None:
-        """Close the connection: the engine's process ends."""
+        """Close the connection. The engine's process then ends."""
         self._selector.close()
         self._socket.close()
 

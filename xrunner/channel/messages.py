@@ -1,4 +1,4 @@
-"""The messages of the channel, and their encoding."""
+"""Define the messages of the channel, and their encoding."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     Attributes:
         transfer: where the prompt's K/V are, as reported by the other lane's connector. Set only if each lane is a vLLM
             instance.
-        same_prompt, same_rules: whether the prompt, or the biases and grammar, are left out of the message, because the
-            previous request has the same.
+        same_prompt, same_rules: whether the message leaves out the prompt, and whether it leaves out the biases and the
+            grammar, because they equal those of the previous request.
     """
 
     generation: Generation
@@ -42,7 +42,9 @@ class Follow(msgspec.Struct, tag="follow", array_like=True):
 
 
 class Room(NamedTuple):
-    """Reserved and kept K/V blocks, preemptions so far, and whether requests wait until another plan is deployed."""
+    """Numbers of reserved and of kept K/V blocks, number of preemptions so far, and whether requests wait until another
+    plan is deployed.
+    """
 
     reserved_blocks: int = 0
     kept_blocks: int = 0

@@ -1,4 +1,4 @@
-"""The front's access to an engine at the other end of the channel."""
+"""Give the front access to an engine at the other end of the channel."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from xrunner.executor import Use
 from xrunner.generation import Generation, Token
 
 END_S = 30.0
-"""Seconds in which an engine must end its step and its workers. After that it is killed."""
+"""Seconds in which an engine must end its step and its workers. An engine that takes longer is killed."""
 POLL_S = 0.5
 """Interval at which a starting engine's process is checked."""
 
@@ -191,7 +191,7 @@ class RemoteEngine:
         self._listeners: list[OnStep] = []
         self.pool = Inside(limits)
         self._next: list[Plan] = []
-        """Plans that the engine was sent and has neither adopted nor refused."""
+        """Plans that were sent to the engine and that it has neither adopted nor refused."""
         self._uses: list[Use] = []
         self._is_closed = False
         self._begin(far_end)
@@ -225,7 +225,7 @@ class RemoteEngine:
         return message
 
     def _ended(self) -> str:
-        """Return how the process ended. Wait for the end, since a process's sockets close a little earlier."""
+        """Return how the process ended. Wait until it has ended, since a process's sockets close a little earlier."""
         end_s = time.monotonic() + POLL_S
         while (why := self._far_end.why_ended()) is None and time.monotonic() < end_s:
             time.sleep(0.01)

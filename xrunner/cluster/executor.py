@@ -1,5 +1,6 @@
-"""Run a replica's workers as one executor, which sends steps to a lane's first stage and gets results from the last
-stage."""
+"""Run a replica's workers as one executor. It sends steps to a lane's first stage and gets results from the lane's last
+stage.
+"""
 
 from __future__ import annotations
 
@@ -87,12 +88,12 @@ class RemoteExecutor:
         self._moved: dict[int, int] = {}
         """Number of workers that have received their part of a transfer, by transfer."""
         self._after_encoder: dict[int, m.Work] = {}
-        """Second passes of steps that are in their first pass, through the encoder."""
+        """Second passes of steps whose first pass, through the encoder, has not ended."""
         self._in_order: dict[str, deque[int]] = {lane: deque() for lane in self._lanes}
         """Steps under way, in the order in which they began."""
         self._done: dict[int, m.Done] = {}
-        """Ended steps that wait for an earlier step to end, which takes longer because its prompts first go through the
-        encoder.
+        """Ended steps that wait for an earlier step to end. The earlier step takes longer because its prompts first go
+        through the encoder.
         """
         self._number = 0
         self._generations: dict[int, Generation] = {}

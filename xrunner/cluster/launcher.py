@@ -1,4 +1,4 @@
-"""A machine's launcher: a process with one thread that forks the machine's workers and ends them.
+"""Launch a machine's workers: the launcher is a process with one thread that forks the workers and ends them.
 
 The launcher has imported all modules that workers need, so that restarting workers takes less than a second. The
 launcher reads orders as lines of JSON from standard input. Standard input closes when the process that started the

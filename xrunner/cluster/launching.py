@@ -20,11 +20,11 @@ from xgpt.core.network import interface_of
 ALIVE_S = 0.5
 """Interval at which a launcher reports that it is running."""
 SILENCE_S, BUSY_S = 15.0, 60.0
-"""Time without a report after which a launcher counts as hung. The second limit applies while the launcher's process is
-working.
+"""Seconds without a report after which a launcher counts as hung. The second number applies while the launcher's
+process is working.
 """
 END_S = 5.0
-"""Time in which workers and the launcher must end."""
+"""Seconds in which workers and the launcher must end."""
 READ_BYTES = 1 << 16
 
 

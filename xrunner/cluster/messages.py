@@ -1,4 +1,6 @@
-"""The messages between an engine and its workers, in msgspec, so that no part of a message can run as code."""
+"""Define the messages between an engine and its workers. They are encoded by msgspec, so that no part of a message can
+run as code.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +73,8 @@ class Work(_Message):
 class RunEncoder(_Message):
     """Release and begin requests, then run prompts through the encoder. `Work` of the same number follows.
 
-    This message, and not `Work`, begins and releases requests, because another step's message may release the same
-    requests before `Work` follows.
+    Requests are begun and released by this message instead of `Work`, because another step's message may release the
+    same requests before `Work` follows.
 
     Attributes:
         decode: the requests that the step decodes. Their number determines where the step's prompts are cut into

@@ -1,4 +1,4 @@
-"""The main loop of a worker process: one thread receives and forwards control messages, another executes them."""
+"""Run the main loop of a worker process. One thread receives and forwards control messages, another executes them."""
 
 from __future__ import annotations
 

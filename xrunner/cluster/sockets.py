@@ -1,4 +1,4 @@
-"""The control plane's sockets, encrypted with a secret that all processes share.
+"""Open the control plane's sockets, encrypted with a secret that all processes share.
 
 Processes on one machine use Unix sockets, to which no other user can connect. Processes on several machines bind to the
 interface with a given address. Any peer can connect there, and the handshake shows whether it has the secret. Both

@@ -1,4 +1,4 @@
-"""The store through which torch.distributed's workers find each other, in the engine's process.
+"""Implement the store, in the engine's process, through which torch.distributed's workers find each other.
 
 Calls to the store use the control plane's encrypted sockets, whereas torch's own stores listen on all interfaces of a
 machine and answer any client.
@@ -19,9 +19,9 @@ from xrunner.cluster import messages as m
 from xrunner.cluster.sockets import Secret, Sockets
 
 WAIT_S = 300.0
-"""Time to wait for a key if torch sets no timeout."""
+"""Seconds to wait for a key if torch sets no timeout."""
 ANSWER_S = 30.0
-"""Time in which a call that waits for no key must be answered."""
+"""Seconds in which a call that waits for no key must be answered."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class EpochKeys:
     _waiting: list[tuple[bytes, m.StoreCall]] = field(default_factory=list)
 
     def begin(self, epoch: int) -> None:
-        """Clear the store for a new epoch: values of older epochs are about processes that have ended."""
+        """Clear the store for a new epoch. The values of older epochs are about processes that have ended."""
         self.epoch = epoch
         self._values.clear()
         self._waiting.clear()

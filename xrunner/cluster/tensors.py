@@ -1,5 +1,5 @@
-"""The tensor plane, over torch.distributed: sums within a stage, hidden states between stages, and transfers of K/V (or
-encoder outputs) from WAA's encode lane to its decode lane. Transfers run in a separate thread.
+"""Exchange tensors between workers, over torch.distributed: sums within a stage, hidden states between stages, and
+transfers of K/V (or encoder outputs) from WAA's encode lane to its decode lane. Transfers run in a separate thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from xrunner.cluster.deployment import Deployment, Role
 from xrunner.transfer import Cargo, Moving, Piece, encoder_output_pieces, pieces
 
 MAX_UNDER_WAY = 8
-"""Largest number of tensors under way: further ones wait. This number exceeds a pipeline's number of micro-batches."""
+"""Largest number of tensors under way. Further tensors wait. The number exceeds a pipeline's number of
+micro-batches.
+"""
 MAX_MEMORIES = 64
 """Largest number of encoder outputs under way. A step's second pass receives one for each slice of the step."""
 

@@ -30,9 +30,9 @@ BUSY_S = 60.0
 on another machine.
 """
 START_S = 120.0
-"""Time in which all workers must start. Time in which their launcher is working does not count."""
+"""Seconds in which all workers must start. Seconds in which their launcher is working do not count."""
 LOAD_S = 3600.0
-"""Time in which all workers must have built their parts."""
+"""Seconds in which all workers must have built their parts."""
 RESTARTS = 3
 PERIOD_S = 60.0
 """The server ends after more than `RESTARTS` restarts within this time."""
@@ -81,8 +81,8 @@ class _Shared:
 
 
 class RestartBudget:
-    """Counts restarts. The loss of a machine may be noticed twice, first by its silent workers and then by its
-    launcher, but counts as one restart.
+    """Counts restarts. The loss of a machine counts as one restart, although it may be noticed twice: first by its
+    silent workers, and then by its lost launcher.
     """
 
     def __init__(self) -> None:

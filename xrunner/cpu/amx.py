@@ -1,4 +1,4 @@
-"""Products of bfloat16 numbers in the processor's matrix registers (AMX), summed in float32. Numba calls these
+"""Multiply bfloat16 numbers in the processor's matrix registers (AMX), with sums in float32. Numba calls these
 functions.
 
 A register holds 16 rows of 64 bytes. A product multiplies 16 x 32 numbers by 32 x 16 numbers. The second operand has
@@ -300,8 +300,8 @@ def soften(
 
 
 def _quarters(*ends: int) -> list[int]:
-    """Return a shuffle mask that chooses elements in each quarter: 0 to 3 are elements of the same quarter of the first
-    register, 4 to 7 of the second.
+    """Return a shuffle mask that chooses elements within each quarter. 0 to 3 are elements of the same quarter of the
+    first register, and 4 to 7 those of the second.
     """
     return [4 * quarter + end % 4 + SQUARE * (end // 4) for quarter in range(4) for end in ends]
 

@@ -1,9 +1,9 @@
 """Compute attention on a CPU with numba, directly from K/V blocks in float32, bfloat16 or eight bits.
 
-Rows of a sequence that read the same K/V head form spans (`prompts`), and each thread computes the next span when it is
-free. A span takes time in proportion to its context, whether it belongs to a whole prompt or to a later piece. If too
-few heads of a decode share a K/V head to fill a tile, the decode's queries are computed one at a time (`decodes`; see
-benchmarks/attention.py).
+Rows of a sequence that read the same K/V head form spans (`prompts`). Each thread computes the next span when it is
+free. A span takes time in proportion to its context, whether it belongs to a whole prompt or to a later piece. If the
+heads of a decode that share a K/V head are too few to fill a tile, the decode's queries are computed one at a time
+(`decodes`; see benchmarks/attention.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from xrunner.cpu.simd import address, at, take_next
 from xrunner.cpu.threads import num_threads
 
 LEAST_GROUP = 4
-"""Smallest number of queries of a decode that form a tile. Fewer queries are faster one by one."""
+"""Smallest number of a decode's queries that form a tile. If there are fewer, they are computed faster one by one."""
 TASKS_A_THREAD = 8
 """Number of tasks for each thread: so many that no thread waits long for the last task."""
 SPAN_FLOATS = 1 << 16

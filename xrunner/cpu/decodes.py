@@ -44,7 +44,7 @@ class Keys(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """A `Scoring` as kernels take it: absent arrays are empty, and an absent cap or window is 0."""
+    """A `Scoring` as kernels take it. Absent arrays are empty, and an absent cap or window is 0."""
 
     scale: np.float32
     softcap: np.float32
@@ -134,7 +134,7 @@ def decode(q, keys, num_kv_heads, scored, acc, floats):
 
 
 def _heads_at_once(cache: np.ndarray, num_kv_heads: int) -> Any:
-    """Return the number of K/V heads whose products are computed before the softmax of the first head, so that no
+    """Return the number of K/V heads whose products are computed before the softmax of the first head. With several, no
     softmax waits for its product. In float32 this number is 1, because memory is the limit.
     """
 

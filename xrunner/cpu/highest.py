@@ -3,7 +3,7 @@
 Greedy sampling needs only the highest logit, and an output head for 150,000 tokens has a quarter of a small model's
 weights. The head's product in eight bits reads a quarter of the bytes, and its error is bounded for each output. By
 this bound, only some tens of outputs can be the highest. These are then multiplied in float32. So the chosen token is
-the one that a product in float32 would give.
+the same as with a whole product in float32.
 
 Source: the bound is the Cauchy-Schwarz inequality. For screening before exact products, see Teflioudi et al., LEMP
 (SIGMOD 2015).
@@ -24,11 +24,13 @@ from xrunner.eight_bits import quantise
 from xrunner.packing.base import PackedLinear
 
 MOST_CANDIDATES = 32
-"""At most one output in this many is multiplied in float32: reading more one by one would take as long as reading
-all.
+"""At most one in this many outputs is multiplied in float32. Reading more of them one by one would take as long as
+reading all outputs.
 """
 MOST_REST = 63
-"""Largest number of calls without screening after repeated failures, so that failed screening takes almost no time."""
+"""Largest number of calls for which screening is left out after repeated failures. So failed screening takes almost no
+time.
+"""
 _AT_ONCE = 4096
 """Number of outputs whose errors are measured together."""
 _BLOCK = 256

@@ -1,4 +1,4 @@
-"""The weight layouts of xgpt's own kernels by name, the fastest first."""
+"""List the weight layouts of xgpt's own kernels by name, the fastest first."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def _activated(product: PackedLinear, activation: str) -> PackedLinear:
 
 
 def _in_panels(pack: Callable[..., PackedLinear], activation: str) -> PackedLinear:
-    """Return a function that multiplies and applies the activation function. Panels apply the most usual gate
-    themselves.
+    """Return a function that multiplies and applies the activation function. The most usual gate is applied within the
+    panels themselves.
     """
     return pack(gated=True) if activation == GATES["silu"] else _activated(pack(), activation)
 

@@ -51,8 +51,8 @@ LINE = 4 * WIDTH
 STEP_LINES = HEIGHT * LINE // 64
 """Cache lines of weights that one iteration of the inner loop reads."""
 CHUNK = 8
-"""Number of groups for which a weight is read once, if the groups' inputs take at most CHUNK_BYTES of the second-level
-cache.
+"""Number of groups for which a weight is read once, as long as the inputs of these groups take at most CHUNK_BYTES of
+the second-level cache.
 """
 CHUNK_BYTES = 5 * 2**18
 

@@ -1,7 +1,7 @@
 """Multiply by a weight while reading it from memory, on processors with AVX-512.
 
-MKL's and oneDNN's products alternate between reading and multiplying. With 8 to 64 rows, the two take about the same
-time, so MKL and oneDNN reach half of the memory's bandwidth. Here the next slice of weights is prefetched between this
+MKL and oneDNN alternate between reading weights and multiplying. With 8 to 64 rows, the two take about the same time,
+so MKL and oneDNN reach only half of the memory's bandwidth. Here the next slice of weights is prefetched between this
 slice's multiplications.
 
 A weight is stored in blocks of up to DEEPEST inputs, a block in panels of WIDTH outputs, and a panel input by input, in
@@ -42,9 +42,9 @@ WIDTH = 32
 GROUP = 12
 """Number of rows whose sums stay in registers. Sums take 24 of the 32 registers, weights two, and inputs the others."""
 SLICE = 128
-"""Number of inputs of a panel by which up to GROUP rows are multiplied at a time: 16 KiB, which stay in the first-level
-cache. With more rows, each group is multiplied by all inputs of a block from the second-level cache, so that sums are
-read and written only once.
+"""Number of inputs of a panel by which up to GROUP rows are multiplied at a time. They take 16 KiB, which stay in the
+first-level cache. If there are more rows, each group is multiplied by all inputs of a block from the second-level
+cache, so that its sums are read and written only once.
 """
 DEEPEST = 1024
 """Largest number of inputs in a block: a group's sums are read and written once for each block."""
@@ -53,14 +53,14 @@ CHUNK = 132
 STEPS = 4
 """Number of inputs in one iteration of the inner loop."""
 FEW = 6
-"""Largest number of rows that are multiplied by a slice as one group, without prefetching: for one group, the
-processor's own prefetching is faster, at 26 GB/s instead of 20. More rows form two groups: the second group finds the
+"""Largest number of rows that are multiplied by a slice as one group, without prefetching. For one group, the
+processor's own prefetching is faster, at 26 GB/s instead of 20. More rows form two groups. The second group finds the
 slice in the first-level cache, and multiplies while memory delivers the prefetched lines.
 """
 SPREAD = (8, 4, 2)
 """Numbers of cache lines that may be prefetched between the multiplications of an iteration."""
 LINES = STEPS * WIDTH // 16
-"""Cache lines of weights that an iteration reads, and the most that it prefetches."""
+"""Number of cache lines of weights that an iteration reads. It prefetches at most as many."""
 
 INSTRUCTIONS = ("vfmadd231ps", "vdpbf16ps", "vpdpbusd")
 """The instruction that multiplies inputs by weights and adds the products to the sums, by kind of number."""
@@ -325,7 +325,8 @@ def _pass_slice(arrays: Any, rows: Any, width: Any, inputs: Any, how: Any, argum
 
     Args:
         arrays: the inputs, the start of the slice, the initial sums, and the sums, whose rows lie `width` apart.
-        inputs: index of the first and the last input, and the number of inputs in a slice that is not a block's last.
+        inputs: index of the first and of the last input, and the number of inputs in every slice except the last one of
+            a block.
     """
     x, panel, begin, sums = arrays
     row, count = rows

@@ -62,7 +62,7 @@ def _(way: Any, piece: Any) -> Any:
 
 
 class RowSpan(NamedTuple):
-    """Some rows of a sequence. A row is a pair (token, head of the group). Arrays, here and below, are pointers
+    """Some rows of a sequence. A row is a pair (token, head of the group). Here and below, arrays are pointers
     (`simd.at`).
 
     Attributes:
@@ -84,8 +84,8 @@ class RowSpan(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The keys and values of one sequence and K/V head. Those from `earliest` up to, but not including, `length` are
-    visible.
+    """The keys and values of one sequence and K/V head. Keys at positions from `earliest` up to, but not including,
+    `length` are visible.
 
     Attributes:
         cache: the K/V head in the first block. Values lie `to_values` elements after their keys.
@@ -253,8 +253,8 @@ def attend(way, span, context, rules, space):
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def place_keys(context, begin, end, most, places):
-    """Write the cache positions of at most `most` keys, from `begin` to the end of the block that contains the key
-    before `end`. Return the number of keys.
+    """Write the cache positions of keys, at most `most` of them. The first is key `begin`. The last is at the end of
+    the block that contains key `end - 1`. Return the number of keys.
     """
     block_size = context.block_size
     count = min(most, max((end + block_size - 1) // block_size * block_size - begin, 0))
@@ -269,8 +269,8 @@ def place_keys(context, begin, end, most, places):
 
 
 def ask(context: Context, places: np.ndarray, begin: int, end: int, behind: int) -> None:
-    """Prefetch the lines that are `behind` elements after the positions from `begin` to `end`, since processors do not
-    read ahead from block to block.
+    """Prefetch the cache lines that lie `behind` elements after the positions from `begin` to `end`. Processors do not
+    read ahead from one block to the next.
     """
 
 
@@ -335,8 +335,8 @@ def _pass(way, context, rules, space, span, piece, lanes):
     """Compute the attention of a tile's queries to a piece of keys.
 
     Args:
-        piece: the tile, the position of the piece's first key in the sequence, the number of its keys, and how many
-            keys and values of the next piece to prefetch meanwhile.
+        piece: four numbers: the tile, the position of the piece's first key in the sequence, the number of keys in the
+            piece, and how many keys and values of the next piece to prefetch meanwhile.
     """
     literally(lanes)
     tile, before, num_held, asks_for = piece
@@ -389,8 +389,8 @@ def _(way: Any, queries: Any, scratch: Any, head_dim: Any, lanes: Any) -> Any:
 def _prepare(
     way: Any, context: Context, space: ThreadScratch, before: int, num_held: int, begin: int, end: int
 ) -> None:
-    """Convert a piece's keys and values to the format of the products. Those outside `begin` to `end` may get any
-    value.
+    """Convert a piece's keys and values to the format of the products. The result is undefined for keys outside `begin`
+    to `end`.
     """
 
 
@@ -590,6 +590,8 @@ def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, asks_
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _ask_values(context, space, count, first, last):
-    """Prefetch a part of the next piece's values: the share that dimensions `first` to `last` have of a head."""
+    """Prefetch a part of the next piece's values: the fraction that dimensions `first` to `last` are of a head's
+    dimensions.
+    """
     begin, end = count * first // context.head_dim, count * last // context.head_dim
     ask(context, space.soon, begin, end, context.to_values)

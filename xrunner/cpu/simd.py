@@ -190,8 +190,9 @@ def add_rows(
 def widen(
     typing_context: Any, halves: Any, wide: Any, from_halves: Any, offset: Any, num_vectors: Any, lanes: Any
 ) -> Any:
-    """Convert `num_vectors` vectors of numbers with fewer bits to float32, `offset` elements after the start of each
-    array."""
+    """Convert `num_vectors` vectors of numbers with fewer bits to float32. The numbers begin `offset` elements after
+    the start of each array.
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         halves, wide = pointers(context, builder, signature, values, 2)
@@ -276,8 +277,8 @@ class Emit:
 
     @contextmanager
     def shrunk_sums(self, sums: ir.Value, factor: ir.Value, count: int) -> Iterator[list[ir.Value]]:
-        """Yield an array's first vectors times a factor, as variables to which a caller adds. They are written back
-        after the block.
+        """Yield the first vectors of an array, multiplied by a factor, as variables. The caller adds to them, and they
+        are written back after the block.
         """
         totals = self.variables(count)
         for number, total in enumerate(totals):

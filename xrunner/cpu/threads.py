@@ -21,7 +21,7 @@ Kernel = tuple[Callable[..., None], Callable[..., None]]
 
 
 def compiled(kernel: Callable[..., None], **options: Any) -> Kernel:
-    """Compile a function whose loop over rows is a `prange`."""
+    """Compile a function whose loop over rows is a `prange`, for one thread and for several."""
     return (
         njit(cache=True, nogil=True, error_model="numpy", **options)(kernel),
         njit(cache=True, nogil=True, error_model="numpy", parallel=True, **options)(kernel),

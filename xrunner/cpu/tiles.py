@@ -1,4 +1,4 @@
-"""Inner loops over a piece's keys in vector registers (see `simd`), in which the lanes are a tile's queries.
+"""Implement the inner loops over a piece's keys in vector registers (see `simd`). The lanes are a tile's queries.
 
 Scores and weights are stored key by key, queries and sums dimension by dimension.
 """
@@ -126,8 +126,8 @@ def soften(
 def hide(
     typing_context: Any, scores: Any, limits: Any, before: Any, begin: Any, end: Any, window: Any, lanes: Any
 ) -> Any:
-    """Hide scores from `begin` to `end` if a lane cannot see the key: keys from the lane's limit on, and keys more than
-    `window` positions before the limit.
+    """Hide scores from `begin` to `end` if a lane cannot see the key. A lane sees no key from its limit on, and none
+    more than `window` positions before the limit.
 
     # scores [keys, lanes] of keys from the sequence's `before`-th on, limits int32 [lanes]
     """

@@ -15,7 +15,7 @@ class Output:
 
     Args:
         stop_token_ids: tokens that end the output.
-        keep: whether to keep all tokens for `complete`, which is not needed if the gateway reads a stream.
+        keep: whether to keep all tokens for `complete`. This is not needed if the gateway reads a stream.
     """
 
     def __init__(self, index: int, submitted: Submitted, stop_token_ids: frozenset[int], *, keep: bool) -> None:

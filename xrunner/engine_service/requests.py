@@ -25,7 +25,7 @@ NOT_OURS = frozenset(
         *("grammar_from_first_token", "json_schema", "json_object", "regex", "structural_tag", "choice"),
     }
 )
-"""Fields for the gateway, a field whose value this engine always assumes, and constraints."""
+"""Fields that are not passed on: those for the gateway, one whose value this engine always assumes, and constraints."""
 
 
 class TokensRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):

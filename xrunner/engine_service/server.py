@@ -18,8 +18,9 @@ from xrunner.server.engine_client import EngineClient
 from xrunner.server.submission import Limits
 
 BYTES_PER_TOKEN = 64
-"""Largest number of bytes that each prompt token adds to a request's message: 5 bytes for the token id, and the token's
-text."""
+"""Largest number of bytes that each prompt token adds to a request's message. These are 5 bytes for the token id, and
+the token's text.
+"""
 REST_BYTES = 4 << 20
 """Largest number of bytes of a request's message without its prompt."""
 

@@ -1,4 +1,4 @@
-"""Compute attention on GPUs in Triton, for pieces of prompts and for decodes, whose contexts are split.
+"""Compute attention on GPUs in Triton, for pieces of prompts and for decodes. The contexts of decodes are split.
 
 No data is read back from the device, and every launch depends only on shapes, so a step can be captured in a CUDA
 graph. A captured step must be right for any batch of its shape, so its kernels read from `Batch.counts` which sequences
@@ -22,8 +22,8 @@ from xrunner.gpu.fused import power_of_two
 
 MOST_SPLITS = 64
 PROGRAMS_A_PROCESSOR = 4
-"""Number of programs for each of the device's processors in a decode step. Contexts are split until there are so
-many.
+"""Number of programs for each of the device's processors in a decode step. Contexts are split until there are this many
+programs.
 """
 CAPTURED_SPLITS = 8
 """Largest number of splits in a captured step with prompts, in which only the device knows the number of decodes. With

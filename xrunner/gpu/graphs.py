@@ -23,13 +23,16 @@ from xrunner.kv_cache import KvCache
 from xrunner.models import DecoderModel
 
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16), 320, 384, 448, 512)
-"""Batch sizes of decodes that are captured: up to 64 rows, padding adds at most seven. In larger batches, padding takes
-little time compared with reading the weights."""
+"""Batch sizes at which decodes are captured. Up to 64 rows, padding adds at most seven rows. In larger batches, padding
+takes little time compared with reading the weights.
+"""
 MIXED_SIZES = (*range(16, 257, 16), *range(320, SLICE_TOKENS + 1, 64))
 """Numbers of tokens for which steps with prompts are captured. Products process rows in tiles of 64 to 256, so padding
 takes little time."""
 MOST_SEQUENCES = 256
-"""Largest number of sequences in a captured step with prompts, and of tokens whose logits the step computes."""
+"""Largest number of sequences in a captured step with prompts. It is also the largest number of tokens whose logits the
+step computes.
+"""
 
 
 class Capture(Protocol):
@@ -96,8 +99,8 @@ def size_of(count: int, sizes: tuple[int, ...]) -> int:
 
 
 class _Captured:
-    """Steps captured in several sizes, either of decodes or of any sequences. These steps read their batch at fixed
-    addresses.
+    """Steps captured in several sizes. They consist either only of decodes or of any sequences, and read their batch at
+    fixed addresses.
 
     Padding rows decode the first token of the last block. K/V of tokens that belong to no sequence are written there,
     too.

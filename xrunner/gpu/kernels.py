@@ -170,7 +170,7 @@ def _go_over(
     DOT: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """Add keys [begin, end) to the sums. Without a mask, all rows see all of these keys."""
+    """Add keys [begin, end) to the sums. Without a mask, every row sees all of these keys."""
     d = tl.arange(0, PADDED_DIM)
     in_head = d < HEAD_DIM
     for start in range(begin, end, KEYS):
@@ -217,8 +217,8 @@ def combine_kernel(
     PROGRAMS: tl.constexpr,
     IS_CAPTURED: tl.constexpr,
 ):
-    """Combine a decode's splits into its result. Grid: pairs (decode, head), in a captured step for the largest number
-    of decodes.
+    """Combine a decode's splits into its result. The grid has pairs (decode, head). In a captured step, it is large
+    enough for the largest number of decodes.
     """
     row = tl.program_id(0).to(tl.int64)
     sequence = row // NUM_HEADS
@@ -244,8 +244,8 @@ def combine_kernel(
 @triton.jit
 def _tile(num_tiles, first_sequence, query_start, num_sequences, TOKENS: tl.constexpr, IS_DECODE: tl.constexpr):
     """Return a program's sequence and its first token. Each decode has one tile. Pieces of prompts have tiles of TOKENS
-    tokens. If n tokens precede sequence i, its first tile has number n // TOKENS + i. Some tiles may therefore be
-    empty, but no count is read from the device.
+    tokens. If n tokens precede sequence i, its first tile has number n // TOKENS + i. So some tiles may be empty, but
+    no count has to be read from the device.
     """
     if IS_DECODE:
         return first_sequence + tl.program_id(0), 0

@@ -1,4 +1,4 @@
-"""The contract of a model family: the methods that workers, weight loading and the profiler use."""
+"""Define the contract of a model family: the methods that workers, weight loading and the profiler use."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class Model(nn.Module):
         last_modules: modules that only the last stage of a pipeline needs.
         has_embedding, has_head: whether this is a pipeline's first stage, and whether it is the last.
         runs_decoder: False for an encoder whose decoder runs elsewhere.
-        first_layers: the checkpoint's number for the first layer of each list of layers, or 0 for a list that is not
-            named here.
+        first_layers: for each list of layers, the number that the checkpoint gives to the list's first layer. It is 0
+            for a list that is not named here.
     """
 
     decoder_start: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""The contract of an encoder-decoder family, which has the interface of a decoder-only model.
+"""Define what encoder-decoder families have in common. They have the interface of a decoder-only model.
 
 In a batch, a sequence that is encoded consists of its whole prompt and the decoder's first token. A sequence that
 decodes consists of its last token. In the cache, a prompt's slots hold the keys and values of cross-attention, which
@@ -190,8 +190,9 @@ def biased(backend: AttentionBackend, cache: Tensor, batch: Batch, bias: Positio
 
 
 def own_tokens(batch: Batch) -> Batch:
-    """Return the batch for self-attention, in which each sequence has one decoder token, which attends to the decoder's
-    tokens so far."""
+    """Return the batch for self-attention. In it, each sequence has one decoder token, which attends to the sequence's
+    decoder tokens so far.
+    """
     return replace(_one_each(batch, _last(batch)), first_key=batch.prompt_len)
 
 

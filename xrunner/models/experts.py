@@ -1,4 +1,4 @@
-"""A mixture of experts: a router, and the feed-forward blocks among which it chooses.
+"""Implement a mixture of experts: a router, and the feed-forward blocks among which it chooses.
 
 Each expert is a separate block, so that its weights are read, cut and packed like the weights of any other block. A
 rank may hold some of the experts, or a slice of every expert. The ranks' results are added.

@@ -1,4 +1,5 @@
-"""Multi-head latent attention: the cache stores one vector for each token, from which every head's K/V are computed.
+"""Implement multi-head latent attention. The cache stores one vector for each token, from which every head's K/V could
+be computed.
 
 The matrices that would compute K/V are instead applied to the queries and to the results. So attention runs on the
 stored vectors, as if all heads shared one key that is also the value. Source: DeepSeek-V2 (arXiv 2405.04434) sec. 2.1.

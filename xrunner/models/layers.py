@@ -38,7 +38,7 @@ def parameter(tensor: Tensor) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """activation(x W^T + b), where several projections of the same input may be fused into one.
+    """Computes activation(x W^T + b). Several projections of the same input may be fused into one.
 
     Args:
         out_features: output size of each fused part. A checkpoint stores the parts separately.
@@ -68,8 +68,8 @@ class Linear(nn.Module):
     def prepack(self, dtype: DType = "float32", layouts: Mapping[str, str] | None = None) -> None:
         """Pack the weight as the device's kernels need it, if that is faster (see `xrunner.packing.choice.pack`).
 
-        The original weight is then freed, unless it is tied: then it stays in the embedding, and the packed copy takes
-        as much memory again.
+        The original weight is then freed. A tied weight stays in the embedding, and its packed copy takes as much
+        memory again.
         """
         if self.weight is not None and (packed := pack(self.weight.data, self.activation, dtype, layouts)) is not None:
             self._packed = packed
@@ -140,7 +140,7 @@ class OffsetRmsNorm(RmsNorm):
 
 
 class Embedding(nn.Module):
-    """Rows of a table. `offset` is added to each index (OPT's positions start at row 2)."""
+    """Looks up rows of a table. `offset` is added to each index (OPT's positions start at row 2)."""
 
     def __init__(self, empty: Empty, num_rows: int, size: int, offset: int = 0) -> None:
         super().__init__()
@@ -208,9 +208,9 @@ def _frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
     """Return the angle in radians by which each pair of dimensions rotates per position, and the factor for rotated
     vectors. # float32 [pairs]
 
-    If a pair rotates many times within the trained context, its frequency does not change. If it rotates about once or
-    less, its frequency is divided by `factor`. Other frequencies are interpolated, by the number of rotations (Llama
-    3.1) or by the pair's index (YaRN).
+    If a pair rotates many times within the trained context, its frequency does not change. If the pair rotates about
+    once or less, its frequency is divided by `factor`. Frequencies of other pairs are interpolated, by the number of
+    rotations (Llama 3.1) or by the pair's index (YaRN).
 
     Raises:
         InputError: this version does not support the scaling.

@@ -1,4 +1,6 @@
-"""The contract of products with packed weights: how a CPU stores a weight, and the call that multiplies by it."""
+"""Define the contract of products with packed weights: how a CPU stores a weight, and the call that multiplies by
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ Shape = tuple[int, int]
 
 
 HighestLinear = Callable[[Tensor, Tensor | None], Tensor]
-"""Returns the sums for x plus the given numbers. Each row's argmax is that of the float32 sums. Other sums of the row
-may be wrong, but are never higher. # float32 [rows, in], [rows, out] -> [rows, out]
+"""Returns the sums for x plus the given numbers. Each row's argmax is the same as for sums in float32. Other sums of
+the row may be wrong, but are never higher. # float32 [rows, in], [rows, out] -> [rows, out]
 """
 
 
@@ -32,9 +34,9 @@ class WeightLayout(NamedTuple):
         is_available: whether this processor and this torch support the layout.
         pack: returns a function that multiplies by a float32 weight [out, in] and applies the activation function of
             the given name.
-        pack_highest: takes a float32 weight [out, in] and the function that multiplies by this weight. Returns a
-            function that finds each row's highest sum with a copy of the weight in this layout. None means that the
-            layout is not used for this.
+        pack_highest: returns a function that finds each row's highest sum with a copy of the weight in this layout,
+            given the float32 weight [out, in] and the function that multiplies by it. None means that the layout is not
+            used for this.
     """
 
     dtype: DType

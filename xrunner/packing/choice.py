@@ -1,4 +1,5 @@
-"""The layouts of a weight by name (those of xgpt's own kernels and of torch's libraries), and the choice among them.
+"""List the layouts of a weight by name (those of xgpt's own kernels and of torch's libraries), and choose among
+them.
 
 Which layout is fastest differs between processors: measuring.py compares them. torch's libraries are MKL and
 oneDNN. Plain F.linear rearranges a weight in every call, which takes 10% (256 rows) to 60% (8 rows) of its time.
@@ -19,8 +20,8 @@ from xrunner.eight_bits import quantise
 from xrunner.packing.base import HighestLinear, PackedLinear, Shape, WeightLayout
 
 _MKL_ROWS = 512
-"""Number of rows for which MKL chooses its layout. Products with other numbers of rows are correct too, and no slower
-if rows are few.
+"""Number of rows for which MKL chooses its layout. Products with other numbers of rows are also correct. With few rows
+they are no slower.
 """
 
 ZERO = 128

@@ -19,14 +19,18 @@ ROWS = (1, 8, 32, 128, 512)
 numbers count equally.
 """
 MOST_PRODUCT = 2**33
-"""Largest product that is timed, in multiplications. A step has few rows for the head of a large vocabulary."""
+"""Largest product that is timed, as a number of multiplications. A larger product, such as the head of a large
+vocabulary, has few rows in a step anyway.
+"""
 REPEATS = 5
 TIE = 1.05
-"""Layouts whose mean time is within this factor of the least count as equal: two measurements of one product may differ
-by 5%."""
+"""Layouts whose mean time is within this factor of the least mean time count as equal, since two measurements of one
+product may differ by 5%.
+"""
 EVICTING = 2**24
-"""Elements (64 MiB) to read before each product: in a real step, a weight has left a core's cache since its last
-use."""
+"""Number of elements (64 MiB) to read before each product. In a real step, a weight has left a core's cache since it
+was last used.
+"""
 
 
 def fastest(shapes: Collection[Shape], dtype: DType, *, is_brief: bool = False) -> dict[str, str]:
@@ -51,7 +55,8 @@ def fastest(shapes: Collection[Shape], dtype: DType, *, is_brief: bool = False) 
 
 
 def fastest_head(shape: Shape, layouts: Mapping[str, str], *, is_brief: bool = False) -> dict[str, str]:
-    """Return the eight-bit layout that finds the highest sum fastest, under `HEAD`, or {} if float32 is as fast.
+    """Return, under `HEAD`, the eight-bit layout with which the highest sum is found fastest. Return {} if float32 is
+    as fast.
 
     Args:
         layouts: layouts of the products in float32, as `pack` takes them.
@@ -82,7 +87,9 @@ def mean_times(
 
 
 def _timed(products: Mapping[str, Callable[..., Tensor]], x: Tensor, others: Tensor, repeats: int) -> dict[str, float]:
-    """Return each product's least time with x. Products alternate; reading `others` before each empties the cache."""
+    """Return each product's least time with x. Products take turns. Before each, `others` is read, so that the weights
+    leave the cache.
+    """
     best = dict.fromkeys(products, float("inf"))
     for repeat in range(1 + repeats):
         for name, product in products.items():

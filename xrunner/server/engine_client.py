@@ -1,4 +1,4 @@
-"""The front's access to the engine: submit requests, deliver their tokens, and count how requests end."""
+"""Give the front access to the engine: submit requests, deliver their tokens, and count how requests end."""
 
 from __future__ import annotations
 
@@ -42,12 +42,14 @@ logger = logging.getLogger(__name__)
 
 Inbox = asyncio.Queue[Sequence[Token] | ApiError]
 """Receives the tokens of one caller's requests, in the order of the engine's steps, or the reason why no more will
-come. Tokens arrive one at a time, or all together if the output is held back.
+come. Tokens arrive one at a time. If the output is held back, they arrive all together.
 """
 
 
 class Promise(NamedTuple):
-    """The estimate of `answer_s` for a request, and the promised time of the answer, in seconds after submission."""
+    """Two numbers of seconds for a request: the estimate of `answer_s`, and the promised time of the answer, counted
+    from submission.
+    """
 
     expected_s: float
     promised_s: float
@@ -201,7 +203,9 @@ class EngineClient:
             )
 
     def retry_after_s(self) -> int:
-        """Seconds after which to retry a refused request. By then, half of the waiting requests should have started."""
+        """Seconds after which a refused request should be sent again. By then, half of the waiting requests should have
+        started.
+        """
         rate = None if self.watch is None else self.watch.recent.rate_per_s()
         return 1 if not rate else min(MAX_RETRY_AFTER_S, max(1, round(len(self.backlog) / (2 * rate))))
 
@@ -259,7 +263,7 @@ class EngineClient:
                 self._note_deadline(stream, time.perf_counter())
 
     def _note_deadline(self, stream: TokenStream, end_s: float) -> None:
-        """Count a request that had a deadline, once it has its last token or has been removed."""
+        """Count a request that had a deadline. Call this once it has its last token or has been removed."""
         if stream.submission.has_deadline:
             self.metrics.note_deadline(met=end_s <= stream.submission.end_s, prompt_tokens=stream.prompt_tokens)
 
@@ -289,8 +293,8 @@ class EngineClient:
             self.watch.end(stream.seen, Ended(stream.seen.generated, latency_s, first_s, whole_s, is_kept))
 
     def _note_starts(self, record: StepRecord) -> None:
-        """Note which requests start, because a step encodes their first piece. The engine reads the clock before the
-        inbox, so a request may have been submitted just after the step's start.
+        """Note which requests start. A request starts with the step that encodes its first piece. The engine reads the
+        clock before the inbox, so a request may have been submitted just after the step's start.
         """
         for id_, first_token, _ in record.encode:
             if (stream := self._streams.get(id_)) and not stream.started_s:

@@ -1,4 +1,4 @@
-"""Restart an engine when it is lost, and continue its requests (`Handover`)."""
+"""Restart an engine when it is lost, and let its requests continue (`Handover`)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Handover:
         self._tried: int | None = None
         """The suspect that was submitted and has not generated a token yet."""
         self._losses: Counter[int] = Counter()
-        """Number of lost engines that had the request."""
+        """By request, the number of lost engines that had it."""
         self._lost_s: list[float] = []
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""The properties of one HTTP request that all parts of the server use."""
+"""Define the properties of one HTTP request that all parts of the server use."""
 
 from __future__ import annotations
 

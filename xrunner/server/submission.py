@@ -29,18 +29,19 @@ class Limits:
 
     Attributes:
         max_waiting: number of outputs that may wait for their first step. Further outputs get 429, unless their API key
-            has fewer than its share of this number waiting.
+            has fewer waiting outputs than its share of this number.
         answer_within_s: promised time from a request to its last token. A request that would take longer, according to
             the plan and the recent pace, gets 429. None means no promise.
         request_timeout_s: longest time from a request to its last token, after which the request ends with 504. None
             means no limit.
         default_max_tokens, max_max_tokens: see `OutputRule`.
         max_body_bytes: longer bodies get 413.
-        all_bodies_bytes: memory of all bodies together, from their first byte until their prompts are token ids, not
-            counting the first 64 KiB of each. An account may use half of it. Further bodies get 503.
+        all_bodies_bytes: largest number of bytes of all bodies together, from their first byte until their prompts are
+            token ids. The first 64 KiB of each body do not count. An account may use half of this memory. Further
+            bodies get 503.
         all_requests_bytes: the same limit for requests after their prompts have become token ids, until the requests
             have ended.
-        body_timeout_s: time in which a body must arrive. Later bodies get 408.
+        body_timeout_s: time in which a body must arrive. A body that takes longer gets 408.
     """
 
     max_waiting: int = 4096
@@ -75,7 +76,7 @@ class CheckedPrompt:
     tokens: tuple[int, ...]
     allowance: Allowance
     echo: str = ""
-    """The prompt's text if the answer begins with it, and otherwise empty."""
+    """The prompt's text if the answer begins with it. Otherwise it is empty."""
 
 
 class Submitted(NamedTuple):

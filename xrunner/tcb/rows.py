@@ -123,8 +123,8 @@ class Layout:
 
 
 class Rows(ABC):
-    """A batch on the device. Attention is computed for slots of `most` requests, including padding. Layers compute only
-    requests.
+    """A batch on the device. Attention is computed for `most` requests in every slot, including padding. All other
+    operations compute only the requests.
     """
 
     def __init__(self, model: Model, layout: Layout, most_steps: int) -> None:

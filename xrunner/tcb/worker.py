@@ -1,4 +1,4 @@
-"""A worker that runs whole batches in rows, in place of the usual worker, under `xgpt serve --batching`."""
+"""Run whole batches in rows under `xgpt serve --batching`, with a worker that replaces the usual one."""
 
 from __future__ import annotations
 

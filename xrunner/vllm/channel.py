@@ -1,4 +1,4 @@
-"""The channel between `xgpt serve` and its vLLM processes: `xrunner.channel` over several connections.
+"""Implement the channel between `xgpt serve` and its vLLM processes: `xrunner.channel` over several connections.
 
 The front listens on a socket in a directory that only this user can enter. The host of each lane (`host`) connects to
 this socket to receive requests. Each engine core connects to report its steps and to receive plans. A core reads plans
@@ -104,7 +104,7 @@ class Lanes:
         self._taking: set[LaneName] = set()
         """Lanes whose host accepts requests."""
         self._alive: set[FrontEnd[Up]] = set()
-        """Hosts and engine cores that have reported since the last time when all of them had reported."""
+        """Hosts and engine cores that have reported since all of them had last reported."""
         self._following: set[FrontEnd[Up]] = set()
         """Engine cores that follow the last plan."""
         self._rooms: dict[FrontEnd[Up], Room] = {}

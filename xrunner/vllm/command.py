@@ -95,7 +95,7 @@ def devices_of(plan: Plan, stages: Sequence[Stage]) -> list[int]:
 
 
 def cache_bytes(plan: Plan, stages: Sequence[Stage], tokens: int) -> int:
-    """Return the K/V memory for `tokens` tokens on that device of these stages that needs the most memory."""
+    """Return the bytes of K/V memory for `tokens` tokens, on the device of these stages that needs the most."""
     layers = max(last - first for first, last in (stage.decode_layers for stage in stages))
     heads = max(1.0, plan.model.num_kv_heads / stages[0].tp)
     share = layers / plan.model.num_layers * (heads / plan.model.num_kv_heads if plan.model.latent is None else 1)

@@ -1,4 +1,4 @@
-"""The lane of a plan that runs in vLLM, and how to change the plan while requests run."""
+"""Build the lane of a plan that runs in vLLM, and change the plan while requests run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's own scheduler, extended to write xgpt's step log and to report steps to `xgpt serve`."""
+"""Extend vLLM's own scheduler to write xgpt's step log and to report steps to `xgpt serve`."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class _Execution:
         missing: requests that vLLM has not yet completely scheduled for this step, each with the number of tokens that
             will have been computed at the step's end.
         pieces: number of unfinished vLLM steps for this step.
-        record: the record of all executed vLLM steps of this step.
+        record: the record of those vLLM steps of this step that have been executed.
         number, settled: as in the step log, in which these vLLM steps are one step.
     """
 
@@ -83,7 +83,7 @@ class XgptScheduler(LoggedScheduler):
         self._mirror = Mirror(self.kv_cache_manager, self._table_of) if caches else None
         self._most_tokens: int = self.max_num_scheduled_tokens
         self._ended: dict[int, Chain] = {}
-        """By request: the keys of its blocks, if it ended in a step that is not settled."""
+        """By request that ended in a step that is not settled: the keys of the request's blocks."""
         self._untold: list[Request] = []
         """Requests that have not been submitted to the rule, including those that arrive while a plan waits."""
         self._name: dict[int, str] = {}
@@ -151,7 +151,7 @@ class XgptScheduler(LoggedScheduler):
 
     @contextmanager
     def _nothing_in_sight_but(self, missing: dict[int, int]) -> Iterator[None]:
-        """Show vLLM only these requests, and only this step's tokens, since vLLM schedules all that it sees."""
+        """Show vLLM only these requests and only their tokens of this step, since vLLM schedules all that it sees."""
         self._until = {self._name[number]: until for number, until in missing.items()}
         wanted = self._until.keys()
         running, waiting = self.running, list(self.waiting)
@@ -175,7 +175,7 @@ class XgptScheduler(LoggedScheduler):
             self.waiting = FCFSRequestQueue(left + [request for request in waiting if request not in has_entered])
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Return how many tokens of a request a step executes, at most as many as in the rule's step.
+        """Return how many tokens of a request a step executes. They are at most as many as in the rule's step.
 
         The rule may cut any prompt, whereas vLLM by default cuts only the last one.
         """
@@ -324,9 +324,9 @@ class Mirror:
     """Makes vLLM's K/V manager allocate the blocks that the rule's pool has chosen. Block b of the pool is vLLM's block
     b + 1.
 
-    vLLM keeps its own tables, hashes and reference counts. The rule decides which cached blocks a request has when it
-    enters, and which block it gets next. So a block stays cached as long as the rule's pool keeps it, even if vLLM
-    would evict it.
+    vLLM keeps its own tables, hashes and reference counts. The rule decides which cached blocks a request finds when it
+    enters, and which block it gets next. So a block stays cached as long as the rule's pool keeps it, even if vLLM by
+    itself would evict it.
 
     Args:
         table_of: returns the blocks of a request that the rule has admitted.

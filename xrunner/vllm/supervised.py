@@ -19,7 +19,7 @@ from functools import partial
 from xgpt.core.processes import end_with_parent
 
 STOP_S = 20.0
-"""Seconds between SIGTERM and killing all processes."""
+"""Seconds from SIGTERM until all processes are killed."""
 
 
 def main(command: list[str]) -> int:

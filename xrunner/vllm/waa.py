@@ -1,8 +1,8 @@
 """Run WAA on two vLLMs, one for each lane: each request moves from the encode lane to the decode lane.
 
 The two-lane rule decides which prompts the encode lane encodes together, and holds them back until the decode lane can
-decode all of them. vLLM's connector moves a request's K/V: when the prompt has been encoded, the encode lane passes the
-K/V to the connector. The connector reports where the K/V are, unless the decode lane finds them by the prompt.
+decode all of them. vLLM's connector moves a request's K/V. When the prompt has been encoded, the encode lane passes the
+K/V to the connector. The connector reports where the K/V are, unless the decode lane can find them from the prompt.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def check_waa(plan: Plan) -> None:
 
 
 def connector_of(plan: Plan, directory: Path) -> dict[str, Any]:
-    """Return the connector that moves K/V, from GPU to GPU on GPUs, and through files on CPUs, which are for trials."""
+    """Return the connector that moves K/V: from GPU to GPU on GPUs, and through files on CPUs, which are only for
+    trials.
+    """
     if plan.cluster.device.type == "gpu":
         return NIXL
     at = {"shared_storage_path": str(directory / FILES)}

@@ -122,8 +122,8 @@ ETA = 0.5
 class DasOrder(Order):
     """Deadline-aware scheduling: TCB Algorithm 1, extended to requests that keep arriving.
 
-    A row holds `row_tokens` prompt tokens. Let s be the number of shortest requests that would fill the row, and q = 1
-    - eta. First, the ceil(eta s) shortest requests enter. Then requests enter whose utility is at least q times the
+    A row holds `row_tokens` prompt tokens. With q = 1 - eta, let s be the number of shortest requests that would fill
+    the row. First, the ceil(eta s) shortest requests enter. Then requests enter whose utility is at least q times the
     mean utility of the first ones, the earliest deadline first. Last, the shortest of the other requests enter. A
     request that does not fit in the rest of the row is skipped. If no request fits, the next row begins. For a fixed
     set of requests, das reaches eta q / (eta q + 1) of the best schedule's utility (Theorem 5.1).

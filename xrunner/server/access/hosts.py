@@ -21,8 +21,8 @@ ADMIN_PATHS = frozenset({"/", "/live", "/plan", "/plan/history", "/plan/decision
 class AllowedHosts:
     """The host names by which this server may be addressed.
 
-    Checking them keeps out a foreign page whose host name was made to point to this machine (DNS rebinding), and
-    foreign pages that post to this server across sites.
+    Checking the names keeps out two kinds of foreign pages: a page whose host name was made to point to this machine
+    (DNS rebinding), and a page that posts to this server across sites.
 
     Args:
         bound: the host that the server listens on. With "0.0.0.0" or "::" any literal address is accepted.
@@ -54,7 +54,7 @@ class AllowedHosts:
         return name.rstrip(".") in self._names
 
     def accept_origin(self, origin: str, scheme: str = "http", host: str = "") -> bool:
-        """Return whether a page of this origin may post to this server: the server's own pages and those of `origins`
+        """Return whether a page of this origin may post to this server. The server's own pages and those of `origins`
         may.
 
         A page on another port of this machine belongs to another server. A name from `extra` may have any port, since a

@@ -24,7 +24,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 NUMBERS = ("share", "priority", "requests_per_minute", "tokens_per_minute", "answer_within", "ttft", "tpot")
 SETTING = re.compile(rf"admin|(class|{'|'.join(NUMBERS)})=(\S*)")
 LIKE_SETTING = re.compile(rf"{SETTING.pattern}|[A-Za-z_-]+=[^=]\S*")
-"""Matches settings, known or mistyped, but not a key in Base64, which contains = only at its end."""
+"""Matches settings, known or mistyped. It does not match a key in Base64, which contains = only at its end."""
 OF_CLASS = ("priority", "ttft", "tpot")
 """Settings that a class replaces in a key."""
 
@@ -62,7 +62,7 @@ class Key:
 
 
 NO_KEY = Key()
-"""What a client may do if no keys are set."""
+"""The rights of a client if no keys are set."""
 
 
 class ApiKeys:

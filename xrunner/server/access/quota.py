@@ -11,8 +11,8 @@ from xrunner.server.api.errors import ApiError
 
 
 class Quotas:
-    """The requests and tokens that every key may still use, stored by the key's name, so that a change of settings does
-    not reset them.
+    """The requests and tokens that every key may still use. They are stored by the key's name, so that a change of
+    settings does not reset them.
 
     Args:
         clock: a clock in seconds that never goes back.
@@ -73,7 +73,7 @@ class Quota:
 class _Bucket:
     """A token bucket with the capacity of one minute, which fills evenly.
 
-    A cost above the capacity is taken from a full bucket, whose level then becomes negative.
+    A cost above the capacity is taken once the bucket is full. Its level then becomes negative.
     """
 
     def __init__(self, name: str, kind: str, per_minute: float, clock: Callable[[], float]) -> None:

@@ -15,8 +15,8 @@ from xrunner.server.api.protocol import GenerationRequest
 
 
 class Allowance(NamedTuple):
-    """The largest number of output tokens of a prompt, and the number for which K/V memory is reserved. None means that
-    memory is reserved for the largest number.
+    """Two numbers for a prompt: the largest number of output tokens, and the number of output tokens for which K/V
+    memory is reserved. If the second is None, memory is reserved for the first.
     """
 
     max_output: int
@@ -27,9 +27,9 @@ class OutputRule(NamedTuple):
     """The limits on the length of outputs.
 
     Attributes:
-        default: output tokens of a request without a maximum. None means OpenAI's default for completions, all of the
-            context for chats.
-        most: largest maximum that a request may name. None means the model's context.
+        default: largest number of output tokens of a request without a maximum. None means OpenAI's default for
+            completions, and the rest of the context for chats.
+        most: largest number that a request may name as its maximum. None means the model's context.
         promised: tokens for which K/V memory is reserved if a request names no maximum. None means that it is reserved
             for the largest output that the request may have.
         may_outgrow: whether an output may exceed its reservation.

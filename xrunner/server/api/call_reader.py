@@ -13,12 +13,13 @@ from xrunner.server.api.tools import MAX_NAME, FunctionCall, ToolCall, ToolChoic
 SPACE = r"\s{0,16}"
 NAME = rf"[A-Za-z0-9_.\-]{{0,{MAX_NAME}}}"
 MAX_ATTEMPTS = 256
-"""Number of attempts to read a whole call. The rest of an output then counts as text, since each attempt may read all
-of the rest."""
+"""Number of attempts to read a whole call. After these, the rest of an output counts as text, since each attempt may
+read all of the rest.
+"""
 
 
 class CallPiece(NamedTuple):
-    """What a piece of text adds to a call: first the name and id, then arguments as they are written."""
+    """The part of a call that a piece of text adds: first the name and id, then arguments as they are written."""
 
     number: int
     id: str | None
@@ -279,7 +280,9 @@ class JsonObject:
 
 @lru_cache(maxsize=8)
 def _openings(key: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return two patterns: the beginning of a call's object up to the arguments, and any prefix of such a beginning."""
+    """Return two patterns. The first matches the beginning of a call's object up to the arguments. The second matches
+    any prefix of such a beginning.
+    """
 
     def quoted(word: str) -> list[str]:
         return [*map(re.escape, f'"{word}"')]

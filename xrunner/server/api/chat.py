@@ -72,9 +72,9 @@ class _Template:
         """Return messages in an order that the template accepts.
 
         Some templates accept a system message only at the beginning, but agents send several, some of them later. For
-        such a template, the system messages at the beginning are joined. A later one is appended to the user's message
-        before it, or becomes a user's message. Texts keep their order, so that the K/V of earlier messages can be
-        reused.
+        such a template, the system messages at the beginning are joined. A later system message is appended to the
+        user's message before it. If there is none, it becomes a user's message. Texts keep their order, so that the K/V
+        of earlier messages can be reused.
         """
         if self.takes_instructions_later:
             return list(messages)

@@ -29,7 +29,7 @@ class Choice:
         scored: Sequence[int] = (),
         context: Sequence[int] = (),
     ) -> None:
-        """Start with the output of a prompt.
+        """Begin an output of a prompt.
 
         Args:
             prefix: the prompt's text, if the answer begins with it.
@@ -88,7 +88,9 @@ class Choice:
         self._num_chars += len(self._echoed.push(token))
 
     def push(self, token: Token) -> Delta:
-        """Account for a token. A stop token is counted, but adds no text. A stop string ends the choice."""
+        """Record a token, and return what it adds. A stop token is counted, but adds no text. A stop string ends the
+        choice.
+        """
         if self._is_hidden:
             self.finish = "length"
             self._texts.append(self._prefix)

@@ -1,4 +1,4 @@
-"""Answers with a status other than 200, in OpenAI's format or Anthropic's."""
+"""Define answers with a status other than 200, in OpenAI's format or Anthropic's."""
 
 from __future__ import annotations
 

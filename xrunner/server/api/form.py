@@ -1,4 +1,4 @@
-"""The form of a chat's output (reasoning, an answer, calls): its grammar, and its reader."""
+"""Describe the form of a chat's output (reasoning, an answer, calls), and provide its grammar and its reader."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ChatReader:
         return self._thought is not None and self._thought.is_thinking
 
     def push(self, piece: str, *, is_end: bool = False) -> Said:
-        """Return what may be sent after a piece of the output, or all the rest with `is_end`."""
+        """Return what may be sent after a piece of the output. If `is_end`, return all the rest."""
         said = Said("", piece) if self._thought is None else self._thought.push(piece, is_end=is_end)
         if self._calls is None:
             return said

@@ -1,4 +1,4 @@
-"""The format of gpt-oss: messages on channels, for reasoning, the answer and calls.
+"""Read outputs in the format of gpt-oss: messages on channels, for reasoning, the answer and calls.
 
     <|channel|>analysis<|message|>The user wants ...<|end|><|start|>assistant<|channel|>final<|message|>Rome.<|return|>
     <|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"place":"Rome"}<|call|>
@@ -27,7 +27,7 @@ ENDS = (END, "<|call|>", "<|return|>", START)
 """Tokens that end a message, including those that end an output."""
 MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS[:3])
 OPENINGS = (START, CHANNEL, MESSAGE, " to=", "assistant")
-"""Texts with which the head of a message may begin. A text that begins in any other way has no head."""
+"""Texts with which the head of a message may begin. A text that begins in another way has no head."""
 MAX_HEAD = 512
 """Longest head, in characters."""
 RECIPIENT = re.compile(rf"to=functions\.([A-Za-z0-9_.-]{{1,{MAX_NAME}}})")
@@ -35,7 +35,7 @@ RECIPIENT = re.compile(rf"to=functions\.([A-Za-z0-9_.-]{{1,{MAX_NAME}}})")
 
 @dataclass(frozen=True, slots=True)
 class Harmony(CallFormat):
-    """Outputs are messages on channels. Calls of functions are among them."""
+    """The format of outputs that are messages on channels. Some of these messages are calls of functions."""
 
     def _mark(self, text: str) -> str:
         return f"<[{self.special[text]}]>"
@@ -58,7 +58,7 @@ class Harmony(CallFormat):
         return self._answer(schemas, formatted)
 
     def _answer(self, schemas: Schemas | None, formatted: dict[str, Any] | None) -> str:
-        """Return the rule for messages of reasoning, followed by a call or a formatted answer."""
+        """Return the rule for messages of reasoning that are followed by a call or a formatted answer."""
         ways = []
         if schemas:
             ways.append(f'{self._mark(CHANNEL)} "commentary to=functions." name')
@@ -110,7 +110,7 @@ class HarmonyReader:
         return not self._in_head and self._shows == "reasoning"
 
     def push(self, piece: str, *, is_end: bool = False) -> Said:
-        """Return what may be sent after a piece of the output, or all the rest with `is_end`."""
+        """Return what may be sent after a piece of the output. If `is_end`, return all the rest."""
         self._held += piece
         said: dict[str, list[str]] = {"reasoning": [], "text": [], "call": []}
         while self._held:

@@ -192,7 +192,7 @@ class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
 
 
 def _texts(content: str | list[ContentBlock], field: str) -> str | list[TextPart]:
-    """Return a content that consists of texts only. Raises ApiError (400)."""
+    """Return a content that consists only of texts. Raises ApiError (400)."""
     if isinstance(content, str):
         return content
     return parts_of([_text(block, field) for block in content])

@@ -25,11 +25,12 @@ from xrunner.server.api.responses import ResponsesRequest
 from xrunner.server.api.translated import Translated
 
 MAX_ITEMS = 1 << 18
-"""Largest number of items of all lists in a body, approximately. Most items are prompt tokens. Half a million of them
-block the event loop for 25 ms."""
+"""Approximate largest number of items of all lists in a body. Most items are prompt tokens. Half a million of them
+block the event loop for 25 ms.
+"""
 
 MAX_FREE_BYTES = 256 << 10
-"""Largest size in bytes, including white space, of a field in which clients may put anything."""
+"""Largest size, in bytes with white space, of a field in which clients may put anything."""
 MAX_PROMPTS = 4096
 """Largest number of lists of token ids in a long body."""
 LONG_FIELDS = ("prompt", "messages", "tokens", "input", "instructions", "system")

@@ -1,4 +1,5 @@
-"""The bodies of /v1/completions and /v1/chat/completions: accepted fields, and how they may be combined.
+"""Define the bodies of /v1/completions and /v1/chat/completions: which fields are accepted, and how they may be
+combined.
 
 In addition to OpenAI's fields a request may carry:
     top_k, min_p: further limits on the distribution.
@@ -55,18 +56,19 @@ MAX_PARTS = 1 << 16
 MAX_ARGUMENTS = 1 << 20
 """Largest number of characters of the JSON arguments of all calls in messages."""
 TOKEN_BYTES, BIAS_BYTES = 40, 200
-"""Memory of a token id in a list or tuple, and of an entry of `logit_bias`."""
+"""Bytes of memory of a token id in a list or tuple, and of an entry of `logit_bias`."""
 BRACE_BYTES, BRACKET_BYTES, STRING_BYTES, ITEM_BYTES = 200, 64, 50, 16
-"""Memory that an object, a list, a text and an item take beyond their characters."""
+"""Bytes of memory of an object, a list, a text and an item, in addition to their characters."""
 FREE_OBJECT_BYTES = 192 << 10
-"""Memory of a request's objects that is not counted. It is enough for 20 to 30 kB of declared functions, which is more
-than most clients send."""
+"""Bytes of a request's objects that are not counted. They suffice for 20 to 30 kB of declared functions, which is more
+than most clients send.
+"""
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 def memory_of(*values: Any) -> int:
-    """Return approximately the memory of decoded JSON beyond `FREE_OBJECT_BYTES`. It can be much more than the text: an
-    empty list takes twenty times the memory of its three characters.
+    """Return approximately the bytes of memory of decoded JSON, less `FREE_OBJECT_BYTES`. Decoded JSON can take much
+    more memory than its text: an empty list takes twenty times the memory of its three characters.
     """
     num_bytes = -FREE_OBJECT_BYTES
     for written in (msgspec.json.encode(value) for value in values if value is not None):
@@ -137,7 +139,7 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
     DEFAULT_OUTPUT: ClassVar[int | None] = None
     """Largest number of output tokens if the request names none. None means all that fit."""
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[Any, str]]] = {}
-    """Fields that are accepted only with the value that has no effect, and why."""
+    """For each field that is accepted only with the value that has no effect: this value, and the reason."""
 
     max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -166,7 +168,7 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def is_scored_only(self) -> bool:
-        """Return whether the answer is only the prompt, so that the output's only token is not shown."""
+        """Return whether the answer is only the prompt. The output's only token is then not shown."""
         return False
 
     @property
@@ -211,12 +213,16 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of most probable tokens to report for each output token. None means no log probabilities."""
+        """Number of most probable tokens to report with each output token. None means that no log probabilities are
+        reported.
+        """
         raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Number of most probable tokens to report for each prompt token. None means no log probabilities."""
+        """Number of most probable tokens to report with each prompt token. None means that no log probabilities are
+        reported.
+        """
         return None
 
     @property
@@ -535,7 +541,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """Return the variables that the client gives the template."""
+        """Return the variables that the client passes to the chat template."""
         variables: dict[str, Any] = {}
         if (effort := self.reasoning_effort) is not None:
             variables = {"reasoning_effort": effort} | reasoning_switch(is_on=effort != "none")
@@ -556,7 +562,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
 
     @property
     def chosen_tools(self) -> ToolChoice:
-        """Return which functions may or must be called, if any are declared."""
+        """Return which functions may or must be called. If none are declared, none may be called."""
         if "kept_choice" in self.__dict__:
             choice: ToolChoice = self.__dict__["kept_choice"]
             return choice

@@ -2,7 +2,7 @@
 
 Models write their reasoning between two marks. Most chat templates contain the marks, in order to remove reasoning from
 earlier messages. If a template does not, the marks are among the tokenizer's tokens. A template may already begin the
-reasoning in the prompt, or begin and end it, so the prompt shows whether an output begins within reasoning.
+reasoning in the prompt, or both begin and end it. So the prompt shows whether an output begins within reasoning.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ MAX_SPACE = 64
 
 
 def marks_of(template: str, tokens: Container[str]) -> Marks | None:
-    """Return the marks around a model's reasoning, found in its chat template or its added tokens, or None if there are
-    none.
+    """Return the marks around a model's reasoning, from its chat template or its added tokens. Return None if neither
+    has marks.
     """
     return next((m for m in ALL_MARKS if m.end in template or (m.begin.strip() in tokens and m.end in tokens)), None)
 
@@ -79,7 +79,7 @@ class ThoughtReader:
         return self._state in ("begun", "thinking")
 
     def push(self, piece: str, *, is_end: bool = False) -> Said:
-        """Return what may be sent after a piece of the output, or all the rest with `is_end`."""
+        """Return what may be sent after a piece of the output. If `is_end`, return all the rest."""
         if self._state == "text":
             return Said("", piece)
         self._held += piece

@@ -323,7 +323,7 @@ class ResponsesWriter(BlockWriter):
     def _item(
         self, block: AnswerBlock, text: str | None, status: str, logprobs: msgspec.Raw | None = None
     ) -> dict[str, Any]:
-        """Return a block as an item of the output. With `text` None, the block has only begun."""
+        """Return a block as an item of the output. If `text` is None, the block has only begun."""
         if block.kind == "call":
             assert block.call is not None
             return self._calls.item(block.id, block.call.id or "", block.call.name or "", text or "", status)

@@ -1,7 +1,7 @@
 """Render chat templates in a process with limited memory, `python sandbox.py`, which `rendering` starts.
 
-Templates come with checkpoints and are not trusted. Jinja's sandbox allows them no files or private attributes, the
-limit protects the machine's memory, and the process that waits kills this process if it takes too long. This module
+Templates come with checkpoints and are not trusted. Jinja's sandbox allows them no files or private attributes. A limit
+protects the machine's memory. The process that waits for an answer kills this process if it takes too long. This module
 imports no other module of xgpt. Messages are JSON, each preceded by its length in eight bytes.
 """
 
@@ -54,8 +54,8 @@ def compiled(source: str) -> jinja2.Template:
 
 
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the rendered text of a template, or one of two errors: `broken` if the template cannot be compiled,
-    `refused` if the template raises an error.
+    """Return the rendered text of a template, or one of two errors. `broken` means that the template cannot be
+    compiled, `refused` that it raised an error.
     """
     try:
         template = compiled(asked["source"])

@@ -23,13 +23,15 @@ from xrunner.server.api.directory import read_tokenizer, special_tokens
 from xrunner.server.api.form import OutputForm
 
 REPLACEMENT = "\ufffd"
-"""The character that decoders write for invalid bytes, including the first bytes of an unfinished character."""
+"""The character that decoders write for invalid bytes. They also write it for the first bytes of an unfinished
+character.
+"""
 
 
 CONTEXT = 4
-"""Number of tokens before a text that affect how it begins. Decoders look one token back."""
+"""Number of tokens before a text that may affect its beginning. Decoders look one token back."""
 MAX_UNFINISHED = 3
-"""Largest number of bytes, and so of tokens, of an unfinished character."""
+"""Largest number of bytes of an unfinished character. It is also the largest number of its tokens."""
 
 
 class TextCodec:
@@ -204,9 +206,9 @@ class StopStrings:
     """Ends a text at the first stop string, even if pieces of the text cut the string.
 
     Text that may begin a stop string is held back until more text decides. The stop string that is complete first ends
-    the text, or the longest of several that are complete at the same time. Each character is examined once for each
-    stop string (Knuth, Morris and Pratt, Fast pattern matching in strings, SIAM J. Comput. 1977), for any strings that
-    a client sends.
+    the text. If several are complete at the same time, the longest of them ends it. Each character is examined once for
+    each stop string (Knuth, Morris and Pratt, Fast pattern matching in strings, SIAM J. Comput. 1977), for any strings
+    that a client sends.
 
     Args:
         include: leave the stop string in the text.

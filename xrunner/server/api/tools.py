@@ -1,4 +1,4 @@
-"""Functions that a chat may call, in the form in which requests declare them, and calls in the form of messages.
+"""Define the functions that a chat may call, as requests declare them, and calls, as messages contain them.
 
 A model that may choose writes a call in the format that its template describes (`call_formats`), and the call's
 arguments follow the function's schema. A model that must call a function writes only the call. `form` has the grammar
@@ -83,9 +83,9 @@ class ToolCall(msgspec.Struct, tag_field="type", tag="function", omit_defaults=T
     index: int | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call in the form that templates expect: arguments that are JSON become an object, and missing
-        arguments an empty object. Python's own reader would accept half of a surrogate pair (\\ud800), which no
-        tokenizer accepts.
+        """Return the call in the form that templates expect. Arguments that are JSON become an object, and missing
+        arguments become an empty object. Python's own JSON reader would accept half of a surrogate pair (\\ud800),
+        which no tokenizer accepts.
         """
         try:
             arguments = msgspec.json.decode(self.function.arguments.strip() or "{}")

@@ -1,4 +1,6 @@
-"""The common part of adapters for other APIs. Each translates a request into a chat, and the answer into blocks."""
+"""Define what adapters for other APIs have in common. Each translates a request into a chat, and the answer into
+blocks.
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class TokenReport:
 
 @dataclass(slots=True)
 class Delta:
-    """What a token adds to a choice."""
+    """The text and the calls that a token adds to a choice."""
 
     index: int
     text: str
@@ -58,9 +58,11 @@ class Delta:
     logprobs: LogprobsJson | None = None
     is_first: bool = False
     calls: Sequence[CallPiece] = ()
-    """What the token adds to calls of functions."""
+    """The pieces that the token adds to calls of functions."""
     may_wait: bool = False
-    """Whether the token may be sent with the next chunk if there is no text to send, because a call may begin here."""
+    """Whether the token may be sent with the next chunk if it adds no text to send. This is so if a call may begin
+    here.
+    """
     reasoning: str = ""
     is_reasoning: bool = False
     """Whether the token is part of the reasoning."""
@@ -166,8 +168,8 @@ class Writer(AnswerWriter):
         num_tokens: int,
         tokens: Sequence[int] | None = None,
     ) -> bytes:
-        """Return a chunk. If `tokens` is None, the chunk has the token of this delta and the tokens of earlier deltas
-        that had no text to show.
+        """Return a chunk. Its tokens are `tokens` or, if that is None, the token of this delta and the tokens of
+        earlier deltas that had no text to show.
         """
         if tokens is None:
             tokens = [*self._silent.pop(delta.index, ()), *_tokens(delta)]

@@ -1,4 +1,4 @@
-"""The HTTP application, with every route and the checks before them."""
+"""Define the HTTP application: its routes, and the checks before them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ NOT_SERVED = {
     **dict.fromkeys(("/embeddings", "/score", "/rerank", "/pooling"), "this server only generates text"),
     "/ping": "use /health, or /ready",
 }
-"""Paths, without /v1, that other servers have, and what to tell clients that use them."""
+"""Paths, without /v1, that other servers have. For each, the message for clients that use it."""
 
 
 async def _refuse(http: Request, error: Exception) -> Response:

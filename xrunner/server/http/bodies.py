@@ -20,7 +20,7 @@ SHARE = 2
 
 
 LONG_BYTES = 1 << 20
-"""Number of bytes of a request above which the process returns freed memory to the system afterwards."""
+"""If a request has more bytes than this, the process returns freed memory to the system afterwards."""
 
 
 class Budget:
@@ -54,8 +54,9 @@ class Budget:
 
 
 class RequestMemory:
-    """Counts the memory of one request: first the body, then the text, then the parts that are kept until the request
-    has ended."""
+    """Counts the memory of one request. This is first the body, then the text, and then the parts that are kept until
+    the request has ended.
+    """
 
     def __init__(self, account: str, bodies: Budget, requests: Budget) -> None:
         self._account = account

@@ -30,10 +30,10 @@ HEAD_TIMEOUT_S = 10.0
 """Seconds for a TLS handshake, and for a request's head, including the wait for the first request."""
 KEEP_ALIVE_S = 120
 """Seconds for which an idle connection is kept. Proxies and clients keep connections for less time (Go 90 s, nginx 60
-s), so the server never closes a connection while a request arrives.
+s), so they close a connection first, and the server never closes one while a request arrives.
 """
 WRITE_TIMEOUT_S = 30.0
-"""Seconds in which a client must read the bytes that were written to it, at most 64 KiB."""
+"""Seconds in which a client must read bytes that were written to it. At most 64 KiB are written at a time."""
 REST_TIMEOUT_S = 5.0
 """Seconds for the rest of a body whose request has been answered, and for the last bytes of a closing connection."""
 READ_AT_ONCE = 16 << 10
@@ -87,9 +87,11 @@ def most_connections() -> int:
 
 
 FREE_CHUNKS = 512
-"""Number of a body's chunks that may be short."""
+"""Number of a body's chunks that may be short without being counted against `CHUNK_BYTES`."""
 CHUNK_BYTES = 512
-"""Least mean length of the other chunks. Each chunk takes about 40 us, so a body of 16 MiB takes 1.3 s in all."""
+"""Least mean length, in bytes, of the other chunks. Each chunk takes about 40 us, so a body of 16 MiB takes 1.3 s in
+all.
+"""
 
 
 class Parser(h11.Connection):
@@ -188,7 +190,7 @@ class Listener(socket.socket):
         super().listen(BACKLOG)
 
     def accept(self) -> tuple[AcceptedSocket, Any]:
-        """Accept a connection. Raise BlockingIOError if none is waiting, or if no more can be open."""
+        """Accept a connection. Raise BlockingIOError if none is waiting, or if no further connection can be open."""
         if self._failed:
             # After any other error, asyncio would retry without end and log each attempt.
             self._failed = False
@@ -377,8 +379,8 @@ class Protocol(H11Protocol):
         self.transport.close()
 
     def _on_demand(self, app: ASGIApp) -> Any:
-        """Return the app, changed so that a body's chunks are parsed when the app asks for them, after the check of the
-        key.
+        """Return the app, changed so that a body's chunks are parsed only when the app asks for them. It asks after the
+        key has been checked.
         """
 
         async def run(scope: Scope, receive: Receive, send: Send) -> None:

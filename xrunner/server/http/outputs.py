@@ -40,7 +40,9 @@ class Outputs(EngineOutputs):
         self._unwritten: dict[int, TokenStream] = {}
         """Streams with tokens that were taken from the inbox but not written yet."""
         self._prompt_tokens: PromptTokens | None = None
-        """None until the tokens are counted, and again after a choice has begun."""
+        """The prompt tokens that have been counted. None means that they are not counted yet, or that a choice has
+        begun since.
+        """
         self.num_running = 0
 
     @property

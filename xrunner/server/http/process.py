@@ -36,7 +36,7 @@ from xrunner.server.http.connections import (
 logger = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
-"""Seconds for which running requests may continue after the first SIGTERM or SIGINT."""
+"""Seconds for which running requests may continue after the first signal (SIGTERM or SIGINT)."""
 TICK_S = 0.1
 LOOK_S = 0.5
 """Seconds between two checks for overdue connections."""

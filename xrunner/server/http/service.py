@@ -51,7 +51,7 @@ R = TypeVar("R", CompletionRequest, ChatRequest, Translated)
 P = TypeVar("P", TokenizeRequest, DetokenizeRequest, Translated)
 
 MAX_OUTPUTS = 1024
-"""Largest number of outputs, prompts times choices, of one request."""
+"""Largest number of outputs of one request: its prompts times its choices."""
 MAX_VALUES = 1 << 20
 """Largest number of tokens and log probabilities in one answer, which then has about 60 MB of JSON."""
 CHARACTERS_A_TOKEN = 4
@@ -60,7 +60,7 @@ CHARACTERS_A_TOKEN = 4
 
 TRIED_BYTES, PART_BYTES = MAX_BYTES, 1 << 10
 """If a JSON schema is refused, parts of it are compiled to find the wrong part. `TRIED_BYTES` is the largest total size
-of these parts, and each counts as at least `PART_BYTES`. So the search takes no longer than compiling the refused
+of these parts. Each part counts as at least `PART_BYTES`. So the search takes no longer than compiling the refused
 grammar did.
 """
 MAX_KEY = 60

@@ -1,4 +1,4 @@
-"""The contents of the live page at /, of GET /plan and of GET /plan/history."""
+"""Provide the contents of the live page at /, of GET /plan and of GET /plan/history."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class Live:
         return [decision.model_dump(mode="json") for decision in list(self._watch.history)[-most:]]
 
     async def decision(self) -> dict[str, Any] | None:
-        """Return the decision that re-planning would make now, or None if re-planning is off, or nothing was observed.
+        """Return the decision that re-planning would make now. Return None if re-planning is off or nothing was
+        observed.
 
         Raises:
             MachineError: planning failed.

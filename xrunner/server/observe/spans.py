@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: a span for each request for tokens, with its waiting, encoding and decoding.
+"""Send OpenTelemetry traces: a span for each request for tokens, with its waiting, encoding and decoding.
 
 This module is imported only if traces are enabled, and needs the extra `otel`.
 """
@@ -23,9 +23,10 @@ from xrunner.server.request_info import RequestInfo
 CLOSE_S = 3.0
 """Seconds for which an ending server waits for its collector."""
 MAX_STATE = 512
-"""Characters of the longest `tracestate` that is read, which is the length that systems must pass on (W3C, Trace
+"""Number of characters of the longest `tracestate` that is read. It is the length that systems must pass on (W3C, Trace
 Context, sec. 3.3.1.5). The header is read before the API key is checked, and the library takes time in proportion to
-the square of the number of blanks in it."""
+the square of the number of blanks in it.
+"""
 ATTRIBUTES = {
     "key": "xgpt.key",
     "prompt_tokens": "gen_ai.usage.input_tokens",

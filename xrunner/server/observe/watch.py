@@ -27,7 +27,7 @@ from xgpt.observation.windows import Seen
 RECENT_S = 30.0
 """Seconds over which recent rates and latencies are computed."""
 LEAST_S = 1.0
-"""Shortest time over which rates are computed. Requests of one batch end at one moment."""
+"""Shortest time, in seconds, over which rates are computed. All requests of one batch end at the same moment."""
 
 
 class Ended(NamedTuple):
@@ -118,7 +118,7 @@ class Watch:
         """Longest time for which a check has blocked the event loop."""
         self._observer = Observer(plan)
         self._recorded_s = time.perf_counter()
-        """Time of the last record of the pace, or of the start."""
+        """Time at which the pace was last recorded or, before that, at which the watch started."""
         self._recording: asyncio.Task[None] | None = None
         self._planner = planner
         self._apply: Callable[[Plan], None] | None = None
@@ -225,8 +225,8 @@ class Watch:
         return None if now is None else await asyncio.to_thread(now.observation)
 
     async def would_decide(self) -> Decision | None:
-        """Return the decision that re-planning would make now, without carrying it out, or None if re-planning is off,
-        or nothing was observed.
+        """Return the decision that re-planning would make now, without carrying it out. Return None if re-planning is
+        off or nothing was observed.
 
         Simultaneous calls share one answer.
 
