@@ -82,8 +82,8 @@ def profile(
 
     Args:
         kv_dtype: type of K/V. None means the dtype.
-        engine: the engine whose loop's time is added to the kernels'. None means the time of the loop in the device's
-            efficiencies.
+        engine: the engine whose loop's time is added to the times of kernels. None means that the loop takes the time
+            in the device's efficiencies.
 
     Raises:
         InputError: the cluster's device has no rate for this dtype.
@@ -128,8 +128,8 @@ def groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]
 
 
 def shared_groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
-    """Return pairs (tensor-parallel degree, number of devices) in which several tensor-parallel groups divide the
-    experts among all their devices: those of a node, or of all linked nodes.
+    """Return pairs (tensor-parallel degree t, number of devices n), with n > t. In each, n / t tensor-parallel groups
+    divide the experts among all their n devices: those of a node, or of all linked nodes.
     """
     found = [kind.experts for kind in spec.kinds if kind.experts is not None]
     linked = cluster.num_devices if cluster.inter_node is not None else cluster.devices_per_node
@@ -149,7 +149,8 @@ def _shares_experts(experts: Experts, slices: int, ep: int) -> bool:
 
 
 def tp_degrees(spec: ModelSpec, cluster: ClusterSpec) -> tuple[int, ...]:
-    """Return the powers of two that fit in a node and that evenly divide the heads and the feed-forward block.
+    """Return the tensor-parallel degrees: powers of two that fit in a node and that evenly divide the heads and the
+    feed-forward block.
 
     If there are fewer key/value heads than devices, several devices hold copies of a head.
     """
@@ -205,7 +206,9 @@ def transfers(
 
 
 def state_bytes(cluster: ClusterSpec, dtype: DType, engine: EngineSpec | None = None) -> int:
-    """Return the bytes of an element of hidden states and logits, which devices exchange: two in float8."""
+    """Return the bytes of an element of the hidden states and logits that devices exchange. In float8 these are two
+    bytes.
+    """
     framework = None if engine is None else engine.framework
     return BYTES_PER_ELEMENT[Precision.of(dtype, cluster.device.type, framework).state]
 
@@ -269,7 +272,7 @@ class Kernels:
         return float(params * np.maximum(loads * compute_s, hits * read_s).sum()) + 2 * self.efficiency.product_s
 
     def _per_weight(self, stored: Quantization | None) -> tuple[float, float]:
-        """Return two times for one weight: the seconds of its product with one token, and the seconds to read it."""
+        """Return two numbers of seconds for one weight: for its product with one token, and for reading it."""
         rate, size = self._rate, float(self.size)
         if stored is not None:
             size = min(size, stored.bytes_per_weight)
@@ -282,7 +285,7 @@ class Kernels:
         return flops / (self._rate * self.efficiency.attention) + self.efficiency.attention_s
 
     def decode_attention(self, batch: int, context: int, kept_bytes: float) -> float:
-        """Return the seconds of reading `kept_bytes` for each token in the context."""
+        """Return the seconds of attention of a decode step. It reads `kept_bytes` for each token in the context."""
         return batch * context * kept_bytes / (self._bandwidth * self.efficiency.kv) + self.efficiency.attention_s
 
     def latent_attention(self, batch: int, context: int, heads: float, latent: LatentAttention) -> float:
@@ -299,7 +302,7 @@ class Kernels:
         return max(read_s, flops / (self._eight_bits * self.efficiency.attention)) + self.efficiency.attention_s
 
     def recurrence(self, batch: int, length: int, recurrent: Recurrent, t: int) -> float:
-        """Return the seconds in which each state of a batch processes `length` tokens, on one device of t."""
+        """Return the seconds in which each state of a batch processes `length` tokens, on one of t devices."""
         share = min(t, recurrent.num_heads)
         moved_s = 2 * batch * recurrent.state_bytes / share / (self._bandwidth * self.efficiency.kv)
         flops = 6 * batch * length * recurrent.state_elements / share
@@ -381,7 +384,9 @@ def _layer(spec: ModelSpec, kernels: Kernels, t: int, ep: int) -> LayerTimes:
 
 
 def all_reduces(spec: ModelSpec) -> float:
-    """Return a layer's mean number of all-reduces, which follow attention or recurrence and the feed-forward block."""
+    """Return a layer's mean number of all-reduces. One follows attention or recurrence, and one follows the
+    feed-forward block.
+    """
     if spec.is_encoder_decoder:
         return 3
     of_kind = [
@@ -406,8 +411,8 @@ def mean_over_layers(spec: ModelSpec, values: Sequence[T]) -> T:
 
 
 def _products(spec: ModelSpec, kernels: Kernels, t: int, ep: int, left_out: float) -> Callable[[int], float]:
-    """Return a function from a step's tokens to the seconds of a layer's matrix products, on the busiest device of a
-    group.
+    """Return a function from a step's number of tokens to the seconds of a layer's matrix products, on the busiest
+    device of a group.
 
     The weights of copied key/value heads are not counted.
 
@@ -422,7 +427,7 @@ def _products(spec: ModelSpec, kernels: Kernels, t: int, ep: int, left_out: floa
 
 
 def _products_of(spec: ModelSpec, kind: Block, kernels: Kernels, t: int, ep: int) -> Callable[[int], float]:
-    """Return a function from a step's tokens to the seconds of the matrix products in one kind of layer."""
+    """Return a function from a step's number of tokens to the seconds of the matrix products in one kind of layer."""
     sizes, stored, experts = spec.sizes, spec.quantization, kind.experts
     by_format: dict[Quantization | None, list[float]] = {}
 
@@ -536,7 +541,7 @@ def _encoder_layer(spec: ModelSpec, kernels: Kernels, t: int) -> EncoderLayerTim
 
 
 def _head(spec: ModelSpec, kernels: Kernels, t: int) -> Curve:
-    """Return the head's seconds: each device computes its share of the logits, which are then gathered."""
+    """Return the seconds of the output head. Each device computes its share of the logits, which are then gathered."""
 
     def head(rows: int) -> float:
         product = kernels.of_head.matrix(rows, spec.vocab_size * spec.hidden_size / t)

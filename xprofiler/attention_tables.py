@@ -38,8 +38,8 @@ LONGEST = 2**20
 def latent_attention(
     tables: Tables, hidden: int, attention: Attention, t: int, dtype: str, slower: float
 ) -> tuple[Surface, Surface, Shapes] | None:
-    """Return the seconds of latent attention for prompts and for decode on one of t devices. The third item has the
-    sizes (n, k) of those matrix products before and after attention that the seconds do not include. The result is None
+    """Return the seconds of latent attention for prompts and for decode, on one of t devices. The third item has the
+    sizes (n, k) of those matrix products before and after attention whose times the seconds do not include. Return None
     if no table has these sizes.
 
     Raises:
@@ -79,7 +79,7 @@ def _modules(
     model: str | None = None,
     operation: str = "",
 ) -> tuple[Surface, Surface]:
-    """Return the times of attention from tables in which it was measured together with its projections."""
+    """Return the times of attention from tables that measured it together with its projections."""
     found, (family, name) = [], names
     for phase in PHASES:
         operator = f"{name}_{phase}_module"
@@ -103,7 +103,7 @@ def _modules(
 
 
 def _kernel(tables: Tables, phase: str, heads: int, slower: float) -> Surface:
-    """Return the times of attention from tables in which it was measured without its projections."""
+    """Return the times of attention from tables that measured it without its projections."""
     path = tables.paths("mla", f"{phase}_mla")[0]
     rows = tables.read(path, KERNEL_COLUMNS)
     chosen = (rows["num_heads"] == heads) & (rows["kv_cache_dtype"] == tables.kv_dtype)
@@ -180,7 +180,7 @@ def _delta_nets(
 def within_window(surface: Surface, window: int | None, *, prompts: bool) -> Surface:
     """Convert times of attention without a window to times with a sliding window.
 
-    In a context longer than the window, decoding takes no longer than at the window's length. Each prompt token beyond
+    If the context is longer than the window, decoding takes as long as at the window's length. Each prompt token beyond
     the window takes as long as the last token within the window.
     """
     if window is None:

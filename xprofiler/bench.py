@@ -81,16 +81,19 @@ WARM_STEPS, LOOP_STEPS = 4, 12
 THREADS_ROUNDS = 3
 """Number of times that each number of threads is tried."""
 SUSTAINED_S, SUSTAINED_TOKENS = 0.15, 512
-"""A GPU repeats a step of at least `SUSTAINED_TOKENS` tokens for `SUSTAINED_S` before the step is timed, so that the
-clock falls to the rate that the power limit allows in service.
+"""A step of at least `SUSTAINED_TOKENS` tokens is repeated on a GPU for `SUSTAINED_S` seconds before it is timed. So
+the clock falls to the rate that the power limit allows in service.
 """
 MIXED_DECODES, MIXED_CONTEXT, MIXED_PROMPTS, MIXED_LENGTH = 32, 56, 4, 120
-"""Number of decodes, their context, number of prompts and their length, in a step that is measured in a GPU engine's
-loop. Together they have 512 tokens. Decodes and prompts of these sizes are also points of the profile's tables."""
+"""Four numbers that define a step measured in a GPU engine's loop: its decodes, their context, its prompts, and their
+length. Together they have 512 tokens. Decodes and prompts of these sizes are also points of the profile's tables.
+"""
 MAX_STEP_TOKENS = 2048
-"""Largest number of prompt tokens in a measured attention call. Larger calls take proportionally longer."""
+"""Largest number of prompt tokens in a measured attention call. The time of a larger call is extrapolated in
+proportion.
+"""
 MAX_CACHED_TOKENS = 16384
-"""Largest number of K/V tokens in a measured decode batch. Larger batches take proportionally longer."""
+"""Largest number of K/V tokens in a measured decode batch. The time of a larger batch is extrapolated in proportion."""
 
 NUM_BLOCKS = MAX_CACHED_TOKENS // BLOCK_SIZE + 2 * max(BATCHES)
 
@@ -107,7 +110,8 @@ class Points:
     """The points at which a model is measured, within its context.
 
     Attributes:
-        encode, decode: (batch, length) of measured attention calls: those in the tables and those in the steps.
+        encode, decode: (batch, length) of each measured attention call. These are the calls in the tables and the calls
+            in the steps.
         steps: whole steps by their number of tokens. Up to the largest batch, they consist of short decodes. Larger
             ones consist of short prompts. Sequences are (tokens before, tokens now).
     """
@@ -147,7 +151,8 @@ def curve(measured: Timings, name: str, points: Collection[int]) -> Curve:
 
 
 def spread(steps: Sequence[float]) -> float:
-    """Return by what share the 90th percentile exceeds the mean, both computed from means of a few consecutive steps.
+    """Return by what share the 90th percentile of steps exceeds their mean. Both are computed from means of a few
+    consecutive steps.
 
     Quantiles of single steps are not used: one long stall can raise the mean above nine tenths of all single steps. The
     result would then be 0 on a machine that was slow at times.
@@ -189,8 +194,9 @@ def middle_mean(values: Sequence[float]) -> float:
 
 
 def brief(keys: Collection[tuple[str | int, ...]]) -> list[tuple[str | int, ...]]:
-    """Return the points to measure on a busy machine: counts that are powers of two, and every second length. The
-    shortest length of large batches is among these, since times of their longer prompts are extrapolated from it.
+    """Return the points to measure on a busy machine: counts that are powers of two, and every second length. They
+    include the shortest length of large batches, since the times of longer prompts in such batches are extrapolated
+    from it.
 
     Times of large steps are not measured: `filled` extrapolates them linearly. Attention's time is not linear, so
     attention is measured up to the longest single prompts.
@@ -212,8 +218,9 @@ def brief(keys: Collection[tuple[str | int, ...]]) -> list[tuple[str | int, ...]
 
 
 def filled(measured: Timings, wanted: Iterable[tuple[str | int, ...]]) -> Timings:
-    """Return the times of all points: the measured ones, and others on the line through the two nearest points that
-    differ in one size."""
+    """Return the times of all points. A point that was not measured is on the line through the two nearest points that
+    differ from it in one size.
+    """
     times, missing = dict(measured), [key for key in wanted if key not in measured]
     while missing:
         found = {key: time for key in missing if (time := _on_line(times, key)) is not None}
@@ -225,8 +232,9 @@ def filled(measured: Timings, wanted: Iterable[tuple[str | int, ...]]) -> Timing
 
 
 def _on_line(times: Timings, key: tuple[str | int, ...]) -> float | None:
-    """Return a point's time on the line through the two nearest points that differ in one size, or None if there are
-    not two."""
+    """Return a point's time on the line through the two nearest points that differ from it in one size. Return None if
+    there are not two.
+    """
     for place in reversed(range(1, len(key))):
         at = int(key[place])
         others = {
@@ -275,7 +283,7 @@ class Bench:
         self._meet, self._in_group, self._is_brief, self._clock = meet, in_group, is_brief, clock
         self._capture = CudaCapture()
         self._captured: dict[tuple[object, ...], tuple[Callable[[], object], Callable[[], None]]] = {}
-        """Captured calls by their key: the tensors that must stay alive, and the function that replays them."""
+        """Captured calls by key. For each, the tensors that must stay alive, and the function that replays the call."""
 
     def meet(self) -> None:
         """Wait for the workers that measure together with this one."""
@@ -555,7 +563,8 @@ def thread_counts() -> list[int]:
 
 
 def seconds_by_threads(bench: Bench, part: int = 0, parts: int = 1) -> dict[int, float]:
-    """Return a typical step's seconds with each number of threads to try, on the cores that a worker has in service.
+    """Return the seconds of a typical step for each number of threads to try. The step runs on the cores that a worker
+    has in service.
 
     On a small shared machine, one thread can be faster than two.
 

@@ -2,7 +2,7 @@
 
 The rest of a decoder layer is the time of a decode step minus self- and cross-attention, embedding and head. In a step
 that encodes, the decoder also processes its start tokens. The rest of an encoder layer is the time of such a step minus
-the decoder's time and the time to compute the prompts' keys and values. So the sum of a step's parts in
+two times: the decoder's, and the time to compute the prompts' keys and values. So the sum of a step's parts in
 `xsimulator.costs.step_cost` equals the measured time of the step.
 """
 
@@ -54,7 +54,8 @@ class EncoderDecoderPoints:
         decodes: whole steps that only decode, by their number of requests: (prompt tokens, decoder tokens) of each
             request.
         encodes: whole steps that only encode, by their prompt tokens: (number of prompts, tokens of each).
-        encode, own, cross: (batch, length) of measured attention calls: those in the tables and those in the steps.
+        encode, own, cross: (batch, length) of each measured attention call. These are the calls in the tables and the
+            calls in the steps.
     """
 
     prompts: list[int]

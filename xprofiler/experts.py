@@ -23,8 +23,8 @@ Array = npt.NDArray[np.float64]
 def chances(experts: Experts) -> Array:
     """Return the probability that a token is routed to each expert, in falling order. The sum is `active`. # [experts]
 
-    The experts' shares are quantiles of the power law x ** -skew between 1 and the number of experts, limited to a
-    probability of 1.
+    The experts' shares are quantiles of the power law x ** -skew between 1 and the number of experts. No probability
+    exceeds 1.
     """
     number, active = experts.number, experts.active
     if not experts.skew:
@@ -46,9 +46,9 @@ def chances(experts: Experts) -> Array:
 class Routing:
     """Computes the load of a group's busiest device. Each device has `number / ep_degree` whole experts or slices.
 
-    Experts are assigned to devices in turn, the likeliest first. Chance makes the loads still less equal: with r pairs
-    of a token and its expert, the busiest of t devices has about sqrt(2 r (t - 1) ln t) / t more pairs than the mean.
-    These count as further tokens.
+    Experts are assigned to devices in turn, the likeliest first. Chance makes the loads still less equal. If there are
+    r pairs of a token and its expert, the busiest of t devices has about sqrt(2 r (t - 1) ln t) / t more pairs than the
+    mean. These pairs count as further tokens.
     """
 
     def __init__(self, experts: Experts, ep_degree: int = 1) -> None:
@@ -57,7 +57,7 @@ class Routing:
         self._chances = chances(experts)[::ep_degree]
 
     def unevenness(self, tokens: npt.ArrayLike) -> Array:
-        """Return by what factor the busiest device has more work than the mean because of chance. # [n] -> [n]"""
+        """Return the factor by which chance gives the busiest device more work than the mean. # [n] -> [n]"""
         ep = self._ep_degree
         spread = np.sqrt(2 * (ep - 1) * np.log(ep) / (self._of_token * np.asarray(tokens, float)))
         return np.minimum(1 + spread, ep)
@@ -79,7 +79,9 @@ STORED = {"fp8": "fp8", "fp8_block": "fp8_block", "mxfp4": "w4a16_mxfp4", "int4"
 STORED |= {"nvfp4": "nvfp4", "mxfp8": "fp8_block"}
 """The tables' name for each format of stored weights."""
 DIVIDED = 0.9
-"""With the largest batch, divided experts must take at most this share of their time on one device."""
+"""The experts, divided among devices, must take at most this share of their time on one device, for the largest
+batch.
+"""
 FASTER = {"w4a16_mxfp4": ("w4a8_mxfp4_mxfp8",)}
 """Kernels for the same weights that round activations to eight bits, on devices that support this."""
 SHARED_FROM = "trtllm"
@@ -106,8 +108,8 @@ class ExpertTable:
 
     @cached_property
     def _held(self) -> Curves:
-        """Routing, tokens and logarithms of seconds of each group, from the table of the nearest version that contains
-        the experts.
+        """The curves of each group: routing, and logarithms of tokens and of seconds. They are from the table of the
+        nearest version that contains the experts.
         """
         faster = FASTER.get(self._dtype, ()) if self._rounds else ()
         found = self._of(self._tables.paths("moe", "moe"), faster) if faster else {}
@@ -142,11 +144,12 @@ class ExpertTable:
         return set(self._held)
 
     def most_tokens(self, t: int, ep: int) -> float:
-        """Return the largest number of tokens that was measured on a group."""
+        """Return the largest number of tokens that was measured on a group of `t` devices."""
         return float(np.exp(self._held[t, ep][1][-1]))
 
     def seconds(self, tokens: Array, t: int, ep: int) -> Array:
-        """Return the seconds for numbers of tokens that choose their experts independently. # [n] -> [n]
+        """Return the seconds in which numbers of tokens are processed, if each token chooses its experts independently.
+        # [n] -> [n]
 
         In tables with balanced routing, tokens were assigned to experts in turn. The devices then had equal loads, and
         more experts were used than with random choices.
@@ -168,8 +171,9 @@ class ExpertTable:
 def _of_groups(rows: Rows) -> dict[tuple[int, int], tuple[Array, Array]]:
     """Return logarithms of tokens and of seconds for each group. Only the fastest measured kernel counts.
 
-    Groups with only a few points are left out, and so are groups with impossible times: experts divided among several
-    devices that took as long as all experts on one device, and narrower slices that took longer than wider ones.
+    Two kinds of groups are left out: groups with only a few points, and groups with impossible times. A time is
+    impossible if divided experts took as long as all experts on one device, or if narrower slices took longer than
+    wider ones.
     """
     found: dict[tuple[int, int], tuple[Array, Array]] = {}
     usual = len(np.unique(rows["num_tokens"]))

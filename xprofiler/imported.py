@@ -153,8 +153,8 @@ TOKENS = tuple(sorted({*analytic.TOKENS, *(3 * n for n in analytic.TOKENS if 8 <
 class ImportedLayers:
     """Computes the times of a model's layers on every group of devices.
 
-    If no table has the time of some part of a layer, the time comes from the datasheet, and the tables' `provenance`
-    states this.
+    If no table has the time of a part of a layer, this time comes from the datasheet, and the tables' `provenance` says
+    so.
     """
 
     def __init__(
@@ -233,8 +233,8 @@ class ImportedLayers:
     # Blocks that mix tokens -------------------------------------------------------------------------------------
 
     def _mixer(self, kind: Block, t: int, slower: float) -> tuple[Surface, Surface, Array]:
-        """Return the seconds of attention or recurrence for prompts and for decode, and the seconds of their
-        projections unless the first two include these. # [tokens]
+        """Return three results: the seconds of attention or recurrence for prompts, those for decode, and the seconds
+        of their projections unless the first two include these. # [tokens]
         """
         dtype, finds_scales = self.format_of("attention")
         found: list[tuple[Surface, Surface, Array]] = []
@@ -307,7 +307,9 @@ class ImportedLayers:
         return found
 
     def _routed(self, kind: Block, group: tuple[int, int]) -> Array:
-        """Return the seconds of the routed experts, measured or else scaled by the datasheet's roofline. # [tokens]"""
+        """Return the seconds of the routed experts. They were measured or, if not, are scaled by the datasheet's
+        roofline. # [tokens]
+        """
         assert kind.experts is not None
         experts, params, stored = kind.experts, self.spec.sizes.expert(kind), self._stored("experts")
 

@@ -1,8 +1,8 @@
 """Measure step times on this machine, with the same layers and backends that xrunner runs.
 
-A step's parts run faster alone: the sum of their times is up to a tenth less than the time of the whole step. So whole
-steps are measured, and the rest of a layer is the time of a whole step minus attention, embedding and head. Source:
-ExeGPT sec. 3 (XProfiler).
+The parts of a step run faster one by one: the sum of their times is up to a tenth less than the time of the whole step.
+So whole steps are measured. The rest of a layer is the time of a whole step minus attention, embedding and head.
+Source: ExeGPT sec. 3 (XProfiler).
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def profile(
     progress: Progress | None = None,
     wait: Callable[[], None] = lambda: None,
 ) -> Profile:
-    """Return the measured profile of a model on this machine: on its only device, or on all devices at the same time.
+    """Return the measured profile of a model on this machine. If the machine has several devices, all are measured at
+    the same time.
 
     Args:
         kv_dtype: type of K/V. None means `dtype`.
@@ -267,7 +268,7 @@ def _jitter(measured: Timings) -> Jitter:
 
 
 def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Timings, alone: Timings) -> LayerTimes:
-    """Return a layer's times on one size of group.
+    """Return a layer's times for one size of group.
 
     A profile has the embedding's time for one device only, so the difference for a group is counted in the layers.
     """
@@ -297,7 +298,7 @@ def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Ti
 
 
 def _sliced(of_tokens: Curve) -> Curve:
-    """Return the curve with a further point for two slices, because a step with more tokens than a slice runs slice by
+    """Return the curve with a further point, for two slices, because a step with more tokens than a slice runs slice by
     slice.
 
     A line through the last two measured points would be wrong, since times on a GPU rise in stairs.

@@ -8,8 +8,8 @@ from typing import TypeVar
 PASSES = 6
 """Number of passes. The first one is warm-up."""
 LONG_TOKENS, LONG_EVERY = 1024, 2
-"""Points with at least 1024 prompt tokens take so long that all clock rates occur during a call, so they are measured
-only in every second pass.
+"""Points with at least `LONG_TOKENS` prompt tokens are measured only in every `LONG_EVERY`-th pass. They take so long
+that all clock rates occur during a call.
 """
 
 Point = TypeVar("Point")

@@ -32,8 +32,8 @@ class Others:
         self._before, self._whole_before = self._seconds()
 
     def cores(self) -> dict[str, float]:
-        """Return the average cores that other processes have used so far, by name, the busiest first. The name of a
-        process is followed by its id, for example "python[4711]", unless several processes have the same name.
+        """Return how many cores each other process has used on average so far, by name, the busiest first. The name of
+        a process is followed by its id, for example "python[4711]", unless several processes have the same name.
 
         "steal" is time that a virtual machine's host gave to other machines. `UNSEEN` is time of processes that have
         ended or are not visible.
@@ -92,7 +92,9 @@ def cores_taken() -> float:
 
 
 def gflops() -> float:
-    """Return the GFLOP/s of a fixed matrix product on all cores, which shows the state of the machine's clock."""
+    """Return the GFLOP/s of a fixed matrix product on all cores. It shows whether the machine's clock rate has
+    changed.
+    """
     a = np.ones((1024, 1024), np.float32)
     best = float("inf")
     for _ in range(5):

@@ -2,8 +2,8 @@
 
 `configs/errors.json` holds the ratios of measured to predicted values for each cell (load, engine, family of models,
 device, source of step times) and quantity. `python -m benchmarks.truth --errors` writes it. The range of a figure comes
-from the ratios of the figure's cell. If these are too few, the ratios of the cells that are most like it are added, and
-the range is widened.
+from the ratios of the figure's cell. If there are too few ratios, those of the most similar cells are added, and the
+range is widened.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ SAME: tuple[tuple[tuple[str, ...], float], ...] = (
     (("family", "profile"), 2.0),
     (("family",), 2.2),
 )
-"""Sets of properties that other cells must have in common with the figure's cell, in the order in which they are tried.
-Each set comes with the factor by which the range is widened.
+"""Sets of properties that another cell must have in common with the figure's cell, in the order in which they are
+tried. Each set comes with the factor by which the range is widened.
 """
 BORROWED = 1.25
-"""Factor for the width if times belong to another engine or version, or were computed with another device's
-efficiencies."""
+"""Factor on the width of a range if times belong to another engine or version, or were computed with another device's
+efficiencies.
+"""
 
 
 class Cell(NamedTuple):

@@ -5,7 +5,7 @@ other devices run the same work. To measure a tensor-parallel group, all its ran
 all-reduces.
 
 In a group, ranks wait for each other before every call. Ranks that compute by themselves wait for each other only once
-in several calls: each wait needs a process switch, which on a loaded machine takes longer than a small model's call.
+in several calls. Each wait needs a process switch, which can take longer than a small model's call on a loaded machine.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RanksTask:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """The combined results of all ranks. `threads`: threads of each rank, None on GPUs."""
+    """The combined results of all ranks. `threads` is the number of threads of each rank, or None on GPUs."""
 
     threads: int | None
     by_group: dict[tuple[int, int], Timings]
@@ -189,8 +189,8 @@ def _device(task: RanksTask, rank: int) -> str:
 
 
 def _meet(others: Sequence[Connection]) -> None:
-    """Wait until all ranks have called this function. It needs one process switch for each rank, whereas a barrier of
-    torch.distributed needs four.
+    """Wait until all ranks have called this function. This takes one process switch for each rank. A barrier of
+    torch.distributed takes four.
     """
     for other in others:
         other.send_bytes(b".")

@@ -21,7 +21,7 @@ CPU_DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "int8")
 
 
 RESTLESS_KEPT_S = 600.0
-"""Seconds for which a profile measured on a busy machine is reused. After that it is measured again."""
+"""Seconds for which a profile measured on a busy machine is reused. After this time, the profile is measured again."""
 
 
 AsServed = Callable[[Profile, ModelSpec, Path | None, ClusterSpec, Progress | None], Profile]
@@ -119,8 +119,8 @@ def obtain_profile(
     kv_dtype: DType | None = None,
     as_served: AsServed | None = None,
 ) -> Profile:
-    """Return the profile of a model on a cluster: measured here (once, then cached) if the cluster is this machine,
-    else computed from the datasheet.
+    """Return the profile of a model on a cluster. If the cluster is this machine, the profile is measured once and then
+    cached. Otherwise it is computed from the datasheet.
 
     A profile measured on a busy machine is cached for only ten minutes.
 
@@ -274,8 +274,8 @@ def keep(profile: Profile) -> None:
 
 
 def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
-    """Return the profile from which a plan was made: the given profile, a stored one, or one that is computed from the
-    datasheet.
+    """Return the profile from which a plan was made. It is the given profile, a stored one, or one that is computed
+    from the datasheet.
 
     No profile is measured, since a second measurement would give different times.
 
@@ -359,7 +359,7 @@ def _path_of(content: str) -> Path:
 
 
 def _kept(content: str) -> Profile | None:
-    """Return the stored profile with this hash, or None if there is none, or if its file was changed."""
+    """Return the stored profile with this hash. Return None if there is none or its file was changed."""
     try:
         profile = load_json(_path_of(content), Profile, "profile")
     except InputError:

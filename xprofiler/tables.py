@@ -1,4 +1,4 @@
-"""Read imported tables of latencies from files, and interpolate their logarithms."""
+"""Read imported tables of latencies from files, and interpolate the logarithms of latencies."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Array = npt.NDArray[np.float64]
 WIDTHS = {"fp8": 1.0, "nvfp4": 0.5625}
 """Bytes of an element, by its type's name in tables. Other types have two bytes."""
 LEAST_S = 1e-12
-"""Seconds in place of a time of 0, whose logarithm would be infinite."""
+"""Seconds that replace a time of 0, since its logarithm would be infinite."""
 
 
 class Tables:
     """The latencies of one kind of device under one serving framework, in seconds.
 
     The roofline of a device is the time to compute at its peak rate, or to read weights and K/V at its memory
-    bandwidth. Lower latencies are raised to the roofline: tables are measured in loops, in which data may stay in a
-    cache, unlike between the steps of a model. `provenance` states how many points were raised.
+    bandwidth. A lower latency is raised to the roofline. Tables are measured in loops, in which data may stay in a
+    cache. Between the steps of a model they do not. `provenance` states how many points were raised.
 
     Args:
         device: the kind of device, for its roofline. None means that no latency is raised.
@@ -69,9 +69,9 @@ class Tables:
     ) -> Array:
         """Return the seconds of the matrix product of [m, k] and [k, n].
 
-        Products in FP8 were measured including the computation of the scale of [m, k], although a checkpoint may
-        already contain the scale. Computing the scale was also measured separately, so this time is subtracted if the
-        checkpoint contains the scale. The result is at least the device's roofline.
+        The measured times of products in FP8 include computing the scale of [m, k]. Computing the scale was also
+        measured separately. If the checkpoint already contains the scale, this time is subtracted. The result is at
+        least the device's roofline.
 
         Small products in FP8 with scales for blocks were measured with a launch for each product. They took tens of
         microseconds longer than products in half precision, although the latter read twice as many bytes. Captured
@@ -174,7 +174,9 @@ class Tables:
         return surface_of(rows["batch_size"][chosen], length, latency * slower / 1e3, times)
 
     def _lifted(self, name: str, latency: Array, dtype: str, flops: Array, reads: Array) -> Array:
-        """Raise latencies in ms to the device's time for this computation and for reading these elements."""
+        """Raise latencies, in ms, to the least time in which the device can do this computation and read these
+        elements.
+        """
         # Attention computes in half precision, even if K/V have another type.
         computed = dtype if name.startswith("gemm") else "bfloat16"
         least = 1e3 * self._least_s(dtype, computed, flops, reads)
@@ -247,8 +249,8 @@ class Tables:
         return rows
 
     def paths(self, family: str, operator: str, framework: str | None = None) -> list[Path]:
-        """Return an operator's tables: first those of the engine's version and later versions, then those of older
-        versions, each in order of nearness.
+        """Return the paths of an operator's tables. Tables of the engine's version and of later versions come first,
+        then those of older versions, each in order of nearness.
 
         Kernels change between versions. A later version may take half the time.
 
@@ -376,8 +378,9 @@ def _filled(grid: Array, axes: Sequence[Array]) -> Array:
 
 
 def interpolate(x: npt.ArrayLike, points: Array, values: Array, axis: int = 0) -> Array:
-    """Interpolate log values at log sizes `x` along an axis. Values are constant below the first point and proportional
-    to size beyond the last."""
+    """Interpolate the logarithms of values at the logarithms of sizes `x`, along an axis. Values are constant below the
+    first point and proportional to size beyond the last.
+    """
     inside = np.clip(x, points[0], points[-1])
     i = np.clip(np.searchsorted(points, inside, side="right") - 1, 0, len(points) - 2)
     share = (inside - points[i]) / (points[i + 1] - points[i])
@@ -387,7 +390,9 @@ def interpolate(x: npt.ArrayLike, points: Array, values: Array, axis: int = 0) -
 
 
 def surface_of(batch: Array, length: Array, seconds: Array, times: float = 1.0) -> Surface:
-    """Return the surface through points, with scaled batches: a batch of b gets the time measured for b * times."""
+    """Return the surface through points with scaled batches. A batch of b gets the time that was measured for b *
+    times.
+    """
     batches, row = np.unique(batch, return_inverse=True)
     lengths, column = np.unique(length, return_inverse=True)
     grid = np.full((len(batches), len(lengths)), np.nan)
@@ -429,7 +434,9 @@ def _along(x: Array, points: Array, values: Array) -> Array:
 
 
 def _distance(pair: tuple[int, int], wanted: tuple[int, int]) -> tuple[float, float]:
-    """Return a distance that first compares the number of heads per key/value head, then the number of heads."""
+    """Return a distance between two pairs of numbers of heads. It compares first the number of heads per key/value
+    head, then the number of heads.
+    """
     group, wanted_group = pair[0] / pair[1], wanted[0] / wanted[1]
     return abs(np.log(group / wanted_group)), abs(np.log(pair[1] / wanted[1]))
 

@@ -44,7 +44,7 @@ SHORT = 32
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (SHORT, 128, 512, 1024, 2048)
 HEAD_BATCHES = (8, 32, 128)
-"""Numbers of requests at which the head is separated from the tokens."""
+"""Numbers of requests at which the head's time is separated from the time of tokens."""
 MAX_STEP_TOKENS = 2048
 MAX_CACHED_TOKENS = 8192
 NUM_DECODES = 4
@@ -53,8 +53,9 @@ PIECES = {"cpu": 128, "gpu": 1024}
 """Tokens in a piece of a prompt, enough to keep a device busy, by type of device."""
 NUM_PIECES, NUM_MIXED = 15, 6
 BESIDE, BESIDE_CONTEXT = 8, 512
-"""Number of requests that decode in the same steps as a prompt's pieces, and their context, to measure the cost of
-mixing."""
+"""Number of requests that decode in the same steps as a prompt's pieces, and their context. These steps show the cost
+of mixing.
+"""
 
 Progress = Callable[[int, int, str], None]
 
@@ -73,8 +74,8 @@ class Probe(NamedTuple):
 
     @property
     def group(self) -> tuple[int | None, list[tuple[int, int, bool]]]:
-        """The input of `xrunner.vllm.offline`: the largest number of tokens of a step, or None for no limit, and for
-        each request (prompt tokens, output tokens, whether K/V exist).
+        """The input of `xrunner.vllm.offline` for this step. It has the largest number of tokens of a step, or None for
+        no limit, and for each request (prompt tokens, output tokens, whether K/V exist).
         """
         if self.kind == "decode":
             return None, [(self.length - NUM_DECODES, NUM_DECODES + 1, True)] * self.batch
@@ -198,8 +199,9 @@ def _run(
 
 
 def _times(log: list[StepRecord], jobs: Sequence[Probe]) -> dict[Probe, list[float]]:
-    """Return the seconds of every step of each point, without the first pass. The steps in the log have the order of
-    `jobs`."""
+    """Return the seconds of every step of each point, without the first pass. The steps in the log have the same order
+    as `jobs`.
+    """
     job_of = [index for index, job in enumerate(jobs) for _ in range(job.num_requests)]
     first_pass = len(set(jobs))
     times: dict[Probe, list[float]] = {job: [] for job in jobs}
@@ -274,9 +276,9 @@ def _decode_attention(spec: ModelSpec, step: dict[Probe, float], rest: _Line, he
 def _encode_attention(spec: ModelSpec, times: dict[Probe, list[float]], rest: _Line) -> Surface:
     """Return the attention of a layer for one prompt. Several prompts take the sum of their times.
 
-    A piece of p tokens also attends to all earlier tokens, and attention to p earlier tokens takes twice as long as
-    causal attention within the piece. So if each earlier token adds c seconds to a piece, the attention of a prompt of
-    n tokens takes c n^2 / 2p.
+    A piece of p tokens also attends to all earlier tokens. Attention to p earlier tokens takes twice as long as causal
+    attention within the piece. So if each earlier token adds c seconds to a piece, the attention of a prompt of n
+    tokens takes c n^2 / 2p seconds.
     """
     lengths = tuple(2**k for k in range(SHORT.bit_length() - 1, spec.max_context.bit_length()))
     lengths = tuple(sorted({*lengths, *(3 * n // 2 for n in lengths[:-1])}))
@@ -291,8 +293,8 @@ def _encode_attention(spec: ModelSpec, times: dict[Probe, list[float]], rest: _L
 
 
 def _mixed_error(times: dict[Probe, list[float]], rest: _Line) -> tuple[float, float] | None:
-    """Return by what share a step that decodes and encodes a piece takes longer than two separate steps, and the
-    standard error of this share, or None if it was not measured.
+    """Return two numbers: by what share a step that decodes and encodes a piece takes longer than two separate steps,
+    and the standard error of this share. Return None if it was not measured.
     """
     pieces = {bool(point.batch): point for point in times if point.kind == "pieces"}
     decode = Probe("decode", BESIDE, BESIDE_CONTEXT)
@@ -314,8 +316,8 @@ def _by_start(seconds: list[float], num_starts: int) -> npt.NDArray[np.float64]:
 
 
 def _ever_cheaper(sizes: dict[int, tuple[float, float]]) -> dict[int, float]:
-    """Return the seconds of steps by their tokens, such that the time per token never rises. Sizes that violate this
-    are averaged, weighted by the time for which they were measured.
+    """Return the seconds of steps by their number of tokens, changed so that the time per token never rises. Sizes that
+    violate this are averaged, weighted by the time for which they were measured.
 
     Args:
         sizes: seconds of a step, and of all its measurements, by tokens.
