@@ -9,7 +9,7 @@ from pathlib import Path
 from xgpt.core.errors import InputError
 
 FEW_AHEAD = 8
-"""If acceptance is given as a single share, it applies to this number of draft tokens."""
+"""Number of draft tokens to which an acceptance that is given as a single share applies."""
 SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
 """Matches a sample in a metrics page: name, labels and value."""
 VLLM = "vllm:spec_decode_num_"

@@ -63,8 +63,8 @@ FIGURES = ("throughput_rps", "latency_s", "ttft_s", "itl_p99_s")
 NOTABLE_WAIT = 0.1
 """A step counts as waiting for a core if the wait is at least this share of the step's time."""
 MARGIN = 0.01
-"""Share by which the figures of two equal runs may differ, since requests are sent, and windows end, at slightly
-different times.
+"""Share by which the figures of two equal runs may differ. Requests are sent, and windows end, at slightly different
+times.
 """
 URL_VOCABULARY = 1000
 """Only token ids below this number are sent to an endpoint with an unknown vocabulary. Any vocabulary is larger."""
@@ -210,7 +210,9 @@ class Drawn(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """The result of `replayed`: requests, the client's results, busy seconds of workers, and executed steps."""
+    """The result of `replayed`: the requests, the client's results, the seconds for which each worker was busy, and the
+    executed steps.
+    """
 
     drawn: Drawn
     results: list[ClientResult]
@@ -391,7 +393,7 @@ def _core_waits(
 
 
 def _claimed(plan: Plan, load: Load) -> dict[str, float]:
-    """Return the plan's own figures if the load is the plan's workload at saturation, else nothing."""
+    """Return the plan's own figures if the load is the plan's workload at saturation. Otherwise return none."""
     if load.arrivals is not None or load.workload != plan.workload:
         return {}
     return {name: getattr(plan.estimate, name) for name in FIGURES}

@@ -34,8 +34,8 @@ NEARNESS = 0.003
 VLLM_ONLY = {"mean_ttft_ms", "mean_tpot_ms", "total_input_tokens"}
 """A result with one of these fields is from `vllm bench serve`."""
 MOSTLY = 0.8
-"""A load with a rate counts as a closed loop if, on average, at least this share of the allowed concurrent requests
-run.
+"""A load with a rate counts as a closed loop if, on average, at least this share of the allowed number of concurrent
+requests run.
 """
 LEAST_CV = 1e-3
 """Coefficient of variation that is used for arrivals at equal intervals."""

@@ -137,8 +137,8 @@ async def replay(
         concurrency: number of outstanding requests in a closed loop, in which the client sends a request whenever
             another ends. None means an open loop, in which each request is sent at its `send_at_s`.
         stream: whether answers are streamed. Complete answers take less time of client and server.
-        enough: in a closed loop, the replay stops after this number of finished requests. Results of running requests
-            are left out.
+        enough: number of finished requests after which a closed loop stops. Results of requests that still run are left
+            out.
         ca_file, api_key: see `Connection`.
         progress: called with the number of finished requests whenever a request ends.
 

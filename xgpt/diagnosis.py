@@ -24,8 +24,8 @@ STEADY = 0.10
 CLOCK_S = 1.0
 """Seconds for which the clock is observed."""
 FEW_FILES = 1024
-"""If the limit on open files is at most this number, a higher limit is recommended. An endpoint needs an open file for
-each connection.
+"""Largest limit on open files at which a higher limit is recommended. An endpoint needs an open file for each
+connection.
 """
 INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_bf16", "amx_int8")
 """Instruction sets that speed up matrix products, by their names in Linux."""

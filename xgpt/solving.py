@@ -65,8 +65,8 @@ class Planned:
         return self.problem.cluster.num_devices > 1 and not one_way
 
     def best_uneven(self) -> Plan | None:
-        """Return the best plan if stages that vLLM cannot run are included, or None if the search already included
-        them.
+        """Return the best plan if stages that vLLM cannot run are considered, too. Return None if the search has
+        already considered them.
         """
         problem = self.problem
         if not problem.even or problem.engine is not None or problem.profile.engine is not None:

@@ -129,7 +129,9 @@ class _Live:
         return f"recommended for {found.need_per_s:.3g} requests/s: {wanted}"
 
     def _lengths(self, now_s: float, traffic: ScrapedTraffic) -> tuple[float | None, float | None, int]:
-        """Return the mean lengths of recent requests (None if these are too few), and the number of these requests."""
+        """Return the mean input and output length of recent requests, and the number of these requests. The means are
+        None if there are too few.
+        """
         self._recent.append((now_s, traffic))
         while self._recent[0][0] < now_s - LENGTHS_S:
             self._recent.popleft()
@@ -186,8 +188,8 @@ def _published(fleet: FleetPlan, request: AutoscaleRequest) -> Iterator[_Metrics
 
 
 def began_at(clock_s: float, day_begins: str | None) -> float:
-    """Return when the planned day began: when the time of day in UTC was last `day_begins`, or now if `day_begins` is
-    None.
+    """Return the start of the planned day, in seconds on the clock of `clock_s` (UTC). It is the last time at which the
+    time of day was `day_begins`, or now if that is None.
 
     Args:
         day_begins: a time of day, as HH:MM.
@@ -200,7 +202,9 @@ def began_at(clock_s: float, day_begins: str | None) -> float:
 
 
 def device_limits(fleet: FleetPlan) -> list[DeviceLimit]:
-    """Return the limit on the devices that replicas on this machine may use together, or nothing if none runs here."""
+    """Return a list with the limit on the devices that replicas on this machine may use together. It is empty if none
+    runs here.
+    """
     local = [number for number, kind in enumerate(fleet.kinds) if kind.plan.cluster.is_local]
     if not local:
         return []

@@ -125,7 +125,7 @@ class LoadReader:
         self._read_s: float | None = None
 
     def read(self, now_s: float) -> ScrapedTraffic | None:
-        """Read all replicas. Return the requests since the last reading that any replica answered, or None if none
+        """Read all replicas. Return the requests since the last reading that any replica answered. Return None if none
         answers.
 
         The first reading counts no arrivals.
@@ -214,8 +214,8 @@ def read_counts(text: str) -> Counts | None:
 def _recent(before: tuple[float, Counts] | None, now_s: float, counts: Counts, seconds: float) -> list[float]:
     """Return the requests that arrived and ended at a replica in the last `seconds`, and their tokens.
 
-    Requests are assumed to be spread evenly over the time since the replica's last reading or, after its start or a
-    restart, since its start.
+    Requests are assumed to be spread evenly over the time since the replica's last reading. After a start or restart of
+    the replica, they are spread over the time since then.
     """
     since_s, base = (math.inf, NOTHING) if before is None else (now_s - before[0], before[1])
     if base.ended > counts.ended or before is None:

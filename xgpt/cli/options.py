@@ -26,7 +26,7 @@ FILES = dict.fromkeys(("serve", "export", "ui", "doctor"), "plain") | {
     "compare": "compare",
     "completion": "completion",
 }
-"""By command: the file that runs it instead of run.py, because the command needs fewer or more imports."""
+"""By command: the file that runs it instead of run.py. These commands need fewer or more imports."""
 OUTPUT = "Output"
 """Group of the options that are not fields of a request."""
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def show(*parts: object) -> None:
-    """Print tables and text on standard output. The width is 120 characters if the output is not a terminal."""
+    """Print tables and text on standard output. If the output is not a terminal, the width is 120 characters."""
     # Brackets and colons in the names of models and workloads are text, not markup.
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
@@ -52,7 +52,7 @@ class Fitting:
     """A table that leaves out its least important columns until it fits the terminal, with lines below it.
 
     Args:
-        least: names of columns, the first to be left out first.
+        least: names of columns, in the order in which they are left out.
         below: lines of text, each under the table.
     """
 

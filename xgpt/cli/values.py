@@ -41,7 +41,7 @@ def of_class(value: str) -> tuple[str, float]:
 
 
 LONG_S = {"latency_bound_s": 600, "ttft_s": 60, "tpot_s": 2}
-"""For larger bounds, a note on the unit is printed, since such values are usually in milliseconds."""
+"""A note on the unit is printed for larger bounds, since such values are usually in milliseconds."""
 
 
 class Seconds(click.ParamType):

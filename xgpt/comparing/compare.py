@@ -186,8 +186,8 @@ def compare(
 
 
 def _what_holds(plans: dict[str, Plan], gains: dict[str, RangeOutput], kind: str) -> list[str]:
-    """Return notes on worst cases. One says that the first plan, which gains most as planned, gains less in its worst
-    case than the plan `kind`. The other says that no plan gains in its worst case.
+    """Return up to two notes on worst cases. One says that the first plan, which gains most as planned, gains less in
+    its worst case than the plan `kind`. The other says that no plan gains in its worst case.
     """
     first, lines = next(iter(plans)), []
     if kind != first:
@@ -204,8 +204,8 @@ def _what_holds(plans: dict[str, Plan], gains: dict[str, RangeOutput], kind: str
 
 
 def engine_name(current: CurrentEngine) -> str:
-    """Return the shipped engine that is closest to the deployment's: the newest version that is not newer than the
-    deployment's, or else the oldest version.
+    """Return the name of the shipped engine that is closest to the deployment's. It is the newest version that is not
+    newer than the deployment's or, if there is none, the oldest version.
     """
     if current.version is None:
         return load_engine(current.framework).name
@@ -404,10 +404,11 @@ def _longest(problem: Problem) -> int:
 
 
 def relax(problem: Problem, search: SearchMethod, plan: Plan) -> dict[float | None, Plan]:
-    """Return the best plan under each looser latency bound, in s (None: no bound), or nothing if there is no bound.
+    """Return the best plan under each looser latency bound, in s. The key None means no bound. Return nothing if there
+    is no latency bound.
 
     Args:
-        plan: the best plan under the original bound, which keeps every looser bound, too.
+        plan: the best plan under the original bound. It keeps every looser bound, too.
     """
     bound = problem.constraint.latency_bound_s
     if bound is None:

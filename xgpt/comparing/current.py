@@ -92,7 +92,7 @@ class CurrentEngine:
 
 
 def is_model(served: str, name: str) -> bool:
-    """Return whether the served model may be the model `name`, because its name contains all parts of `name`."""
+    """Return whether the served model may be the model `name`. It may be if its name contains all parts of `name`."""
     parts = set(re.findall(r"[a-z]+|[\d.]+[bmk]?", name.lower().rpartition("/")[2]))
     return parts <= set(re.findall(r"[a-z]+|[\d.]+[bmk]?", served.lower().rpartition("/")[2]))
 

@@ -29,7 +29,9 @@ CAPTURED = "xgpt has step times only for captured CUDA graphs"
 VARIABLE = "it is a shell variable: write its value"
 
 Given = dict[str, str]
-"""Values of flags by the flags' long names: text, "yes" or "no" for a switch, or JSON for a value given in parts."""
+"""Values of flags by the flags' long names. A value is a text. It is "yes" or "no" for a switch, and JSON for a value
+given in parts.
+"""
 
 
 @cache

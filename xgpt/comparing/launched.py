@@ -35,7 +35,7 @@ IMAGES: dict[str, Engine] = {"vllm": "vllm", "sglang": "sglang", "tensorrt": "te
 ENDS = {";", "&", "&&", "|", "||", ">", ">>", "2>", "2>&1", "<", "&>", ")"}
 """Words that end a shell command."""
 MOST_LINES = 100
-"""Quoted text in a command may have at most this many lines."""
+"""Largest number of lines of a quoted text in a command."""
 DOCKER_SWITCHES = frozenset(
     ("--rm", "--privileged", "--init", "--interactive", "--tty", "--detach", "--read-only", "--publish-all", "--quiet")
 )
@@ -219,7 +219,9 @@ def _commands(words: list[str]) -> Iterator[list[str]]:
 
 
 def _in_docker(words: list[str]) -> Iterator[Launched]:
-    """Yield the engine that `docker run` starts, which its arguments or the image's name show."""
+    """Yield the engine that `docker run` starts. The command's arguments or the image's name tell which engine it
+    is.
+    """
     entrypoint = ""
     at = 0
     while at < len(words) and words[at].startswith("-"):
@@ -319,7 +321,9 @@ def _environment(node: dict[str, Any]) -> dict[str, str]:
 
 
 def _filled(word: str, environment: Mapping[str, str]) -> str:
-    """Return a word in which variables with a value in the container, or with a default, are replaced by this value."""
+    """Return a word in which each variable is replaced by its value in the container or by its default. A variable
+    without either stays.
+    """
 
     def value(match: re.Match[str]) -> str:
         name, default = match[1] or match[2] or match[4], match[3]

@@ -96,7 +96,9 @@ def _late_in(planned: RequestTimes, running: Problem, too_long: npt.NDArray[np.b
 
 
 def _times(plan: Plan, profile: Profile, trace: TraceLengths) -> RequestTimes | None:
-    """Simulate a trace on a plan with one replica. Return its times, or None if a fast simulation is not possible."""
+    """Simulate a trace on a plan with one replica, and return the times of its requests. Return None if a fast
+    simulation is not possible.
+    """
     if plan.replicas > 1:  # a replica gets only a part of the log
         return None
     try:

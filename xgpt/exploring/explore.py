@@ -91,8 +91,8 @@ class Explorer:
             yield {"part": "current", **scored(search, current, planned.best)}
 
     def _scheduler(self, request: PlanRequest) -> tuple[Scheduler, Part]:
-        """Return a request's scheduler, whose tables are cached, and the part of the answer that does not depend on
-        bounds.
+        """Return a request's scheduler, and the part of the answer that does not depend on bounds. The scheduler's
+        tables are cached.
         """
         free = request.but(**FREE)
         key = free.model_dump_json()
@@ -107,7 +107,7 @@ class Explorer:
 
 
 def _runs_as(plan: Plan) -> tuple[object, ...]:
-    """Return what determines the steps of a plan."""
+    """Return a key that is equal for plans with the same steps."""
     return plan.policy, plan.stages, plan.cluster.num_devices
 
 

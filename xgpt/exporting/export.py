@@ -46,10 +46,10 @@ FRAMEWORKS: dict[Target, tuple[str | None, ...]] = {
     "llm-d": ("vllm", None),
     "script": ("xgpt", None),
 }
-"""For each target, the engines of the plans that the target can start. None means plans without an engine."""
+"""For each target, the engines whose plans it can start. None means plans without an engine."""
 
 WEIGHTS = "weights"
-"""A script downloads weights into this directory next to it."""
+"""The directory, next to a script, into which the script downloads weights."""
 
 
 def export(plan: Plan, target: Target) -> dict[str, str]:

@@ -48,7 +48,7 @@ RAY_WORKER = ["ray", "start", f"--address=$(LWS_LEADER_ADDRESS):{RAY_PORT}", "--
 """The commands that make the pods of a group a Ray cluster for xgpt's own engine."""
 
 TOLERANCE = 0.1
-"""Kubernetes' autoscaler ignores relative deviations up to this value by default."""
+"""Relative deviation up to which Kubernetes' autoscaler does nothing by default."""
 
 
 def kubernetes_files(plan: Plan) -> dict[str, str]:

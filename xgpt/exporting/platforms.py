@@ -169,8 +169,8 @@ def _checked(plan: Plan, target: str) -> Names:
 
 
 def _reads_plan(plan: Plan) -> bool:
-    """Return whether pods need plan.json, because xgpt's scheduler runs the plan. The scheduler runs only plans with
-    one lane.
+    """Return whether pods need plan.json. They need it if xgpt's scheduler runs the plan, which must then have only one
+    lane.
     """
     return len(plan.policy.lanes) == 1 and not runs_by_itself(plan)
 

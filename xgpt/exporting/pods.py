@@ -35,7 +35,9 @@ MAX_NAME = 48
 MAX_CONFIG_BYTES = 1_000_000
 """Largest size of a ConfigMap's data. The API server accepts 1 MiB, names included."""
 LEAVE_S, DRAIN_S, SPARE_S = 15, 60, 30
-"""Periods after SIGTERM, in seconds: load balancers stop sending, running requests finish, and the engine ends."""
+"""Lengths, in seconds, of three periods after SIGTERM: load balancers stop sending, running requests finish, and the
+engine ends.
+"""
 START_S = 1800
 """A pod must load weights and compile within this number of seconds."""
 DOWNLOADS = {"protocol": "TCP", "port": 443}
@@ -93,7 +95,8 @@ class PodSpec:
 
 
 def config_map(plan: Plan, names: Names) -> Object:
-    """Return a ConfigMap with the plan of one replica, in which the checkpoint is the directory of the weights in pods.
+    """Return a ConfigMap with the plan of one replica. In this plan, the checkpoint is the directory of the weights in
+    pods.
 
     Raises:
         InputError: the plan is too large for a ConfigMap.
@@ -303,7 +306,7 @@ def _gib(count: int) -> str:
 def to_yaml(objects: Sequence[Object], comment: str = "") -> str:
     """Return a comment and objects as YAML documents.
 
-    The YAML library quotes texts, and every line of the comment begins with #, so no name in a plan can add YAML.
+    No name in a plan can add YAML: the YAML library quotes texts, and every line of the comment begins with #.
     """
 
     class Dumper(yaml.SafeDumper):

@@ -16,8 +16,8 @@ from xgpt.observation.reuse import Common, ReuseWindow, changed, observed_reuse,
 from xgpt.observation.windows import CERTAIN, ChangeDetector, Goodput, LengthWindow, Sample, Seen, observe
 
 LOOK_EVERY = 16
-"""Request lengths are examined after this number of ended requests or twice as many arrivals, since few requests end
-under overload.
+"""Number of ended requests, or half the number of arrivals, after which request lengths are examined again. Arrivals
+count too, since few requests end under overload.
 """
 LOOK_INTERVAL_S = 0.5
 """Shortest time between two examinations."""
@@ -27,11 +27,11 @@ PACE_MEMORY_S = 10.0
 representative, since the clock rate of a shared machine changes every second.
 """
 PACE_MEMORY_STEPS = 50
-"""At least this number of comparisons count, even if they are older."""
+"""Smallest number of comparisons that count, even if they are old."""
 ENOUGH_STEPS = 24
 """Smallest number of comparisons from which the pace is computed."""
 STRETCH_S = 0.5
-"""The error of the mean pace is computed from the paces in periods of this length."""
+"""Length, in seconds, of the periods from whose paces the error of the mean pace is computed."""
 ENOUGH_STRETCHES = 4
 """Smallest number of periods from which the error of the mean is computed."""
 SURE = 2.0
@@ -63,8 +63,8 @@ def differs(slowdown: float, other: float, spread: float) -> bool:
 
 
 def slowdown_to_plan_with(profile: ProfileRef, measured: float | None) -> float:
-    """Return the measured slowdown if it is known and differs from the plan's slowdown, and otherwise the plan's
-    slowdown.
+    """Return the slowdown with which to plan. It is the measured slowdown if this is known and differs from the plan's.
+    Otherwise it is the plan's.
     """
     if measured is None or not differs(measured, profile.slowdown, profile.spread):
         return profile.slowdown
@@ -88,11 +88,8 @@ class MeasuredPace:
         """Logarithms of the ratios of earlier periods."""
 
     def wants_step(self, step_s: float) -> bool:
-        """Return whether to compare the step that has just ended. A share of all steps is compared, whatever the
-        policy's cycles.
-
-        A step is chosen if its number times the golden ratio, modulo 1, is below the share, since such multiples are
-        spread evenly over [0, 1) (Weyl).
+        """Return whether to compare the step that has just ended with its prediction. The same share of all steps is
+        compared, whatever the policy's cycles.
         """
         self._num_steps += 1
         self._step_s += (step_s - self._step_s) / min(self._num_steps, PACE_MEMORY_STEPS)
@@ -295,7 +292,9 @@ class Observer:
         return found
 
     def _is_risen(self, plan: Plan, rate_per_s: float | None) -> bool:
-        """Return whether requests arrive faster than the plan's highest rate and than in the last observation."""
+        """Return whether requests arrive faster than the plan's highest rate and faster than in the last
+        observation.
+        """
         if rate_per_s is None or not plan.constraint.maximises_arrivals:
             return False
         return rate_per_s > RISE * max(self._judged_rate_per_s, rate_of(plan))

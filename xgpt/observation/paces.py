@@ -1,8 +1,8 @@
 """Record how long served steps took on this machine, compared with the predictions of their profiles.
 
 A profile is measured in a minute. The neighbours of a virtual machine, or a GPU's power limit, change the speed for
-longer than a minute. So the variation within a profile does not show how much slower the next load will be, but earlier
-loads do. `xgpt bench` and servers record their paces in the cache, and plans derive ranges and headroom from them.
+longer than a minute. So earlier loads show how much slower the next load may be, but the variation within a profile
+does not. `xgpt bench` and servers record their paces in the cache, and plans derive ranges and headroom from them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ ENOUGH = 8
 KEPT_S = 30 * 86400.0
 """Loads older than this are ignored."""
 INSIDE = (0.05, 0.95)
-"""Quantiles of the recorded paces that bound the usual range; nine of ten loads are inside."""
+"""Quantiles of the recorded paces that bound the usual range. Nine of ten loads are inside."""
 NARROWEST = (0.97, 1.05)
 """The usual range is at least this wide."""
 
 
 def record(plan: Plan, pace: float) -> None:
-    """Record the pace of a load in the cache, or do nothing if the cache cannot be written.
+    """Record the pace of a load in the cache. Do nothing if the cache cannot be written.
 
     Args:
         plan: the plan that was served. The pace counts only if the plan's profile was fitted to a served engine, since

@@ -24,7 +24,7 @@ from xgpt.core.workload import TraceLengths
 Ints = npt.NDArray[np.int64]
 
 MOST_KEYS = 131_072
-"""Largest number of blocks of the remembered requests; their keys take one megabyte."""
+"""Largest number of blocks of the remembered requests. Their keys take one megabyte."""
 MOST_REQUESTS = 2048
 ENOUGH = 150
 """Smallest number of requests from which a change is detected."""
@@ -147,7 +147,8 @@ def share_of(requests: Sequence[Common]) -> tuple[float, float]:
 
 
 def observed_reuse(requests: Sequence[Common], block_size: int) -> ObservedReuse | None:
-    """Return the reused share of prompt tokens, and this share for other cache sizes, or None if requests have no keys.
+    """Return the reused share of prompt tokens, and this share for other cache sizes. Return None if requests have no
+    keys.
 
     The first half of the requests fills the cache, and the second half is counted.
     """

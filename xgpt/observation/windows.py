@@ -28,7 +28,9 @@ HALF_LIFE = 1024
 MIN_FINISHED = 100
 """Smallest number of finished requests from which a change is detected."""
 MIN_CENSORED = 25
-"""Used instead of `MIN_FINISHED` if most requests wait or are cancelled before their first token."""
+"""Smallest number of finished requests if most requests wait or are cancelled before their first token. It is then used
+instead of `MIN_FINISHED`.
+"""
 RATE_REQUESTS = 64
 """The arrival rate is computed from this number of the latest requests. With fewer requests, the rate is unknown."""
 LEAST_RATE_S, MOST_RATE_S = 1.0, 60.0
@@ -44,8 +46,8 @@ the change less clearly.
 LEVELS = (0.05, 0.2, 0.5, 0.8, 0.95)
 """Requests are counted between these quantiles of the planned lengths. The outer ones show changes in the tails."""
 MOST_NATS = 500.0
-"""If the negative logarithm of a probability is larger than this, the asymptote is used, since the floating-point
-number would be 0.
+"""If the negative logarithm of a probability is larger than this, its asymptote is used, since the probability would be
+0 as a floating-point number.
 """
 CERTAIN = 1e5
 """Weight, in requests, of planned lengths that count as certain. It is so high that two requests of an unplanned length
@@ -60,8 +62,8 @@ class Seen:
     Attributes:
         max_output: largest number of output tokens, set by the client.
         generated: number of output tokens so far.
-        has_ended: whether the output is complete. A cancelled request's output is never complete; its length counts as
-            unknown but not shorter than what was generated.
+        has_ended: whether the output is complete. A cancelled request's output is never complete. Its length counts as
+            unknown, but not as shorter than the tokens generated so far.
     """
 
     arrival_s: float
@@ -131,7 +133,7 @@ class Sample:
     def of(cls, requests: Sequence[Seen]) -> Sample:
         """Return the sample of a window that is not empty.
 
-        This may run in another thread than the one that counts tokens. So `has_ended` is read first; otherwise a
+        This may run in another thread than the one that counts tokens. So `has_ended` is read first. Otherwise a
         request could count as finished with fewer tokens than it generated.
         """
         has_ended = np.array([seen.has_ended for seen in requests])
@@ -330,8 +332,8 @@ class ChangeDetector:
         self.weight = weight
 
     def look(self, whole: Sample) -> Sample | None:
-        """Return the requests since the lengths changed, or None if lengths have not changed or too few requests have
-        ended since.
+        """Return the requests since the lengths changed. Return None if lengths have not changed or too few requests
+        have ended since.
 
         If the planned lengths were computed from few requests, all requests are returned once there are twice as many.
         """
@@ -361,7 +363,7 @@ class ChangeDetector:
 
 
 def _enough(sample: Sample) -> int:
-    """Return the number of finished requests that are needed after a change, which is smaller if most requests never
+    """Return the number of finished requests that are needed after a change. It is smaller if most requests never
     start.
     """
     return MIN_CENSORED if np.count_nonzero(sample.outputs == 0) > len(sample) / 2 else MIN_FINISHED

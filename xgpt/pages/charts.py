@@ -77,7 +77,7 @@ def _axes(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def timeline(spans: Sequence[Bar], rows: Sequence[str], decoding: Series, alt: str, caption: str) -> Chart:
-    """Draw the steps of each stage over time, coloured by encode and decode, and below them the number of requests in
+    """Draw the steps of each stage over time, coloured by encode and decode. Below them, draw the number of requests in
     decode.
     """
     with mpl.rc_context(_STYLE):

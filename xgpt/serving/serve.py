@@ -207,8 +207,8 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
 
 
 def _check_port(request: ServeRequest, on_note: Callable[[str], None]) -> None:
-    """Check that the port is free. This is checked before the engine starts, since starting takes long. A dry run only
-    reports a port that is taken.
+    """Check that the port is free, before the engine is started, since starting takes long. A dry run only reports a
+    port that is taken.
 
     Raises:
         MachineError: the address is not available.
@@ -233,7 +233,9 @@ def _differences(plan: Plan, request: ServeRequest) -> str | None:
 
 @contextmanager
 def _no_end_by_hangup() -> Iterator[None]:
-    """Ignore SIGHUP while the server starts, since it has just read the key file that SIGHUP makes it read again."""
+    """Ignore SIGHUP while the server starts. SIGHUP makes the server read its key file again, and it has just read this
+    file.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -299,8 +301,8 @@ MASTER_PORT = 29500
 
 
 def share_of(plan: Plan, request: ServeRequest) -> tuple[Plan, Machines | None]:
-    """Return the part of a plan that this machine serves, and the machines with which it serves this part (None: no
-    others).
+    """Return the part of a plan that this machine serves, and the machines with which it serves this part. The machines
+    are None if it serves the part by itself.
 
     A machine serves several replicas or a part of one replica. Each replica has a separate endpoint on its first
     machine, so replicas are independent. A gateway in front of the endpoints distributes the requests.

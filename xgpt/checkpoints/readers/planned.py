@@ -400,7 +400,7 @@ SIZE = re.compile(
     r"chunk|conv|depth|dim|expand|expert|freq|group|head|hidden|interval|kernel|layer|mult|num_|_num|pattern|rank|ratio"
     r"|size|state|top_?k|width|window"
 )
-"""Names of sizes match this pattern."""
+"""Matches the names of sizes."""
 
 WITHOUT_EFFECT = words("""
     attention_chunk_size attention_head_dim attention_multiplier attn_res_block_size chunk_size conv_L_cache

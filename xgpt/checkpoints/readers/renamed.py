@@ -69,7 +69,7 @@ def _lfm2(config: Config) -> Config:
 
 
 def _llama4(config: Config) -> Config:
-    """Set the layer types. Layers with rotary embeddings attend within chunks; by default, every fourth layer attends
+    """Set the layer types. Layers with rotary embeddings attend within chunks. By default, every fourth layer attends
     to all tokens.
     """
     number, every = config["num_hidden_layers"], config.get("no_rope_layer_interval") or 4

@@ -30,7 +30,7 @@ def rope(
     """Return the settings of rotary embeddings in `rope_theta` and `rope_scaling` or, since transformers 5,
     `rope_parameters`. With linear scaling and YaRN, `max_context` is the scaled context, as in vLLM.
 
-    If both are given, transformers 5 uses the older fields.
+    If a config has both the older and the newer fields, transformers 5 uses the older ones.
 
     Args:
         theta: the base if config.json states none.
