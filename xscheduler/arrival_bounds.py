@@ -10,11 +10,11 @@ remaining task is to bound the time of an iteration:
   mean time of its iterations. Waiting adds to this time. The quantile of all requests must keep the bound. If all
   prompts and all iterations took the same time, `first(mean i) + S_q t` would have to keep the bound, with S_q the
   quantile of d. In reality prompts and iterations vary, which matters if there are only a few distinct lengths. A long
-  request can then keep the bound because its prompt is short or because it arrives at a quiet time, so slightly more
+  request can then keep the bound because its prompt is short or because it arrives at a quiet time. So slightly more
   requests can be long than may break the bound. Therefore `loosened` multiplies `first(i) / t + d` by a normal factor
-  and computes the quantile of the product, for all `RATIOS` of prompt time to iteration time and all standard
-  deviations in `SPREAD`. The bound is loosened by the difference to the lowest of these quantiles. A distribution with
-  a smooth tail needs no loosening.
+  and computes the quantile of the product. It does so for all `RATIOS` of prompt time to iteration time and all
+  standard deviations in `SPREAD`. The bound is loosened by the difference to the lowest of these quantiles. A
+  distribution with a smooth tail needs no loosening.
 - If prompts go through the stages one after the other in order of arrival, a request also waits for earlier prompts.
   This wait is computed for randomly drawn prompts and arrivals, by Lindley's recursion or, with several micro-batches,
   by Kiefer and Wolfowitz's recursion. A prompt takes at least the time that the slowest stage needs per prompt in its

@@ -181,9 +181,10 @@ class SeenSteps:
         empty: for each micro-batch, the numbers of its decode steps before which no request decoded.
         ended: for each micro-batch, the steps without decodes after which no request decodes, because all outputs have
             one token.
-        admitted, first_token, last_token: numbers of three steps of each request, or -1 if there is none: the step that
-            begins to encode its prompt, the step that computes its first token (in an encoder's lane, the step that
-            ends its prompt), and the step that computes its last token. # [requests] each
+        admitted: the number of the step that begins to encode a request's prompt, or -1. # [requests]
+        first_token: the number of the step that computes a request's first token, or -1. In an encoder's lane, it is
+            the step that ends the prompt. # [requests]
+        last_token: the number of the step that computes a request's last token, or -1. # [requests]
         batch: the micro-batch in which a request decodes, or -1. # [requests]
         joined: the number of a request's first decode step in that micro-batch. # [requests]
     """
@@ -272,8 +273,8 @@ class SeenSteps:
         return len(self.start_s) if (self.admitted < 0).any() else int(self.admitted.max())
 
     def first_output_s(self, ids: Ints, *, encode_emits: bool) -> Array:
-        """Return the times at which requests get their first tokens: at the end of the step that encodes the prompt if
-        `encode_emits`, otherwise at the end of the first decode step.
+        """Return the times at which requests get their first tokens. With `encode_emits`, this is the end of the step
+        that encodes the prompt, otherwise the end of the first decode step.
         """
         if encode_emits:
             return self.end_s[self.first_token[ids]]

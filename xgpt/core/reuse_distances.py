@@ -90,8 +90,8 @@ def _whole_outputs(trace: TraceLengths, size: int, block_size: int) -> Ints:
 def _distances(
     prompts: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int | None, ...]], inside: float = 0.0
 ) -> tuple[Ints, Array]:
-    """Return for each block of a prompt the number of its request, and how many other blocks were used since the block
-    was last used (infinite if it was not used before).
+    """Return, for each block of a prompt, the number of its request and its reuse distance. The reuse distance is the
+    number of other blocks used since the block was last used, or infinite if the block was not used before.
 
     A request uses all its blocks when it ends, from the last block of its sequence to the first. When a request begins,
     the outputs of the `inside` requests before it are not cached yet. Blocks without an id are used only once, and

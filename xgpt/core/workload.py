@@ -146,8 +146,8 @@ def quantile(histogram: Histogram, q: float) -> int:
 def sample(workload: Workload, n: int, rng: np.random.Generator, *, stratified: bool = True) -> tuple[Ints, Ints]:
     """Draw the input and output lengths of `n` requests independently.
 
-    A stratified sample draws requests in runs of 100 (the last run may be shorter), each as a Latin hypercube: the k
-    requests of a run take one uniform number from each of k strata of equal probability, in random order. Every request
+    A stratified sample draws requests in runs of 100 (the last run may be shorter). Each run is a Latin hypercube: its
+    k requests take one uniform number from each of k strata of equal probability, in random order. Every request
     still follows the histogram, but the mean of a run varies far less than the mean of independent draws, so that short
     simulations can be compared.
 

@@ -189,8 +189,8 @@ def _arriving(plan: Plan, profile: Profile) -> dict[str, object] | None:
 
 
 def _classes(plan: Plan, profile: Profile) -> dict[str, object] | None:
-    """Return each class's bounds and the share of its requests that keep them at the highest arrival rate, or None if
-    there are no classes or no rate keeps the bounds.
+    """Return each class's bounds and the share of its requests that keep them at the highest arrival rate. Return None
+    if there are no classes or no rate keeps the bounds.
     """
     if not plan.constraint.classes or not (rate := rate_of(plan)):
         return None

@@ -4,14 +4,14 @@ MKL and oneDNN alternate between reading weights and multiplying. With 8 to 64 r
 so MKL and oneDNN reach only half of the memory's bandwidth. Here the next slice of weights is prefetched between this
 slice's multiplications.
 
-A weight is stored in blocks of up to DEEPEST inputs, a block in panels of WIDTH outputs, and a panel input by input, in
-the order in which it is read. An input has four bytes: one number in float32, two in bfloat16, four in eight bits,
-which the processor's dot-product instructions multiply together. If the numbers have fewer bits than float32, one call
-rounds the rows, multiplies them and scales the sums. The sums of up to GROUP rows by WIDTH outputs stay in registers. A
-compiler would not keep them there, so the inner loop is in assembly. A slice of a panel stays in a cache while all
-groups of rows are multiplied by it, and a block of the rows' inputs stays in the second-level cache while it is
-multiplied by all panels. Panels of gates alternate with panels of gated outputs: a gate is applied before its sums
-leave the cache, so only half as much is written. The threads are torch's OpenMP threads, as in attention.
+A weight is stored in the order in which it is read: in blocks of up to DEEPEST inputs. A block is stored in panels of
+WIDTH outputs, and a panel input by input. An input has four bytes: one number in float32, two in bfloat16, four in
+eight bits, which the processor's dot-product instructions multiply together. If the numbers have fewer bits than
+float32, one call rounds the rows, multiplies them and scales the sums. The sums of up to GROUP rows by WIDTH outputs
+stay in registers. A compiler would not keep them there, so the inner loop is in assembly. A slice of a panel stays in a
+cache while all groups of rows are multiplied by it. A block of the rows' inputs stays in the second-level cache while
+it is multiplied by all panels. Panels of gates alternate with panels of gated outputs: a gate is applied before its
+sums leave the cache, so only half as much is written. The threads are torch's OpenMP threads, as in attention.
 
 Source: K. Goto and R. van de Geijn, Anatomy of High-Performance Matrix Multiplication (2008).
 """

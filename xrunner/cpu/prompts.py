@@ -5,8 +5,8 @@ heads of the next. Several tiles of one sequence form a span. The tiles of a spa
 one after the other, so that the keys are converted (to float32, or transposed for matrix registers) only once.
 
 Products are float32 in vector registers (`tiles`). If keys are bfloat16 and the processor has matrix registers,
-products are bfloat16 with sums in float32 (`amx`): each query is split into two bfloat16 numbers, which together keep
-16 bits, and weights are rounded to one bfloat16 number.
+products are bfloat16 with sums in float32 (`amx`). Each query is then split into two bfloat16 numbers, which together
+keep 16 bits. Weights are rounded to one bfloat16 number.
 """
 
 from __future__ import annotations

@@ -110,9 +110,9 @@ def _rate(plan: Plan) -> float:
 
 
 def _kind(plan: Plan, profile: Profile, lengths: Sequence[Workload], startup_s: float) -> ReplicaKind:
-    """Return a plan's kind of replica. Its rate for each group of lengths is the simulated rate, scaled by the work of
-    a request. (The rate within the bounds could be zero for a group of long requests. The bounds, however, are for all
-    requests of the day together.)
+    """Return a plan's kind of replica. Its rate for each group of lengths is the plan's rate, multiplied by the ratio
+    of the group's throughput to the throughput under all lengths. The rate within the bounds is not used for a group:
+    it could be zero for long requests, while the bounds are for all requests of the day together.
     """
     devices, quantile = plan.devices_per_replica, plan.constraint.quantile
     whole = reestimate(plan, profile, plan.workload, quantile)["throughput"]

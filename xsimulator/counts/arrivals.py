@@ -108,8 +108,9 @@ LANE = np.dtype(
 - first_counted, last_counted: requests [first_counted, last_counted) are measured.
 - num_sent: number of requests sent. In a closed loop, the next one is sent `path_ns` after a request has ended.
 - emits: whether an encode step computes first tokens.
-- num_encoded, num_moving, num_arrived, num_joined: under waa, how many requests have been encoded, have begun to move,
-  have arrived in the decode lane, and have joined a micro-batch there, in the order in which their prompts ended.
+- num_encoded, num_moving, num_arrived, num_joined: under waa, how many requests have been encoded, have begun to move
+  to the decode lane, have arrived there, and have joined a micro-batch. Requests do all this in the order in which
+  their prompts ended.
 - num_decode: under waa, the number of micro-batches of the decode lane.
 - occupies: whether a transfer takes compute time of the devices.
 """

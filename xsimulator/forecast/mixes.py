@@ -391,8 +391,11 @@ class MixedSteps:
         )
 
     def _apart(self, columns: Array, budget: Array | None) -> tuple[Array, Array, Array]:
-        """Return two results for an engine that encodes prompts in separate steps before each decode step: the seconds
-        of stages and of hops, and the mean share of these encode steps that a prompt needs until it ends. # [steps, n]
+        """Return the times of steps for an engine that encodes prompts in separate steps before each decode step.
+
+        Returns:
+            The seconds on each kind of stage, the seconds of hops, and the mean share of these encode steps that a
+            prompt needs until it ends. # [kinds, steps n], [steps n], [steps - 2, n]
         """
         batch, requests, tokens = columns  # [steps, n] each
         none = np.zeros(batch.size)

@@ -1,7 +1,7 @@
 """Compute the times of steps of one lane under one workload, for the closed forms of single-lane policies.
 
-The closed forms assume that requests always wait, that input and output lengths are independent, that every iteration
-takes the time of its mean composition, and that the steps of a micro-batch follow each other through the stages as in
+The closed forms make four assumptions. Requests always wait. Input and output lengths are independent. Every iteration
+takes the time of its mean composition. The steps of a micro-batch follow each other through the stages as in
 xsimulator.forecast.pipeline.
 """
 

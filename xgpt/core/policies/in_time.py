@@ -39,8 +39,8 @@ class Pace(NamedTuple):
 
 
 class Job(NamedTuple):
-    """The part of a prompt that is not encoded yet: its number of `tokens`, the nanoseconds of their attention, and
-    `due_ns`, the time at which the first output token is due.
+    """The part of a prompt that is not encoded yet. It has `tokens` tokens, whose attention takes `attention_ns`. The
+    first output token is due at the time `due_ns`.
     """
 
     due_ns: int

@@ -4,7 +4,7 @@ A batch enters as a whole, and its layout does not change after that (`tcb.lay_o
 All slots have equal memory: for the prompts of the longest slot, and for one output of the longest length for each
 request of the fullest slot. A slot's memory is contiguous, so a request that ends frees no memory. Padded and
 concatenated rows keep their memory until the batch has ended. With slots, a slot is freed once all its requests have
-ended (early memory cleaning, TCB sec. 4.2.2), and the next batch may enter while the last slots of the previous batch
+ended (early memory cleaning, TCB sec. 4.2.2). Then the next batch may enter while the last slots of the previous batch
 still run.
 """
 

@@ -298,7 +298,7 @@ class Profile(Frozen):
         """Default headroom of plans from this profile.
 
         It is the larger of two numbers. One is the profile's spread. The other is the known error of the source plus
-        the share of the engine's cores that other processes used during the measurement: they may use as many while the
+        the share of the engine's cores that other processes used during the measurement. They may use as many while the
         plan runs. Spread and other processes raise the headroom to at most `MOST_HEADROOM`.
         """
         is_unserved = self.source == "measured" and self.engine == "xgpt" and not self.is_served
