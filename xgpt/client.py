@@ -272,18 +272,15 @@ class _Client:
         return result
 
     def _ending(self, request: ClientRequest) -> dict[str, Any]:
-        """Return the fields that tell the server after how many tokens to end the output. The server's schedule ignores
-        these fields.
+        """Return the fields that tell the server after how many tokens to end the output. Only xgpt's own server can be
+        told without its schedule knowing: other servers get the number as the request's limit.
         """
         if self._model.owned_by == "xgpt":
             return {"output_length": request.output_length}
-        if self._model.owned_by != "vllm":
-            ending = {} if request.output_length is None else {"max_tokens": request.output_length}
-            return ending | ({"stream_options": {"include_usage": True}} if self._stream else {})
-        if request.output_length is None:
-            return {"return_token_ids": True}
-        ending = {"output_length": request.output_length}
-        return {"return_token_ids": True, "ignore_eos": True, "vllm_xargs": ending}
+        ending: dict[str, Any] = {} if request.output_length is None else {"max_tokens": request.output_length}
+        if self._model.owned_by == "vllm":
+            return ending | {"return_token_ids": True, "ignore_eos": request.output_length is not None}
+        return ending | ({"stream_options": {"include_usage": True}} if self._stream else {})
 
     async def _read(self, connection: Connection, result: ClientResult) -> None:
         unfinished = b""

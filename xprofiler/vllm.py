@@ -41,16 +41,13 @@ from xrunner.vllm.process import last_error, package_path, preload, python, star
 
 SHORT = 32
 """Number of tokens of a prompt or context whose attention is so short that it counts as 0."""
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (SHORT, 128, 512, 1024, 2048)
 HEAD_BATCHES = (8, 32, 128)
 """Numbers of requests at which the head's time is separated from the time of tokens."""
-MAX_STEP_TOKENS = 2048
-MAX_CACHED_TOKENS = 8192
 NUM_DECODES = 4
 """Number of decode steps that are measured for each point in a pass."""
-PIECES = {"cpu": 128, "gpu": 1024}
-"""Tokens in a piece of a prompt, enough to keep a device busy, by type of device."""
+KV_SHARE = 0.25
+"""Largest share of a GPU's memory that the K/V of a decode batch may take."""
 NUM_PIECES, NUM_MIXED = 15, 6
 BESIDE, BESIDE_CONTEXT = 8, 512
 """Number of requests that decode in the same steps as a prompt's pieces, and their context. These steps show the cost
@@ -58,6 +55,35 @@ of mixing.
 """
 
 Progress = Callable[[int, int, str], None]
+
+
+class StepSizes(NamedTuple):
+    """The sizes of measured steps.
+
+    Attributes:
+        batches: numbers of requests that decode together.
+        cached_tokens: largest number of tokens in the contexts of a decode batch.
+        step_tokens: largest number of prompt tokens in a step.
+        piece: tokens in a piece of a prompt, enough to keep the device busy.
+    """
+
+    batches: tuple[int, ...]
+    cached_tokens: int
+    step_tokens: int
+    piece: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> StepSizes:
+        """Return the sizes to measure: of GPUs those that a server reaches, if their K/V fit into the memory."""
+        device = cluster.device
+        if device.type == "cpu":
+            return CPU_SIZES
+        room = int(KV_SHARE * device.memory_bytes / spec.kv_bytes_per_token(dtype))
+        return GPU_SIZES._replace(cached_tokens=max(CPU_SIZES.cached_tokens, min(GPU_SIZES.cached_tokens, room)))
+
+
+CPU_SIZES = StepSizes((1, 2, 4, 8, 16, 32, 64, 128), 8192, 2048, 128)
+GPU_SIZES = StepSizes((1, 2, 4, 8, 16, 32, 64, 128, 256, 512), 65536, 8192, 1024)
 
 
 class Probe(NamedTuple):
@@ -102,16 +128,13 @@ class Probe(NamedTuple):
         return bool(step.decode) == (self.kind == "decode")
 
 
-def points(max_context: int, piece: int) -> list[Probe]:
-    """Return the points to measure in each pass.
-
-    Args:
-        piece: tokens in a piece of a prompt, reduced if the context cannot contain two pieces.
-    """
+def points(max_context: int, to_measure: StepSizes) -> list[Probe]:
+    """Return the points to measure in each pass. Pieces of prompts are smaller if the context cannot contain two."""
+    batches, cached_tokens, step_tokens, piece = to_measure
     piece = min(piece, (max_context - 2) // 2)
     contexts = [n for n in CONTEXTS if n <= max_context]
-    decode = [Probe("decode", b, n) for b in BATCHES for n in contexts if b * n <= MAX_CACHED_TOKENS]
-    sizes = {(b, SHORT) for b in BATCHES if b * SHORT <= MAX_STEP_TOKENS}
+    decode = [Probe("decode", b, n) for b in batches for n in contexts if b * n <= cached_tokens]
+    sizes = {(b, SHORT) for b in batches if b * SHORT <= step_tokens}
     sizes |= {(1, n) for n in HEAD_BATCHES}
     num_pieces = min(NUM_PIECES, (max_context - 2) // piece)
     pieces = [Probe("pieces", 0, num_pieces * piece, piece)]
@@ -138,11 +161,10 @@ def profile(
         raise InputError("model", spec.name, "vLLM needs a model directory in Hugging Face layout: give one as `model`")
     if spec.is_encoder_decoder:
         raise InputError("model", spec.name, "vLLM's plans are for decoder-only models")
-    once = points(spec.max_context, PIECES[cluster.device.type])
-    jobs = in_passes(once, lambda point: point.step_tokens)
-    log, vllm_version = _run(spec, cluster, dtype, checkpoint, [job.group for job in jobs], progress)
-    times = _times(log, jobs)
-    return fit(spec, cluster, dtype, times, vllm_version)
+    sizes = StepSizes.of(spec, cluster, dtype)
+    jobs = in_passes(points(spec.max_context, sizes), lambda point: point.step_tokens)
+    log, vllm_version = _run(spec, cluster, dtype, checkpoint, sizes, [job.group for job in jobs], progress)
+    return fit(spec, cluster, dtype, sizes, _times(log, jobs), vllm_version)
 
 
 def _run(
@@ -150,6 +172,7 @@ def _run(
     cluster: ClusterSpec,
     dtype: DType,
     checkpoint: Path,
+    sizes: StepSizes,
     groups: list[tuple[int | None, list[tuple[int, int, bool]]]],
     progress: Progress | None,
 ) -> tuple[list[StepRecord], str]:
@@ -157,6 +180,7 @@ def _run(
     vllm_python = python()
     block_size = block_size_of(cluster)
     num_blocks = 2 + max(sum(-(-(n + out) // block_size) for n, out, _ in group) for _, group in groups)
+    longest = max(n + out for _, group in groups for n, out, _ in group)
     with tempfile.TemporaryDirectory() as directory, package_path() as packages:
         vllm_version = version_of(vllm_python, packages)
         log, job = Path(directory) / "steps.jsonl", Path(directory) / "job.json"
@@ -167,9 +191,9 @@ def _run(
             "enforce_eager": cluster.device.type == "cpu",
             "enable_prefix_caching": False,
             "async_scheduling": False,
-            "max_model_len": spec.max_context,
-            "max_num_seqs": max(BATCHES),
-            "max_num_batched_tokens": MAX_STEP_TOKENS,
+            "max_model_len": longest,  # vLLM refuses a context that its K/V memory cannot hold
+            "max_num_seqs": sizes.batches[-1],
+            "max_num_batched_tokens": sizes.step_tokens,
             "block_size": block_size,
             "num_gpu_blocks_override": num_blocks,
             "kv_cache_memory_bytes": num_blocks * block_size * spec.kv_bytes_per_token(dtype),
@@ -220,7 +244,12 @@ def _requests(step: StepRecord) -> Iterator[int]:
 
 
 def fit(
-    spec: ModelSpec, cluster: ClusterSpec, dtype: DType, times: dict[Probe, list[float]], vllm_version: str
+    spec: ModelSpec,
+    cluster: ClusterSpec,
+    dtype: DType,
+    sizes: StepSizes,
+    times: dict[Probe, list[float]],
+    vllm_version: str,
 ) -> Profile:
     """Compute the times of a step's parts from the seconds of whole steps.
 
@@ -234,14 +263,14 @@ def fit(
     step = {point: statistics.mean(seconds) for point, seconds in times.items() if point.kind != "pieces"}
 
     head = _Line({1: 0.0} | {n: _more(step[_decode(n)], step[Probe("encode", 1, n)]) for n in HEAD_BATCHES})
-    tokens = {n: _more(step[_decode(n)], head(n)) for n in BATCHES if n < SHORT}
+    tokens = {n: _more(step[_decode(n)], head(n)) for n in sizes.batches if n < SHORT}
     prompts = [point for point in step if point.kind == "encode" and point.length == SHORT]
-    sizes = {p.batch * SHORT: (_more(step[p], head(p.batch)), sum(times[p])) for p in prompts}
-    rest = _Line(tokens | _ever_cheaper(sizes))
+    larger = {p.batch * SHORT: (_more(step[p], head(p.batch)), sum(times[p])) for p in prompts}
+    rest = _Line(tokens | _ever_cheaper(larger))
     layer = LayerTimes(
         rest=rest.scaled(1 / spec.num_layers),
         encode_attention=_encode_attention(spec, times, rest),
-        decode_attention=_decode_attention(spec, step, rest, head),
+        decode_attention=_decode_attention(spec, sizes.batches, step, rest, head),
     )
     spread = [value / mean for point, mean in step.items() for value in times[point]]
     fitted = Profile(
@@ -254,9 +283,9 @@ def fit(
         engine_version=vllm_version,
         num_threads=computing_cores(cluster) if cluster.device.type == "cpu" else None,
         layers=(layer,),
-        embedding=Curve(points=(1, MAX_STEP_TOKENS), seconds=(0.0, 0.0)),
+        embedding=Curve(points=(1, sizes.step_tokens), seconds=(0.0, 0.0)),
         head=head.curve,
-        overhead=Curve(points=(1, max(BATCHES)), seconds=(0.0, 0.0)),
+        overhead=Curve(points=(1, sizes.batches[-1]), seconds=(0.0, 0.0)),
         spread=max(0.0, float(np.quantile(spread, 0.9)) - 1),
         provenance={"embedding": "in rest", "overhead": "in rest and head"},
     )
@@ -266,11 +295,13 @@ def fit(
     return fitted.but(provenance=fitted.provenance | {"mixed steps": difference})
 
 
-def _decode_attention(spec: ModelSpec, step: dict[Probe, float], rest: _Line, head: _Line) -> Surface:
+def _decode_attention(
+    spec: ModelSpec, batches: Sequence[int], step: dict[Probe, float], rest: _Line, head: _Line
+) -> Surface:
     """Return the decode attention of a layer."""
     decodes = [point for point in step if point.kind == "decode"]
     each = {(p.batch, p.length): _more(step[p], rest(p.batch) + head(p.batch)) / spec.num_layers for p in decodes}
-    return Surface.filled(each, BATCHES, [n for n in CONTEXTS if (1, n) in each])
+    return Surface.filled(each, batches, [n for n in CONTEXTS if (1, n) in each])
 
 
 def _encode_attention(spec: ModelSpec, times: dict[Probe, list[float]], rest: _Line) -> Surface:

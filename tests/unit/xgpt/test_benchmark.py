@@ -186,10 +186,8 @@ def test_what_others_took_of_the_cores_is_told_apart(
     assert waits.pace == pytest.approx(PACE, rel=1e-3)
     assert waits.share_of_steps == pytest.approx(1 / 40, rel=0.2)
     assert report.pace is not None and report.pace > 1.05 * PACE
-    assert (
-        f"({waits.seconds:.1f} s in all), other threads used the engine's cores; without these waits the steps took 40%"
-        in " ".join(render.bench_notes(report))
-    )
+    notes = " ".join(render.bench_notes(report))
+    assert "waited for cores that other threads used, and without these waits steps would have taken 40%" in notes
 
 
 def test_a_plan_is_measured_at_the_rate_that_it_promises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +221,7 @@ def test_saturated_the_drawn_requests_are_no_error_of_the_model(monkeypatch: pyt
         assert figure.error_at_pace == pytest.approx(0.0, abs=1e-3), figure.metric
     throughput = report.figure("throughput_rps")
     drawn = PACE * throughput.measured / throughput.predicted - 1
-    assert f"change throughput by {100 * drawn:+.1f}%" in " ".join(render.bench_notes(report))
+    assert f"changes throughput by {100 * drawn:+.1f}%" in " ".join(render.bench_notes(report))
     assert report.bound_kept is None  # it is one on requests that arrive
 
 
@@ -267,11 +265,11 @@ class Elsewhere(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self.say(b'{"data": [{"id": "m", "owned_by": "sglang"}]}')
+        self.say(json.dumps({"data": [{"id": "m", "owned_by": self.server.owner}]}).encode())
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        assert asked.get("stream_options") == {"include_usage": True}
+        self.server.asked.append(asked)
         events = [*map(json.dumps, self.server.events), "[DONE]"]
         self.say(b"".join(b"data: %s%s" % (event.encode(), self.server.end) for event in events))
 
@@ -285,16 +283,20 @@ class Elsewhere(BaseHTTPRequestHandler):
         pass
 
 
-def benched_at_url(events: list[dict[str, Any]], end: bytes = b"\n\n") -> UrlReport:
+def benched_at_url(
+    events: list[dict[str, Any]], end: bytes = b"\n\n", owner: str = "sglang", load: Load | None = None
+) -> tuple[UrlReport, list[dict[str, Any]]]:
+    """Return the report, and the requests that the endpoint got."""
+    asked: list[dict[str, Any]] = []
     with ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
-        server.events, server.end = events, end  # type: ignore[attr-defined]
+        server.events, server.end, server.owner, server.asked = events, end, owner, asked  # type: ignore[attr-defined]
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            report = bench(f"http://127.0.0.1:{server.server_port}", Load(2, concurrency=1)).report
+            report = bench(f"http://127.0.0.1:{server.server_port}", load or Load(2, concurrency=1)).report
         finally:
             server.shutdown()
     assert isinstance(report, UrlReport)
-    return report
+    return report, asked
 
 
 CHUNKS = [{"choices": [{"text": text}]} for text in ("", "a ", "b c", "d", "")]
@@ -314,10 +316,21 @@ def test_without_token_ids_chunks_of_text_count(
     events: list[dict[str, Any]], tokens_from: str, tokens: int, note: str, end: bytes
 ) -> None:
     """Servers other than vLLM and xgpt send no token ids, and some end lines with CR LF: both failed."""
-    report = benched_at_url(events, end)
+    report, asked = benched_at_url(events, end)
+    assert all(body["stream_options"] == {"include_usage": True} for body in asked)
     assert (report.num_requests, report.num_failed, report.tokens_from) == (2, 0, tokens_from)
     assert report.output_tokens_per_s / report.throughput_rps == pytest.approx(tokens)
     assert note in " ".join(map(str, render.url_report(report)[1:]))
+
+
+@pytest.mark.parametrize("owner", ["sglang", "vllm"])
+def test_an_engine_of_others_ends_each_output_where_the_workload_does(owner: str) -> None:
+    """A vLLM under its own scheduler was told only the longest output, so every output had that length."""
+    load = Load(24, concurrency=4)
+    _, asked = benched_at_url([{"choices": [{"text": "a", "token_ids": [1]}]}], owner=owner, load=load)
+    lengths = {body["max_tokens"] for body in asked}
+    assert len(lengths) > 8
+    assert all(body.get("ignore_eos", False) == (owner == "vllm") for body in asked)
 
 
 def test_an_answer_without_tokens_has_failed() -> None:

@@ -9,7 +9,7 @@ from xgpt.core.schema.step_log import StepRecord
 from xgpt.resolve import load_cluster, load_model
 from xprofiler import vllm
 from xprofiler.measurement_order import PASSES, in_passes
-from xprofiler.vllm import BESIDE_CONTEXT, NUM_DECODES, PIECES, SHORT, Probe
+from xprofiler.vllm import BESIDE_CONTEXT, CPU_SIZES, NUM_DECODES, SHORT, Probe, StepSizes
 from xsimulator.costs.step_cost import LaneCost, StepCounts
 from xsimulator.stages import whole
 
@@ -66,11 +66,11 @@ def log_of(jobs: list[Probe], num_slow: int, mixing: float = 1.0) -> list[StepRe
 
 def profile_of(spec: ModelSpec, mixing: float = 1.0) -> Profile:
     cluster = load_cluster("local")
-    once = vllm.points(spec.max_context, PIECES["cpu"])
+    once = vllm.points(spec.max_context, CPU_SIZES)
     jobs = in_passes(once, lambda point: point.step_tokens)
     assert len(jobs) < PASSES * len(once)  # long prompts are not in every pass
     times = vllm._times(log_of(jobs, num_slow=len(once), mixing=mixing), jobs)
-    return vllm.fit(spec, cluster, "float32", times, "0.32.0")
+    return vllm.fit(spec, cluster, "float32", CPU_SIZES, times, "0.32.0")
 
 
 def test_what_a_step_costs_is_read_off_the_log(spec: ModelSpec) -> None:
@@ -90,6 +90,16 @@ def test_what_a_step_costs_is_read_off_the_log(spec: ModelSpec) -> None:
     mixed = step_s([(256, 384, 0)], [512] * 6)
     assert mixed == pytest.approx(seconds([(256, 384)], [512] * 6), rel=0.01)
     assert profile.spread == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_gpu_is_measured_at_the_batches_of_a_server_if_their_keys_and_values_fit(spec: ModelSpec) -> None:
+    """Plans end at the profile's largest batch, and vLLM's own default is 256 requests or more."""
+    h100, a30 = load_cluster("h100x1"), load_cluster("a30x8")
+    assert StepSizes.of(load_model("llama-3.1-8b")[0], h100, "bfloat16") == vllm.GPU_SIZES
+    large = vllm.points(4096, StepSizes.of(load_model("llama-2-7b")[0], a30, "float16"))
+    at_once = max(p.batch * p.length for p in large if p.kind == "decode")
+    assert 8192 <= at_once < vllm.GPU_SIZES.cached_tokens
+    assert {p.batch for p in large if p.kind == "decode"} >= {1, 128}
 
 
 def test_a_profile_says_what_mixing_costs(spec: ModelSpec) -> None:
