@@ -427,5 +427,5 @@ def test_a_worker_that_dies_or_hangs_loses_no_token(workers, checkpoint, alone, 
         if step == 25:
             os.kill(workers.members[worker].hello.pid, getattr(signal, f"SIG{how}"))
 
-    workers._restarts.clear()
+    workers._budget._restarts.clear()
     assert check(workers, plan, alone(family), after_step=strike) == 2

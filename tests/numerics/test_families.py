@@ -41,7 +41,7 @@ HALF_TOLERANCE = 2e-2
 INT8_SIMILARITY = 0.98
 """Cosine of the logits in eight bits and in float32: these weights multiply errors more than trained ones."""
 
-FIRST_SHAPES = [next(name for name in CHECKPOINTS if name.startswith(family)) for family in FAMILIES]
+FIRST_SHAPES = [next(name for name in CHECKPOINTS if name.startswith(f"{family}-")) for family in FAMILIES]
 OTHER_SHAPES = [name for name in CHECKPOINTS if name not in FIRST_SHAPES]
 MAIN_FIRST = few([*FIRST_SHAPES, *OTHER_SHAPES], 3)
 EACH_FAMILY = few([*FIRST_SHAPES, *OTHER_SHAPES], len(FIRST_SHAPES))

@@ -348,9 +348,7 @@ class Arrivals(Objective):
         return found
 
     def _never_kept(self, kinds: tuple[str, ...]) -> InfeasibleError:
-        """Return the error for bounds that no plan keeps at any rate. It names the nearest bounds that some plan
-        keeps.
-        """
+        """Return the error for bounds that no plan keeps at any rate. It names the nearest bounds that one keeps."""
 
         def keeps(constraint: Constraint) -> bool:
             if not constraint.bounds_latency:

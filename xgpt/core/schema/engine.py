@@ -103,8 +103,9 @@ class EngineSpec(Frozen):
     expert_multiple: PositiveInt = 1
     """On each device, the width of an expert in MXFP4 is padded to a multiple of this number."""
     marlin_multiples: tuple[PositiveInt, PositiveInt] | None = None
-    """On devices older than Hopper and on GeForce, Marlin's kernels pad the hidden size to a multiple of the first
-    number and the width of an expert to a multiple of the second. None means the same as on other devices.
+    """On devices for which the engine has no kernels of its own for MXFP4, Marlin's kernels pad the hidden size to a
+    multiple of the first number, and the width of an expert to a multiple of the second. None means no other padding
+    than on other devices.
     """
     drops_windows: bool = False
     """Whether K/V outside the attention window of a layer is freed."""
