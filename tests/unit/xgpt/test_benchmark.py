@@ -186,8 +186,10 @@ def test_what_others_took_of_the_cores_is_told_apart(
     assert waits.pace == pytest.approx(PACE, rel=1e-3)
     assert waits.share_of_steps == pytest.approx(1 / 40, rel=0.2)
     assert report.pace is not None and report.pace > 1.05 * PACE
-    notes = " ".join(render.bench_notes(report))
-    assert "waited for cores that other threads used, and without these waits steps would have taken 40%" in notes
+    assert (
+        f"({waits.seconds:.1f} s in all) waited for cores that other threads used, "
+        "and without these waits steps would have taken 40%" in " ".join(render.bench_notes(report))
+    )
 
 
 def test_a_plan_is_measured_at_the_rate_that_it_promises(monkeypatch: pytest.MonkeyPatch) -> None:
