@@ -104,7 +104,7 @@ class Probe(NamedTuple):
         no limit, and for each request (prompt tokens, output tokens, whether K/V exist).
         """
         if self.kind == "decode":
-            return None, [(self.length - NUM_DECODES, NUM_DECODES + 1, True)] * self.batch
+            return None, [(self.length - NUM_DECODES - 1, NUM_DECODES + 1, True)] * self.batch
         if self.kind == "encode":
             return None, [(self.length, 2, False)] * self.batch
         steps = self.length // self.piece

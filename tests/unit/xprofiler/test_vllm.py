@@ -102,6 +102,13 @@ def test_a_gpu_is_measured_at_the_batches_of_a_server_if_their_keys_and_values_f
     assert {p.batch for p in large if p.kind == "decode"} >= {1, 128}
 
 
+@pytest.mark.parametrize("sizes", [CPU_SIZES, vllm.GPU_SIZES])
+def test_no_measured_request_is_longer_than_the_context(spec: ModelSpec, sizes: StepSizes) -> None:
+    """vLLM did not start for a model with a context of 2,048: the largest decode had 2,049 tokens."""
+    groups = [group for point in vllm.points(spec.max_context, sizes) for group in point.group[1]]
+    assert max(length + output for length, output, _ in groups) <= spec.max_context == 2048
+
+
 def test_a_profile_says_what_mixing_costs(spec: ModelSpec) -> None:
     def told(mixing: float) -> float:
         return float(profile_of(spec, mixing).provenance["mixed steps"].split()[0].rstrip("%"))
