@@ -50,7 +50,7 @@ PLACEMENTS, POINTS, TRIED = 3, 8, 3
 TIGHTER = (0.3, 0.08, 0.02)
 """Shares of a bound, tried in order until no plan keeps one of them."""
 MOST_SWEPT = 60
-"""Largest number of settings of a space of which all are simulated."""
+"""Largest space, as a number of settings, of which every setting is simulated."""
 
 
 @dataclass(frozen=True)

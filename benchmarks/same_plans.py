@@ -124,7 +124,7 @@ def _bound(bound_s: float | None) -> str:
 
 
 def text_of(make: Make) -> str:
-    """Return the plans as JSON without times, or the reason why there are none."""
+    """Return the plans as JSON without the search's duration, or the reason why there are none."""
     try:
         plans = make()
     except InfeasibleError as error:

@@ -13,7 +13,7 @@ from xgpt.core.trace_blocks import TracePrefixes
 from xgpt.core.workload import TraceLengths
 
 BLOCK = 16
-"""Tokens of a block, as in a K/V block, so that all shareable blocks count."""
+"""Number of tokens in a block, the same as in a K/V block, so that no shareable K/V block is missed."""
 
 
 class _Ids:
@@ -88,11 +88,11 @@ def shared_prompts(
     mean_input: float = 200.0,
     mean_output: float = 80.0,
 ) -> TraceLengths:
-    """Return requests of an agent's tools: one of several long prompts, followed by a question.
+    """Return requests of agents. Each prompt is one of several long shared prompts, followed by a question.
 
     Args:
         prompts: number of shared prompts. The probability of the n-th is proportional to n ** -exponent.
-        prompt_tokens: mean length of the shared prompts, which is exponential.
+        prompt_tokens: mean of the shared prompts' lengths, which are exponentially distributed.
     """
     ids = _Ids()
     shared = [ids.fresh(_length(prompt_tokens, rng) // BLOCK) for _ in range(prompts)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from xgpt.core.errors import InputError
 
 FEW_AHEAD = 8
-"""Number of draft tokens to which an acceptance that is given as a single share applies."""
+"""A single acceptance share applies to this many draft tokens."""
 SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
 """Matches a sample in a metrics page: name, labels and value."""
 VLLM = "vllm:spec_decode_num_"
@@ -20,7 +20,8 @@ def shares_of(given: float | tuple[float, ...] | str, tokens: int | None) -> tup
     """Return the shares of steps in which at least one draft token is accepted, at least two, and so on.
 
     Args:
-        given: the shares, the probability that a draft token is accepted if all earlier ones are, or a metrics page.
+        given: several shares; one probability, for a draft token whose predecessors were all accepted; or a metrics
+            page.
         tokens: number of draft tokens, or None if not known.
 
     Raises:

@@ -80,7 +80,7 @@ class Load:
             summarization.
         arrivals: the arrival process. None means a closed loop.
         stream: whether answers are streamed. A plan's figures come from the engine's log either way. A client that
-            reads token by token on the same machine makes decode steps on two cores a tenth longer.
+            reads token by token on the same machine lengthens decode steps on two cores by a tenth.
         concurrency: number of requests that are outstanding at an endpoint in a closed loop.
         ca_file: certificate authorities for an https endpoint (PEM). None means the system's.
     """
@@ -393,7 +393,9 @@ def _core_waits(
 
 
 def _claimed(plan: Plan, load: Load) -> dict[str, float]:
-    """Return the plan's own figures if the load is the plan's workload at saturation. Otherwise return none."""
+    """Return the plan's own figures if the load is the plan's workload at saturation. Otherwise return an empty
+    dictionary.
+    """
     if load.arrivals is not None or load.workload != plan.workload:
         return {}
     return {name: getattr(plan.estimate, name) for name in FIGURES}

@@ -272,8 +272,8 @@ class _Client:
         return result
 
     def _ending(self, request: ClientRequest) -> dict[str, Any]:
-        """Return the fields that tell the server after how many tokens to end the output. Only xgpt's own server can be
-        told without its schedule knowing: other servers get the number as the request's limit.
+        """Return the fields that tell the server after how many tokens to end the output. xgpt's own server hides this
+        number from its schedule. Other servers get it as the request's limit.
         """
         if self._model.owned_by == "xgpt":
             return {"output_length": request.output_length}

@@ -24,7 +24,7 @@ FRAMEWORKS = {"trtllm": "tensorrt-llm"}
 
 
 class DetectedCluster(Frozen):
-    """The content of a cluster file that means the machine that reads the file."""
+    """A cluster file that stands for the machine on which it is read."""
 
     name: Literal["local"]
     detect: Literal[True]

@@ -272,7 +272,7 @@ class Kernels:
         return float(params * np.maximum(loads * compute_s, hits * read_s).sum()) + 2 * self.efficiency.product_s
 
     def _per_weight(self, stored: Quantization | None) -> tuple[float, float]:
-        """Return two numbers of seconds for one weight: for its product with one token, and for reading it."""
+        """Return the seconds that one weight takes: to multiply it by one token, and to read it."""
         rate, size = self._rate, float(self.size)
         if stored is not None:
             size = min(size, stored.bytes_per_weight)

@@ -39,8 +39,8 @@ def latent_attention(
     tables: Tables, hidden: int, attention: Attention, t: int, dtype: str, slower: float
 ) -> tuple[Surface, Surface, Shapes] | None:
     """Return the seconds of latent attention for prompts and for decode, on one of t devices. The third item has the
-    sizes (n, k) of those matrix products before and after attention whose times the seconds do not include. Return None
-    if no table has these sizes.
+    sizes (n, k) of the matrix products around attention that the seconds leave out. Return None if no table has these
+    sizes.
 
     Raises:
         InputError: these sizes were not measured with this type of weights or K/V.

@@ -110,8 +110,8 @@ class Points:
     """The points at which a model is measured, within its context.
 
     Attributes:
-        encode, decode: (batch, length) of each measured attention call. These are the calls in the tables and the calls
-            in the steps.
+        encode, decode: (batch, length) of each measured attention call. They include the calls of the tables and of the
+            whole steps.
         steps: whole steps by their number of tokens. Up to the largest batch, they consist of short decodes. Larger
             ones consist of short prompts. Sequences are (tokens before, tokens now).
     """

@@ -28,8 +28,8 @@ _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def take_cores(part: int = 0, parts: int = 1) -> bool:
-    """Pin each of the caller's OpenMP threads to its own core, if all teams together have exactly as many threads as
-    this process may use cores. Otherwise change nothing, because other work may need a thread's core.
+    """Pin each of the caller's OpenMP threads to its own core, if the threads of all teams are exactly as many as the
+    cores that this process may use. Otherwise change nothing, because other work may need a thread's core.
 
     Threads and processes that the caller starts later inherit the caller's core.
 

@@ -48,7 +48,7 @@ llguidance's units, and the number of the lexer's states. Usual schemas need a t
 work takes 25 MiB, and adds 2 ms to a step for each output until it is refused. With llguidance's own limits it took 200
 MiB, and added 8 ms to every step."""
 KEPT_ANSWERS = 64
-"""Number of grammars of which the process remembers whether they are accepted."""
+"""Number of grammars for which the process remembers whether it accepts them."""
 
 UNFORCED = '\n%llguidance {"no_forcing": true}\n'
 """The last line of each grammar, which no earlier line can undo. Without it, llguidance computes after each token how

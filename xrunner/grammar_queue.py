@@ -36,11 +36,10 @@ class GrammarQueue:
     """Compiles the grammars of submitted requests in a thread, one after the other, and passes each request on when its
     grammar is compiled.
 
-    A grammar stays compiled until its last request has ended, even if that request is preempted in between. At most
-    `AHEAD_BYTES` of grammars are compiled for requests that have not begun. Further requests wait in this queue. The
-    next grammar comes from the account with the highest priority. Among accounts of equal priority, it comes from the
-    one with the shortest unused grammars relative to its share. (An unused grammar is compiled for requests that have
-    not begun.) An account without unused grammars does not wait for other accounts.
+    A grammar stays compiled until its last request has ended, even if that request is preempted in between. A grammar
+    is unused until one of its requests begins. At most `AHEAD_BYTES` of unused grammars are compiled, but each account
+    may always have one. Further requests wait in this queue. The next grammar comes from the account with the highest
+    priority or, among equals, from the one with the shortest unused grammars relative to its share.
 
     Any thread may call the methods.
 
@@ -129,8 +128,8 @@ class GrammarQueue:
         self._pass_on(generation)  # within the lock, so that no request is passed on after it was cancelled
 
     def _next(self) -> Generation | None:
-        """Return the request whose grammar to compile next, or None if no request waits, or if the compiled grammars of
-        requests that have not begun are too long.
+        """Return the request whose grammar to compile next. Return None if no request waits, or if the unused grammars
+        are too long.
         """
         ahead: Counter[str] = Counter()
         for grammar, compiled in self._compiled.items():

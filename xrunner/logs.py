@@ -109,7 +109,7 @@ def _short(value: object) -> object:
 
 
 class BackgroundHandler(logging.Handler):
-    """Writes lines to a file descriptor in its own thread, so that a pipe that is not read blocks no other thread.
+    """Writes lines to a file descriptor in its own thread, so that an unread pipe blocks no other thread.
 
     If `MAX_LINES` lines are waiting, further lines are lost, and a later line states how many were lost.
     """

@@ -102,7 +102,7 @@ class EncoderOutputs:
         self._num_taken_in = 0
 
     def read(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
-        """# [tokens of all prompts, hidden]"""
+        """Return a copy of the outputs. # [tokens of all prompts, hidden]"""
         return torch.cat([self._encoder_outputs[request.id] for request in requests]).cpu()
 
     def write(self, piece: Piece, requests: Sequence[Moving], received: Tensor) -> None:
@@ -126,7 +126,7 @@ class CachePart:
         self._part = part
 
     def read(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
-        """# [layers, 2 or 1, blocks, heads, block_size, head_dim]"""
+        """Return a copy of the blocks. # [layers, 2 or 1, blocks, heads, block_size, head_dim]"""
         heads = self._heads(piece)
         index = self._index(requests)
         layers = [layer[:, index, heads] for layer in self._layers(piece)]

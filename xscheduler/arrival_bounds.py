@@ -77,7 +77,7 @@ SHIFT_BISECTIONS = 14
 
 
 def loosened(constraint: Constraint, lengths: Lengths) -> Constraint:
-    """Return bounds so loose that a saturated engine keeps them if arriving requests keep `constraint` at some rate.
+    """Return looser bounds, which a saturated engine keeps whenever arriving requests keep `constraint` at some rate.
 
     A bound is removed if no finite loosening is enough.
     """
@@ -171,7 +171,7 @@ class Waits:
         return float(1 - kept @ self._shares)
 
     def _left(self, waits: Array) -> float:
-        """Return the largest share of the bound that decoding may take if enough requests are to keep the bound."""
+        """Return the largest share of the bound that decoding may take while enough requests keep the bound."""
         if self._bound_s == inf:
             return 1.0
         if not self._longest:

@@ -242,8 +242,8 @@ class _Spaces(NamedTuple):
 class _Predictors:
     """Builds the predictors of placements. Placements with the same lanes share their predictors.
 
-    This object refers neither to spaces nor to a scheduler, so that there are no reference cycles whose garbage
-    collection would interrupt a later search.
+    This object refers to no space and no scheduler, since collecting such reference cycles would interrupt a later
+    search.
 
     Attributes:
         floor: the profile with lower tables.

@@ -29,7 +29,7 @@ def plan_of(
     settings: PolicySettings,
     certificate: SearchCertificate,
 ) -> Plan:
-    """Return the plan of one point of a space.
+    """Return the plan for one point of a search space, which is a choice of settings.
 
     Args:
         values: the point's predictions by name. The throughput includes all replicas.

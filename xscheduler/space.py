@@ -42,7 +42,7 @@ UNCUT = "an encoder reads a prompt whole, so its prompts cannot be cut in chunks
 
 
 def runnable(kinds: Iterable[str], model: ModelSpec, speculation: Speculation | None = None) -> tuple[str, ...]:
-    """Return those of `kinds` under which the model can run. Policies that cut prompts are left out if the model
+    """Return the policies in `kinds` under which the model can run. Policies that cut prompts are left out if the model
     has an encoder (see `UNCUT`), and policies without speculative decoding if `speculation` is given.
     """
     able = (kind for kind in kinds if not (CHOICES[kind].cuts_prompts and model.is_encoder_decoder))

@@ -28,7 +28,7 @@ Array = npt.NDArray[np.float64]
 PARTS = StepParts._fields
 MIN_STEPS = 50
 PRIOR = 0.001
-"""Weight in the fit of a factor's distance from 1. The steps' relative errors have weight 1 together."""
+"""Weight of a factor's distance from 1 in the fit, in which the relative errors of all steps together have weight 1."""
 LEAST, MOST = 0.2, 5.0
 OUTLIER = 4.0
 """A step is an outlier if its error differs from the median error by more than this number of median deviations."""

@@ -31,9 +31,9 @@ LEAST_REQUESTS = 2000
 """Least number of requests that are measured."""
 LEAST_WARM_UP = 128
 LIFETIMES = 4
-"""At saturation, the warm-up lasts one span, and as many requests are measured as arrive in this number of spans, or
-more. A span is the shorter of two times: the latency bound, and the time that a request takes just below saturation,
-waiting included. If the bound is longer than the second, the rate equals saturated throughput to within `PRECISION`.
+"""At saturation, requests are measured for at least this number of spans, after a warm-up of one span. A span is the
+latency bound or, if shorter, a request's time just below saturation, waiting included. If the bound is longer than this
+time, the rate equals saturated throughput to within `PRECISION`.
 """
 PRECISION = 0.02
 """Relative precision of the highest rate."""

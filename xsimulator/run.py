@@ -303,7 +303,7 @@ def request_latencies(
     time.
 
     Args:
-        at_once: whether the first requests begin at the start of their outputs all the same.
+        at_once: whether the first requests nevertheless begin at the start of their outputs.
 
     Raises:
         InputError: a request of the workload can never fit into the plan's K/V memory.
@@ -483,7 +483,7 @@ def run_requests(
         clients: number of clients that send the requests in a closed loop. None means that requests arrive at their own
             times.
         trace: the requests. Without times, all requests arrive at the start. If the plan expects reuse but the trace
-            has no prefixes, all prompts begin with the same tokens. These are the planned share of each prompt.
+            has no prefixes, the planned share of each prompt is a common prefix.
     """
     schedule = policies.build(plan)
     size = plan.block_size

@@ -152,7 +152,7 @@ class Served:
 
     @property
     def starts(self) -> list[list[int]]:
-        """The workers' process ids for each time that they were ready."""
+        """The workers' process ids, once for each time when all workers were ready."""
         found = []
         for line in list(self.lines):
             if '"workers are ready"' in line:

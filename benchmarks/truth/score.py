@@ -108,7 +108,7 @@ def coverage(rows: list[Row], seed: int) -> str:
 
 
 def plot(rows: list[Row]) -> str:
-    """Return a picture of predicted over measured values on logarithmic scales, with a colour for each source."""
+    """Return an SVG picture of predicted over measured values on logarithmic scales, with a colour for each source."""
     points = [
         (row.source, quantity, row.measured[quantity], value)
         for row in rows

@@ -188,8 +188,8 @@ def _published(fleet: FleetPlan, request: AutoscaleRequest) -> Iterator[_Metrics
 
 
 def began_at(clock_s: float, day_begins: str | None) -> float:
-    """Return the start of the planned day, in seconds on the clock of `clock_s` (UTC). It is the last time at which the
-    time of day was `day_begins`, or now if that is None.
+    """Return the start of the planned day, in seconds on the clock of `clock_s` (UTC): the last time at which the time
+    of day was `day_begins`, or now if that is None.
 
     Args:
         day_begins: a time of day, as HH:MM.
@@ -202,8 +202,8 @@ def began_at(clock_s: float, day_begins: str | None) -> float:
 
 
 def device_limits(fleet: FleetPlan) -> list[DeviceLimit]:
-    """Return a list with the limit on the devices that replicas on this machine may use together. It is empty if none
-    runs here.
+    """Return the limit on how many of this machine's devices the replicas use together, as a list. It is empty if no
+    replica runs here.
     """
     local = [number for number, kind in enumerate(fleet.kinds) if kind.plan.cluster.is_local]
     if not local:

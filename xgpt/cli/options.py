@@ -157,7 +157,7 @@ def fields_as_options(text: str, flags: dict[str, str]) -> str:
 
 
 def given() -> dict[str, Any]:
-    """Return the values of those request fields that the running command's user has given, by name."""
+    """Return the values that the user gave for request fields of the running command, by name."""
     context = click.get_current_context()
     options = [param.name for param in context.command.params if isinstance(param, RequestOption)]
     default = click.core.ParameterSource.DEFAULT
@@ -177,7 +177,7 @@ def _names(kind: ConfigKind) -> Callable[[click.Context, click.Parameter, str], 
 
 
 def _is_bounded(context: click.Context, option: click.Parameter, bound_s: float | None) -> float | None:
-    """Return the latency bound, after checking that there is some bound. (click handles missing options last.)"""
+    """Return the latency bound, after checking that there is some bound. (click reports missing options last.)"""
     parts = (context.params.get(name) for name in ("ttft_s", "tpot_s"))
     is_given = context.get_parameter_source("latency_bound_s") is not click.core.ParameterSource.DEFAULT
     if not (is_given or context.resilient_parsing) and all(part is None for part in parts):
@@ -188,7 +188,7 @@ def _is_bounded(context: click.Context, option: click.Parameter, bound_s: float 
 
 
 def refuse_idle(names: Collection[str], accepted: str) -> None:
-    """Raise an error if options of the running command were given that would have no effect.
+    """Raise an error if the user gave options of the running command that would have no effect.
 
     Args:
         accepted: end of the error message, which states what the options need.

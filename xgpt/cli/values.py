@@ -135,7 +135,7 @@ def devices_of_each(value: str) -> int | dict[str, int]:
 
 
 def held(value: str) -> tuple[str, int]:
-    """Return a control variable and its value, given as NAME=N, as a pair."""
+    """Return the control variable and the value in NAME=N."""
     name, _, text = (part.strip() for part in value.partition("="))
     try:
         number = whole(text)

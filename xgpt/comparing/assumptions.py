@@ -44,7 +44,7 @@ class Assumption(NamedTuple):
 
 
 def assumptions(workload: Workload, trace: TraceLengths | None) -> list[Assumption]:
-    """Return other assumptions, of which each differs from the plan's assumptions in one way."""
+    """Return alternative assumptions. Each differs from the plan's in one way."""
     varied = [
         Assumption(f"mixed steps slow decodes by {100 * abs(change):.0f} percentage points {word}", mixing=change)
         for change, word in zip(MIXING, ("less", "more"), strict=True)

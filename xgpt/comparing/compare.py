@@ -204,8 +204,8 @@ def _what_holds(plans: dict[str, Plan], gains: dict[str, RangeOutput], kind: str
 
 
 def engine_name(current: CurrentEngine) -> str:
-    """Return the name of the shipped engine that is closest to the deployment's. It is the newest version that is not
-    newer than the deployment's or, if there is none, the oldest version.
+    """Return the name of the shipped engine that is closest to the deployment's. This is the newest version up to the
+    deployment's or, if there is none, the oldest version.
     """
     if current.version is None:
         return load_engine(current.framework).name

@@ -1,7 +1,7 @@
 """Choose where numba stores compiled code: in the user's cache, in a directory for each state of the sources.
 
 By default, numba stores compiled code next to the source, and checks only whether the function's own file has changed.
-So if a function calls another one in a different file, and that file changes, the old compiled code would stay in use.
+So if a called function in another file changes, the old compiled code would stay in use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from xgpt.core.io import cache_dir
 ROOMS = ("xrunner/cpu", "xsimulator/counts", "xsimulator/costs")
 """Folders whose functions are compiled."""
 KEPT_S = 30 * 86400.0
-"""Age, in seconds, at which directories for other states of the sources are deleted."""
+"""Directories for other states of the sources are deleted at this age, in seconds."""
 
 
 LOCATORS = "xgpt.core.compiled_files.Locator,InTreeCacheLocator,UserWideCacheLocator,IPythonCacheLocator"

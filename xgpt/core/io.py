@@ -55,10 +55,10 @@ FILES = (".yaml", ".yml", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".txt", 
 
 
 def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
-    """Return the file for a name on the command line. The name is that of a shipped config, or it is a path.
+    """Return the file for a name on the command line. The name is a shipped config's, or a path.
 
     Args:
-        field: the argument that gave the name, for errors. None means the argument that is named like the kind.
+        field: the argument that gave the name, for errors. None means that the argument has the kind's name.
 
     Raises:
         InputError: neither a config nor a file has this name. The message lists the shipped configs.

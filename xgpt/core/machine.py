@@ -17,7 +17,7 @@ LOOPBACK = Link(bandwidth_bytes_per_s=2e9, latency_s=50e-6)
 """Link between processes of one machine over Gloo. The figures are orders of magnitude, since there is no datasheet."""
 
 GRACE_HOPPER = {"gh200-480gb": "gh200-96gb", "gh200-144g-hbm3e": "gh200-144gb"}
-"""Names of configs by the names that drivers report. Listed are names that are abbreviated or that state the CPU's
+"""Names of configs by the names that drivers report. The table lists abbreviated names, and names that state the CPU's
 memory.
 """
 

@@ -37,7 +37,7 @@ class OutputFile:
         self._field, self._force, self._inputs = field, force, tuple(inputs)
 
     def check(self, text: str | None = None) -> None:
-        """Raise an error if the file cannot be written, or is the user's. Call this before long work.
+        """Raise an error if the file cannot be written, or belongs to the user. Call this before long work.
 
         Args:
             text: the text to write, if known. A file with exactly this text may be replaced.

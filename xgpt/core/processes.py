@@ -15,7 +15,7 @@ from threading import Event, current_thread, main_thread
 
 PR_SET_PDEATHSIG = 1
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
-"""Looked up at import: between fork and exec, no lock may be taken, since another thread might have held it."""
+"""Looked up at import: a look-up takes a lock, which another thread might hold at a fork."""
 
 
 def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIGKILL) -> None:

@@ -16,8 +16,8 @@ from xgpt.observation.reuse import Common, ReuseWindow, changed, observed_reuse,
 from xgpt.observation.windows import CERTAIN, ChangeDetector, Goodput, LengthWindow, Sample, Seen, observe
 
 LOOK_EVERY = 16
-"""Number of ended requests, or half the number of arrivals, after which request lengths are examined again. Arrivals
-count too, since few requests end under overload.
+"""Request lengths are examined again after this many ended requests, or twice as many arrivals. Arrivals count too,
+since few requests end under overload.
 """
 LOOK_INTERVAL_S = 0.5
 """Shortest time between two examinations."""
@@ -63,8 +63,8 @@ def differs(slowdown: float, other: float, spread: float) -> bool:
 
 
 def slowdown_to_plan_with(profile: ProfileRef, measured: float | None) -> float:
-    """Return the slowdown with which to plan. It is the measured slowdown if this is known and differs from the plan's.
-    Otherwise it is the plan's.
+    """Return the slowdown with which to plan: the measured one if it is known and differs from the plan's, else the
+    plan's.
     """
     if measured is None or not differs(measured, profile.slowdown, profile.spread):
         return profile.slowdown

@@ -250,7 +250,7 @@ class RemoteEngine:
         return self._resumes
 
     def repeats(self, generation: Generation) -> bool:
-        """Return True, since tokens depend only on the request."""
+        """Return True: the same request always gets the same tokens."""
         return True
 
     def submit(self, generation: Generation) -> None:

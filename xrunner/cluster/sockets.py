@@ -20,9 +20,9 @@ import zmq
 from xgpt.core.errors import MachineError
 
 CONTROL_BYTES = 1 << 20
-"""Largest message that the engine's process accepts on its control socket."""
+"""Largest message that the engine's process accepts on its control socket, in bytes."""
 DATA_BYTES = 256 << 20
-"""Largest message with a step's requests, or its tokens and their log probabilities."""
+"""Largest message, in bytes, that carries a step's requests or its results (tokens and log probabilities)."""
 HANDSHAKE_S = 10
 """Time in which a peer must have proved that it has the secret."""
 WAKEUP_BYTES = 4096

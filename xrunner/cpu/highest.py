@@ -60,7 +60,7 @@ class Screen:
         self._rest = self._left = 0
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """Return sums in which each row's argmax is that of the float32 sums. Other sums of the row may be wrong, but
+        """Return sums whose argmax in each row equals that of the float32 sums. Other sums of the row may be wrong, but
         are never higher.
 
         # float32 [rows, in] -> [rows, out]

@@ -124,7 +124,7 @@ _ROUND = compiled(_round, fastmath={"contract"})
 
 
 def _run(rows: np.ndarray, panels: np.ndarray, packed: Any, y: np.ndarray) -> None:
-    """# packed: scales of rows and of outputs, bias"""
+    """Compute all outputs. # packed: scales of rows and of outputs, bias"""
     count = num_threads()
     # Allocated here: compiled code would free an array once it has taken its address.
     scratch = np.empty((count, SCRATCH), dtype=np.uint8)

@@ -186,7 +186,9 @@ def _block_depth(depth: int) -> int:
 
 
 def _run(x: np.ndarray, packed: Any, y: np.ndarray, block: int, how: tuple[bool, int]) -> None:
-    """# packed: panels, initial sums, scales of outputs, bias; how: whether outputs are gated, and the kind"""
+    """Compute all outputs. # packed: panels, initial sums, scales of outputs, bias; how: whether outputs are gated, and
+    the kind
+    """
     inputs, count = (x, _NO_SCALES), num_threads()
     if count == 1:
         _multiply_all(inputs, packed, y, block, how)

@@ -590,8 +590,6 @@ def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, asks_
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _ask_values(context, space, count, first, last):
-    """Prefetch a part of the next piece's values: the fraction that dimensions `first` to `last` are of a head's
-    dimensions.
-    """
+    """Prefetch a part of the next piece's values: from fraction first / head_dim to fraction last / head_dim."""
     begin, end = count * first // context.head_dim, count * last // context.head_dim
     ask(context, space.soon, begin, end, context.to_values)

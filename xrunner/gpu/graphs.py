@@ -99,8 +99,8 @@ def size_of(count: int, sizes: tuple[int, ...]) -> int:
 
 
 class _Captured:
-    """Steps captured in several sizes. They consist either only of decodes or of any sequences, and read their batch at
-    fixed addresses.
+    """Steps captured in several sizes. Either all consist only of decodes, or they may have any sequences. They read
+    their batch at fixed addresses.
 
     Padding rows decode the first token of the last block. K/V of tokens that belong to no sequence are written there,
     too.

@@ -38,7 +38,7 @@ class DecoderLayer(nn.Module):
         self.mlp_result_norm = norm() if norms_results else nn.Identity()
 
     def forward(self, hidden: Tensor, batch: Batch, attend: Attend, rows: Tensor | None = None) -> Tensor:
-        """# [tokens, hidden], int64 [wanted] -> [wanted, hidden]
+        """Run the layer. # [tokens, hidden], int64 [wanted] -> [wanted, hidden]
 
         Args:
             rows: tokens whose outputs are needed. For the others, only keys and values are computed. None means all
@@ -199,7 +199,7 @@ class DecoderModel(Model):
         self.final_norm = self._norm(empty)
 
     def embed(self, batch: Batch) -> Tensor:
-        """# [tokens, hidden]"""
+        """Return the tokens' embeddings. # [tokens, hidden]"""
         return self.token_embedding(batch.token_ids)
 
     def head(self, hidden: Tensor, *, highest_only: bool = False, added: Tensor | None = None) -> Tensor:

@@ -30,7 +30,9 @@ class Attend(Protocol):
     """Computes the attention of one layer in one step, and owns the layer's keys and values."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scoring: Scoring) -> Tensor:
-        """# q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads * dim]"""
+        """Return the attention of each query. # q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens,
+        heads * dim]
+        """
 
 
 def parameter(tensor: Tensor) -> nn.Parameter:
@@ -96,7 +98,7 @@ class Head(Linear):
             self._highest = pack_highest(weight.data, self._packed, layouts)
 
     def forward(self, x: Tensor, *, highest_only: bool = False, added: Tensor | None = None) -> Tensor:
-        """# [rows, in] -> [rows, vocab]
+        """Return the logits. # [rows, in] -> [rows, vocab]
 
         Args:
             highest_only: whether only the highest logit of each row must be right. No other logit may be above it.
@@ -358,7 +360,9 @@ class CrossAttention(nn.Module):
         return self.out(attend(q, k, v, scoring=UNSCALED))
 
     def keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """# [encoder tokens, hidden] -> two of [encoder tokens, heads, dim]"""
+        """Return the keys and values of the encoder's output. # [encoder tokens, hidden] -> two of [encoder tokens,
+        heads, dim]
+        """
         k, v = self.kv(memory).unflatten(-1, (-1, self.head_dim)).chunk(2, dim=1)
         return k, v
 

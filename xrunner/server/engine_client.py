@@ -47,9 +47,7 @@ come. Tokens arrive one at a time. If the output is held back, they arrive all t
 
 
 class Promise(NamedTuple):
-    """Two numbers of seconds for a request: the estimate of `answer_s`, and the promised time of the answer, counted
-    from submission.
-    """
+    """Seconds from a request's submission to its answer: the estimate of `answer_s`, and the promised time."""
 
     expected_s: float
     promised_s: float

@@ -139,8 +139,8 @@ class Branch:
         return bound.throughput
 
     def _left(self, rate: float, waits: Waits | None) -> Array:
-        """Return, for each token budget, an upper bound on the share of the latency bound that remains after the waits
-        at a rate.
+        """Return, for each token budget, the largest share of the latency bound that can remain after waiting at a
+        rate.
         """
         of_one = rate / self.space.placement.replicas
         if waits is not None and self.in_steps:

@@ -25,7 +25,7 @@ from xscheduler.problem import Problem
 from xsimulator.lengths import reused_at
 
 STEPS = 4
-"""Number of cache sizes that are chosen so that the cached share grows by equal amounts from each to the next."""
+"""Number of cache sizes, chosen so that the cached share grows by equal amounts."""
 SHARES = (0.5, 0.65, 0.8, 0.9, 0.95)
 """Further cache sizes to try, as shares of the K/V memory."""
 BOUND = "the best of any division of memory between running requests and cached prompts"
@@ -42,8 +42,7 @@ PlanEach = Callable[[Problem], dict[str, Plan]]
 def with_reuse(
     plan_each: PlanEach, problem: Problem, trace: TraceLengths | None, plans: dict[str, Plan]
 ) -> dict[str, Plan]:
-    """Return each policy's best plan, the best of all first. It is the given plan, or a better plan that relies on
-    reuse.
+    """Return each policy's best plan, the best of all first: the given plan, or a better one that relies on reuse.
 
     A plan with reuse has one replica, or as many as the best plan without reuse. Each replica then gets the requests
     that are routed to it.
@@ -115,8 +114,8 @@ def _divisions(problem: Problem, trace: TraceLengths, best: Plan) -> list[_Divis
 
 
 def _consistent(plan_each: PlanEach, division: _Division, best: Plan) -> dict[str, Plan]:
-    """Return each policy's best plan. Its assumed reuse is what remains possible while the plan's own number of
-    requests runs.
+    """Return each policy's best plan. It assumes only the reuse that its own number of running requests leaves
+    possible.
 
     This number matters at saturation, where a conversation's next prompt may enter before the previous answer has
     ended.

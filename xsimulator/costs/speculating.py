@@ -1,4 +1,4 @@
-"""Convert a profile so that it predicts speculative decoding, per token that a request gets.
+"""Convert a profile for speculative decoding, so that one step gives each request one token on average.
 
 A decode step of b requests, each with k drafted tokens, sends (1 + k) b tokens through the model once, and b tokens
 through the draft k times. Each request gets T = `Speculation.tokens_per_step` tokens on average. All other code counts

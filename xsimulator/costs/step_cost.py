@@ -41,7 +41,8 @@ class LaneCost:
     Args:
         degrees: the profile's tables, which several lanes may share. None means that the tables are computed here.
         engine: the engine that runs the steps. None means an engine of which only the profile is known.
-        is_floor: whether `profile` has lower tables. Closed forms then count the cost of mixing for one decode only.
+        is_floor: whether the tables of `profile` are lower bounds (`xscheduler.lower_tables`). Closed forms then count
+            the cost of mixing for one decode only.
 
     Attributes:
         mixing: extra time of a mixed step, as a share of the time of a step with only its decodes.
@@ -370,7 +371,7 @@ class _DecodeSteps:
 
 def _ragged(grid: Grid, pieces: Sequence[tuple[int, int, int]]) -> float:
     """Return the seconds of attention for prompt pieces [start, end). Each of n pieces counts as 1 / n of the time of n
-    pieces of its kind.
+    equal pieces.
     """
     count, at = len(pieces), grid.at
     seconds = 0.0

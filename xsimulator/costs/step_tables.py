@@ -208,8 +208,8 @@ def layer_of(t, group, step, pieces, found):
 
 @helper
 def prompts_s(t, grid, pieces, step):
-    """Return the seconds of attention for prompt pieces. Each of n pieces counts as 1 / n of the time of n pieces of
-    its kind.
+    """Return the seconds of attention for prompt pieces. Each of n pieces counts as 1 / n of the time of n equal
+    pieces.
     """
     count, seconds = step.last_piece - step.first_piece, 0.0
     for i in range(step.first_piece, step.last_piece):

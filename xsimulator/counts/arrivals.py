@@ -43,7 +43,7 @@ REQUEST = np.dtype(
 - input, output, most, cached: numbers of tokens. Memory is reserved for `most` output tokens. tokens: see `Stream`.
 - arrival_ns, first_ns, end_ns: times of its arrival, first token and last token, or NONE before that.
 - encoded: number of prompt tokens encoded so far.
-- after: the next request of the micro-batch that is not completely encoded.
+- after: the next request in its micro-batch's list of prompts to encode.
 - ends_with: the next request that ends in the same iteration.
 - admitted_ns: start of the step that begins to encode its prompt.
 - admitted_step, first_step, last_step: numbers of the settled steps that began to encode its prompt and that computed
@@ -74,7 +74,7 @@ BATCH = np.dtype(
 - phase, since_encode, credit: as in the scheduling rule.
 - num_encoding, first, last: number of requests whose prompts are not encoded yet, and the first and last of them.
 - waited: number of steps for which prompts have waited for more prompts.
-- num_issued: how many of these prompts are in running steps. unissued: the first prompt that is in no step yet.
+- num_issued: how many prompts of this list are in running steps. unissued: the first prompt that is in no step yet.
 """
 
 STEP = np.dtype(

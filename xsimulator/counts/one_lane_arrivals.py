@@ -191,7 +191,7 @@ def is_phase_over(batch):
 
 @helper
 def may_encode(s, lane, number):
-    """Return whether a phase may begin. The phases of all micro-batches begin together."""
+    """Return whether a micro-batch may begin a phase. Under rra, all micro-batches begin their phases together."""
     if len(s.batches) == 1 or lane.mix or lane.refills:
         return True
     for i in range(len(s.batches)):

@@ -25,7 +25,7 @@ FORECASTS: dict[str, Forecast[Any]] = {
 """The forecast of every policy, in the order of printed tables."""
 
 CHOICES: ChainMap[str, Forecast[Any]] = ChainMap(FORECASTS, {"waa-c": Waa("compute"), "waa-m": Waa("memory")})
-"""By name: the choices for planning, which are policies, and policies restricted to some placements."""
+"""By name: the choices for planning. Each is a policy, or a policy restricted to some placements."""
 
 
 TUNED: dict[str, Any] = {"slack": "chunked"}

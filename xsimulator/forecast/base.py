@@ -160,7 +160,7 @@ class Forecast(ABC, Generic[M]):
         which corner is fastest.
 
         Args:
-            model: the model with the lower tables.
+            model: the model with the lower tables, whose times are lower bounds.
             low, high: predictions for each box's corner with the lowest values, and for the corner with the highest
                 values.
             floor: predictions for the lowest corners with the lower tables.
@@ -171,7 +171,7 @@ class Forecast(ABC, Generic[M]):
     def box_latencies(
         self, model: M, lesser: Callable[[], Performance], floor: Performance, corners: int, microbatches: float
     ) -> tuple[Array, Array, Array] | None:
-        """Return lower bounds on latency, TTFT and TPOT of each box.
+        """Return lower bounds on latency, TTFT and TPOT of each box, which is a range of settings.
 
         Return None if these bounds are the predictions for the box's slow corner.
 
@@ -245,7 +245,5 @@ def stack(size: int, parts: list[tuple[Any, Performance]]) -> Performance:
 
 
 def upper_deviate(share: npt.ArrayLike) -> Array:
-    """Return the standard normal deviate at which the 99th percentile of all gaps lies among the longest `share` of the
-    gaps.
-    """
+    """Return the 99th percentile of all gaps as a standard normal deviate within the longest `share` of the gaps."""
     return ndtri(np.minimum(np.maximum(1 - 0.01 / np.maximum(share, 1e-9), 0.02), 0.99))

@@ -181,6 +181,6 @@ class Waiting:
         self.limit = limit
 
     def __call__(self, rate: Array) -> Array:
-        """# [n, grid] -> [n, grid]"""
+        """Return the number of free slots at each rate. # [n, grid] -> [n, grid]"""
         free = np.maximum(self.limit[:, None] / np.maximum(rate, 1e-9) - 1, 1e-9)
         return rate * self._seconds * np.exp(self._calm * free) / free

@@ -79,9 +79,7 @@ class _Mix(NamedTuple):
     busy: Array
     """Share of steps that encode."""
     others_busy: Array
-    """Share of steps that encode, among the steps in which a given request decodes. The request's own slot then has no
-    prompt.
-    """
+    """Share of steps that encode while a given request decodes. This request's slot then supplies no prompt."""
     requests: Array
     tokens: Array
     """Mean number of prompts (`requests`) and of prompt tokens in a busy step."""
@@ -201,9 +199,8 @@ class Mixes:
         first, then values for steps with several.
 
         For any `room`, the values have the same mean tokens and mean prompts as a busy step. So a cost that is linear
-        in tokens and prompts is exact, and only the curvature of tables causes errors. To achieve this, tokens that do
-        not fit in one value and move to another take their prompts with them. If they took the other value's ratio of
-        prompts to tokens instead, prompts would be counted several times, and throughput would be underestimated.
+        in tokens and prompts is exact, and only the curvature of tables causes errors. Tokens that do not fit in one
+        value move to another one together with their prompts.
 
         Args:
             requests, tokens: mean number of prompts and of prompt tokens in a busy step.
@@ -262,8 +259,8 @@ class Mixes:
         return self._at(low + width * np.minimum(np.maximum(share, 0.0), 1.0), budget, others)
 
     def _share_of_others(self, rate: Array, max_batch: Array, budget: Array) -> Array:
-        """Return the rate of prompts with one slot less, relative to the rate with all slots. This lower rate applies
-        in steps in which a given request decodes, since the request's own slot has no prompt.
+        """Return the rate of prompts with one slot fewer, divided by the rate with all slots. While a given request
+        decodes, its slot supplies no prompt, so the lower rate applies.
 
         The ratio is at least the other slots' share of all slots. Two secant steps suffice, since the number of slots
         is a convex function of the rate.

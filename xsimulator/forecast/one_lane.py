@@ -49,8 +49,9 @@ class OneLaneModel:
 
     @cached_property
     def encode_table(self) -> Table:
-        """Seconds of a step that only encodes whole prompts, by number of prompts: on each kind of stage, through all
-        stages, and from each end of a run of equal stages on, with hops and without hops.
+        """Seconds of a step that only encodes whole prompts, by number of prompts. The functions are, in order: without
+        hops, on each kind of stage; with hops, through all stages, and from each end of a run of equal stages on; and
+        the last ones without hops.
         """
         hop, alone = self.lane.hop, self.lane.encode(self.lengths)
         whole = alone + Table(hop.points / self.lengths.mean_input, hop.values)
@@ -60,8 +61,8 @@ class OneLaneModel:
 
     @cached_property
     def decode_table(self) -> ContextTable:
-        """Seconds of a step that only decodes, by number of requests and their context: on each kind of stage, through
-        all stages, and on each kind including the hop to it. # 2 kinds + 1 functions
+        """Seconds of a step that only decodes, by number of requests and their context: without hops on each kind of
+        stage, with hops through all stages, and with hops on each kind. # 2 kinds + 1 functions
         """
         lane, longest = self.lane, len(self.lengths.survival) + 1
         contexts = lane.contexts_between(self.self_context, self.self_context + longest)

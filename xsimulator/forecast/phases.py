@@ -23,7 +23,7 @@ MOST_SEGMENTS = 12
 
 
 class PhaseColumns(NamedTuple):
-    """The phases of candidates, with iterations grouped into a few segments. # [n, segments], and [n] from boundary on
+    """The phases of candidates, with iterations grouped into a few segments. # [n, segments], or [n] from `boundary` on
 
     A phase with fewer segments repeats its last segment with weight 0.
     """

@@ -77,8 +77,8 @@ class LeastSteps:
         met: seconds of such a mixed step in which a given request decodes. Its slot has no prompt, so only m - 1
             requests are replaced.
         passing: seconds in which a step that only decodes goes through all stages and hops. # [placements, 1, m]
-        steady, steady_passing: as `decode` and `passing`, if every step decodes m requests. Those two assume only that
-            steps decode m requests on average.
+        steady, steady_passing: as `decode` and `passing`, if every step decodes m requests. The other two assume only
+            that steps decode m requests on average.
         first: seconds of a step that only decodes, on the first stage. # [placements, m]
         encode_each: a prompt's share of the seconds of the largest step, on each kind of stage. # [placements, kinds]
         encode_lane: the same share, on the lane that encodes. # [placements, kinds]

@@ -30,8 +30,8 @@ from xsimulator.forecast.waa_lanes import DecodeLane, EncodeLane
 from xsimulator.lengths import Lengths
 
 FEW_BATCHES = 4
-"""The closed form may predict too low a throughput if fewer encode batches than this fit under the cap. A batch is
-counted with one request more.
+"""The closed form may predict too low a throughput if the cap is below this many encode batches, each with one request
+more.
 """
 Bools = npt.NDArray[np.bool_]
 
@@ -178,7 +178,8 @@ class TwoLaneModel:
         The result is interpolated within a segment of the last division, so it is slightly too low.
 
         Args:
-            never_waits: whether no slot is counted as free, so that the result is an upper bound (Little's law).
+            never_waits: for which candidates requests count as never waiting, so that the result is an upper bound
+                (Little's law).
         """
         mean_decodes = max(self.mean_decodes, 1e-9)
         rate = lanes.decoding / (mean_decodes * lanes.rounds)

@@ -192,7 +192,8 @@ class Queue:
         return expired
 
     def fill_row(self, row_tokens: int, *, goes_on: bool = False) -> list[Request]:
-        """Remove and return, in order, the next requests whose prompts together fit in a row of `row_tokens` tokens.
+        """Remove and return, in order, the next requests whose prompts together fit in a batch row of `row_tokens`
+        tokens.
 
         Args:
             goes_on: whether the row continues a batch. `put_back` then accepts requests of all rows of the batch.

@@ -139,7 +139,9 @@ class Blocks:
         return block
 
     def name(self, table: BlockTable, chain: Chain, count: int) -> None:
-        """Give the first `count` blocks of a table the keys of a chain, so that later requests find these blocks."""
+        """Register the first `count` blocks of a table under the keys of a chain, so that later requests find these
+        blocks.
+        """
         last = min(count, len(chain))
         for index in range(table.named, last):
             key = chain[index]
@@ -154,7 +156,7 @@ class Blocks:
         table.named = max(table.named, last)
 
     def forget(self, chain: Chain) -> None:
-        """Remove the keys of a chain, so that no later request shares its blocks. Present users keep the blocks."""
+        """Remove a chain's keys, so that no later request shares its blocks. Requests that use the blocks keep them."""
         self._found.clear()
         for key in chain:
             block = self._by_key.pop(key, None)

@@ -1,7 +1,7 @@
 """Implement order in-time, with which as many requests as possible get their first token within the bound.
 
-If not all waiting prompts can be encoded in time, as few as possible give way, the longest first. This is Moore and
-Hodgson's algorithm. Partly encoded prompts take part in it.
+If not all waiting prompts can be encoded in time, as few as possible give way (are encoded later), the longest first.
+This is Moore and Hodgson's algorithm. Partly encoded prompts can give way, too.
 
 Source: J. M. Moore, Management Science 15(1), 1968, pp. 102-109.
 """

@@ -32,11 +32,10 @@ class LaneSettings:
         token_budget: largest number of tokens in a step, to which prompts are cut. None means that prompts are never
             cut.
         max_batch: largest number of requests in the lane.
-        refill_when_empty: whether no request enters before the whole batch has finished.
+        refill_when_empty: whether requests enter only after the whole batch has finished.
         microbatches: number of micro-batches, each with its own rule.
-        reuse_is_planned: whether `encode_tokens` counts only uncached tokens. Otherwise it counts whole prompts: a step
-            then encodes as many requests as planned even if some of their tokens are cached, which the plan does not
-            expect.
+        reuse_is_planned: whether `encode_tokens` counts only uncached tokens. Otherwise it counts whole prompts, so a
+            step encodes as many requests as planned even if the cache holds some of their tokens.
         encode_parts: number of steps in which the prompts of a micro-batch are encoded (only with `refill_when_empty`).
         ahead: whether a step is scheduled while the previous step runs, as if all requests of the previous step
             continued (only with `mix` and one micro-batch).

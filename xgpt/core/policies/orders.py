@@ -64,11 +64,11 @@ class Order(ABC):
         return request
 
     def open_row(self, row_tokens: int) -> None:
-        """Begin a row of `row_tokens` prompt tokens, even if the previous row is not full."""
+        """Begin a batch row of `row_tokens` prompt tokens, even if the previous row is not full."""
         return
 
     def fits_row(self, request: Request) -> bool:
-        """Return whether a request fits in the rest of the current row."""
+        """Return whether a request fits in the rest of the current batch row."""
         return True
 
     def at(self, now_ns: int) -> None:

@@ -89,7 +89,7 @@ class Pool(Running):
         )
 
     def follow(self, other: Pool) -> None:
-        """Adopt the admission settings of the pool of another plan. Both pools must have the same shape."""
+        """Adopt the admission settings of another plan's pool. Both must have the same memory (`is_shaped_like`)."""
         self.max_running = other.max_running
         self.waiting.patience_ns = other.waiting.patience_ns
 

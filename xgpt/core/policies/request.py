@@ -47,9 +47,9 @@ class Request:
     place: int = field(default=0, repr=False, compare=False)
     """The request's number, from 1, in the order in which requests of its micro-batch began to decode."""
     base: int = field(default=0, repr=False)
-    """Number of output tokens that `counter` does not count."""
+    """The request has `base` output tokens plus one for each iteration of `counter`, if it has a counter."""
     counter: MicroBatch | None = field(default=None, repr=False, compare=False)
-    """The micro-batch whose iterations count the request's further tokens, or None while the request gets none."""
+    """The micro-batch whose iterations each add a token to the request. None while the request gets no tokens."""
 
     @property
     def generated(self) -> int:

@@ -1,5 +1,5 @@
-"""Choose the replica for a request. It is the one that has cached the beginning of the prompt, unless this replica is
-much busier than another one.
+"""Choose the replica for a request: the one that has cached the beginning of the prompt, unless it is much busier than
+another one.
 
 This code routes the requests of a server, and the requests of a trace when several replicas are planned or simulated.
 """

@@ -1,8 +1,9 @@
 """Implement the single-lane scheduling rule, which serves rra, orca, chunked and static with different settings.
 
 The rule decides what the next step encodes and decodes, from the running requests of a micro-batch and the waiting
-requests. It reads no clock and draws no random numbers. So the same submissions, steps and endings give the same
-schedule on a simulated clock and on a real one.
+requests. A phase is a step that encodes and the decode steps that follow it. The rule reads no clock and draws no
+random numbers. So the same submissions, steps and endings give the same schedule on a simulated clock and on a real
+one.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from xgpt.core.policies.request import MicroBatch, Request, Step
 
 
 class StepsUnderWay:
-    """The steps that have begun but have not been settled, and the requests that leave after that."""
+    """The steps that have begun but are not settled yet, and the cancelled requests that leave once they are."""
 
     def __init__(self) -> None:
         self._steps: list[Step] = []

@@ -205,7 +205,7 @@ class OneLane(Schedule):
         return self._batches[step.microbatch]
 
     def _may_encode(self, number: int) -> bool:
-        """Return whether all other micro-batches have ended the phase of micro-batch `number`."""
+        """Return whether micro-batch `number` may begin its next phase: all others must have ended the present one."""
         if self.settings.mix or self.settings.refill_when_empty or len(self._rules) == 1:
             return True
         phase = self._rules[number].phase

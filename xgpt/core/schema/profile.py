@@ -298,8 +298,8 @@ class Profile(Frozen):
         """Default headroom of plans from this profile.
 
         It is the larger of two numbers. One is the profile's spread. The other is the known error of the source plus
-        the share of the engine's cores that other processes used during the measurement. They may use as many while the
-        plan runs. Spread and other processes raise the headroom to at most `MOST_HEADROOM`.
+        the share of the engine's cores that other processes used during the measurement. Other processes may use as
+        many cores while the plan runs. Spread and other processes raise the headroom to at most `MOST_HEADROOM`.
         """
         is_unserved = self.source == "measured" and self.engine == "xgpt" and not self.is_served
         known = UNSERVED_ERROR if is_unserved else KNOWN_ERROR[self.source]

@@ -21,8 +21,8 @@ ADMIN_PATHS = frozenset({"/", "/live", "/plan", "/plan/history", "/plan/decision
 class AllowedHosts:
     """The host names by which this server may be addressed.
 
-    Checking the names keeps out two kinds of foreign pages: a page whose host name was made to point to this machine
-    (DNS rebinding), and a page that posts to this server across sites.
+    The check keeps out pages of other sites: those whose host name was made to point to this machine (DNS rebinding),
+    and those that post to this server.
 
     Args:
         bound: the host that the server listens on. With "0.0.0.0" or "::" any literal address is accepted.

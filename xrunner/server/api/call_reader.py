@@ -296,5 +296,5 @@ def _openings(key: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 def overlap(text: str, opening: str) -> int:
-    """Return the number of characters at the end of a text that may begin the text `opening`."""
+    """Return how many characters at the end of a text match the beginning of `opening`."""
     return next((n for n in range(min(len(text), len(opening) - 1), 0, -1) if text.endswith(opening[:n])), 0)

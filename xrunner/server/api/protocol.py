@@ -139,7 +139,7 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
     DEFAULT_OUTPUT: ClassVar[int | None] = None
     """Largest number of output tokens if the request names none. None means all that fit."""
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[Any, str]]] = {}
-    """For each field that is accepted only with the value that has no effect: this value, and the reason."""
+    """Fields that are accepted only with a value that has no effect: for each, this value and the reason."""
 
     max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None

@@ -179,7 +179,7 @@ def _tokens(waiting: Iterable[_Queued]) -> int:
 
 
 def _before_last(account: Account, num_tokens: float, waiting: list[_Queued]) -> float:
-    """Return how many prompt tokens of all accounts will have started when `num_tokens` of this account have."""
+    """Return how many prompt tokens of all accounts start until `num_tokens` of this account have started."""
     first = _tokens(one for one in waiting if one.account.priority > account.priority)
     equals = [one for one in waiting if one.account.priority == account.priority]
     own_tokens = num_tokens + _tokens(one for one in equals if one.account.name == account.name)
