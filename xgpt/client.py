@@ -170,24 +170,16 @@ async def replay(
         results: list[ClientResult | None] = [None] * len(requests)
         queue = iter(enumerate(requests))
 
-        stop = asyncio.Event()
-
         async def work() -> None:
             for index, request in queue:
                 results[index] = await send(request)
                 if num_ended == enough:
-                    stop.set()
+                    for worker in workers:
+                        worker.cancel()
+                    return
 
-        workers = asyncio.gather(*(work() for _ in range(concurrency)))
-        stopped = asyncio.create_task(stop.wait())
-        both: set[asyncio.Future[Any]] = {workers, stopped}
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if workers.done():
-            workers.result()
-        else:
-            workers.cancel()
-            await asyncio.gather(workers, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:
+            workers = [group.create_task(work()) for _ in range(concurrency)]
         return [result for result in results if result is not None]
 
 

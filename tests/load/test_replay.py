@@ -1,6 +1,7 @@
 """Many streams at once: every request gets its own tokens, all of them, in order."""
 
 import asyncio
+import gc
 
 import pytest
 
@@ -70,6 +71,29 @@ def test_failures_are_told_one_by_one() -> None:
     assert refused.error.startswith("HTTP 400: prompt: token id 1000 is outside")
     assert crashed.error == "the engine has failed: RuntimeError: the device has gone"
     assert crashed.num_tokens == 6
+
+
+def test_a_closed_loop_stops_when_enough_requests_have_ended() -> None:
+    ended: list[int] = []
+    with running(fake_app(fake_engine(FakeExecutor(step_s=0.01)))) as url:
+        results = asyncio.run(replay(url, requests(64), concurrency=4, enough=10, progress=ended.append))
+    assert len(results) == ended[-1] == 10
+
+
+def test_a_cancelled_replay_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """As Ctrl-C cancels it. The log had "_GatheringFuture exception was never retrieved"."""
+
+    async def cancel(url: str) -> None:
+        replaying = asyncio.create_task(replay(url, requests(16), concurrency=4))
+        await asyncio.sleep(0.3)
+        replaying.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await replaying
+
+    with running(fake_app(fake_engine(FakeExecutor(step_s=0.1)))) as url:
+        asyncio.run(cancel(url))
+        gc.collect()
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
 
 
 def test_what_cannot_be_replayed() -> None:
