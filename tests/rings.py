@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
 T = TypeVar("T", bound=Callable[..., Any])
 ALL = os.environ.get("XGPT_TESTS") == "all"
+_HAS_IPV6 = Path("/proc/net/if_inet6").exists()
+LOOPBACKS = (
+    "127.0.0.1",
+    pytest.param("::1", marks=pytest.mark.skipif(not _HAS_IPV6, reason="this machine has no IPv6")),
+)
+"""The addresses of the loopback interface, for `parametrize`."""
 
 
 def few(cases: Iterable[Any], count: int = 1, *, whole: bool = False) -> list[Any]:

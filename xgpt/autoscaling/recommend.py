@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Gauge, start_http_server
 from xgpt.autoscaling.scraping import LoadReader, ScrapedTraffic, target_of
 from xgpt.connection import own_api_key
 from xgpt.core.errors import MachineError
+from xgpt.core.network import address_text
 from xgpt.core.processes import stops_on_signal
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.exporting.pods import Names
@@ -60,7 +61,7 @@ def autoscale(
         if request.once:
             return live.once(ending)
         with _published(fleet, request) as publish:
-            on_note(f"publishing recommendations at http://{request.host}:{publish.port}/metrics")
+            on_note(f"publishing recommendations at http://{address_text(request.host, publish.port)}/metrics")
             while not ending.is_set():
                 started = time.monotonic()
                 found, note = live.look()
@@ -178,7 +179,7 @@ def _published(fleet: FleetPlan, request: AutoscaleRequest) -> Iterator[_Metrics
     try:
         server, thread = start_http_server(request.port, request.host, registry)
     except OSError as error:
-        raise MachineError(f"cannot listen on {request.host}:{request.port}: {error.strerror}") from None
+        raise MachineError(f"cannot listen on {address_text(request.host, request.port)}: {error.strerror}") from None
     try:
         yield _Metrics(fleet, server.server_port, registry)
     finally:

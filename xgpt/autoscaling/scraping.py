@@ -16,6 +16,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from xgpt.core.errors import InputError
+from xgpt.core.network import address_text
 
 ENDED = "xgpt_requests_total"
 RUNNING, WAITING = "xgpt_requests_running", "xgpt_requests_waiting"
@@ -163,7 +164,7 @@ class LoadReader:
                 each = {(family == socket.AF_INET6, str(address[0]), int(address[1])) for family, *_, address in found}
                 for is_ipv6, host, port in sorted(each):
                     if is_ipv6 == min(each)[0]:
-                        yield kind, f"http://{f'[{host}]' if is_ipv6 else host}:{port}{parts.path}"
+                        yield kind, f"http://{address_text(host, port)}{parts.path}"
 
     def _counts(self, address: tuple[int, str]) -> tuple[int, str, Counts | None]:
         kind, url = address

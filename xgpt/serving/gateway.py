@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from xgpt.core.errors import InputError, MachineError
+from xgpt.core.network import address_text
 from xgpt.core.processes import free_port, too_often
 from xgpt.core.schema import Plan
 from xgpt.serving.running import running
@@ -113,7 +114,7 @@ async def _serve(plan: Plan, request: ServeRequest, limits: Limits, engine: Engi
         gateway = Gateway(plan, request, port)
         try:
             await gateway.start()
-            print(f"listening on http://{_shown(request.host)}:{gateway.port}", file=sys.stderr, flush=True)
+            print(f"listening on http://{address_text(request.host, gateway.port)}", file=sys.stderr, flush=True)
             print(f"pages, plan and metrics on http://127.0.0.1:{admin}", file=sys.stderr, flush=True)
             ends = [asyncio.ensure_future(each) for each in (stopping.wait(), gateway.watch())]
             try:
@@ -278,10 +279,6 @@ async def _started(arguments: list[str]) -> Process:
     with suppress(ConnectionError):
         await process.stdin.drain()
     return process
-
-
-def _shown(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 ADMIN_HOST = "127.0.0.1"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from xgpt.checkpoints.files import default_output
 from xgpt.core import policies
 from xgpt.core.errors import InputError, MachineError
+from xgpt.core.network import split_address
 from xgpt.core.output_files import check_step_log
 from xgpt.core.processes import stops_on_signal
 from xgpt.core.schema import Pinned, Plan
@@ -322,11 +323,13 @@ def share_of(plan: Plan, request: ServeRequest) -> tuple[Plan, Machines | None]:
     if len(plan.policy.lanes) > 1:
         accepted = "for its lanes on several machines use `xgpt export --to llm-d` or `--to dynamo`"
         raise InputError("plan.policy", plan.policy.kind, accepted)
-    host, _, port = (request.master_addr or "").partition(":")
-    if not host or not (port or "0").isdecimal():
-        raise InputError("master_addr", request.master_addr, "give the address of the replica's first machine")
+    try:
+        host, port = split_address(request.master_addr or "", MASTER_PORT)
+    except ValueError:
+        accepted = "give the address of the replica's first machine, as HOST or HOST:PORT"
+        raise InputError("master_addr", request.master_addr, accepted) from None
     span = each // here
-    return plan.but(replicas=1), Machines(span, rank % span, host, int(port or MASTER_PORT))
+    return plan.but(replicas=1), Machines(span, rank % span, host, port)
 
 
 def follow_first(plan: Plan, machines: Machines) -> None:

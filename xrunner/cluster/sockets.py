@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import zmq
 
 from xgpt.core.errors import MachineError
+from xgpt.core.network import address_text
 
 CONTROL_BYTES = 1 << 20
 """Largest message that the engine's process accepts on its control socket, in bytes."""
@@ -79,12 +80,11 @@ class Sockets:
             endpoint = f"ipc://@xgpt-{secrets.token_hex(16)}"
             opened.bind(endpoint)
             return opened, endpoint
-        address = f"[{self._host}]" if ":" in self._host else self._host
         try:
-            port = opened.bind_to_random_port(f"tcp://{address}")
+            opened.bind(f"tcp://{address_text(self._host, '*')}")
         except zmq.ZMQError as error:
             raise MachineError(f"cannot bind a control socket to {self._host}: {error}") from None
-        return opened, f"tcp://{address}:{port}"
+        return opened, opened.get_string(zmq.LAST_ENDPOINT)
 
     def connect(self, kind: int, endpoint: str, identity: bytes = b"") -> zmq.Socket[bytes]:
         opened = self._open(kind)

@@ -8,7 +8,6 @@ With a `--node-rank` above 0, it only runs workers for another machine's engine.
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from xgpt.core.errors import cut
-from xgpt.core.network import address_towards
+from xgpt.core.network import listen_towards
 from xrunner import generation
 from xrunner.channel import ALIVE_S
 from xrunner.channel.messages import Alive, Cancel, Down, Ready, Stepped, Submit
@@ -176,8 +175,7 @@ def store(host: str, port: int) -> TCPStore:
     Raises:
         OSError: this machine does not have the address, or the port is taken.
     """
-    listener = socket.create_server((address_towards(host), port))
-    return create_tcp_store(host, port, listener, is_master=True, wait_for_workers=False)
+    return create_tcp_store(host, port, listen_towards(host, port), is_master=True, wait_for_workers=False)
 
 
 def parser() -> FlexibleArgumentParser:

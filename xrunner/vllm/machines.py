@@ -24,7 +24,7 @@ import msgspec
 
 from xgpt.core.errors import MachineError
 from xgpt.core.io import sha256
-from xgpt.core.network import address_towards, interface_of
+from xgpt.core.network import address_text, address_towards, interface_of, listen_towards
 from xgpt.core.schema import Plan
 from xrunner.vllm.command import Launch
 from xrunner.vllm.process import Reader, package_path, preload, python, started
@@ -59,6 +59,11 @@ class Machines:
     rank: int
     host: str
     port: int
+
+    @property
+    def address(self) -> str:
+        """The address of the first machine, as text."""
+        return address_text(self.host, self.port)
 
     def spread(self, launch: Launch) -> Launch:
         """Return how to start this machine's part of a vLLM.
@@ -104,9 +109,9 @@ class Followers:
         self._is_over = is_over
         self._connections: dict[int, socket.socket] = {}
         try:
-            self._listener = socket.create_server((address_towards(machines.host), machines.port))
+            self._listener = listen_towards(machines.host, machines.port)
         except OSError as error:
-            raise MachineError(f"cannot listen on {machines.host}:{machines.port}: {error}") from None
+            raise MachineError(f"cannot listen on {machines.address}: {error}") from None
         self._listener.settimeout(RETRY_S)
 
     def start(self) -> None:
@@ -203,7 +208,7 @@ def follow(plan: Plan, machines: Machines, launch: Launch, is_over: Callable[[],
                     refused_s = refused_s or time.monotonic()
                     if time.monotonic() > refused_s + GREET_S:
                         says = f"node rank {machines.rank} is taken or too high, or that machine has another plan"
-                        raise MachineError(f"{machines.host}:{machines.port} refuses this machine: {says}")
+                        raise MachineError(f"{machines.address} refuses this machine: {says}")
         time.sleep(RETRY_S)
 
 
@@ -217,7 +222,7 @@ def _connected(machines: Machines, is_over: Callable[[], bool]) -> socket.socket
             connection = socket.create_connection((machines.host, machines.port), timeout=GREET_S)
         except OSError as error:
             if time.monotonic() > until_s:
-                raise MachineError(f"cannot reach {machines.host}:{machines.port}: {error}") from None
+                raise MachineError(f"cannot reach {machines.address}: {error}") from None
             time.sleep(RETRY_S)
         else:
             _keep_alive(connection)

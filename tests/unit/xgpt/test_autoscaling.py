@@ -15,6 +15,7 @@ import pytest
 
 import xgpt
 from tests.fleets import fleet_of
+from tests.rings import LOOPBACKS
 from xgpt.autoscaling.recommend import _Live, began_at
 from xgpt.autoscaling.scraping import LoadReader, ScrapedTraffic, Target, read_counts, target_of
 from xgpt.core.errors import InputError, MachineError
@@ -218,10 +219,11 @@ def until(published: Callable[[], str], words: str) -> None:
         time.sleep(0.1)
 
 
-def test_the_wanted_replicas_are_published_as_the_load_grows() -> None:
+@pytest.mark.parametrize("host", LOOPBACKS)
+def test_the_wanted_replicas_are_published_as_the_load_grows(host: str) -> None:
     replica, notes, stop = Replica(), list[str](), threading.Event()
     with serving(replica) as url:
-        asked = {"scrape": [url], "look_s": 0.2, "port": 0, "stop": stop, "on_note": notes.append}
+        asked = {"scrape": [url], "look_s": 0.2, "host": host, "port": 0, "stop": stop, "on_note": notes.append}
         running = threading.Thread(target=xgpt.autoscale, args=(fleet_of([2.0] * 12),), kwargs=asked)
         running.start()
         try:

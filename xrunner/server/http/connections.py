@@ -21,6 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from xgpt.core.errors import MachineError
+from xgpt.core.network import address_text
 from xrunner.server.access.hosts import OPEN_PATHS
 from xrunner.server.api.errors import ApiError, ErrorResponse
 from xrunner.server.api.writers import COMMENT
@@ -243,7 +244,7 @@ def _bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
         way_out = "; give another `port`" if error.errno == errno.EADDRINUSE else ""
-        raise MachineError(f"cannot listen on {host}:{port}: {reason}{way_out}") from None
+        raise MachineError(f"cannot listen on {address_text(host, port)}: {reason}{way_out}") from None
 
 
 def check_address(host: str, port: int) -> None:

@@ -21,6 +21,7 @@ from starlette.applications import Starlette
 from uvicorn.config import STARTUP_FAILURE
 
 from xgpt.core.errors import InputError
+from xgpt.core.network import address_text
 from xrunner.server.engine_client import EngineClient
 from xrunner.server.http.answer import LAST_WORDS_S
 from xrunner.server.http.connections import (
@@ -129,9 +130,8 @@ class Server(uvicorn.Server):
         # Loaded modules stay in memory. If the garbage collector examined them, every stream would pause for 100 ms.
         gc.collect()
         gc.freeze()
-        host, port = self._listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        print(f"listening on http{'s' if self._tls else ''}://{shown}:{port}", file=sys.stderr, flush=True)
+        address = address_text(*self._listener.getsockname()[:2])
+        print(f"listening on http{'s' if self._tls else ''}://{address}", file=sys.stderr, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._leave()

@@ -13,22 +13,41 @@ from typing import Any
 import pytest
 import zmq
 
+from tests.rings import LOOPBACKS
 from xgpt.core import network
 from xgpt.core.errors import MachineError
 from xrunner.cluster import sockets
 
 
+@pytest.mark.parametrize("host", LOOPBACKS)
+def test_a_machine_finds_its_address_and_its_interface(host: str) -> None:
+    assert network.address_towards(host) == host
+    assert network.interface_of(host) == "lo"
+    with network.listen_towards(host, 0) as listener:
+        network.reach(network.address_text(*listener.getsockname()[:2]))
+
+
+def test_an_interface_that_no_address_has() -> None:
+    assert network.interface_of("fd12::7") is None and network.interface_of("192.0.2.7") is None
+
+
+@pytest.mark.parametrize("text", ["", ":1", "a:b", "[::1", "host:70000", "a/b", "user@host", "[::1]x", "fd00::1:x"])
+def test_a_text_that_is_no_address(text: str) -> None:
+    with pytest.raises(ValueError):
+        network.split_address(text, 1)
+
+
 def test_a_name_that_is_not_known_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pod's name is published seconds after its processes start."""
     unknown = [socket.gaierror(socket.EAI_NONAME, "Name or service not known")] * 2
+    both = (socket.AF_INET6, "::1"), (socket.AF_INET, "127.0.0.1")
 
-    class Opened(socket.socket):
-        def connect(self, address: Any) -> None:
-            if unknown:
-                raise unknown.pop()
-            super().connect(("127.0.0.1", 1))
+    def resolved(*_: Any, **__: Any) -> list[Any]:
+        if unknown:
+            raise unknown.pop()
+        return [(family, socket.SOCK_DGRAM, 17, "", (address, 1)) for family, address in both]
 
-    monkeypatch.setattr(socket, "socket", Opened)
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     assert network.address_towards("leader-0.group.ns") == "127.0.0.1"
     unknown[:] = [socket.gaierror(socket.EAI_NONAME, "Name or service not known")]

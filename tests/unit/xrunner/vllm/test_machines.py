@@ -14,6 +14,7 @@ import pytest
 
 from tests import fake_vllm
 from tests.fakes import eventually, expected_tokens
+from tests.rings import LOOPBACKS
 from tests.unit.xrunner.vllm.test_engine import ORCA, PROMPTS, ids, run, submit
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.schema import ClusterSpec, Plan, Stage
@@ -38,9 +39,9 @@ def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @contextmanager
-def following(port: int, plan: Plan = ORCA) -> Iterator[Callable[[], bool]]:
+def following(port: int, plan: Plan = ORCA, host: str = "127.0.0.1") -> Iterator[Callable[[], bool]]:
     """The second machine, in a thread. Yields whether it still runs."""
-    second, over = Machines(2, 1, "127.0.0.1", port), threading.Event()
+    second, over = Machines(2, 1, host, port), threading.Event()
     started = second.spread(launch(plan, plan_path="plan.json"))
     thread = threading.Thread(target=follow, args=(plan, second, started, over.is_set))
     thread.start()
@@ -69,9 +70,10 @@ def test_a_pipeline_on_cpus_has_a_worker_of_ours() -> None:
     assert "--worker-cls" not in launch(ORCA, plan_path="p").arguments
 
 
-def test_machines_meet_and_end_together(port: int) -> None:
-    with following(port) as runs:
-        engine = VllmEngine(ORCA, machines=Machines(2, 0, "127.0.0.1", port))
+@pytest.mark.parametrize("host", LOOPBACKS)
+def test_machines_meet_and_end_together(port: int, host: str) -> None:
+    with following(port, host=host) as runs:
+        engine = VllmEngine(ORCA, machines=Machines(2, 0, host, port))
         submit(engine, PROMPTS)
         got = run(engine, len(PROMPTS))
         assert [ids(got[id_]) for id_ in range(len(PROMPTS))] == [expected_tokens(prompt, 6) for prompt in PROMPTS]
@@ -146,8 +148,22 @@ def test_a_machine_serves_its_share_of_a_plan(plan: Plan, rank: int, replicas: i
 
 
 @pytest.mark.parametrize(
+    ("address", "host", "port"),
+    [("a:7", "a", 7), ("fd00::1", "fd00::1", 29500), ("[fd00::1]", "fd00::1", 29500), ("[fd00::1]:7", "fd00::1", 7)],
+)
+def test_the_first_machine_has_an_address_of_either_kind(address: str, host: str, port: int) -> None:
+    asked = ServeRequest(engine="vllm", nnodes=2, node_rank=1, master_addr=address)
+    assert share_of(over(2, 4, 1, 8), asked)[1] == Machines(2, 1, host, port)
+
+
+@pytest.mark.parametrize(
     ("fields", "named"),
-    [({"nnodes": 3}, "nnodes"), ({"nnodes": 2, "node_rank": 2}, "node_rank"), ({"nnodes": 2}, "master_addr")],
+    [
+        ({"nnodes": 3}, "nnodes"),
+        ({"nnodes": 2, "node_rank": 2}, "node_rank"),
+        ({"nnodes": 2}, "master_addr"),
+        ({"nnodes": 2, "master_addr": "a:70000"}, "master_addr"),
+    ],
 )
 def test_what_does_not_make_a_group_is_refused(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(InputError) as refused:
