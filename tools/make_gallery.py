@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 
 from matplotlib import rcParams
 from matplotlib.figure import Figure
@@ -98,15 +99,14 @@ ENTRIES = (
         "arrivals/s",
         lambda found: (
             f"Two H200 serve {rate(found['2 devices']):.2f} requests a second, three serve "
-            f"{rate(found['3 devices']):.2f}, and four serve {rate(found['4 devices']):.2f}. On three, the plan is "
-            f"{policy(found['3 devices'])} with stages of "
-            f"{' and '.join(str(stage.tp) for stage in found['3 devices'].stages)} devices: partial tensor "
-            "parallelism uses a device that equal stages would leave idle."
+            f"{rate(found['3 devices']):.2f}, and four serve {rate(found['4 devices']):.2f}. The plan for three is "
+            f"{policy(found['3 devices'])}, on a pipeline with stages of "
+            f"{' and '.join(str(stage.tp) for stage in found['3 devices'].stages)} devices."
         ),
     ),
     Entry(
         "rra-or-chunked",
-        "How near does RRA come to chunked prefill?",
+        "How much more does chunked prefill serve than RRA?",
         {
             f"{kind}, {bound}": f"{PLAN} {bound} --objective saturated --policy {kind} {LLAMA8}"
             for kind in ("rra", "chunked")
@@ -115,9 +115,10 @@ ENTRIES = (
         throughput,
         "req/s, saturated",
         lambda found: (
-            f"Under a bound of 8 s chunked prefill serves {ratio(found, 'chunked, 8', 'rra, 8', throughput):.2f} times "
-            f"as much, and under 64 s {ratio(found, 'chunked, 64', 'rra, 64', throughput):.2f} times as much. RRA has "
-            "separate phases, so a request waits until the next encode phase; a loose bound leaves time for this wait."
+            "Under a bound of 8 s, chunked prefill serves "
+            f"{ratio(found, 'chunked, 8', 'rra, 8', throughput):.2f} times as many requests as RRA. Under 64 s, it "
+            f"serves {ratio(found, 'chunked, 64', 'rra, 64', throughput):.2f} times as many. Under RRA, a request "
+            "waits for the next step that encodes prompts. A loose bound leaves time for this wait."
         ),
         series="latency bound, s",
     ),
@@ -128,16 +129,16 @@ ENTRIES = (
         rate,
         "arrivals/s",
         lambda found: (
-            f"From 10 to 15 s the rate grows by a factor of "
-            f"{ratio(found, 'llama-3.1-70b, 15', 'llama-3.1-70b, 10'):.2f}, from 30 to 60 s by a factor of "
-            f"{ratio(found, 'llama-3.1-70b, 60', 'llama-3.1-70b, 30'):.2f}. Near the shortest latency that can be "
-            "kept, each second counts."
+            f"If the bound grows from 10 to 15 s, the rate grows by a factor of "
+            f"{ratio(found, 'llama-3.1-70b, 15', 'llama-3.1-70b, 10'):.2f}. From 30 to 60 s, it grows by a factor of "
+            f"{ratio(found, 'llama-3.1-70b, 60', 'llama-3.1-70b, 30'):.2f}. A further second gains most "
+            "if the bound is tight."
         ),
         series="latency bound, s",
     ),
     Entry(
         "objective",
-        "Does it matter whether saturated throughput or the arrival rate is maximised?",
+        "Is the plan with the highest throughput also the plan with the highest arrival rate?",
         {
             "arrivals": f"{PLAN} 10 {QWEN32}",
             "saturated": f"{PLAN} 10 {QWEN32} --objective saturated",
@@ -147,9 +148,9 @@ ENTRIES = (
         lambda found: (
             f"The plan for arrivals ({policy(found['arrivals'])}) keeps the bound up to {rate(found['arrivals']):.1f} "
             f"requests a second, and the plan for saturation ({policy(found['saturated'])}) up to "
-            f"{rate(found['saturated']):.1f}. While requests are always waiting, the second plan serves "
-            f"{throughput(found['saturated']) / throughput(found['arrivals']):.2f} times as much. But the bound "
-            f"includes the time that arriving requests wait."
+            f"{rate(found['saturated']):.1f}. At saturation, when requests are always waiting, the second "
+            f"plan serves {throughput(found['saturated']) / throughput(found['arrivals']):.2f} times as many requests "
+            "as the first. But for requests that arrive at random, the bound includes the wait before the first step."
         ),
     ),
     Entry(
@@ -161,19 +162,19 @@ ENTRIES = (
         lambda found: (
             f"If 90% of requests must keep the bound, the rate is {rate(found['0.9']):.1f} a second; for 99% it is "
             f"{rate(found['0.99']):.1f}, and for 99.9% {rate(found['0.999']):.1f}. If nearly all requests must keep "
-            "it, the longest outputs determine the rate."
+            "the bound, the longest outputs determine the rate."
         ),
     ),
     Entry(
         "how-many",
-        "How many H100 does Llama 3.1 70B need for 2, 6 and 12 requests a second within 15 s?",
+        "How many H100 does Llama 3.1 70B need for 2, 6 and 12 requests a second, each within 15 s?",
         {f"{each}/s": f"{PLAN} 15 {LLAMA70} --arrival-rate {each} --devices auto" for each in (2, 6, 12)},
         lambda plan: float(plan.num_devices),
         "devices",
         lambda found: (
-            "The model needs "
-            + ", ".join(f"{plan.num_devices} for {label}" for label, plan in found.items())
-            + ". Even a single replica must hold all weights, so the first request per second costs the most."
+            f"Llama 3.1 70B needs {found['2/s'].num_devices} H100 for 2 requests a second, {found['6/s'].num_devices} "
+            f"for 6, and {found['12/s'].num_devices} for 12. Even for a small load, the devices must hold all weights "
+            "and answer within 15 s."
         ),
     ),
     Entry(
@@ -184,13 +185,13 @@ ENTRIES = (
         "arrivals/s",
         lambda found: (
             f"ORCA's schedule serves {ratio(found, 'orca', 'static'):.1f} times as many requests as static batches, "
-            f"and chunked prefill also {ratio(found, 'chunked', 'static'):.1f} times. A static batch keeps the slots "
-            "of short outputs until its longest has ended."
+            f"and chunked prefill serves {ratio(found, 'chunked', 'static'):.1f} times as many. In a static batch, the "
+            "slot of a request that has ended stays empty until the longest output of the batch has ended."
         ),
     ),
     Entry(
         "eight-bits",
-        "What do eight bits gain on one H200?",
+        "How much more does a model serve in float8 than in bfloat16?",
         {
             dtype: f"{PLAN} 30 --model qwen3-32b --cluster h200x1 --workload azure-conv --dtype {dtype}"
             for dtype in ("bfloat16", "float8")
@@ -198,8 +199,9 @@ ENTRIES = (
         rate,
         "arrivals/s",
         lambda found: (
-            f"With eight bits, Qwen3-32B serves {ratio(found, 'float8', 'bfloat16'):.2f} times as many requests. "
-            "Weights take half the memory and half the time to read, and the freed memory holds keys and values."
+            f"On one H200, Qwen3-32B serves {ratio(found, 'float8', 'bfloat16'):.2f} times as many requests in float8. "
+            "The weights take half the memory and are read in half the time. The freed memory holds more keys and "
+            "values."
         ),
     ),
     Entry(
@@ -212,15 +214,15 @@ ENTRIES = (
         rate,
         "arrivals/s",
         lambda found: (
-            f"With 3 of 30 billion parameters active, {ratio(found, 'Qwen3-30B-A3B', 'Qwen3-32B'):.1f} times as many "
-            f"requests keep the bound of 30 s: {rate(found['Qwen3-30B-A3B']):.1f} a second instead of "
-            f"{rate(found['Qwen3-32B']):.1f}. "
-            "A large batch still reads all experts, so the gain is smaller than the ratio of active parameters."
+            f"Within 30 s, Qwen3-30B-A3B serves {rate(found['Qwen3-30B-A3B']):.1f} requests a second, and Qwen3-32B "
+            f"serves {rate(found['Qwen3-32B']):.1f}: {ratio(found, 'Qwen3-30B-A3B', 'Qwen3-32B'):.1f} times as many. "
+            "For each token, the mixture computes with only 3 of its 30 billion parameters. But a step with many "
+            "requests reads nearly all experts from memory, so the gain is less than tenfold."
         ),
     ),
     Entry(
         "code-or-chat",
-        "Does a request for code cost as much as one in a conversation?",
+        "Does a request for code need as much time as a request in a conversation?",
         {
             name: f"{PLAN} 8 --model llama-3.1-8b --cluster h200x1 --workload {name}"
             for name in ("azure-code", "azure-conv")
@@ -229,20 +231,21 @@ ENTRIES = (
         "arrivals/s",
         lambda found: (
             f"One H200 serves {rate(found['azure-code']):.0f} requests of the code trace a second, and "
-            f"{rate(found['azure-conv']):.0f} of the conversation trace. Code has longer prompts, and outputs of a few "
-            "tokens. So code is limited by matrix products, and conversations by reading keys and values."
+            f"{rate(found['azure-conv']):.0f} of the conversation trace. Requests for code have longer prompts and "
+            "shorter outputs. Their rate is limited by matrix products. The rate of conversations is limited by the "
+            "time to read keys and values."
         ),
     ),
     Entry(
         "engine",
-        "What do two years of vLLM change in what a plan can promise?",
+        "How much more does a device serve with a newer version of vLLM?",
         {engine: f"{PLAN} 8 {LLAMA8} --engine {engine}" for engine in ("vllm-0.10", "vllm-0.15", "vllm-0.32")},
         rate,
         "arrivals/s",
         lambda found: (
-            f"With the loop, the captured batches and the scheduling of vLLM 0.32, the same device serves "
-            f"{ratio(found, 'vllm-0.32', 'vllm-0.10'):.2f} times as many requests as with those of vLLM 0.10. "
-            "The folder configs/engines has the figures of each engine, with their sources."
+            f"With vLLM 0.32, one H200 serves {ratio(found, 'vllm-0.32', 'vllm-0.10'):.2f} times as many requests as "
+            "with vLLM 0.10. By default, vLLM 0.32 schedules a step while the previous step runs, so less time passes "
+            "between steps. The folder `configs/engines` has the figures of each version, with their sources."
         ),
     ),
 )
@@ -297,13 +300,14 @@ def draw(entry: Entry, found: Found, path: Path) -> None:
 def page(entries: Sequence[tuple[Entry, Found]]) -> str:
     """Return the gallery in Markdown."""
     parts = [
-        "# Gallery\n\nEach section answers a question with plans. The commands below a figure give its numbers, with "
-        "profiles that are\ncomputed from datasheets; `make gallery` makes this page.\n"
+        "# Gallery\n\nEach section answers a question by comparing plans. The commands below a figure compute its "
+        "numbers. They predict\nstep times from datasheets. `make gallery` makes this page and its figures.\n"
     ]
     for entry, found in entries:
         commands = "\n".join(f"    {command}" for command in entry.commands.values())
         parts.append(
-            f"## {entry.question}\n\n![{entry.question}]({entry.slug}.svg)\n\n{entry.says(found)}\n\n{commands}\n"
+            f"## {entry.question}\n\n![{entry.question}]({entry.slug}.svg)\n\n"
+            f"{fill(entry.says(found), 120)}\n\n{commands}\n"
         )
     return "\n".join(parts)
 
