@@ -79,7 +79,7 @@ class Row:
     saturated_choice: float
     """Rate of the plan with the highest saturated throughput."""
     saturated_best: float
-    """Highest rate among the plans with each policy's highest saturated throughput."""
+    """Highest rate among the policies' plans with the highest saturated throughput."""
     vllm: float | None
     confirmed: bool
     other_draws: tuple[float, ...]
@@ -179,7 +179,9 @@ def vllm_defaults(subject: Problem) -> float | None:
 
 
 def is_confirmed(plan: Plan, profile: Profile) -> bool:
-    """Return whether the simulated engine keeps the bound at the stated rate, and breaks it above."""
+    """Return whether the simulated engine keeps the bound at the stated rate, and breaks it at a rate higher by
+    `CONFIRMED`.
+    """
     trial, slack = Trial(plan, profile, by_request=True), 1 / (1 + plan.constraint.headroom)
     rate = rate_of(plan)
     above = (1 + CONFIRMED) * rate

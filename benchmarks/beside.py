@@ -5,8 +5,8 @@
 The engine's worker executes one decode step after the other on all cores, each thread on its own core, as in service.
 Each interval with other work (`benchmarks.lib.other_work`) follows an interval without it, and the two are compared. A
 pair does not count if a thread waited for its core in the first interval, since the machine then had work that the
-benchmark did not start. The use by others is the processor time of the other work. Prints a table of medians and writes
-results/beside.json.
+benchmark did not start. The share that other work takes is computed from its processor time. Prints a table of medians
+and writes results/beside.json.
 """
 
 from __future__ import annotations

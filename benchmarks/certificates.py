@@ -2,8 +2,8 @@
 
     python -m benchmarks.certificates LINES --attack bounds --problems 5000 --seed 0 [--seconds S] [--scale 1.0]
 
-Problem n is drawn from the seed and n: lengths of a few values, tables that rise and that do not, one or two devices,
-one policy, bounds on latency or first tokens. It is planned, and then attacked:
+Problem n is drawn from the seed and n: request lengths with few distinct values, monotone tables or not, one or two
+devices, one policy, bounds on latency or first tokens. It is planned, and then attacked:
 
 - bounds: settings of its most promising placements, the best in closed form and others at random, are simulated above
   the stated rate. They must break their bounds there, in a run of 16,000 requests if not in a short one.
@@ -46,9 +46,9 @@ FEW, MANY = 2000, 16_000
 """Numbers of requests in a run. With few, the result may be chance, so settings that keep the bounds are simulated
 again with many."""
 PLACEMENTS, POINTS, TRIED = 3, 8, 3
-"""Placements and settings that are drawn, and settings that are simulated."""
+"""Numbers of placements and of settings that are drawn, and of settings that are simulated."""
 TIGHTER = (0.3, 0.08, 0.02)
-"""Shares of a bound, tried in order until no plan keeps one of them."""
+"""Shares of the bound, tried in this order until no plan keeps the resulting bound."""
 MOST_SWEPT = 60
 """Largest space, as a number of settings, of which every setting is simulated."""
 
@@ -149,7 +149,9 @@ def attack_bounds(rng: np.random.Generator, scale: float) -> Attacked | None:
 
 
 def settings_of(by: Scheduler, kind: str, plan: Plan, rng: np.random.Generator) -> Iterator[Plan]:
-    """Yield plans of random settings: the best of many by throughput within the bounds at saturation, and one other."""
+    """Yield plans of random settings: of many, the one with the highest throughput within the bounds at saturation, and
+    one other.
+    """
     found: list[tuple[float, Space, int]] = []
     for space in sorted(by.candidates.spaces(kind), key=lambda space: -space.bound)[:PLACEMENTS]:
         if space.num_points:

@@ -2,11 +2,11 @@
 
     python -m benchmarks.commands FOLDER... [--suffix .md] [--configs FOLDER] [--part 1/4] [--markdown]
 
-Every distinct command in the Markdown, shell scripts and YAML of the folders (checkouts of vllm-project/recipes,
-llm-d/llm-d-benchmark, vllm-project/production-stack, for example) that starts vLLM, SGLang or TensorRT-LLM: in fenced
-blocks, in texts of YAML, and as containers or Helm values. Each is compared with the best plan of the same policy
-(chunked) for short requests, on eight H200, on as many H200 as the command uses, or on the MI300X or B200 for which it
-was written. The model is shipped, or in tests/unit/xgpt/checkpoints/official.json, or in
+It scores every distinct command in the Markdown, shell scripts and YAML of the folders (checkouts of
+vllm-project/recipes, llm-d/llm-d-benchmark, vllm-project/production-stack, for example) that starts vLLM, SGLang or
+TensorRT-LLM: in fenced blocks, in texts of YAML, and as containers or Helm values. Each is compared with the best plan
+of the same policy (chunked) for short requests, on eight H200, on as many H200 as the command uses, or on the MI300X or
+B200 for which it was written. The model is shipped, or in tests/unit/xgpt/checkpoints/official.json, or in
 ORGANISATION--MODEL_config.json of --configs (aiconfigurator's model_configs). Refusals are listed by reason, with one
 command each.
 """

@@ -4,12 +4,11 @@
 
 Requests have the lengths of a trace, in four orders of arrival: as recorded; inputs and outputs shuffled separately;
 paired so that they correlate by +0.54 (ExeGPT finds +0.57 to +0.94 in translations, Azure has -0.17 in conversations);
-and these pairs with each 512 sorted by input, as a client that works through sorted files sends them. Buffer times are
+and the same pairs sorted by input within each 512, as from a client that works through sorted files. Buffer times are
 multiples of the time that a batch without a buffer takes until it joins. Each setting serves the same requests, all of
 which wait from the beginning, in the simulated engine. With --measured, a scaled-down trace runs on two devices of this
 machine, with all settings in turn, and the table shows predicted and measured changes relative to the setting without a
-buffer.
-Prints tables and writes results/correlated.json and .md, of which the latter is docs/results/correlated.md.
+buffer. Prints tables and writes results/correlated.json and .md (the page docs/results/correlated.md).
 """
 
 from __future__ import annotations

@@ -80,8 +80,7 @@ SHIFTS: tuple[dict[str, float], ...] = (
 
 @dataclass
 class Row:
-    """A shift of lengths, with three runs over the same requests. Figures are of the requests from the 500th after the
-    shift on."""
+    """A shift of lengths, with three runs over the same requests. Figures start at the 500th request after it."""
 
     name: str
     clock: str

@@ -52,8 +52,8 @@ BEFORE, AFTER = 200, 1000
 
 
 def workload(mean_output: int) -> Workload:
-    """Return a workload of prompts with 100 tokens on average, and outputs up to three times the mean, of which longer
-    ones are rarer."""
+    """Return a workload with prompts of 100 tokens on average, and outputs of up to three times their mean. Longer
+    outputs are rarer."""
     rng = np.random.default_rng(0)
     inputs = np.clip(rng.lognormal(np.log(85), 0.6, 5000), 4, 400)
     outputs = np.clip(rng.lognormal(np.log(0.85 * mean_output), 0.6, 5000), 1, 3 * mean_output)

@@ -52,7 +52,7 @@ WORKLOADS = {
     "long-output": ((128, 128), (512, 512)),
     "long-input": ((1024, 1024), (32, 32)),
 }
-"""Least and most tokens of inputs, and of outputs."""
+"""Smallest and largest number of tokens of inputs, and of outputs."""
 
 
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
@@ -323,7 +323,9 @@ def measure(name: str, engine: Engine, workload: Path) -> Run:
 
 @contextmanager
 def stolen_time() -> Iterator[list[float]]:
-    """Append the share of processor time that the hypervisor gave to other machines, or 0 if it is not counted."""
+    """Yield a list, to which the share of processor time that the hypervisor gave to other machines is appended at the
+    end of the block, or 0 if it is not counted.
+    """
     stolen: list[float] = []
     before, start = _stolen_s(), time.perf_counter()
     yield stolen

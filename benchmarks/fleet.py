@@ -155,7 +155,7 @@ def stretched(path: Path, name: str, mean_rate: float) -> Callable[[int], Day]:
 
 
 class ByUtilisation:
-    """Kubernetes' autoscaler by the used share of the replicas' rate."""
+    """Kubernetes' autoscaler, which scales by the used share of the replicas' rate."""
 
     def __init__(self, fleet: FleetPlan, target: float) -> None:
         self._fleet, self._target, self._recent = fleet, target, deque[tuple[float, int]]()
@@ -182,7 +182,7 @@ class ByUtilisation:
 
 
 def run(case: Case, state: Path, ends_s: float) -> dict[str, Row]:
-    """Return the results of all ways to run the second day of a case for which there is time."""
+    """Return the results of all ways to run the second day of a case, as far as time allows."""
     for seed in (0, 1):
         path = state / f"{case.name}.{seed}.json"
         if not path.is_file() and time.monotonic() < ends_s:

@@ -138,7 +138,7 @@ def big_body(rng: random.Random) -> Case:
 
 
 def half_closed(rng: random.Random) -> Case:
-    """Return a request of a client that sends a part or all of it and leaves."""
+    """Return a request whose client sends part or all of it and then leaves."""
     raw = http("/v1/completions", json.dumps(COMPLETION | {"max_tokens": 100, "stream": rng.random() < 0.5}).encode())
     return Case(raw[: rng.choice((len(raw), rng.randrange(1, len(raw))))], True, rng.choice(("eof", "close")))
 

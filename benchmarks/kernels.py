@@ -26,7 +26,7 @@ TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 WHOLE_ROWS = ("q_token_stride", "q_head_stride", "value_start")
-"""Arguments that are multiples of 16, as in the models."""
+"""Arguments that are multiples of 16, as they are in the models."""
 
 
 class Shape(NamedTuple):

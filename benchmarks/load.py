@@ -112,7 +112,7 @@ def histogram_quantile(metrics: str, name: str, q: float) -> float:
 def overload(seconds: float, seed: int) -> dict[str, Any]:
     """Send three times the requests that a plan can serve. Admitted requests must keep its bound and the promised wait.
 
-    A plan's bound counts from admission. For waiting, the same time is promised again.
+    A plan's bound counts from admission, and the same time again is promised for waiting.
     """
     lab = Lab()
     workload = shifted(load_workload("summarization", SMALL))

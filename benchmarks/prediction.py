@@ -55,8 +55,8 @@ LEAST_REQUESTS, MOST_REQUESTS = 24, 300
 BOUND_FACTOR = 2.0
 """Factor by which the plans' bound exceeds the nearest bound."""
 SIZES = ((1, 4), (5, 16), (17, 63), (64, 10**6))
-"""Ranges of a step's tokens with separate paces. If the paces are equal, the machine is the cause. If they differ, the
-profile is."""
+"""Ranges of a step's tokens with separate paces. If the paces are equal, the machine causes the error. If they differ,
+the profile does."""
 
 
 class Row(NamedTuple):

@@ -150,7 +150,7 @@ def rates(points: list[Point]) -> dict[str, float]:
 
 
 def in_rounds(points: list[Point], seconds: float) -> None:
-    """Time all points for equally long, until `seconds` have passed. One call of each point is warm-up."""
+    """Give all points equal time, until `seconds` have passed. One call of each point is warm-up."""
     for point in points:
         timed(point.run)
     end, share = time.perf_counter() + seconds, seconds / ROUNDS / len(points)
@@ -208,7 +208,7 @@ def head_params(spec: ModelSpec) -> int:
 
 
 def matrix_bytes(spec: ModelSpec, dtype: RunDType) -> float:
-    """Return the bytes of weights that every step reads: all except an embedding that is not the head."""
+    """Return the bytes of weights that every step reads: all except an embedding that is not also the head."""
     return (layer_params(spec) + head_params(spec)) * BYTES_PER_ELEMENT[dtype]
 
 

@@ -114,7 +114,9 @@ def _read(lines: Any, said: list[dict[str, Any]]) -> None:
 
 
 def split(log: Sequence[StepRecord], num_requests: int) -> tuple[list[StepRecord], list[StepRecord]]:
-    """Return the steps before the first step that encodes a request from after the change, and the steps from it on."""
+    """Return the steps before and after the change. The second list begins with the first step that encodes a request
+    with changed lengths.
+    """
     at = next(i for i, record in enumerate(log) if any(id_ >= num_requests for id_, _, _ in record.encode))
     return list(log[:at]), list(log[at:])
 

@@ -2,9 +2,8 @@
 
 Each point is measured once in each of several passes. Its time is the mean over the passes, since the time of many
 steps is a sum of such means. The clock of a shared machine changes between two or three rates about every second. A
-median of a few calls would be the time at one of these rates, and not at the same rate for all points. Layers are run
-one after the other, as in a step, so weights and K/V come from memory and not from a cache that is warm only in
-benchmarks.
+median of a few calls would be the time at one of these rates, which would differ between points. Layers are run one
+after the other, as in a step, so weights and K/V come from memory and not from a cache that is warm only in benchmarks.
 """
 
 from __future__ import annotations
@@ -110,8 +109,8 @@ class Points:
     """The points at which a model is measured, within its context.
 
     Attributes:
-        encode, decode: (batch, length) of each measured attention call. They include the calls of the tables and of the
-            whole steps.
+        encode, decode: (batch, length) of each measured attention call. These are the points of the tables, and the
+            calls that whole steps make.
         steps: whole steps by their number of tokens. Up to the largest batch, they consist of short decodes. Larger
             ones consist of short prompts. Sequences are (tokens before, tokens now).
     """

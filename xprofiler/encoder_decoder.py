@@ -54,8 +54,8 @@ class EncoderDecoderPoints:
         decodes: whole steps that only decode, by their number of requests: (prompt tokens, decoder tokens) of each
             request.
         encodes: whole steps that only encode, by their prompt tokens: (number of prompts, tokens of each).
-        encode, own, cross: (batch, length) of each measured attention call. They include the calls of the tables and of
-            the whole steps.
+        encode, own, cross: (batch, length) of each measured attention call. These are the points of the tables, and the
+            calls that whole steps make.
     """
 
     prompts: list[int]

@@ -79,8 +79,7 @@ STORED = {"fp8": "fp8", "fp8_block": "fp8_block", "mxfp4": "w4a16_mxfp4", "int4"
 STORED |= {"nvfp4": "nvfp4", "mxfp8": "fp8_block"}
 """The tables' name for each format of stored weights."""
 DIVIDED = 0.9
-"""The experts, divided among devices, must take at most this share of their time on one device, for the largest
-batch.
+"""Divided among devices, the experts must take at most this share of their time on one device, for the largest batch.
 """
 FASTER = {"w4a16_mxfp4": ("w4a8_mxfp4_mxfp8",)}
 """Kernels for the same weights that round activations to eight bits, on devices that support this."""

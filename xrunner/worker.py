@@ -209,8 +209,8 @@ class Worker(OneAtATime):
                 yield whole
 
     def _uncut(self, step: Step) -> Step:
-        """Return the step for a model that cannot cut prompts. The step that has a prompt's last piece then has the
-        whole prompt.
+        """Return the step for a model that cannot cut prompts: a prompt's last piece becomes the whole prompt, and its
+        other pieces are dropped.
         """
         ended = [id_ for id_, start, length in step.encode if start + length == self._rows.prompt_len[self._rows[id_]]]
         return Step(tuple(Chunk(id_, 0, len(self._prompts[id_])) for id_ in ended), step.decode)

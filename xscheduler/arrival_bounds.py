@@ -10,15 +10,15 @@ remaining task is to bound the time of an iteration:
   mean time of its iterations. Waiting adds to this time. The quantile of all requests must keep the bound. If all
   prompts and all iterations took the same time, `first(mean i) + S_q t` would have to keep the bound, with S_q the
   quantile of d. In reality prompts and iterations vary, which matters if there are only a few distinct lengths. A long
-  request can then keep the bound because its prompt is short or because it arrives at a quiet time. So slightly more
-  requests can be long than may break the bound. Therefore `loosened` multiplies `first(i) / t + d` by a normal factor
-  and computes the quantile of the product. It does so for all `RATIOS` of prompt time to iteration time and all
-  standard deviations in `SPREAD`. The bound is loosened by the difference to the lowest of these quantiles. A
-  distribution with a smooth tail needs no loosening.
+  request can then keep the bound because its prompt is short or because it arrives at a quiet time. So the share of
+  long requests may slightly exceed the share that may break the bound. Therefore `loosened` multiplies `first(i) / t +
+  d` by a normal factor and computes the quantile of the product. It does so for all `RATIOS` of prompt time to
+  iteration time and all standard deviations in `SPREAD`. The bound is loosened by the difference to the lowest of these
+  quantiles. A distribution with a smooth tail needs no loosening.
 - If prompts go through the stages one after the other in order of arrival, a request also waits for earlier prompts.
   This wait is computed for randomly drawn prompts and arrivals, by Lindley's recursion or, with several micro-batches,
   by Kiefer and Wolfowitz's recursion. A prompt takes at least the time that the slowest stage needs per prompt in its
-  largest step. If any step may encode prompts (orca, chunked), a prompt takes at least its part of full steps through
+  largest step. If any step may encode prompts (orca, chunked), a prompt takes at least its share of full steps through
   all stages (`PromptSteps`). `Waits` computes how far these waits shift the quantile of all requests, and thus which
   share of the bound remains.
 - A prompt of i tokens fills at least floor(i / budget) steps, so each second has at least `rate E[floor(i / budget)]`
@@ -231,7 +231,7 @@ class PromptSteps:
 
     Smaller steps take more time per token, so a prompt takes the least time in full steps. By Little's law, full steps
     also decode at least `rate E[D] t` requests, where t is the time of an iteration that decodes one request. The
-    number of requests in decode is assumed to vary like a Poisson number. In reality it varies less, since prompts end
+    number of requests in decode is assumed to have a Poisson distribution. In reality it varies less, since prompts end
     one by one. For a time f(b) of b requests that rises with b while f(b) / b falls, E[f(b)] >= f(c) E[min(1, b / c)]
     for any c. The bound uses c = 1 and c = the mean.
 

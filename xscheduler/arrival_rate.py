@@ -80,7 +80,9 @@ def best_of(space: Space) -> Rated | None:
 
 
 def _best_on_a_grid(space: Space, at_least: float) -> Rated | None:
-    """Return the best settings on a few load curves, at widely spaced values of the other variable."""
+    """Return the best settings on a few load curves, at widely spaced values of the variable that differs between
+    curves.
+    """
     return _best_on(space, _outer_values(space, space.forecast.num_curves), at_least)
 
 

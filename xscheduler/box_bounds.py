@@ -1,4 +1,4 @@
-"""Compute upper bounds on the throughput of a box of settings from the lower tables.
+"""Compute upper bounds on the throughput of a box of settings (a range of each variable) from the lower tables.
 
 On these tables (xscheduler.lower_tables) rra, orca and chunked are monotone: a larger batch never costs more per
 request, and more decode iterations a phase never cost less. So no point of a box has a higher throughput than the box's
@@ -33,9 +33,10 @@ LATENCY_TOLERANCE = 0.01
 
 
 def ends_of(space: Space) -> tuple[int, int | None]:
-    """Return the indices of a box's slow corner and its fast corner.
+    """Return the indices of a box's slow corner (lowest latency) and fast corner (highest throughput).
 
-    The second index is None unless throughput is known to rise or fall with each variable."""
+    The second index is None unless throughput is known to rise or fall with each variable.
+    """
     slow = fast = 0
     for axis in space.searched:
         slow = 2 * slow + (axis.variable.latency == "falls")

@@ -129,8 +129,8 @@ class PlacementBounds:
     def least_latency(self, placements: Sequence[Placement]) -> Array:
         """Return a lower bound, in seconds, on the latency of a request of the quantile's length on each placement.
 
-        The request is assumed to decode alone, and its prompt to cost the least. The first decode step may overlap with
-        encoding.
+        The request is assumed to decode alone, with a prompt that costs as little as possible. The first decode step
+        may overlap with encoding.
         """
         lanes = [(self._stages(placement.encode_lane), self._stages(placement.decode_lane)) for placement in placements]
         return np.asarray([encode.through_s + (self._decodes - 1) * decode.passing_s[0] for encode, decode in lanes])

@@ -49,7 +49,7 @@ SEED = 0
 
 
 class _Drawn(NamedTuple):
-    """Requests that arrive at one replica once a second on average. # [requests] each
+    """Requests that arrive at one replica, one a second on average. # [requests] each
 
     Attributes:
         inputs, outputs: numbers of prompt and output tokens.
@@ -169,8 +169,8 @@ class Trial:
 
 
 def endings(ends: Array, first: int, last: int) -> tuple[int, float]:
-    """Return how many of the sorted times `ends` are later than `ends[first]` and at most `ends[last]`, and the time
-    from `ends[first]` to `ends[last]`. Many requests may end at the same time.
+    """Return how many of the sorted times `ends` lie after `ends[first]`, up to `ends[last]`, and the difference of
+    these two. Many requests may end at the same time.
     """
     begin, end = ends[first], ends[last]
     return int(np.searchsorted(ends, end, "right") - np.searchsorted(ends, begin, "right")), float(end - begin)
@@ -234,7 +234,7 @@ class CapacitySearch:
         return 0 < rate < self._promised and rate < self._most and self._excess_at(rate, self._slack) <= self._slack
 
     def excess_over(self, rate: float, far: float) -> float:
-        """Return the ratio of the worst goal's quantile to its bound at a rate, or infinite if it exceeds `far`."""
+        """Return the largest quantile of time / bound over all goals at a rate, or infinite if it exceeds `far`."""
         return self._excess_at(rate, far * self._slack) / self._slack
 
     def found(self, *, edges: bool = True) -> Capacity:
@@ -269,7 +269,7 @@ class CapacitySearch:
 
     @cached_property
     def _excess(self) -> dict[float, float]:
-        """For each simulated rate, the worst goal's quantile of (time / bound)."""
+        """For each simulated rate, the largest quantile of time / bound over all goals."""
         return {self._most: inf}
 
     @cached_property
@@ -278,7 +278,7 @@ class CapacitySearch:
         return inf if self._trial.is_far or self._is_given else self._trial.saturated()
 
     def _excess_at(self, rate: float, slack: float) -> float:
-        """Return, at a rate, the worst goal's quantile of (time / bound), or infinite if it exceeds `slack`."""
+        """Return, at a rate, the largest quantile of time / bound over all goals, or infinite if it exceeds `slack`."""
         known = self._excess.get(rate)
         if known is None:
             constraint, times = self.plan.constraint, self._trial.at(rate, slack)
@@ -292,8 +292,8 @@ class CapacitySearch:
         return known
 
     def _highest(self, slack: float, precision: float) -> float:
-        """Return the highest simulated rate with an excess of at most `slack`. At a rate that is at most `precision`
-        higher, the excess is more than `slack`.
+        """Return the highest simulated rate with an excess of at most `slack`. Within `precision` above it, there is a
+        rate with a larger excess.
         """
         num_tried, step, first = 0, 2 * precision, self.predicted or 0.8 * self._most
         while True:
@@ -360,7 +360,7 @@ def _slack(plan: Plan) -> float:
 
 
 def _upper(values: Array, quantile: float) -> float:
-    """Return the smallest value that at least the share `quantile` of all values do not exceed."""
+    """Return the smallest value that at most a share 1 - `quantile` of all values exceed."""
     index = max(0, ceil(quantile * len(values) - 1e-9) - 1)
     return float(np.partition(values, index)[index])
 

@@ -69,8 +69,8 @@ class Paces(NamedTuple):
 
 
 def executed(plan: Plan, log: Sequence[StepRecord]) -> list[Executed]:
-    """Return the steps of a log, except transfers, with their counts. Steps after the first that does not replay are
-    left out.
+    """Return the steps of a log, except transfers, with their counts. If a step does not replay, later steps are left
+    out.
 
     In a log of several replicas, each replica's steps are replayed separately.
     """

@@ -174,5 +174,5 @@ def simulate_fleet(
 
 
 def _longest(plan: Plan, longest: int) -> int:
-    """Return the output length for which memory is reserved: the longest of the plan and the requests."""
+    """Return the output length for which memory is reserved: the longest output of the plan or of the requests."""
     return max(plan.workload.output.lengths[-1], longest)

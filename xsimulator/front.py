@@ -16,8 +16,8 @@ def request_s(engine: EngineSpec, workload: Workload) -> float:
 
 
 def served_rate(plan: Plan) -> float:
-    """Return the requests a second of all replicas that one command of the engine starts. These replicas share the
-    command's API servers.
+    """Return the total requests a second of the replicas that one command of the engine starts. These replicas share
+    the command's API servers.
     """
     capacity = plan.estimate.capacity
     rates = [plan.estimate.throughput_rps if capacity is None else capacity.rate_per_s]

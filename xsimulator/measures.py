@@ -189,7 +189,7 @@ class RequestTimes:
 
     @classmethod
     def of_ns(cls, arrived: Array, first: Array, last: Array, tokens: npt.ArrayLike, num_lost: int = 0) -> RequestTimes:
-        """Return the times of requests, given in ns when each arrived and got its first and last token.
+        """Return the times of requests, from the ns at which each arrived and got its first and last token.
 
         Args:
             tokens: number of output tokens of each request.

@@ -161,7 +161,9 @@ def _reaches(reached: Array, q: float, total: float | None = None) -> int:
 
 
 def _chosen(step: Ints, skip_requests: int, num_requests: int) -> Ints:
-    """Return the ids of requests that have a step: `num_requests` of them after the first `skip_requests`."""
+    """Return the ids of `num_requests` requests after the first `skip_requests`, counting only requests that have a
+    step.
+    """
     ids = np.flatnonzero(step >= 0)
     chosen = ids[skip_requests : skip_requests + num_requests]
     if not len(chosen):

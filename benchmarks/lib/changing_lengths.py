@@ -34,7 +34,7 @@ PLANNING_S = 1.0
 
 
 TIE = 1e-3
-"""Up to this difference of log probabilities, either of two tokens may be the likelier one in another batch."""
+"""If two tokens' log probabilities differ by at most this, either may be the likelier one in another batch."""
 
 
 class Phase(NamedTuple):
@@ -52,7 +52,7 @@ class Run:
         changes: (number of ended requests, decision) for each time that the plan was judged.
         num_lost: number of requests without an answer, or with another output length than requested.
         tokens: output tokens of each request.
-        num_wrong: number of requests with a token other than the expected one, and less probable than it.
+        num_wrong: number of requests with a token that differs from the expected one and is less probable.
         slowdown: measured time of the steps divided by the profile's, at the end of the run.
     """
 
@@ -171,7 +171,7 @@ def real(
     replan: bool = True,
     expected: Sequence[Sequence[int]] | None = None,
 ) -> Run:
-    """Run the same through `xgpt serve` in a separate process.
+    """Run the same loop through `xgpt serve` in a separate process.
 
     Args:
         expected: tokens of each request in another run. None means that tokens are not compared.

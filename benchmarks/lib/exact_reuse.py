@@ -7,7 +7,7 @@ from xgpt.core.workload import TraceLengths
 
 
 def exact_share(trace: TraceLengths, capacity: int, block_size: int) -> float:
-    """Return the share of cached prompt tokens if requests use the engine's own blocks one after the other.
+    """Return the share of cached prompt tokens if requests run one after the other on the engine's own blocks.
 
     Args:
         capacity: number of K/V blocks. The longest request must fit.

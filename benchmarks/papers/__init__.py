@@ -1,2 +1,1 @@
-"""Compute every figure of the papers that can be computed, beside the product's prediction: `python -m
-benchmarks.papers`."""
+"""Compute every figure of the papers that can be computed, next to xgpt's prediction: `python -m benchmarks.papers`."""

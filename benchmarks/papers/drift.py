@@ -1,4 +1,8 @@
-"""Run ExeGPT's schedules with lengths other than planned (sec. 7.6)."""
+"""Run ExeGPT's schedules with lengths other than planned (sec. 7.6).
+
+FT is FasterTransformer, and "FT's 30% bound" is the 30% quantile of its latencies over batch sizes. Task T is ExeGPT's
+translation task.
+"""
 
 from __future__ import annotations
 

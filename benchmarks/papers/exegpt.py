@@ -41,7 +41,7 @@ NUM_SIMULATED = 800
 STATED_BOUND_S = 9.8
 """The bound with the paper's highest gain (7.3), one of `benchmarks.scheduler.EXTRA`."""
 LOOPS_S = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
-"""Seconds that a step of ORCA takes beyond one of FasterTransformer."""
+"""Seconds by which a step of ORCA takes longer than a step of FasterTransformer."""
 CONTEXT, LONGEST_OUTPUTS = 2048, (600, 1000)
 """Context of the paper's models, and the largest output lengths with real lengths."""
 LARGE_CLUSTERS = (("gpt3-101b", "a100x16"), ("gpt3-175b", "a40x32"), ("gpt3-175b", "a100x16"), ("gpt3-341b", "a40x48"))
@@ -106,7 +106,9 @@ def tables_6_and_7() -> Iterator[Claim]:
 
 
 def ranges_of_table_7() -> Iterator[Claim]:
-    """Yield half the range of 99% of a stage's execution times, as a share of their mean, in the simulated engine."""
+    """Yield, from the simulated engine, half the width of the range that contains 99% of a stage's execution times, as
+    a share of their mean.
+    """
     scheduler = Scheduler(problem("opt-13b", "a40x4", workload_of("summarization", "opt-13b")))
     rra = scheduler.candidates.uniform_placement("rra", 4, 1, 1)
     waa = waa_placement(scheduler, [[2], [1, 1]], 2)
@@ -160,7 +162,7 @@ def ranges_of_table_7() -> Iterator[Claim]:
 
 
 def _range(spans: Sequence[Span]) -> float:
-    """Return half the range of 99% of the steps' times, in percent of their mean."""
+    """Return half the width of the range that contains 99% of the steps' times, in percent of their mean."""
     seconds = [span.end_ns - span.start_ns for span in spans]
     low, high = np.quantile(seconds, (0.005, 0.995))
     return float(50 * (high - low) / np.mean(seconds))
@@ -255,8 +257,8 @@ def _known(values: Sequence[float | None]) -> list[float]:
 
 
 def figures_6_and_8() -> Iterator[Found]:
-    """Compare under the paper's bounds, which FT keeps up to its longest output, and xgpt at the 99th percentile's
-    length."""
+    """Compare throughput under the paper's bounds. FT keeps them up to its longest output, xgpt at the 99th
+    percentile's length."""
     small, large = bars()
     unbounded = [row for row in large if row.bound_s is None]
     for source, what, paper, group, only in (

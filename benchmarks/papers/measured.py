@@ -20,7 +20,7 @@ WIDTH, BATCH, NUM_REQUESTS, ROUNDS = 256, 192, 400, 3
 """Width of the model in TCB's shape, requests of a batch, requests of a measurement, and measurements of each
 layout."""
 TNB_BATCH = 10
-"""Requests of a padded batch if concatenated batches have `BATCH`. In the paper, they have 64 and about 1,240."""
+"""Requests of a padded batch, next to `BATCH` of a concatenated one. In the paper, these are 64 and about 1,240."""
 LAYOUTS: tuple[Batching, ...] = ("padded", "rows", "slots", "flat")
 MODELS_OF_7_8 = ("t5-11b", "gpt3-39b", "gpt3-101b")
 """Models whose points ExeGPT counts (sec. 7.8)."""
@@ -89,7 +89,7 @@ def _not_monotone(counted: monotonicity.Monotone, task: str, variable: str) -> t
 
 
 def profiling() -> Iterator[Found]:
-    """ "Less than two hours" for a model and its cluster (ExeGPT 7.7), of the default model here."""
+    """Check "less than two hours" to profile a model and its cluster (ExeGPT 7.7), with the default model here."""
     started = time.perf_counter()
     cluster = load_cluster("local")
     measure.profile(load_model("opt-125m")[0], cluster, "float32")

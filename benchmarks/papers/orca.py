@@ -174,8 +174,8 @@ def max_rate(ends: Ends, workload: Workload, bound_s: float, high: float = 40.0)
 
 
 class AtTwice(NamedTuple):
-    """A single request's seconds per token, and the requests a second of orca(128) and of FT at its best within twice
-    this time."""
+    """A single request's seconds per token, and the highest rates (requests a second) of orca(128) and of FT within
+    twice this time."""
 
     token_s: float
     orca: float

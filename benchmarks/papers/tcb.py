@@ -16,14 +16,15 @@ from benchmarks.tcb.experiments import slots as slots_of
 from xgpt.core.schema import AdmissionOrder
 
 LOAD, BATCHES = 4.0, 8.0
-"""Offered load as a multiple of TNB's throughput at saturation, and its duration in times of a full batch."""
+"""Offered load as a multiple of TNB's throughput at saturation, and its duration as a multiple of a full batch's time.
+"""
 LOADS = (0.5, 1.0, 2.0, LOAD)
 CAPS = (24, 32, 48, 64, 96, 128, 256, None)
 """Largest batches of TTB. None means as many requests as TCB takes."""
 STEPS_MS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Milliseconds that are added to every step."""
 LEAST = 0.85
-"""A row holds if its ratio is at least this share of the paper's ratio, and at most as much above it."""
+"""A row holds if its ratio differs from the paper's by at most the share 1 - `LEAST`."""
 
 
 @cache

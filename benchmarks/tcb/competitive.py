@@ -30,7 +30,7 @@ SECONDS = 1.0
 
 
 class Instance(NamedTuple):
-    """Requests whose arrivals and deadlines are numbers of slots."""
+    """Requests whose arrivals and deadlines are given as numbers of time slots."""
 
     requests: tuple[Request, ...]
     num_slots: int

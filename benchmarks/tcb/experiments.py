@@ -2,8 +2,8 @@
 
 The paper's workload has normally distributed prompts of 3 to 100 tokens (mean 20) and Poisson arrivals. Batches have 64
 rows of 400 tokens. The model has three encoder and three decoder layers. The paper does not state the following. Here
-answers are as long as prompts, independently. Deadlines are one to three times a full concatenated batch's time after
-the arrival. Rates are multiples of TNB's throughput at saturation.
+answers have the prompts' distribution of lengths, independently of the prompts. Deadlines are one to three times a full
+concatenated batch's time after the arrival. Rates are multiples of TNB's throughput at saturation.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _seconds(machine: Machine, batch: RowBatch, demand: Demand, *, free_slots: b
 
 
 class Case(NamedTuple):
-    """The varied variable of a setting, and all its values. The load is a multiple of TNB's throughput at
+    """A setting. `varied` names the variable that the table varies. The load is a multiple of TNB's throughput at
     saturation."""
 
     varied: str

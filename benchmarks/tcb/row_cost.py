@@ -1,6 +1,6 @@
 """Compute the seconds of a batch in rows, and of the same requests flattened, from a profile's tables.
 
-All computation of a slot counts, including padding and other requests' tokens. Attention of m queries over n keys in
+A slot's computation counts in full, including padding and other requests' tokens. Attention of m queries over n keys in
 each slot takes as long as reading the keys once, or as m/n of the products of whole prompts of n tokens, whichever is
 longer. Reading masks and writing scores does not count, since fused kernels avoid it.
 """

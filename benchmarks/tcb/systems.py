@@ -38,7 +38,8 @@ class Demand:
 
 def draw(rate: float, seconds: float, variance: float, slack_s: tuple[float, float], seed: int = 0) -> Demand:
     """Return the paper's workload: normal lengths and Poisson arrivals. The paper does not state deadlines and answers.
-    Here deadlines are uniform in `slack_s` after the arrival, and answers are as long as prompts, independently.
+    Here deadlines are uniform in `slack_s` after the arrival, and answers have the prompts' distribution of lengths,
+    independently of the prompts.
     """
     rng = np.random.default_rng(seed)
     num = max(1, round(rate * seconds))

@@ -108,7 +108,8 @@ def degrees_of(raw: dict[str, str], lane: str = "") -> tuple[int, int, int]:
 
 
 def may_speculate(raw: dict[str, str], tp: int, ep: int) -> bool:
-    """Return whether InferenceX ran this configuration with multi-token prediction on that day, even if also without.
+    """Return whether InferenceX ran this configuration with multi-token prediction on that day, even if it also ran
+    without.
 
     Sources: its `.github/configs/nvidia-master.yaml`, and the first day of each script with `mtp` in its name.
     """

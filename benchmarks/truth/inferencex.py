@@ -81,8 +81,8 @@ def _of_kimi(raw: dict[str, str], ep: int, day: str, changes: dict[str, Any]) ->
 
 
 def _of_sglang(raw: dict[str, str], model: str, tp: int, ep: int) -> Started:
-    """Return the settings of SGLang's scripts since November 2025. On Blackwell, nearly all check for new requests only
-    once in ten decode steps, or in thirty with 16 or more clients (--scheduler-recv-interval)."""
+    """Return the settings of SGLang's scripts since November 2025. On Blackwell, nearly all let the engine check for
+    new requests only once in ten decode steps, or in thirty with 16 or more clients (--scheduler-recv-interval)."""
     is_hopper, stored = raw["system"] not in BLACKWELL, raw["moe_quant_mode"]
     seldom = 30 if int(float(raw["batch_size"])) >= 16 else 10
     budget, receives, kv_dtype = 32768, seldom, cast("DType | None", "float8")

@@ -54,8 +54,8 @@ AS_NAMED: dict[str, Quantity] = {
     "TTFT": "TTFT",
     "TPOT": "TPOT",
 }
-"""The name in ranges of each quantity in rows. Under open arrivals, the error of a plan's rate is taken from whole
-times."""
+"""The name in ranges of each quantity in rows. Under open arrivals, a plan's rate gets the error of the time to the
+last token."""
 
 
 def errors_of(rows: list[Row]) -> str:

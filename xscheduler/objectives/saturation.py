@@ -43,7 +43,7 @@ ABOUT = 1.25
 LEAST_ALIKE = 30
 """Smallest number of requests of about the quantile's length from which their latency is computed."""
 MOST_REQUESTS = 5000
-"""Largest number of requests that are simulated because few have about the quantile's length."""
+"""Largest number of requests to simulate if few have about the quantile's length."""
 SEED = 0
 RUNG = 1.2
 """Ratio of the closed form's latencies on neighbouring rungs."""

@@ -31,7 +31,7 @@ class ClusterChoice:
 
 
 class Fewest(NamedTuple):
-    """The smallest number of devices that sustains a rate, and why one device less is not enough ("" if the number is
+    """The smallest number of devices that sustains a rate, and why one device fewer is not enough ("" if the number is
     1).
     """
 

@@ -51,7 +51,8 @@ class Verdict:
     """The result of comparing the running plan with the best plan.
 
     Attributes:
-        breaks_bound: whether the running plan breaks its bounds even if chance in the observed lengths is allowed for.
+        breaks_bound: whether the running plan breaks its bounds even after an allowance for chance in the observed
+            lengths.
         plan: the best plan, in a form that can replace the running plan, or None if no plan keeps the bounds.
         is_swap: whether the plan takes effect between two steps, without a pause.
         gain: the share by which the best plan's objective exceeds the running plan's.
@@ -110,8 +111,8 @@ def _judged_by_arrivals(situation: Situation, terms: Terms) -> Verdict:
 
 
 def with_known_rate(verdict: Verdict, num_requests: int) -> Verdict:
-    """Return the verdict, changed so that the running plan stays if the arrival rate is not known yet and the other
-    plan serves less.
+    """Return the verdict, changed to keep the running plan if the arrival rate is not known yet and the other plan
+    serves less.
     """
     best, running = verdict.best, verdict.running
     if not verdict.switch or best is None or num_requests >= RATE_REQUESTS:
@@ -349,7 +350,9 @@ def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:
 
 
 def _although_broken(near: Verdict, constraint: Constraint) -> Verdict:
-    """Return the verdict `near`, reached under a looser bound, with the original constraint, which no plan keeps."""
+    """Return the verdict `near` with the original constraint, which no plan keeps. `near` was reached under a looser
+    bound.
+    """
     assert near.best is not None and near.plan is not None
     wider_s = near.plan.constraint.latency_bound_s
     return replace(

@@ -135,7 +135,9 @@ class Grid:
 
 
 def _level(points: Array, seconds: Array) -> Array:
-    """Return the seconds at twice the last point: along the last segment, or constant if this segment falls."""
+    """Return the seconds at twice the last point, extrapolated along the last segment, or constant if this segment
+    falls.
+    """
     slope = (seconds[-1] - seconds[-2]) / (points[-1] - points[-2])
     return seconds[-1] + points[-1] * np.maximum(slope, 0.0)
 

@@ -66,13 +66,15 @@ class Draft:
         return self.params * size + own_head
 
     def kept_bytes(self, dtype: DType, group: int) -> float:
-        """Return the draft's K/V bytes per token on a device of a group. A layer of the draft stores as many bytes as
-        one of the model."""
+        """Return the draft's K/V bytes per token on a device of a group. A layer of the draft stores as many bytes as a
+        layer of the model."""
         kinds = [kind for kind in self._spec.kinds if kind.attention is not None and kind.attention.keeps]
         return self.layers * self._spec.kv_bytes_of(kinds[-1], dtype, group) if kinds else 0.0
 
     def share(self, dtype: DType, tokens: Array) -> Array:
-        """Return how many bytes a pass of the draft reads, relative to a layer of the model, by number of tokens."""
+        """Return the bytes that a pass of the draft reads, divided by those of a layer of the model, by number of
+        tokens.
+        """
         spec = self._spec
         kind, sizes = max(spec.kinds, key=lambda kind: len(kind.layers)), spec.sizes
         read = sizes.mixer(kind) * spec.bytes_per_weight(dtype, "attention") + np.zeros_like(tokens)
@@ -170,7 +172,9 @@ def _layer(layer: LayerTimes, profile: Profile, spec: ModelSpec, speculation: Sp
 
 
 def _shortened(curve: Curve, each: float) -> Curve:
-    """Return F(n) = f(each n) / each as a curve through the whole numbers next to the points of f / each."""
+    """Return F(n) = f(each n) / each as a curve, whose points are the whole numbers next to the points of f divided by
+    `each`.
+    """
     points = np.asarray(curve.points) / each
     whole = np.unique(np.concatenate([np.floor(points), np.ceil(points)])).astype(int)
     whole = whole[whole >= (0 if curve.points[0] == 0 else 1)]

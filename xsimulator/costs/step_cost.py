@@ -164,12 +164,12 @@ class LaneCost:
         return [stage.decoder_layers * seconds for stage, seconds in self._by_kind(of_layer)]
 
     def _by_kind(self, of_degree: Callable[[GroupTables], T]) -> list[tuple[StageShape, T]]:
-        """Return each kind of stage with the value of `of_degree` for its degree, called once for each degree."""
+        """Return each kind of stage with `of_degree` of its degree. `of_degree` is called once for each degree."""
         found = {group: of_degree(degree) for group, degree in self._degrees.items()}
         return [(stage, found[stage.group]) for stage, _ in self.kinds]
 
     def cross_kv(self, tokens: Array) -> Array:
-        """Return the seconds that keys and values of an encoder's output take. # [...] -> [kinds, ...]"""
+        """Return the seconds to compute keys and values from an encoder's output. # [...] -> [kinds, ...]"""
 
         def of_layer(degree: GroupTables) -> Array:
             assert degree.cross_kv is not None

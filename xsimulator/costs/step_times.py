@@ -1,4 +1,4 @@
-"""Fit the few numbers with which the scheduling rule predicts step times while it serves."""
+"""Fit the few numbers from which the scheduling rule predicts step times while it serves."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Forecast(ABC, Generic[M]):
         return np.full(len(outer), len(inner))
 
     def curve_values(self, values: Ints) -> Ints:
-        """Return values of the other variable at which load curves may begin."""
+        """Return values, of the variable that is constant along a load curve, for which there may be load curves."""
         return values
 
     def is_allowed(self, found: Performance) -> npt.NDArray[np.bool_]:
@@ -144,7 +144,7 @@ class Forecast(ABC, Generic[M]):
         return self.estimate(model, plan.policy.but(**{self.load: most}))
 
     def promises_too_little(self, found: Performance) -> npt.NDArray[np.bool_]:
-        """Return which settings may be clearly better than predicted, so that the search uses bounds for them."""
+        """Return which settings may be clearly better than predicted. For these, the search uses upper bounds."""
         return np.zeros(len(found.throughput), bool)
 
     # Bounds ------------------------------------------------------------------------------------------------------

@@ -19,9 +19,10 @@ BEFORE = np.arange(1.0, PERIODS + 1)[:, None, None]
 
 
 def as_interpolated(batches: Array) -> Array:
-    """Return the matrix that interpolates times at some batch sizes to the grid and back. # [batches, batches]
+    """Return the matrix that replaces times at these batch sizes by their interpolation through the grid. # [batches,
+    batches]
 
-    A row of times, multiplied by this matrix from the right, becomes the times as the grid represents them.
+    A row of times is multiplied by this matrix from the right.
     """
     on_grid = [np.interp(GRID, batches, unit) for unit in np.eye(len(batches))]
     return np.stack([np.interp(batches, GRID, row) for row in on_grid])
@@ -132,8 +133,8 @@ class Stays:
         return self.mean(lanes, step) - step * self.transferred / 2
 
     def left(self, lanes: LanePair, period: Array, step: Array) -> Array:
-        """Return how many requests of earlier batches are still in the lanes when a batch enters, as a multiple of a
-        batch. # [n, points]
+        """Return the number of earlier requests that are still in the lanes when a batch enters, divided by the batch
+        size. # [n, points]
 
         Args:
             period: seconds from one batch to the next.

@@ -100,7 +100,7 @@ class _Mix(NamedTuple):
 
 
 class Mixes:
-    """Computes how many prompts, prompt tokens and decodes steps have under one workload.
+    """Computes how many prompts, prompt tokens and decodes a step has under one workload.
 
     The result does not depend on devices, so a profile's tables and its lower tables can share it. The last result is
     cached.
@@ -430,7 +430,9 @@ def _spans(prompts: Array, room: Array, load: Array) -> Array:
 
 
 def _means_of(values: Array, probabilities: Array, shares: Array) -> Array:
-    """Return the mean of each consecutive share of a distribution. # [values], [values], [shares] -> [shares]"""
+    """Return the means of consecutive parts of a distribution, whose shares are given. # [values], [values], [shares]
+    -> [shares]
+    """
     edges, cuts = np.concatenate([[0.0], np.cumsum(probabilities)]), np.concatenate([[0.0], np.cumsum(shares)])
     inside = np.minimum(edges[1:, None], cuts[1:]) - np.maximum(edges[:-1, None], cuts[:-1])  # [values, shares]
     inside = np.maximum(inside, 0.0)

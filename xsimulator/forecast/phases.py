@@ -31,7 +31,7 @@ class PhaseColumns(NamedTuple):
     weights: Array
     """Number of iterations of each segment."""
     unneeded: Array
-    """Number of iterations in its last phase that a request with output length at the quantile does not need."""
+    """Number of iterations of its last phase in which a request of the quantile's output length no longer decodes."""
     share: Array
     """Number of decoding requests, relative to the number of requests that a phase encodes."""
     age: Array
@@ -42,8 +42,8 @@ class PhaseColumns(NamedTuple):
     """Share of the gaps between tokens that include an encode phase."""
     boundary_deviate: Array
     stray: Array
-    """How far the decode batch must deviate before the rule adjusts its target, in phases that encode one request. It
-    is given as a negative number of standard deviations.
+    """Deviation of the decode batch at which the rule adjusts its target, for phases that encode one request. It is a
+    negative number of standard deviations.
     """
 
 

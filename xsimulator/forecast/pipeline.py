@@ -79,15 +79,11 @@ class Pipeline:
         return 1 - self.devices @ work / (self.devices.sum() * seconds)
 
     def slowest_until(self, cost: Array) -> Array:
-        """Return, for each run, the time of the slowest of all stages up to the run's end.
-        # [kinds, ...] -> [runs, ...]
-        """
+        """Return, for each run, the time of the slowest stage up to the run's end. # [kinds, ...] -> [runs, ...]"""
         return np.maximum.accumulate(cost[self._kind_of_run])
 
     def slowest_from(self, cost: Array) -> Array:
-        """Return, for each run, the time of the slowest of all stages from the run's start on.
-        # [kinds, ...] -> [runs, ...]
-        """
+        """Return, for each run, the time of the slowest stage from the run's start on. # [kinds, ...] -> [runs, ...]"""
         return np.maximum.accumulate(cost[self._kind_of_run[::-1]])[::-1]
 
 

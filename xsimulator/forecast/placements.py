@@ -40,7 +40,9 @@ class Iterations:
 
     @cached_property
     def longest_met(self) -> Array:
-        """Mean number of the `longest` iterations in which a request of the quantile's output length decodes. # [m]"""
+        """Of the `longest` iterations, the mean number in which a request of the quantile's output length decodes. #
+        [m]
+        """
         return self._some[:, : self.decodes].sum(axis=1)
 
     @property

@@ -107,7 +107,9 @@ def _predict(model: OneLaneModel, batch: Array, encode_parts: Array, decode_part
 
 
 def _most_tokens(lengths: Lengths, requests: Array) -> Array:
-    """Return how many prompt tokens some requests hardly ever exceed (mean plus four standard deviations)."""
+    """Return a number of prompt tokens that `requests` requests hardly ever exceed (mean plus four standard
+    deviations).
+    """
     variance = lengths.mean_square_input - lengths.mean_input**2
     return np.minimum(requests * lengths.mean_input + 4 * np.sqrt(requests * variance), requests * lengths.max_input)
 

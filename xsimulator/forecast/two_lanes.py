@@ -1,19 +1,18 @@
 """Predict waa in closed form, as two asynchronous lanes at saturation, for many candidates at once.
 
-While B requests decode, an iteration of all micro-batches takes T(B), so X = B / (E[S] T(B)) requests a second end, and
+While B requests decode, an iteration of all micro-batches takes T(B). So X = B / (E[S] T(B)) requests a second end, and
 as many enter. Three things limit this rate: the encode lane, which takes B_E requests every t_E; the K/V transfers; and
 the largest number B_max of requests in both lanes:
 
     B_E sum_{j>=0} G(j B_E / X) + X wait <= B_max,   X = B / (E[S] T(B))
 
-Here j counts earlier batches, which entered j periods of B_E / X before. G(a) is the share of requests that are still
-in the lanes a seconds after they entered. A batch waits until it fits as a whole beside the remaining requests of
-earlier batches, and then until the encode lane is free (as in a queue with batch arrivals). All requests are in the
-lanes until they are encoded. Requests with further output stay until they have been moved, have joined (after half an
-iteration on average) and have run their iterations. If all requests of a batch end together, whole batches are in the
-lanes. Otherwise, half a batch's slots are free on average. If devices are CPU cores, moving K/V takes their compute
-time, so both lanes do nothing else meanwhile (TransferCost.occupies). Source: ExeGPT sec. 4.1, 6, for the case B = B_E
-E[S], in which encode and decode take turns.
+Here batch j entered j periods of B_E / X before. G(a) is the share of requests that are still in the lanes a seconds
+after they entered. A batch waits until earlier requests leave room for all of it, and then until the encode lane is
+free (as in a queue with batch arrivals). All requests are in the lanes until they are encoded. Requests with further
+output are then moved, join (after half an iteration on average) and run their iterations. If all requests of a batch
+end together, whole batches are in the lanes. Otherwise, half a batch's slots are free on average. If devices are CPU
+cores, moving K/V takes their compute time, so both lanes do nothing else meanwhile (TransferCost.occupies). Source:
+ExeGPT sec. 4.1, 6, for the case B = B_E E[S], in which encode and decode take turns.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class DecodeLane:
         micro-batches."""
 
     def work(self, each: Array) -> Array:
-        """Return the device seconds of a step with `each` requests. # [n]"""
+        """Return the seconds of a step with `each` requests, summed over devices. # [n]"""
         work: Array = np.interp(each, GRID, self.pipeline.devices @ self._grid[0])
         return work
 
@@ -192,7 +192,7 @@ class EncodeLane:
         return seconds
 
     def work(self, batch: Array) -> Array:
-        """Return the device seconds of a batch. # [n]"""
+        """Return the seconds of a batch, summed over devices. # [n]"""
         work: Array = self.pipeline.devices @ self._table(batch)[:-2]
         return work
 
