@@ -350,10 +350,9 @@ def test_options_of_one_objective_are_refused_beside_the_other(xgpt: Xgpt) -> No
 
 
 @pytest.mark.long
-def test_a_plan_of_an_older_file_was_made_for_saturation(xgpt: Xgpt, plan: Path) -> None:
+def test_a_plan_that_names_no_objective_was_made_for_saturation(xgpt: Xgpt, plan: Path) -> None:
     document = json.loads(plan.read_text())
     del document["constraint"]["objective"], document["estimate"]["capacity"]
-    document["estimate"] |= {"max_arrival_rate_per_s": 3.0, "arrival_rate_gap": None}
     plan.write_text(json.dumps(document))
     older = load_json(plan, Plan, "plan")
     assert older.constraint.objective == "saturated"

@@ -5,7 +5,7 @@ times.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
@@ -119,12 +119,6 @@ class EngineSpec(Frozen):
     """
     sources: dict[str, str] = Field(default_factory=dict)
     """By field name, the source of each figure."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _forget(cls, data: Any) -> Any:
-        """Drop a field of older files that no prediction uses."""
-        return {k: v for k, v in data.items() if k != "stream_interval"} if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _check(self) -> EngineSpec:

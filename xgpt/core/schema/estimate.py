@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
 
 from xgpt.core.schema.base import Frozen
-
-UNVERIFIED = ("max_arrival_rate_per_s", "arrival_rate_gap")
 
 
 class JointLengths(Frozen):
@@ -190,14 +188,6 @@ class Estimate(Frozen):
     def predicts_rate(self) -> bool:
         """Whether throughput is predicted. A plan that was written by hand may have zeros instead."""
         return min(self.throughput_rps, self.encode_batch, self.encode_tokens) > 0
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_unverified_rates(cls, data: Any) -> Any:
-        """Drop arrival rates that no simulation has confirmed, as in older files."""
-        if not isinstance(data, dict):
-            return data
-        return {name: value for name, value in data.items() if name not in UNVERIFIED}
 
 
 class SearchCertificate(Frozen):

@@ -82,14 +82,6 @@ class RraSettings(SingleLane):
         Variable("decode_iterations", "falls", "falls", "decode iterations a phase (N_D)"),
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_thresholds(cls, data: object) -> object:
-        """Drop null thresholds of a removed policy, which plans of version 0.1 contain."""
-        if isinstance(data, dict) and data.get("thresholds", 0) is None:
-            return {name: value for name, value in data.items() if name != "thresholds"}
-        return data
-
 
 class OrcaSettings(SingleLane):
     """Iteration-level scheduling: at each step, waiting requests fill all free slots, and the step encodes their whole
