@@ -28,9 +28,9 @@ from xgpt.core.io import dump_json, load_json, write_atomic
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.traces import read_lengths
 from xgpt.core.workload import sample
-from xgpt.fleet_planning import plan_fleet_of
 from xgpt.requests import FleetRequest
 from xgpt.resolve import load_workload
+from xgpt.solving import plan_fleet_of
 from xprofiler.store import profile_of
 from xscheduler.fleet.day_load import Day, cut
 from xscheduler.fleet.planning import FleetModel, share_kept

@@ -186,7 +186,7 @@ def fleet(
         InfeasibleError: no replica keeps the bounds, or the devices cannot serve the load.
         MachineError: this machine cannot be measured.
     """
-    from xgpt.fleet_planning import plan_fleet_of
+    from xgpt.solving import plan_fleet_of
     from xscheduler.fleet.day_load import read_day
 
     given: dict[str, Any] = {"trace": trace, "latency_bound_s": latency_bound_s, **asked}

@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.client import ClientRequest, ClientResult, replay
+from xgpt.client import ClientRequest, ClientResult, busy_of_workers, replay
 from xgpt.connection import own_api_key
-from xgpt.core.busy import busy_of_workers
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.io import dump_json, read_step_log, sha256
 from xgpt.core.policies.routing import share_of_replica

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 
 from xgpt.core import policies
 from xgpt.core.errors import XgptError
@@ -14,12 +16,39 @@ from xgpt.core.schema.step_log import Chain, StepRecord
 from xrunner.executor import Deployer, Executor, Use, Vacant, WorkerLost
 from xrunner.generation import NO_TOKEN, Generation, Token
 from xrunner.grammar_queue import GrammarQueue
-from xrunner.inbox import Inbox
 from xrunner.prefixes import Prefixes
 from xrunner.recorder import Recorder
-from xrunner.recovery import Ledger
+from xrunner.recovery import Ledger, Suspects
 from xrunner.redeploy import Redeployment
-from xrunner.suspects import Suspects
+
+HandedIn = Generation | int | Schedule | Token
+"""A new request, the id of a request to cancel, another plan's schedule, or the end of a request that cannot begin."""
+
+
+class Inbox:
+    """A queue that wakes the engine's thread. `interrupt` wakes it from waiting for its workers."""
+
+    def __init__(self, interrupt: Callable[[], None]) -> None:
+        self._interrupt = interrupt
+        self._queue: SimpleQueue[HandedIn] = SimpleQueue()
+        self._wake = threading.Event()
+
+    def put(self, handed_in: HandedIn) -> None:
+        """Add an item. Any thread may call this."""
+        self._queue.put(handed_in)
+        self._wake.set()
+        self._interrupt()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until an item has been added, for at most `timeout_s`."""
+        self._wake.wait(timeout_s)
+
+    def drain(self) -> Iterator[HandedIn]:
+        """Remove and yield the items, in order."""
+        self._wake.clear()
+        while not self._queue.empty():
+            yield self._queue.get()
+
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ import pytest
 
 from tests.unit.xgpt.checkpoints.test_planned import official, spec_like
 from xgpt import api
-from xgpt.acceptance import from_metrics
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schema import ModelSpec, Plan, Speculation
 from xgpt.exporting.export import export
+from xgpt.problems import from_metrics
 from xgpt.resolve import load_cluster, load_engine, load_model
 from xgpt.serving.checking import check_runs
 from xprofiler.analytic import profile

@@ -19,8 +19,8 @@ from xrunner.channel.host import EngineHost
 from xrunner.channel.messages import Follow, Followed
 from xrunner.engine import Engine
 from xrunner.generation import Generation
+from xrunner.recovery import EngineFailed
 from xrunner.replicas import Replicas
-from xrunner.suspects import EngineFailed
 
 
 def tokens_of(replicas: Replicas, num_requests: int) -> dict[int, list[int]]:
