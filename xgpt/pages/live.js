@@ -96,7 +96,8 @@ function show(live) {
   const theBound = (bound) => bound === null ? "" : `; bound: ${number(bound)} s for ${number(100 * plan.quantile)}% of requests`;
   bounded("latency", now[latencyKey], plan.latency_bound_s);
   bounded("first", now.first_p99_s, plan.ttft_bound_s);
-  byId("latency-label").textContent = `latency p99, ${plan.counts_from} to last token${theBound(plan.latency_bound_s)}`;
+  const under = plan.planned_under_s === null ? "" : `; planned under ${number(plan.planned_under_s)} s`;
+  byId("latency-label").textContent = `latency p99, ${plan.counts_from} to last token${theBound(plan.latency_bound_s)}${under}`;
   byId("first-label").textContent = `time to first token p99, waiting included${theBound(plan.ttft_bound_s)}`;
   byId("latency-caption").textContent = `Latency p99 from ${plan.counts_from}, s; red: the bound.`;
   byId("kept").textContent = now.share_kept === null ? "-" : `${(100 * now.share_kept).toFixed(1)}%`;

@@ -59,6 +59,7 @@ class Verdict:
         pause_s: seconds for which the change would delay requests.
         switch: whether to change to `plan`.
         reason: the reason for changing, or for not changing.
+        planned_under_s: the looser latency bound under which the plan was found, or None for the plan's own bound.
     """
 
     running: Outcome
@@ -70,6 +71,7 @@ class Verdict:
     gain: float = 0.0
     pause_s: float = 0.0
     switch: bool = False
+    planned_under_s: float | None = None
 
 
 def judged(
@@ -360,6 +362,7 @@ def _although_broken(near: Verdict, constraint: Constraint) -> Verdict:
         running=near.running.but(keeps_bound=False),
         best=near.best.but(keeps_bound=False),
         plan=near.plan.but(constraint=constraint),
+        planned_under_s=wider_s,
         breaks_bound=True,
         reason=f"no plan keeps the bound of {_bound(constraint)}; under {wider_s:.3g} s, {near.reason}",
     )

@@ -91,6 +91,7 @@ def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms
         arrival_rate_per_s=observation.arrival_rate_per_s,
         running=verdict.running,
         best=verdict.best,
+        planned_under_s=verdict.planned_under_s,
         slowdown=slowdown,
         gain=verdict.gain,
         pause_s=0.0 if then is None else verdict.pause_s,

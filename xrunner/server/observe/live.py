@@ -75,6 +75,7 @@ class Live:
                 "throughput_rps": plan.estimate.throughput_rps,
                 "latency_s": plan.estimate.latency_s,
                 "latency_bound_s": plan.constraint.latency_bound_s,
+                "planned_under_s": watch.planned_under_s,
                 "ttft_bound_s": plan.constraint.ttft_s,
                 "counts_from": plan.constraint.counts_from,
                 "arrival_rate_per_s": None if plan.estimate.capacity is None else plan.estimate.capacity.rate_per_s,

@@ -156,6 +156,14 @@ class Watch:
         return self._observer.plan
 
     @property
+    def planned_under_s(self) -> float | None:
+        """The wider latency bound under which re-planning found the running plan, or None for the plan's own bound."""
+        for decision in reversed(self.history):
+            if isinstance(decision, Decision) and decision.action != "keep" and decision.best is not None:
+                return decision.planned_under_s if decision.best.policy == self.plan.policy else None
+        return None
+
+    @property
     def can_replan(self) -> bool:
         return self._planner is not None
 

@@ -79,6 +79,9 @@ def test_the_page_says_the_bound_and_what_was_decided(tmp_path: Path) -> None:
         assert page.run("document.getElementById('latency-label').textContent") == (
             "latency p99, arrival to last token; bound: 9.8 s for 99% of requests"
         )
+        watch.history.append(Decision.model_validate(decided | {"action": "swap", "planned_under_s": 13.2}))
+        page.wait("document.getElementById('latency-label').textContent.endsWith('requests; planned under 13.2 s')")
+        watch.history.pop()
         live = httpx.get(f"{url}/live", trust_env=False).json()["now"]
         assert live["share_kept"] == 1.0 and live["first_p99_s"] <= live["whole_p99_s"] < 9.8
         assert page.run("document.getElementById('kept').textContent") == "100.0%"

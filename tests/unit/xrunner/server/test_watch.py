@@ -41,6 +41,7 @@ class FakePlanner:
 
     answers: list[Plan | Exception | None]
     step_s: float = 0.01
+    planned_under_s: float | None = None
     asked: list[Observation] = field(default_factory=list)
     is_closed: bool = False
 
@@ -64,7 +65,8 @@ class FakePlanner:
             input_mean=1,
             output_mean=1,
             running=outcome,
-            best=outcome,
+            best=outcome if answer is None else outcome.but(policy=answer.policy),
+            planned_under_s=self.planned_under_s,
             gain=0.1,
             pause_s=0,
             plan_sha256="0",
@@ -88,7 +90,7 @@ def get(url: str, path: str) -> httpx.Response:
 @pytest.fixture
 def planner() -> FakePlanner:
     wider = fake_plan(policy=OrcaSettings(max_batch=32))
-    return FakePlanner([None, RuntimeError("the planner has died"), wider])
+    return FakePlanner([None, RuntimeError("the planner has died"), wider], planned_under_s=13.2)
 
 
 @pytest.fixture
@@ -113,6 +115,7 @@ def test_a_change_is_judged_and_every_decision_shown(
         ask(url, 1, num_tokens)
         assert eventually(lambda num=round_: len(get(url, "/plan/history").json()) == num)  # type: ignore[misc]
         assert planner.asked[-1].workload.output.lengths[-1] == num_tokens
+        assert get(url, "/live").json()["plan"]["planned_under_s"] == (13.2 if round_ == 3 else None)
     history = get(url, "/plan/history").json()
     assert [decision["action"] for decision in history] == ["keep", "failed", "swap"]
     assert (history[1]["cause"], history[1]["reason"]) == ("lengths", "RuntimeError('the planner has died')")

@@ -119,7 +119,9 @@ def test_if_no_plan_keeps_the_bound_one_near_it_takes_over(rate: float | None, l
     decision, plan = propose(running(), OF.profile, observed(1.0, 4.0, rate))
     assert decision.running.keeps_bound is False and decision.best is not None and decision.best.keeps_bound is False
     rates = f"{decision.best.arrival_rate_per_s:.3g} requests/s, the running one up to "
-    assert re.match(rf"no plan keeps the bound of 8 s; under [\d.]+ s, the best other .* {rates}", decision.reason)
+    assert decision.planned_under_s is not None and decision.planned_under_s > 8
+    under = re.escape(f"under {decision.planned_under_s:.3g} s")
+    assert re.match(rf"no plan keeps the bound of 8 s; {under}, the best other .* {rates}", decision.reason)
     assert least_s < decision.best.latency_s < most_s
     if rate is None:
         assert decision.action == "swap" and plan is not None and decision.gain > 0
@@ -184,6 +186,7 @@ def test_a_plan_for_few_arrivals_gives_way_when_more_arrive() -> None:
     assert risen.reason.startswith(
         "6 requests/s arrive, and no plan keeps the bound of 8 s at this rate; under 13.2 s, "
     )
+    assert risen.planned_under_s == pytest.approx(13.2)
     assert not judged_at(6.0, large).switch
 
 
