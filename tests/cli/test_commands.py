@@ -331,10 +331,13 @@ def test_both_figures_stand_in_the_plan_and_what_was_maximised_is_said(xgpt: Xgp
         flat = " ".join(text.split())
         assert f"arrivals: up to {found.rate_per_s:.4g} requests/s" in flat
         assert "of all requests keep 4 s from arrival to the last token, waiting included" in flat
-        assert "with 5% tighter bounds" in flat
+        assert ("standard deviation of the rate" in flat) == (text == served)
+        assert "with 5% tighter bounds" in flat and "limit the rate" not in flat
         assert f"saturated: {each.estimate.throughput_rps:.4g} requests/s" in flat
         assert "even if every step takes 12% longer than predicted" in flat
     assert plans[0].estimate.capacity.rate_per_s >= 0.99 * plans[1].estimate.capacity.rate_per_s  # type: ignore[union-attr]
+    loose = " ".join(xgpt("plan", "--latency-bound", "60", *PROBLEM, "--policy", "orca").out.split())
+    assert "with 5% looser bounds: memory and step times limit the rate, not the bounds" in loose
     none = " ".join(xgpt("plan", "--latency-bound", "inf", *PROBLEM, "--policy", "orca").out.split())
     assert "without a bound, any lower arrival rate is sustained" in none
 

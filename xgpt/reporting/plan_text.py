@@ -177,9 +177,12 @@ def arrivals_in_words(plan: Plan) -> list[str]:
         )
         tighter, looser = found.rate_under_tighter_per_s, found.rate_under_looser_per_s
         if tighter is not None and looser is not None:
-            texts.append(
-                f"sensitivity: {tighter:.4g} requests/s with 5% tighter bounds, {looser:.4g} with 5% looser bounds"
-            )
+            line = f"sensitivity: {tighter:.4g} requests/s with 5% tighter bounds, {looser:.4g} with 5% looser bounds"
+            if tighter >= looser:
+                line += ": memory and step times limit the rate, not the bounds"
+            elif looser <= found.rate_per_s:
+                line += "; only a plan with other settings can gain from looser bounds"
+            texts.append(line)
     what = "latency of all requests" if constraint.sla == "request" else "output length"
     texts.append(
         f"saturated: {e.throughput_rps:.4g} requests/s while requests are always waiting; then a request with the "
@@ -213,7 +216,7 @@ def profile_in_words(plan: Plan) -> str:
 
 
 def _with_error(error: float | None) -> str:
-    return "" if error is None else f"standard deviation {100 * error:.1f}% over three draws, "
+    return "" if error is None else f"standard deviation of the rate {100 * error:.1f}% over three draws, "
 
 
 def classes_in_words(plan: Plan) -> list[str]:

@@ -106,8 +106,8 @@ class Decision(Frozen):
         arrival_rate_per_s: observed arrival rate, to which `keeps_bound` refers. None means that it is not known.
         running: figures of the plan that ran until the decision.
         best: figures of the best plan for these lengths. None means that no plan keeps the bound.
-        planned_under_s: the looser latency bound under which `best` was found, since no plan keeps the plan's own bound.
-            None means that `best` was found under the plan's own bound.
+        planned_under_s: the latency bound under which `best` was found, if it is looser than the plan's own bound,
+            which no plan keeps. Otherwise None.
         slowdown: factor on the profile's times in the predictions of both plans.
         gain: relative gain of the best plan over the running plan, in the arrival rate if plans maximise it, else in
             throughput.
