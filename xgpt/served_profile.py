@@ -81,7 +81,7 @@ def as_served(
 
 
 def _quieter_load(plan: Plan, progress: Progress, most: int) -> tuple[dict[str, float], list[StepRecord]]:
-    """Serve the load, at most `most` times, and serve it again if other processes disturbed it. Return the steps of the
+    """Serve the load, and again if other processes disturbed it, at most `most` times in all. Return the steps of the
     less disturbed load, and how many cores each other process used.
     """
     loads: list[tuple[dict[str, float], list[StepRecord]]] = []

@@ -37,8 +37,8 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def name_of_scales(names: Container[str], weight: str) -> str | None:
-    """Return the name that a checkpoint gives to a weight's scales, or None if the weight has no scales, or also has
-    zero points.
+    """Return the checkpoint's name for a weight's scales, or None if there are no scales or if there are zero points as
+    well.
     """
     if weight + OFFSETS in names:
         return None

@@ -157,4 +157,4 @@ class Token(NamedTuple):
     finish: FinishReason | None
     logprobs: Logprobs | None = None
     error: str = ""
-    """The reason why the engine lost the request. Empty means that there is none or that it is not known."""
+    """The reason why the engine lost the request. Empty if it was not lost, or if the reason is not known."""

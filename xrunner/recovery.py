@@ -85,7 +85,7 @@ class Ledger:
         return again
 
     def without_repeated(self, tokens: list[Token]) -> list[Token]:
-        """Return the tokens of a step that have not been returned before. Count the tokens that have."""
+        """Return only those tokens of a step that were not returned before, and count the others."""
         if not self._repeated:
             return tokens
         return [token for token in tokens if token.finish == "error" or not self._is_repeated(token.id)]

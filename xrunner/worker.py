@@ -185,8 +185,8 @@ class Worker(OneAtATime):
         return tokens
 
     def _joined(self, step: Step) -> Step:
-        """Return the step with requests that are new to this decode lane as prompts, since their K/V must be computed
-        here.
+        """Return the step, in which requests that are new to this decode lane are now prompts, since their K/V must be
+        computed here.
         """
         joining = [id_ for id_ in step.decode if id_ in self.encoder_outputs]
         if not joining:

@@ -186,8 +186,8 @@ def compare(
 
 
 def _what_holds(plans: dict[str, Plan], gains: dict[str, RangeOutput], kind: str) -> list[str]:
-    """Return up to two notes on worst cases. One says that the first plan, which gains most as planned, gains less in
-    its worst case than the plan `kind`. The other says that no plan gains in its worst case.
+    """Return up to two notes on worst cases. One says that the plan `kind` gains more in its worst case than the first
+    plan. The other says that no plan gains in its worst case.
     """
     first, lines = next(iter(plans)), []
     if kind != first:

@@ -25,7 +25,7 @@ def refusal(error: ValidationError, type_: type[BaseModel], data: Any, field: st
 
     Args:
         type_: the expected type of `data`.
-        field: name of `data` in messages. It is "" if the names of its fields are clear to the user without it.
+        field: name of `data` in messages, or "" if users know its fields by their own names.
     """
     first = error.errors()[0]
     kind, value, context = first["type"], first["input"], first.get("ctx", {})

@@ -134,8 +134,8 @@ def decode(q, keys, num_kv_heads, scored, acc, floats):
 
 
 def _heads_at_once(cache: np.ndarray, num_kv_heads: int) -> Any:
-    """Return the number of K/V heads whose products are computed before the softmax of the first head. With several, no
-    softmax waits for its product. In float32 this number is 1, because memory is the limit.
+    """Return the number of K/V heads whose products are computed before the softmax of the first head. With several
+    heads, no softmax waits for a product. In float32 this number is 1, because memory is the limit.
     """
 
 

@@ -106,7 +106,7 @@ def _errors(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @njit(**(OPTIONS | {"fastmath": True}), **INNER)
 def _highest(sums: Any, norm: Any, lost: Any, errors: Any, norms: Any) -> Any:
-    """Return an upper bound of a row's highest sum, or a lower bound if `norm` and `lost` are negative."""
+    """Return an upper bound on a row's highest sum, or a lower bound if `norm` and `lost` are negative."""
     highest = sums[0] + (norm * errors[0] + lost * norms[0])
     for i in range(len(sums)):
         highest = max(highest, sums[i] + (norm * errors[i] + lost * norms[i]))

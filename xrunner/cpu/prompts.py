@@ -253,8 +253,8 @@ def attend(way, span, context, rules, space):
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def place_keys(context, begin, end, most, places):
-    """Write the cache positions of keys, at most `most` of them. The first is key `begin`. The last is at the end of
-    the block that contains key `end - 1`. Return the number of keys.
+    """Write the cache positions of at most `most` keys, from key `begin` to the end of the block that contains key `end
+    - 1`. Return the number of keys.
     """
     block_size = context.block_size
     count = min(most, max((end + block_size - 1) // block_size * block_size - begin, 0))

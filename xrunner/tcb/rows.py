@@ -196,13 +196,13 @@ class Rows(ABC):
         return self._of_requests(attend_slots(q, keys, values, allowed, bias, scoring.scale_of(q.shape[-1])))
 
     def _in_slots(self, x: Tensor) -> Tensor:
-        """# [requests, heads, dim] -> [slots, heads, most, dim]"""
+        """Put each request's vector into its slot. # [requests, heads, dim] -> [slots, heads, most, dim]"""
         slots = x.new_zeros(len(self._owner), x.shape[1], self._most, x.shape[2])
         slots[self._slot, :, self._number] = x
         return slots
 
     def _of_requests(self, x: Tensor) -> Tensor:
-        """# [slots, heads, most, dim] -> [requests, heads * dim]"""
+        """Take each request's vector out of its slot. # [slots, heads, most, dim] -> [requests, heads * dim]"""
         return x[self._slot, :, self._number].flatten(1)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
@@ -254,12 +254,12 @@ class SlotCache:
 
 
 def _by_slot(x: Tensor, slots: int) -> Tensor:
-    """# [slots * tokens, heads, dim] -> [slots, heads, tokens, dim]"""
+    """Arrange tokens by slot. # [slots * tokens, heads, dim] -> [slots, heads, tokens, dim]"""
     return x.view(slots, len(x) // slots, *x.shape[1:]).transpose(1, 2)
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """# [slots, heads, tokens, dim] -> [slots * tokens, heads * dim]"""
+    """Undo `_by_slot`, and join the heads. # [slots, heads, tokens, dim] -> [slots * tokens, heads * dim]"""
     return x.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
@@ -340,7 +340,7 @@ class _EncoderDecoderRows(Rows):
         return self._decode(tokens, None)
 
     def _encode(self) -> Tensor:
-        """# [slots * tokens, hidden]"""
+        """Run all slots through the encoder. # [slots * tokens, hidden]"""
         place = torch.arange(self._owner.shape[1], device=self._device)
         # A request's tokens are adjacent, so their distance in the slot is the same as in the request.
         bias = self._model.encoder.position_bias(place - place[:, None]).permute(2, 0, 1)

@@ -78,7 +78,7 @@ def variables(cluster: ClusterSpec, devices: Sequence[int]) -> dict[str, str]:
 
     On this machine's CPUs, the variables set which cores compute. By default, vLLM leaves one core to the engine's
     loop, and another if there is a K/V connector. A profile is measured with a connector, so it would be measured on
-    other cores than the server's.
+    other cores than the server uses.
     """
     if cluster.device.type == "gpu" or not cluster.is_local:
         return {}

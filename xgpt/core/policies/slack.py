@@ -97,7 +97,7 @@ class Slack(NamedTuple):
         """Return the seconds that a step may take through all stages.
 
         Micro-batches take turns, and all steps except this one are assumed to be equally long. The next step belongs to
-        another micro-batch. It begins once this step has left the first stage, and ends after this step has ended.
+        another micro-batch. The next step begins once this step has left the first stage, and ends after this step.
 
         Args:
             own_ns: time until a request of the micro-batch is due its next token, counted from when the first stage is

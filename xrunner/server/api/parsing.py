@@ -110,7 +110,7 @@ VLLM_FIELDS = ("structured_outputs", "guided_json", "guided_regex", "guided_choi
 
 
 def _accepted(kind: Any, path: str) -> str:
-    """Return the end of a message, with the values that a field may have, or "" if these values are not a few words.
+    """Return the words that a field accepts, as the end of an error message, or "" if it accepts other values.
 
     Args:
         path: the field's path in messages of msgspec, for example $.tools[0].type.

@@ -198,11 +198,11 @@ class _Phase(NamedTuple):
     num_tokens: int
 
     def length_s(self, room: float, cycle_s: float, before: tuple[int, float]) -> float:
-        """Return the phase's length in seconds, if a phase of `room` tokens lasts `cycle_s`.
+        """Return the phase's length in seconds, by interpolation between two phases.
 
         Args:
-            before: tokens and length of another phase. The result is interpolated between that phase's length and a
-                full phase's. It is never below that phase's length.
+            room, cycle_s: tokens and seconds of a full phase.
+            before: tokens and seconds of a shorter phase, whose seconds are the least result.
         """
         tokens, seconds = before
         if seconds >= cycle_s:

@@ -77,8 +77,8 @@ class Recent:
         }
 
     def _forget(self) -> float:
-        """Drop requests that ended more than `RECENT_S` ago. Return the number of seconds in which the others ended, or
-        `LEAST_S` if it is smaller.
+        """Drop requests that ended more than `RECENT_S` ago. Return the seconds in which the others ended, at least
+        `LEAST_S`.
         """
         now_s = time.perf_counter()
         while self._ended and self._ended[0][0] < now_s - RECENT_S:
