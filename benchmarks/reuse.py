@@ -52,29 +52,30 @@ PARTS = ("served-*", "gain", "curve", "overhead", "soak")
 SERVED = """## Planned and measured, latency within {bound:g} s
 
 `python -m benchmarks.reuse served --requests {count} --latency-bound {bound:g}` serves OPT-125M (random weights),
-chunked, on {device}, with memory limited to {memory} GiB so that it must be divided. Requests of an agent's tools are
-always waiting. Each has one of {prompts} common prompts ({prompt_tokens} tokens on average; the n-th prompt has a
-probability in proportion to n^-0.8), a question of {mean_input:.0f} tokens, and an answer of {mean_output:.0f}. The
-simulated engine runs the same requests as the machine; {count} are measured. TTFT, and latency at the quantile's
-length, count from admission. "At the pace" is the error relative to a simulation in which each step's time is
-multiplied by the pace, which is the measured time of the run's steps divided by their predicted time.
+chunked, on {device}, with memory limited to {memory} GiB so that running requests and cached blocks compete for it.
+Requests that use an agent's tools are always waiting. Each prompt has one of {prompts} common beginnings
+({prompt_tokens} tokens on average; the n-th one has a probability in proportion to n^-0.8), and a question of
+{mean_input:.0f} tokens. Each answer has {mean_output:.0f} tokens. {count} requests are measured, and the simulated
+engine runs the same requests. TTFT and latency count from admission, and latency is that of a request at the
+quantile's length. An error is the simulated figure relative to the measured one. The pace is the ratio of measured to
+predicted step times. In "error at the pace", the simulation's step times are multiplied by the pace.
 
-| plan | reuse | token budget | largest batch | req/s: closed form | simulated | measured | error | at the pace | pace |
+| plan | reuse | token budget | largest batch | req/s: closed form | simulated | measured | error | {at_pace} | pace |
 |---|---|---|---|---|---|---|---|---|---|
 {rates}
 
-| plan | reuse | TTFT simulated | measured | error | at the pace | share found in the cache, simulated | measured |
+| plan | reuse | TTFT simulated | measured | error | {at_pace} | share found in the cache, simulated | measured |
 |---|---|---|---|---|---|---|---|
 {firsts}
 
-| plan | reuse | latency simulated | measured | error | at the pace |
+| plan | reuse | latency simulated | measured | error | {at_pace} |
 |---|---|---|---|---|---|
 {latencies}
 
 {gain}
 """
-CURVE = """`python -m benchmarks.reuse curve` predicts the share of prompt tokens that are found in the cache in one
-pass over the trace ("predicted"), and replays the trace block by block on the engine's own blocks ("replayed").
+CURVE = """`python -m benchmarks.reuse curve` predicts the share of prompt tokens that are found in the cache, in one
+pass over the trace ("predicted"). It also replays the trace block by block on the engine's own blocks ("replayed").
 `conversation_trace` and `synthetic_trace` are from Mooncake's FAST'25 release. Of its third trace,
 `toolagent_trace`, only 93 rows were available (`toolagent_extract`)."""
 
@@ -94,7 +95,7 @@ def main(context: click.Context, work: Path) -> None:
 def page(work: Path, output: Path) -> None:
     """Write the parts that the other commands stored as one page."""
     parts = [part.read_text(encoding="utf-8") for name in PARTS for part in sorted(work.glob(f"{name}.md"))]
-    text = "Written by `python -m benchmarks.reuse`: [what is reused, and how plans count on it](../guide/reuse.md)."
+    text = "`python -m benchmarks.reuse` writes this page. [Reuse of prompts](../guide/reuse.md) explains the terms."
     write_atomic(output, made_page("Reuse of prompts", text, "\n".join(parts)))
 
 
@@ -123,9 +124,9 @@ def overhead(work: Path, requests: int) -> None:
     with _part(work, "overhead") as lines:
         lines += ["## Overhead", ""]
         lines.append(
-            "`python -m benchmarks.reuse overhead` measures CPU time of one pinned thread; figures are the lowest of "
-            f"{REPEATS} rounds of {requests} requests. A line fitted to the figures gives {request:.1f} us for each "
-            f"request and {each:.2f} us for each block of {BLOCK} tokens."
+            "`python -m benchmarks.reuse overhead` measures the CPU time of one pinned thread for each request. Each "
+            f"figure is the lowest of {REPEATS} rounds of {requests} requests. A line fitted to the figures gives "
+            f"{request:.1f} us for each request and {each:.2f} us for each block of {BLOCK} tokens."
         )
         lines += [
             "",
@@ -168,9 +169,10 @@ def soak(work: Path, requests: int) -> None:
         lines += [
             "## No block lost",
             "",
-            "`python -m benchmarks.reuse soak` sends requests that share blocks, grow, are",
+            "`python -m benchmarks.reuse soak` submits requests that share blocks, and that grow, are preempted or are",
+            "cancelled. Then it checks that every block can be allocated again, exactly once.",
+            "",
         ]
-        lines += ["preempted and are cancelled. Afterwards every block can be allocated again, exactly once.", ""]
         for kv in ("reserve", "quantile"):
             preempted, seconds = _soaked(kv, requests, rng)
             lines.append(f"- `{kv}`: {requests} requests in {seconds:.0f} s, {preempted} preemptions, no block lost")
@@ -280,9 +282,9 @@ def served(work: Path, requests: int, latency_bound: float) -> None:
     steps, aware, unaware = _planned(work, trace, MEMORY_GIB, latency_bound)
     rates, firsts, latencies, measured = [], [], [], []
     for name, plan, reuse in (
-        ("weighs batch size against cache", aware, True),
-        ("ignores reuse", unaware, True),
-        ("ignores reuse", unaware, False),
+        ("expects reuse", aware, True),
+        ("made from lengths", unaware, True),
+        ("made from lengths", unaware, False),
     ):
         which = f"{'aware' if plan is aware else 'unaware'}-{'on' if reuse else 'off'}"
         kept = work / f"run-{latency_bound:g}-{requests}-{which}.json"
@@ -302,16 +304,17 @@ def served(work: Path, requests: int, latency_bound: float) -> None:
         click.echo(rates[-1] + "\n" + firsts[-1])
     even = [shown.rate * shown.pace for shown in measured]
     gained = (
-        f"The plan that weighs the batch against the cache serves {measured[0].rate / measured[1].rate:.2f} times as "
-        f"much as the plan that ignores reuse, and {measured[0].rate / measured[2].rate:.2f} times as much as that "
-        f"plan with reuse off. At the same pace in all three runs, it would serve {even[0] / even[1]:.2f} and "
-        f"{even[0] / even[2]:.2f} times as much."
+        f"The plan that expects reuse serves {measured[0].rate / measured[1].rate:.2f} times as much as the plan made "
+        f"only from lengths, and {measured[0].rate / measured[2].rate:.2f} times as much as the latter plan without "
+        f"reuse. If all three runs had the same pace, these ratios would be {even[0] / even[1]:.2f} and "
+        f"{even[0] / even[2]:.2f}."
     )
     with _part(work, f"served-{latency_bound:g}") as lines:
         tables = {"rates": rates, "firsts": firsts, "latencies": latencies}
         filled = {
             "gain": gained,
             "device": steps.device,
+            "at_pace": "error at the pace",
             **{name: "\n".join(rows) for name, rows in tables.items()},
         }
         lines.append(SERVED.format(count=requests, memory=MEMORY_GIB, bound=latency_bound, **AGENTS, **filled))
@@ -326,14 +329,15 @@ def gain(work: Path, requests: int) -> None:
     with _part(work, "gain") as lines:
         lines += ["## Gain by memory and bound", ""]
         lines.append(
-            f'`python -m benchmarks.reuse gain` simulates the same plans on {requests} requests. "Weighs" is a plan '
-            'that counts on reuse. "Ignores" is planned from lengths only, and served with reuse. "Off" is the second '
-            "plan, served without reuse."
+            f'`python -m benchmarks.reuse gain` simulates both plans on {requests} requests. "Aware" is the plan that '
+            'expects reuse, run with reuse. "Unaware" is the plan made only from lengths, run with reuse. "Unaware, '
+            'off" is the same plan, run without reuse. The table has the largest batches of the aware and the unaware '
+            "plan, and requests a second."
         )
         lines += [
             "",
-            "| memory, GiB | bound, s | largest batches | weighs, req/s | ignores | off | weighs / ignores | "
-            "weighs / off |",
+            "| memory, GiB | bound, s | largest batches | aware, req/s | unaware, req/s | unaware, off, req/s | "
+            "aware / unaware | aware / unaware, off |",
         ]
         lines.append("|---|---|---|---|---|---|---|---|")
         for memory in SIZES_GIB:

@@ -74,22 +74,30 @@ HOW = {
 PAGE = """# The papers' figures
 
 This page compares our figures with those in ExeGPT (ASPLOS '24), ORCA (OSDI '22), PeriFlow's article and TCB (ICPP
-'22). Unless a row says "measured", our figure is a prediction. It uses profiles computed from datasheets with one set
-of efficiencies for each kind of device (`configs/devices`), the closed forms and the simulated engine of `xsimulator`
-and, if a schedule is searched for, `xscheduler` (`--objective saturated`). No parameter was adjusted to make an
-individual row fit. "Holds if" is the goal of a row. If a row does not hold, the outcome depends on an assumption; the
-column "assumption that decides" names this assumption and the value at which the row would hold.
+'22). Unless a row says "measured", our figure is a prediction from datasheet profiles with one set of efficiencies for
+each kind of device (`configs/devices`), from closed forms, and from simulation. Schedules are found by `xgpt plan
+--objective saturated`. No parameter was adjusted to make an individual row fit.
 
-Statements without a figure are left out, and so is ExeGPT's Table 4 (seconds to load weights over PCIe), whose slowest
-rate the planner uses for GPUs; [several devices](devices.md) measures loading on CPUs. [Formulas](formulas.md) corrects
-two of ExeGPT's formulas.
+"Holds if" is the goal of a row. If a row does not hold, its outcome depends on an assumption. The column "assumption
+that decides" names this assumption and the value at which the row would hold. Statements of the papers without a figure
+are left out. ExeGPT's Table 4 (times to load weights over PCIe) is also left out; [several devices](devices.md)
+measures loading on CPUs. [Formulas](formulas.md) corrects two of ExeGPT's formulas.
 
-FT is FasterTransformer. SLA (a) bounds a quantile of the latencies of all requests; SLA (b) bounds the latency of a
-request whose output has the quantile's length (ExeGPT 7.6). TNB pads requests to the longest of a batch, TTB batches
-requests of similar lengths as TurboTransformers does, and TCB concatenates requests. das is TCB's order of admission,
-and fcfs the order of arrival. "Variance" is the variance of the lengths. Unless a row about TCB says otherwise, four
-times as many requests arrive as TNB can serve. "A over B" is A's throughput divided by B's, unless a row names another
-figure; "over FT" is our throughput divided by FT's. `python -m benchmarks.papers PART` computes the rows of a part.
+| name | meaning |
+|---|---|
+| FT, DSI | FasterTransformer, DeepSpeed Inference |
+| SLA (a) | the bound limits a quantile of the latencies of all requests (ExeGPT 7.6) |
+| SLA (b) | the bound limits the latency of a request whose output has the quantile's length |
+| TNB | pads requests to the longest of a batch |
+| TTB | batches requests of similar lengths, as TurboTransformers does |
+| TCB | concatenates requests in rows |
+| das, fcfs | TCB's order of admission; the order of arrival |
+| variance | the variance of the lengths |
+| A over B | A's throughput divided by B's, unless the row names another figure |
+| over FT | our throughput divided by FT's |
+
+Unless a row about TCB says otherwise, four times as many requests arrive as TNB can serve. `python -m benchmarks.papers
+PART` computes the rows of a part.
 
 """
 

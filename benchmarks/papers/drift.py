@@ -53,14 +53,14 @@ def figure_11() -> Iterator[Claim]:
         for sla, paper, margin, capped in zip("ab", papers, grown, kept, strict=True):
             yield judged(
                 "ExeGPT Fig. 11",
-                f"tightening of the bound that is needed for {name}, {TASK}, WAA, SLA ({sla})",
+                f"necessary tightening of the bound for output lengths with {name}, {TASK}, WAA, SLA ({sla})",
                 f"{paper}%",
                 f"{margin:.0f}%",
                 f"within {WITHIN} points",
                 abs(margin - paper) <= WITHIN,
                 "the number of requests in decode: in this row it grows with the mean output, as in the paper's B_D = "
-                "B_E S_D. `xgpt serve` caps this number instead, at a cost in throughput; the bound then needs "
-                f"tightening by {capped:.0f}%",
+                "B_E S_D. `xgpt serve` limits this number, which costs throughput; the bound must then be tightened by "
+                f"{capped:.0f}%",
             )
 
 
@@ -99,14 +99,14 @@ def drift_of_rra() -> Iterator[Claim]:
         )
         yield judged(
             "ExeGPT 7.6",
-            f"RRA, {TASK}, {name}: largest differences in throughput and latency between the kept and the "
-            "adjusted schedule",
+            f"RRA, {TASK}, output lengths with {name}: largest differences in throughput and latency between the "
+            "unchanged schedule and the schedule for these lengths",
             f"under {most_throughput:g}%, {most_latency:g}%",
             f"{throughput:.0f}%, {latency:.0f}%",
             "within 5 points of both",
             throughput <= most_throughput + 5 and latency <= most_latency + 5,
-            "how steeply throughput rises with latency near the bound. By the share of FT's latencies that the "
-            "bound is: "
+            "how steeply throughput rises with latency near the bound. The two differences, by the quantile of FT's "
+            "latencies that is the bound: "
             f"{shown}",
         )
 

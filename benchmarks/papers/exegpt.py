@@ -214,7 +214,7 @@ def figure_4() -> Iterator[Claim]:
         requests = [SimulatedRequest(i, 8, tokens + 1, tokens + 1) for i in range(batch)]
         stages = SimulatedEngine(schedule, EvenStages(batch), requests).run()[-1].end_ns / 1e9
         noun = "micro-batch" if microbatches == 1 else "micro-batches"
-        what = f"time until two tokens are decoded, in times of one stage; {microbatches} {noun}"
+        what = f"time until two tokens are decoded, as a multiple of one stage's time; {microbatches} {noun}"
         yield within("ExeGPT Fig. 4", what, round(paper, 2), stages, 0.01, "stages")
 
 
@@ -333,8 +333,8 @@ def _at_the_highest_gain() -> Iterator[Claim]:
         f"memory, each with K/V for its longest output; a batch of {as_slow} takes 47 s"
     )
     at_bound = (
-        "how near the best setting's latency is to the bound: the more steeply throughput rises with "
-        "latency, the nearer"
+        "how close the best setting's latency is to the bound. The more steeply throughput rises with "
+        "latency, the closer it is"
     )
     yield within("ExeGPT 7.3", f"{where}: latency", 7.8, row.latency_s, 0.15, "s", at_bound)
     yield within("ExeGPT 7.3", f"{where}: over FT", most, over, 0.4, "x", bounded)
@@ -359,10 +359,9 @@ def _memory_of_two_copies() -> Iterator[Claim]:
             "runs out of memory" if plan is None else f"runs, {plan.estimate.throughput_rps:.2f} req/s at most",
             "WAA runs out of memory",
             plan is None,
-            f"the other contents of memory: two copies of the weights, divided evenly, take {weights / 1e9:.0f} of "
-            f"{device / 1e9:.0f} GB on each device; memory is too small if buffers and the K/V of the smallest "
-            "batch take more "
-            f"than {1 - weights / device:.0%} of it",
+            "the memory that buffers and the K/V of the smallest batch take. Two copies of the weights, divided "
+            f"evenly, take {weights / 1e9:.0f} of {device / 1e9:.0f} GB on each device; the row holds if buffers and "
+            f"K/V take more than {1 - weights / device:.0%} of the memory",
         )
 
 
@@ -452,9 +451,9 @@ def figure_9() -> Iterator[Claim]:
             f"{share:.1f}%",
             "within 5 points",
             abs(share - paper) <= 5,
-            "the base of the share: a second copy is 100% of the first, so the figure is read as a share of all "
-            f"memory, here of the {memory / 1e9:.0f} GB that may be used; the second copy is {paper}% of "
-            f"{weights / 1e7 / paper:.0f} GB",
+            "the memory of which the paper's figure is a share. A second copy is 100% of the first, so the figure is "
+            f"taken as a share of all memory, here of the {memory / 1e9:.0f} GB that may be used; the second copy is "
+            f"{paper}% of {weights / 1e7 / paper:.0f} GB",
         )
         kv = sum(stage.kv_blocks * (stage.decode_layers[1] - stage.decode_layers[0]) for stage in waa.stages)
         scheduler = Scheduler(subject)
@@ -491,14 +490,14 @@ def figure_10() -> Iterator[Claim]:
     yield within("ExeGPT Fig. 10", "over FT on real lengths, largest ratio", 8.7, max(here.over), 0.4, "x", why)
     yield judged(
         "ExeGPT Fig. 10",
-        f"bounds that are kept if plans are made from {NUM_PLANNED} lengths and run on all",
+        f"number of bounds that are kept if plans are made from {NUM_PLANNED} lengths and run on all lengths",
         "all",
         f"{sum(share <= 1 for share in here.of_bound)} of {len(here.of_bound)}",
         "all",
         max(here.of_bound) <= 1,
-        "the lengths that the plan is made from, since plans here have no headroom: the slowest request of the "
-        f"quantile's length takes {max(here.of_bound):.3f} times its bound; the row holds if plans have that "
-        "much more headroom",
+        "the headroom of plans, which is zero here: for lengths that a plan was not made from, a request of the "
+        f"quantile's length takes up to {max(here.of_bound):.3f} times its bound; the row holds if plans have this "
+        "much headroom",
     )
 
 
