@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xrunner.attention import Batch, Sequences, make_batch
-from xrunner.attention.backends import BACKENDS, usable_backends
 from xrunner.attention.reference import ReferenceAttention, causal_mask, gather_kv
+from xrunner.build import BACKENDS, usable_backends
 from xrunner.kv_cache import write_kv
 
 BLOCK_SIZE = 16

@@ -34,7 +34,7 @@ from xgpt.core.schema import ClusterSpec, Constraint, Plan, Profile, WaaSettings
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.core.workload import TraceLengths, histogram_of
 from xgpt.resolve import load_cluster, load_model, load_trace
-from xgpt.serving.engines import build_engine
+from xgpt.serving.engine_process import build_engine
 from xprofiler import analytic
 from xprofiler.store import obtain_profile
 from xrunner.engine import Engine

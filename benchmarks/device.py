@@ -42,9 +42,8 @@ from xgpt.core.workload import ArrivalProcess
 from xgpt.problems import resolve
 from xgpt.reporting.plan_text import settings_text
 from xgpt.requests import plan_request
-from xrunner.attention.backends import BACKENDS, default_backend
 from xrunner.attention.reference import ReferenceAttention
-from xrunner.build import warm_up, whole_worker
+from xrunner.build import BACKENDS, default_backend, warm_up, whole_worker
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.kv_cache import KvCache

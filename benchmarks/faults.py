@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.lib.served_plans import SPEC, Served, left_over, listening, one_lane, parser, plan, report, served
 from xgpt.client import ClientRequest, ClientResult, replay
 from xgpt.core.schema import Plan
-from xgpt.serving.engines import build_engine
+from xgpt.serving.engine_process import build_engine
 from xrunner.cluster.workers import PERIOD_S, RESTARTS
 from xrunner.generation import Generation
 

@@ -34,9 +34,15 @@ from xgpt.solving import plan_fleet_of
 from xprofiler.store import profile_of
 from xscheduler.fleet.day_load import Day, cut
 from xscheduler.fleet.planning import FleetModel, share_kept
-from xscheduler.fleet.recommender import LoadSample, Recommendation, Recommender
+from xscheduler.fleet.recommender import (
+    LoadSample,
+    Recommend,
+    Recommendation,
+    RecommendedDay,
+    Recommender,
+    simulate_day,
+)
 from xscheduler.fleet.replica_kinds import Candidate
-from xscheduler.fleet.simulated_day import Recommend, RecommendedDay, simulate_day
 from xsimulator.fleet import Requests
 
 DAY_S = 86400.0

@@ -20,7 +20,7 @@ from xgpt.core.io import write_atomic
 from xgpt.core.policies import LaneSettings, OneLane, Pool
 from xgpt.core.schema import ModelSpec
 from xprofiler.bench import ModelFree
-from xrunner.attention.backends import BACKENDS
+from xrunner.build import BACKENDS
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.kv_cache import KvCache

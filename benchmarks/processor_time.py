@@ -28,7 +28,7 @@ from xgpt.core.schema.step_log import StepRecord
 from xgpt.core.workload import sample
 from xgpt.reporting.plan_text import settings_text
 from xgpt.resolve import load_model, load_workload
-from xgpt.serving.engines import build_engine
+from xgpt.serving.engine_process import build_engine
 from xprofiler.bench import BLOCK_SIZE, NUM_BLOCKS
 from xprofiler.measure import assembled, bench_of, fastest_layouts
 from xrunner.build import WorkerSettings, build_worker

@@ -397,7 +397,7 @@ def _simulated(plan: Plan, profile: Profile, trace: TraceLengths, count: int, *,
 
 def _measured(plan: Plan, profile: Profile, trace: TraceLengths, count: int, *, reuse: bool) -> Shown:
     """Return the figures of this machine for the first requests, all of which wait from the start."""
-    from xgpt.serving.engines import build_engine
+    from xgpt.serving.engine_process import build_engine
     from xsimulator.executed import paces
     from xsimulator.run import requests_to_send
 

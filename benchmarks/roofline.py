@@ -34,7 +34,7 @@ from xprofiler.measure import fastest_layouts
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.cores import own_cores
 from xrunner.models.layers import Linear
-from xrunner.packing.measuring import fastest
+from xrunner.packing.choice import fastest
 from xrunner.weights import state_dtype
 from xrunner.worker import Worker
 from xsimulator.memory import LaneMemory

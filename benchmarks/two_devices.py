@@ -24,7 +24,7 @@ from xgpt.core.io import load_json
 from xgpt.core.schema import Constraint, Histogram, Plan, Profile, StepRecord, Workload
 from xgpt.core.workload import sample
 from xgpt.resolve import load_cluster, load_model
-from xgpt.serving.engines import build_replica
+from xgpt.serving.engine_process import build_replica
 from xprofiler.others import gflops
 from xprofiler.store import obtain_profile, profile_of
 from xrunner.cluster.process import ALIVE_S

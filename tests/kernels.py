@@ -53,7 +53,7 @@ def kernels() -> dict[str, Callable[[], object]]:
         import numpy as np
 
         from tests.numerics.steps import kept_in, random_batch
-        from xrunner.attention.backends import BACKENDS
+        from xrunner.build import BACKENDS
 
         (q, k, v), cache, batch = random_batch([9], [(0, 7)], (4, 2, 16), 16, np.random.default_rng(0))
         BACKENDS["numba"]().forward(q, k, v, kept_in(cache, kept), batch)

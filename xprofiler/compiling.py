@@ -36,7 +36,7 @@ class Ahead:
         kind = f"{dtype}-{kv_dtype or dtype}-{'encoder' if spec.is_encoder_decoder else 'decoder'}"
         commands = {
             f"attention-{kind}": ["xprofiler.compile_attention", dtype, kv_dtype or "", spec.model_dump_json()],
-            "counts": ["xsimulator.counts.precompile"],
+            "counts": ["xsimulator.counts.counted_run"],
         }
         set_directory()
         directory = Path(os.environ.get("NUMBA_CACHE_DIR", os.devnull))

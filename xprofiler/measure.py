@@ -59,7 +59,7 @@ from xprofiler.others import BUSY, Others, cores_taken, gflops
 from xrunner import memory
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.cores import own_cores
-from xrunner.packing.measuring import fastest, fastest_head
+from xrunner.packing.choice import fastest, fastest_head
 from xrunner.parallel import Part, build
 from xrunner.weights import Checkpoint, load_prepacked
 

@@ -1,4 +1,6 @@
-"""Build a worker: load its weights, reserve its memory, and compile what its first steps need."""
+"""Build a worker: choose its attention backend, load its weights, reserve its memory, and compile what its first steps
+need.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,12 @@ import torch
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.policies import BlockTable, Chunk, Step
 from xgpt.core.schema import Batching, DType, ModelSpec, Plan
-from xrunner import memory
+from xrunner import cpu, memory
 from xrunner.ahead import AheadWorker
-from xrunner.attention import AttentionBackend
-from xrunner.attention.backends import BACKENDS, default_backend, usable_backends
+from xrunner.attention.base import AttentionBackend
+from xrunner.attention.reference import ReferenceAttention
 from xrunner.generation import Generation
+from xrunner.gpu.attention import TritonAttention
 from xrunner.gpu.graphs import GraphedModel
 from xrunner.grammar import Grammars, grammars_of
 from xrunner.kv_cache import KvCache
@@ -27,6 +30,23 @@ from xrunner.stage import Pipe, StageModel
 from xrunner.tcb.worker import RowWorker
 from xrunner.weights import Checkpoint, SeededWeights, kept_dtype, load_prepacked, state_dtype
 from xrunner.worker import Worker
+
+BACKENDS: dict[str, type[AttentionBackend]] = {
+    **cpu.BACKENDS,
+    "triton": TritonAttention,
+    "reference": ReferenceAttention,
+}
+"""Backends by name, the fastest first."""
+
+
+def usable_backends(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Return the backends that run on a device, the fastest first."""
+    return [name for name, backend in BACKENDS.items() if backend.supports(device, dtype)]
+
+
+def default_backend(device: torch.device, dtype: torch.dtype) -> str:
+    """Return the fastest backend that runs on a device."""
+    return usable_backends(device, dtype)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

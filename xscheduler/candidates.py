@@ -16,7 +16,7 @@ from xscheduler.placement import Placement, Placements
 from xscheduler.placement_bounds import PlacementBounds, PolicyBounds
 from xscheduler.problem import Problem
 from xscheduler.space import Models, Space, SpaceLimits
-from xsimulator.costs.group_tables import Degrees
+from xsimulator.costs.curves import Degrees
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.forecast import CHOICES
 from xsimulator.lengths import Lengths

@@ -7,7 +7,7 @@ import torch
 from tests.numerics.steps import kept_in, random_batch, random_bias
 from tests.rings import few
 from xrunner.attention import PositionBias, Scoring
-from xrunner.attention.backends import BACKENDS, default_backend, usable_backends
+from xrunner.build import BACKENDS, default_backend, usable_backends
 from xrunner.cpu import amx
 from xrunner.cpu.attention import suits_matrices
 

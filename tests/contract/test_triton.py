@@ -12,7 +12,7 @@ import torch
 
 from tests.fakes import SPEC
 from tests.numerics.steps import random_batch
-from xrunner.attention.backends import BACKENDS, default_backend
+from xrunner.build import BACKENDS, default_backend
 from xrunner.gpu import fused
 from xrunner.gpu.attention import MOST_SPLITS, TritonAttention, decode_tile, num_splits, prompt_tile
 from xrunner.models.layers import Rotary

@@ -11,7 +11,7 @@ import torch
 
 from tests.numerics.checkpoints import VOCABULARY
 from xgpt.core import policies
-from xgpt.serving.engines import build_engine
+from xgpt.serving.engine_process import build_engine
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.executor import RemoteExecutor
 from xrunner.engine import Engine

@@ -23,14 +23,12 @@ from tests.rings import ALL, examples, few
 from xgpt.checkpoints.files import read_spec
 from xgpt.core.policies import Chunk, LaneSettings, OneLane, Pool, Step
 from xrunner.activations import ACTIVATIONS, GATES
-from xrunner.attention.backends import BACKENDS, usable_backends
-from xrunner.build import WorkerSettings, build_worker
+from xrunner.build import BACKENDS, WorkerSettings, build_worker, usable_backends
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.kv_cache import KvCache
 from xrunner.models.layers import OffsetRmsNorm, Rotary
-from xrunner.packing.choice import LAYOUTS, layouts_of, pack, shape_name
-from xrunner.packing.measuring import fastest
+from xrunner.packing.choice import LAYOUTS, fastest, layouts_of, pack, shape_name
 from xrunner.worker import Worker
 
 HERE = [name for name, layout in LAYOUTS.items() if layout.is_available()]
@@ -253,7 +251,7 @@ def test_the_fastest_layouts_are_measured_by_shape():
 
 
 def test_where_there_is_one_layout_alone_none_is_chosen(monkeypatch):
-    monkeypatch.setattr("xrunner.packing.measuring.layouts_of", lambda dtype: ["onednn-int8"])
+    monkeypatch.setattr("xrunner.packing.choice.layouts_of", lambda dtype: ["onednn-int8"])
     assert fastest([(96, 70)], "int8") == {}
 
 

@@ -19,7 +19,7 @@ from tests.attack.target import FAKE_VLLM, FLAVOURS, Target, attacked, save_chec
 from tests.fakes import eventually
 from tests.planned import problem_of, scored
 from tests.rings import examples
-from xgpt.serving.engines import build_engine
+from xgpt.serving.engine_process import build_engine
 from xrunner.generation import Generation, SamplingParams, Token
 
 SCHEMA: dict[str, Any] = {

@@ -12,11 +12,11 @@ from tests.numerics.served import MAX_OUTPUT, PROMPTS, greedy, run, served_here,
 from tests.planned import placements_of, planned, problem_of
 from tests.rings import examples, few
 from xgpt.core.schema import HEAD
-from xgpt.serving.engines import build_engine
+from xgpt.serving.engine_process import build_engine
 from xrunner.cpu.highest import MOST_REST, Screen
 from xrunner.generation import Generation, SamplingParams
-from xrunner.packing import choice, measuring
-from xrunner.packing.measuring import fastest_head
+from xrunner.packing import choice
+from xrunner.packing.choice import fastest_head
 from xsimulator.memory import LaneMemory
 from xsimulator.stages import StageShape, whole
 
@@ -120,10 +120,10 @@ def test_a_weight_that_is_not_finite_is_not_screened():
 def test_the_fastest_is_measured(monkeypatch):
     """A large head is found sooner in eight bits; where that takes longer, it is done without."""
     assert fastest_head((64, 64), {}) in ({}, *({HEAD: name} for name in LAYOUTS))
-    monkeypatch.setattr(measuring, "mean_times", lambda ways, *_, **__: {name: 1.5 if name else 1.0 for name in ways})
+    monkeypatch.setattr(choice, "mean_times", lambda ways, *_, **__: {name: 1.5 if name else 1.0 for name in ways})
     assert fastest_head((64, 64), {}) == {}
     found = {"": 3.0, LAYOUTS[-1]: 1.0}
-    monkeypatch.setattr(measuring, "mean_times", lambda ways, *_, **__: {name: found.get(name, 1.2) for name in ways})
+    monkeypatch.setattr(choice, "mean_times", lambda ways, *_, **__: {name: found.get(name, 1.2) for name in ways})
     assert fastest_head((64, 64), {}) == {HEAD: LAYOUTS[-1]}
 
 

@@ -15,7 +15,7 @@ from tests.rings import ALL
 from xgpt.checkpoints.files import read_spec
 from xgpt.core.errors import InputError
 from xgpt.core.policies import Chunk, Step
-from xgpt.serving.engines import build_engine
+from xgpt.serving.engine_process import build_engine
 from xgpt.serving.serve import ServeRequest
 from xprofiler import analytic
 from xrunner.attention import Sequences, make_batch

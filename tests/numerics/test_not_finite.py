@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from tests.numerics.checkpoints import OPT_SHAPES, VOCABULARY, save
 from tests.planned import placements_of, planned, problem_of
 from xgpt.core import policies
-from xgpt.serving.engines import build_engine
+from xgpt.serving.engine_process import build_engine
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.executor import RemoteExecutor
 from xrunner.engine import Engine

@@ -13,7 +13,7 @@ from tests.cli.test_exported_groups import end_ray, free_port
 from tests.fakes import eventually
 from tests.numerics.served import engine_on, greedy, run, served_on
 from tests.planned import problem_of, scored
-from xgpt.serving.engines import build_engine
+from xgpt.serving.engine_process import build_engine
 from xrunner.cluster.workers import Workers
 from xrunner.executor import WorkerLost
 

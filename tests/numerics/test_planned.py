@@ -13,7 +13,7 @@ from tests.numerics.served import engine_on, greedy, run, served_here, served_on
 from tests.planned import placements_of, planned, problem_of, scored
 from tests.rings import examples
 from xgpt.checkpoints.files import read_spec
-from xgpt.serving.engines import build_engine
+from xgpt.serving.engine_process import build_engine
 from xrunner.generation import Generation
 from xsimulator.run import simulate
 

@@ -18,7 +18,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.policies import Pool, Request, build, build_rows
 from xgpt.core.policies.tcb import lay_out
 from xgpt.core.schema import Pinned, Plan
-from xgpt.serving.engines import build_engine
+from xgpt.serving.engine_process import build_engine
 from xgpt.serving.serve import ServeRequest
 from xrunner.generation import Generation, SamplingParams
 

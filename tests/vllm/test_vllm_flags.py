@@ -11,8 +11,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from xgpt.comparing.flags import tables
 from xgpt.comparing.launched import read_current
-from xgpt.comparing.vllm_command import GPU_SHARE, TABLE
-from xgpt.comparing.vllm_flags import REFUSED
+from xgpt.comparing.vllm_command import GPU_SHARE, REFUSED, TABLE
 from xgpt.resolve import load_cluster
 from xrunner.vllm import TESTED_VERSION
 

@@ -23,10 +23,17 @@ from xgpt.requests import AutoscaleRequest
 from xprofiler.store import profile_of
 from xscheduler.fleet.day_load import cut, read_day
 from xscheduler.fleet.planning import FleetModel, share_kept
-from xscheduler.fleet.recommender import LEAST_LENGTHS, LoadSample, Recommendation, Recommender
+from xscheduler.fleet.recommender import (
+    LEAST_LENGTHS,
+    LENGTHS_S,
+    LoadSample,
+    Recommendation,
+    RecommendedDay,
+    Recommender,
+    simulate_day,
+)
 from xscheduler.fleet.replica_counts import DeviceLimit
 from xscheduler.fleet.replica_kinds import Candidate, devices_here
-from xscheduler.fleet.simulated_day import LENGTHS_S, RecommendedDay, simulate_day
 
 DAY_S = 86400
 RATE_SPAN_S = 600.0

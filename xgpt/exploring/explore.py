@@ -29,7 +29,6 @@ from xgpt.problems import resolve
 from xgpt.reporting import figures, plan_text
 from xgpt.requests import PlanRequest, plan_request
 from xgpt.solving import Planned, solve
-from xscheduler.frontier import frontier
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.objectives.base import BOUNDS
 from xscheduler.objectives.best_plans import kinds_of
@@ -173,7 +172,9 @@ def trade_off(search: Scheduler, kinds: tuple[str, ...]) -> Part:
     relaxed = search.under(search.problem.constraint.but(**FREE))
     lines = []
     for kind in kinds:
-        points = [(point.latency_s, point.throughput_rps) for point in frontier(relaxed.candidates.spaces(kind))]
+        points = [
+            (point.latency_s, point.throughput_rps) for point in figures.frontier(relaxed.candidates.spaces(kind))
+        ]
         if points:
             every = -(-len(points) // MOST_POINTS)
             lines.append({"name": kind, "points": [*points[:-1:every], points[-1]]})

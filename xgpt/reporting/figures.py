@@ -1,11 +1,16 @@
-"""Compute the data that a page draws: the steps of each stage, and the memory of each device."""
+"""Compute the data that a page draws: the steps of each stage, the memory of each device, and a policy's trade-off
+between latency and throughput.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from xgpt.core.schema import Plan
+import numpy as np
+
+from xgpt.core.schema import Plan, PolicySettings
+from xscheduler.space import Space
 from xsimulator.clock import Span as StageSpan
 
 CYCLES = 4
@@ -94,3 +99,47 @@ def memory(plan: Plan) -> MemoryFigure:
     rest = tuple(total / GIB - of_kv for total, of_kv in zip(plan.estimate.memory_bytes, kv, strict=True))
     device = plan.cluster.device
     return MemoryFigure(device.memory_bytes * device.usable_memory / GIB, rest, tuple(kv))
+
+
+NUM_POINTS = 1000
+"""Approximate number of settings that are predicted for each placement."""
+NUM_PLACEMENTS = 40
+"""Largest number of placements to search. Those with the highest bounds come first."""
+
+
+class TradeOff(NamedTuple):
+    """A schedule that no other predicted schedule beats in both throughput and latency."""
+
+    latency_s: float
+    throughput_rps: float
+    settings: PolicySettings
+
+
+def frontier(spaces: Sequence[Space]) -> list[TradeOff]:
+    """Return the trade-off of all spaces, from the lowest latency to the highest throughput.
+
+    The schedules are taken from a grid of each placement's settings. Each schedule is attainable, but a better schedule
+    may exist between two grid points. Only the search proves that a schedule is the best.
+    """
+    points = [
+        point for space in sorted(spaces, key=lambda space: -space.bound)[:NUM_PLACEMENTS] for point in of_space(space)
+    ]
+    best: list[TradeOff] = []
+    for point in sorted(points, key=lambda point: (point.latency_s, -point.throughput_rps)):
+        if not best or point.throughput_rps > best[-1].throughput_rps:
+            best.append(point)
+    return best
+
+
+def of_space(space: Space) -> list[TradeOff]:
+    """Return the trade-off of one placement."""
+    columns = space.grid_points(NUM_POINTS)
+    evaluation = space.evaluate(columns)
+    latency, throughput = evaluation.performance.latency, evaluation.throughput
+    order = np.lexsort((-throughput, latency))
+    order = order[evaluation.feasible[order]]
+    if not len(order):
+        return []
+    best = np.maximum.accumulate(throughput[order])
+    rises = np.concatenate([[True], best[1:] > best[:-1]])
+    return [TradeOff(float(latency[i]), float(throughput[i]), space.settings(columns, int(i))) for i in order[rises]]

@@ -24,7 +24,6 @@ from xgpt.reporting.plan_text import (
     settings_text,
 )
 from xscheduler.expression import maximised
-from xscheduler.frontier import frontier
 from xscheduler.objectives.capacities import predicted_rate, with_capacity
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
@@ -247,7 +246,7 @@ def _frontier(plan: Plan, profile: Profile) -> Chart:
     search = scheduler(Problem.of(plan, profile).under(relaxed))
     lines = []
     for kind in runnable(POLICIES, plan.model, plan.speculation):
-        points = frontier(search.candidates.spaces(kind))
+        points = figures.frontier(search.candidates.spaces(kind))
         if points:
             x, y = [p.latency_s for p in points], [p.throughput_rps for p in points]
             lines.append(charts.Series(kind, x, y))

@@ -1,4 +1,4 @@
-"""Attention backends: base.py has their interface, reference.py their definition, backends.py the choice of one."""
+"""Attention backends: base.py has their interface, reference.py their definition. `xrunner.build` chooses one."""
 
 from __future__ import annotations
 

@@ -24,8 +24,7 @@ import numpy as np
 
 from xgpt.core.errors import InputError
 from xgpt.core.schema import EngineSpec, ModelSpec, Plan, Profile, StageLane
-from xsimulator.costs.curves import MOST_KNOWN, Array, Grid, Line, Table
-from xsimulator.costs.group_tables import Degrees, GroupTables
+from xsimulator.costs.curves import MOST_KNOWN, Array, Degrees, Grid, GroupTables, Line, Table
 from xsimulator.costs.speculating import speculating
 from xsimulator.lengths import Lengths
 from xsimulator.stages import Lane, StageShape, lane_of

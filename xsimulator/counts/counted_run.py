@@ -1,4 +1,6 @@
-"""Create the run by counts that simulates a plan."""
+"""Create the run by counts that simulates a plan. `python -m xsimulator.counts.counted_run` compiles the runs of one
+lane, and stores them on disk.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,9 @@ from dataclasses import fields, replace
 from typing import Any
 
 from xgpt.core import policies
-from xgpt.core.policies import LaneSettings
-from xgpt.core.schema import Plan, StageLane
+from xgpt.core.policies.lane_settings import LaneSettings
+from xgpt.core.schema import Curve, LayerTimes, Plan, Profile, StageLane, Surface
+from xgpt.resolve import load_model
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.counts import one_lane_arrivals
 from xsimulator.counts.arrivals import Kv, Run, Stream
@@ -16,6 +19,7 @@ from xsimulator.counts.compiled import is_kept
 from xsimulator.counts.one_lane_arrivals import MANY, OneLaneRun
 from xsimulator.counts.two_lane_arrivals import TwoLaneRun
 from xsimulator.forecast import FORECASTS
+from xsimulator.stages import whole
 
 
 def is_compiled() -> bool:
@@ -84,3 +88,29 @@ def _counts_kv(plan: Plan) -> bool:
         and getattr(plan.policy, "microbatches", None) == 1
         and not plan.model.is_encoder_decoder
     )
+
+
+def main() -> None:
+    """Compile the run of one lane, by running one request of one token with an invented profile."""
+    if is_compiled():
+        return
+    spec = load_model("opt-125m")[0]
+    curve = Curve(points=(1, 2), seconds=(1e-3, 2e-3))
+    surface = Surface(batches=(1, 2), lengths=(1, 2), seconds=((1e-3, 2e-3), (2e-3, 4e-3)))
+    profile = Profile(
+        source="analytic",
+        model=spec.shape,
+        dtype="float32",
+        device="cpu",
+        layers=(LayerTimes(rest=curve, encode_attention=surface, decode_attention=surface),),
+        embedding=curve,
+        head=curve,
+        overhead=curve,
+        spread=0.0,
+    )
+    cost = LaneCost(spec, profile, whole(spec))
+    OneLaneRun(LaneSettings(mix=True, max_batch=1), cost, Kv(8, 16), Stream([1], [1], 1, [0])).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ from xsimulator.counts.counting import (
     admit,
     can_admit,
     count,
+    decode_on,
     drop,
     end,
     join,
@@ -29,7 +30,6 @@ from xsimulator.counts.counting import (
     take_ends,
     take_in,
 )
-from xsimulator.counts.decode_stretch import decode_on
 
 MANY = np.iinfo(np.int64).max // 2
 

@@ -13,8 +13,7 @@ from xgpt.core.schema import Plan, RraSettings
 from xgpt.core.workload import decoding_share
 from xsimulator.costs.curves import Array
 from xsimulator.forecast.base import Columns, Forecast, Ints, Performance, PlacementLimits, Stations, column, stack
-from xsimulator.forecast.one_lane import OneLaneModel
-from xsimulator.forecast.phases import PhaseColumns, phases_of
+from xsimulator.forecast.one_lane import OneLaneModel, PhaseColumns, phases_of
 from xsimulator.forecast.pipeline import Pipeline, expected_max_deviate
 from xsimulator.forecast.placements import BoundTerms, LeastSteps
 from xsimulator.lengths import Lengths, steady_decode_batch

@@ -9,8 +9,7 @@ import numpy as np
 from xgpt.core.schema import StaticSettings
 from xsimulator.costs.curves import Array
 from xsimulator.forecast.base import Columns, Forecast, Ints, Performance, Stations, column
-from xsimulator.forecast.one_lane import OneLaneModel
-from xsimulator.forecast.phases import segments
+from xsimulator.forecast.one_lane import OneLaneModel, segments
 from xsimulator.forecast.pipeline import expected_max_deviate
 from xsimulator.forecast.placements import BoundTerms, LeastSteps
 from xsimulator.lengths import Lengths

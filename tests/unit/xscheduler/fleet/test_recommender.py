@@ -12,9 +12,8 @@ from xgpt.core.schema import Workload
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.workload import histogram_of
 from xscheduler.fleet.load_forecast import LoadForecast
-from xscheduler.fleet.recommender import LoadSample, Recommendation, Recommender
+from xscheduler.fleet.recommender import LoadSample, Recommendation, RecommendedDay, Recommender, simulate_day
 from xscheduler.fleet.replica_counts import DeviceLimit
-from xscheduler.fleet.simulated_day import RecommendedDay, simulate_day
 from xsimulator.fleet import Requests
 
 LOOK_S = 15.0
