@@ -2,8 +2,8 @@
 
     python -m benchmarks.agreement [--cases 300] [--seed 0] [--part 0/2] [--seconds 300] [--jsonl FILE]
 
-Compared are throughput and the latency of a request whose output has the 99th percentile's length. K/V memory is never
-a limit.
+This compares throughput, and the latency of a request whose output length is the 99th percentile. K/V memory is never a
+limit.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Problem n is drawn from the seed and n: request lengths with few distinct values
 devices, one policy, bounds on latency or first tokens. It is planned, and then attacked:
 
 - bounds: settings of its most promising placements, the best in closed form and others at random, are simulated above
-  the stated rate. They must break their bounds there, in a run of 16,000 requests if not in a short one.
+  the stated rate. There they must break their bounds, at the latest in a run of 16,000 requests.
 - brute: all settings of a small space are simulated. The best one must be the plan, or lie within its gap.
 - nearest: the bound is tightened until no plan keeps it. A plan must keep the bound that the error names, as printed.
 

@@ -140,8 +140,8 @@ def model_of(model_id: str, configs: Path | None, scratch: Path) -> dict[str, An
 
 
 def _files_of(model_id: str, configs: Path | None) -> dict[str, Any]:
-    """Return a model's config.json, and hf_quant_config.json if there is one, or an empty dictionary if both are
-    missing."""
+    """Return the contents of a model's config.json and hf_quant_config.json, by file name. A file that is not found is
+    left out."""
     models, official = _official()
     if configs is not None and (configs / f"{model_id.replace('/', '--')}_config.json").is_file():
         paths = ((name, configs / f"{model_id.replace('/', '--')}_{name}") for name in ("config.json", QUANTISED))

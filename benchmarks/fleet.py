@@ -242,7 +242,7 @@ def shown(rows: dict[str, Row]) -> list[Row]:
 
 
 def cases(traces: Path | None, mooncake: Path | None) -> list[Case]:
-    """Return the cases whose traces are given."""
+    """Return the cases of synthetic days, and those whose traces are given."""
     place = ("qwen3-32b", "h100x8")
     found = [
         Case("sinusoid", sinusoid, *place, 25.0, 3.0, 60.0),

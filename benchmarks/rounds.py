@@ -26,7 +26,7 @@ LANES_A_SHAPE = 24
 NUM_VALUES = 8
 """Number of different times of steps that encode."""
 MOST_FITTED = 6.0
-"""The fit uses lanes whose long steps take at most this number of times as long as others."""
+"""The fit uses only lanes whose long steps take at most this many times as long as others."""
 
 
 class Lanes(NamedTuple):

@@ -3,8 +3,8 @@
     python -m tools.make_flags --vllm WHEEL... --sglang WHEEL [--tensorrt-llm serve.py 1.2]
 
 vLLM's newest wheel comes first. From earlier wheels, only flags that the newest no longer has are kept. If the source
-does not show whether a flag takes a value, it takes one if one follows. tests/vllm compares the newest flags with
-vLLM's own parser.
+does not show whether a flag takes a value, the flag takes a value if one follows. tests/vllm compares the newest flags
+with vLLM's own parser.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def jitter_of(steps: Sequence[float]) -> Timings:
 
 
 def least_certain(times: Mapping[tuple[str | int, ...], Sequence[float]]) -> list[tuple[str | int, ...]]:
-    """Return the quarter of the points whose means have the largest relative errors."""
+    """Return the quarter of the points whose times vary most, relative to their mean."""
 
     def error(values: Sequence[float]) -> float:
         return statistics.stdev(values) / statistics.mean(values) if len(values) > 1 else math.inf

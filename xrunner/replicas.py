@@ -45,8 +45,8 @@ class Replicas:
     """The interface of `engine.Engine` over several replicas. Their steps share one log. Each record names its replica.
 
     Args:
-        build: builds the engine of the replica with this number, in the thread that will run it. The engine calls the
-            second argument with each step's record.
+        build: `build(number, on_step)` builds a replica's engine, in the thread that will run it. The engine calls
+            `on_step` with each step's record.
         router: chooses the replica of a request. None means the one with the fewest requests.
     """
 

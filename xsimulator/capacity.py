@@ -373,7 +373,7 @@ def _in_ns(goal: Goal, slack: float, path_s: float, num_requests: int) -> GoalNs
 
 
 class EngineRun:
-    """A run of the simulated engine, for plans that cannot be simulated by counts."""
+    """A run of the simulated engine, for plans that `xsimulator.counts` cannot simulate."""
 
     def __init__(self, schedule: policies.Schedule, lanes: Mapping[StageLane, LaneCost], stream: Stream) -> None:
         clock = (

@@ -183,7 +183,7 @@ def steady_decode_batch(lengths: Lengths, encode_batch: float, decode_iterations
 def decoded(outputs: npt.ArrayLike, speculation: Speculation | None, rng: np.random.Generator) -> Ints:
     """Return output lengths in steps of the schedule, for simulating requests with a draft. # [requests]
 
-    A step of the schedule stands for that fraction of an engine step in which a request gets one token on average. The
+    An engine step counts as several steps of the schedule, each of which gives a request one token on average. The
     first token comes with the prompt. Then engine steps emit 1, 2, ... tokens with the probabilities in
     `Speculation.shares` until the output is complete. So a request whose drafts are rarely accepted takes more steps.
     Without a draft, the lengths are unchanged.

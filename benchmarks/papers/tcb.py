@@ -120,7 +120,9 @@ def figures_9_to_12() -> Iterator[Found]:
 
 
 def crossover() -> Iterator[Found]:
-    """Compute the ratio of TCB to TTB under the two assumptions that the paper does not state."""
+    """Compute how many requests TCB serves relative to TNB and TTB, under two assumptions that the paper does not
+    state: the time of a step, and the largest batch.
+    """
     rows = []
     for step_ms in STEPS_MS:
         ratios = [over("TTB", step_ms=step_ms, cap=cap) for cap in CAPS]
@@ -150,7 +152,7 @@ def crossover() -> Iterator[Found]:
 
 
 def slots() -> Iterator[Found]:
-    """Compare slots with answers as long as prompts, and with answers that end after any token."""
+    """Compare slots with whole rows, for answers as long as prompts and for answers that end at random."""
     alike, anywhere = (slots_of(v100("float16"), end_anywhere=each) for each in (False, True))
     for source, rows, paper in (("TCB Fig. 13", 10, 1.18), ("TCB Fig. 14", 32, 2.31)):
         best, kept = (_most(alike, rows, column) for column in ("slots freed early", "slots kept"))

@@ -6,7 +6,7 @@ Tables of operators and `silicon_sample.csv` are read from the wheel of aiconfig
 'xgpt-serve[fidelity]'`). Sources without a known licence are read from where --measured says: `vllm_open_loop.csv`
 (experiment, model, device, tp, max_num_batched_tokens, max_num_seqs, input_tokens, output_tokens, rate_per_s, and mean
 and p99 of e2e and ttft in ms) and `trtllm_max_throughput.csv` (version, model, device, dtype, tp, input_tokens,
-output_tokens, output_tokens_per_s, and of models with experts ep). None of them is part of this repository. K/V blocks
+output_tokens, output_tokens_per_s, and ep for models with experts). None of them is part of this repository. K/V blocks
 that an engine logged are in the code. Rows of this machine are those that `python -m benchmarks.prediction` wrote to
 results.
 

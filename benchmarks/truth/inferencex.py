@@ -47,8 +47,8 @@ def started(raw: dict[str, str], model: str, tp: int, ep: int) -> Started:
     """Return the settings with which the engine of a row was started.
 
     Args:
-        ep: the parts that the row states. If a script ignored them and gave each device whole experts, so does the
-            result.
+        ep: the parts that the row states. If a script ignored them and gave each device whole experts, the result does
+            the same.
     """
     found = re.search(r"measured=(\d{4}-\d\d-\d\d)", raw["silicon_data_source"])
     day, is_blackwell = found[1] if found else "", raw["system"] in BLACKWELL

@@ -54,8 +54,8 @@ AS_NAMED: dict[str, Quantity] = {
     "TTFT": "TTFT",
     "TPOT": "TPOT",
 }
-"""The name in ranges of each quantity in rows. Under open arrivals, a plan's rate gets the error of the time to the
-last token."""
+"""By quantity in rows: its name in ranges. Under open arrivals, a plan's rate gets the error of the time to the last
+token."""
 
 
 def errors_of(rows: list[Row]) -> str:

@@ -264,8 +264,8 @@ ALIGNED = "aic-auto-gap-analysis"
 """Text in a row's source which means that AIConfigurator's makers measured the row to evaluate their predictions."""
 BUDGETS = {"vllm": 8192, "trtllm": 16384, "sglang": 8192}
 BATCH_WAIT = (("batch_wait_steps", 20), ("batch_wait_tokens", round(0.9 * BUDGETS["trtllm"])))
-"""batch_wait_timeout_iters and batch_wait_max_tokens_ratio (TensorRT-LLM's pull request 7416) in InferenceX's scripts
-of 1,024 tokens in and out on fewer than eight devices."""
+"""InferenceX's values of batch_wait_timeout_iters and batch_wait_max_tokens_ratio (TensorRT-LLM's pull request 7416),
+for 1,024 input and output tokens on fewer than eight devices."""
 REQUESTS_A_CLIENT = 10
 SHORTEST = 0.8
 SPARE_TOKENS = 1500

@@ -166,7 +166,7 @@ def _scaled(fleet: FleetPlan, base: str, number: int) -> tuple[Object, int]:
 
 
 DOWN: Object = {"stabilizationWindowSeconds": 0}
-"""No stabilisation is needed, since the recommender itself waits before it recommends fewer replicas."""
+"""How autoscalers remove replicas: at once, since the recommender itself waits before it recommends fewer."""
 
 
 def _hpa(fleet: FleetPlan, base: str, number: int) -> Object:

@@ -43,8 +43,8 @@ SAMPLED = Submit(
         sampling=generation.SamplingParams(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, logprobs=1),
     )
 )
-"""Sampling parameters of a request that makes vLLM compile its sampler. Otherwise the first request that samples would
-delay all others by 20 s.
+"""A request that makes vLLM compile its sampler. Without it, the first request that samples would delay all others by
+20 s.
 """
 
 

@@ -32,8 +32,8 @@ from xrunner.vllm.process import Reader, package_path, preload, python, started
 logger = logging.getLogger(__name__)
 
 START, STOP, REFUSED = b"start\n", b"stop\n", b"refused\n"
-"""Messages from the first machine. They tell the receiver to start its workers, to end for ever, or that it is refused
-because it has another plan or its rank is in use.
+"""Messages from the first machine. They tell the receiver to start its workers, to end for good, or that it is refused.
+It is refused if it has another plan, or if its rank is in use.
 """
 GREETING_BYTES = 256
 GREET_S = 5.0

@@ -80,9 +80,9 @@ class Branch:
     def refine(self, at_least: float, waits: Waits | None) -> None:
         """Tighten the bound by including the waits at the rate `at_least`. The bound does not fall below this rate.
 
-        At a higher rate, requests wait longer, so less time remains for decoding. The highest throughput in the time
-        that remains at `at_least` is therefore an upper bound for all higher rates, too. If it is below `at_least`, no
-        settings sustain that rate.
+        At a higher rate, requests wait longer, so less time remains for decoding. So the highest throughput in the time
+        that remains at `at_least` is an upper bound on all higher rates. If it is below `at_least`, no settings sustain
+        `at_least`.
         """
         self.bound, self.is_refined = min(self.bound, max(self._served(at_least, at_least, waits), at_least)), True
 

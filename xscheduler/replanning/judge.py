@@ -30,9 +30,8 @@ class Terms:
         confidence: number of standard deviations by which the observed quantile of lengths is lowered. The bound counts
             as broken only if the plan also breaks it at the lowered quantile, since high quantiles of few requests are
             mostly chance.
-        caution: pairs (standard deviations, share of throughput). If the running plan would break the bound at a
-            quantile raised by the deviations, a plan that keeps the bound at this quantile may lose this share of
-            throughput.
+        caution: pairs (standard deviations, share of throughput). A plan that keeps the bound at a quantile raised by
+            the deviations may lose this share of throughput if the running plan does not keep it.
         near: if no plan keeps the bound, the running plan stays as long as it keeps this multiple of the nearest bound
             that a plan can keep.
         horizon_s: a change of placement must repay its pause within this time.

@@ -29,8 +29,8 @@ from xsimulator.forecast.waa_lanes import DecodeLane, EncodeLane
 from xsimulator.lengths import Lengths
 
 FEW_BATCHES = 4
-"""The closed form may predict too low a throughput if the cap is below this many encode batches, each with one request
-more.
+"""The closed form may predict too low a throughput if the limit on requests is below this many encode batches, counting
+one request more in each.
 """
 Bools = npt.NDArray[np.bool_]
 

@@ -40,13 +40,13 @@ class Constraint(Frozen):
     """The objective and the bounds of a plan.
 
     Under sla "length", the bound holds for a request whose output length is at the quantile (ExeGPT sec. 7.6 (b)).
-    Under sla "request", it holds for the quantile of all requests (sec. 7.6 (a)). By default, `headroom` is
-    `Profile.headroom`.
+    Under sla "request", a share `quantile` of all requests must keep it (sec. 7.6 (a)). If `headroom` is not set, plans
+    use `Profile.headroom`.
 
-    The plan maximises the `objective`. "arrivals" is the highest arrival rate at which the quantile of all requests
-    keeps the bounds, waiting included (`Capacity`), whatever the sla. "saturated" is the throughput while requests are
-    always waiting. Latency then counts from admission, as in the papers. Files without the field `objective` were made
-    for "saturated".
+    The plan maximises the `objective`. "arrivals" is the highest arrival rate at which a share `quantile` of all
+    requests keeps the bounds, waiting included (`Capacity`), whatever the sla. "saturated" is the throughput while
+    requests are always waiting. Latency then counts from admission, as in the papers. Files without the field
+    `objective` were made for "saturated".
     """
 
     objective: Objective = "saturated"

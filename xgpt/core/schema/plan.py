@@ -128,8 +128,8 @@ class Plan(Frozen):
     pinned: Pinned = Pinned()
     """The settings of the schedule that the user fixed."""
     speculation: Speculation | None = Field(default=None, exclude_if=lambda speculation: speculation is None)
-    """Speculative decoding, or None. With speculative decoding, a step of the schedule stands for that fraction of an
-    engine step in which a request gets one token on average. `Plan.step_tokens` computes the tokens of an engine step.
+    """Speculative decoding, or None. With it, an engine step counts as several steps of the schedule, each of which
+    gives a request one token on average. `Plan.step_tokens` computes the tokens of an engine step.
     """
     admission: Admission = Admission()
     """The order in which waiting requests enter, and the reservation of K/V memory."""

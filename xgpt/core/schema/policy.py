@@ -146,8 +146,8 @@ class ChunkedSettings(SingleLane):
     kind: Literal["chunked"] = "chunked"
     """The policy."""
     token_budget: PositiveInt
-    """Largest number of tokens in the steps of all micro-batches together. With `slack`, which limits the prompt tokens
-    of each step instead, this is the number of tokens in a step at saturation.
+    """Largest number of tokens in the steps of all micro-batches together. If `slack` limits steps instead, this is the
+    number of tokens in a step at saturation.
     """
     max_batch: PositiveInt
     """Largest number of running requests over all micro-batches. A step runs one micro-batch's share of them."""

@@ -184,7 +184,7 @@ LAST_WORDS_S = 1.0
 BYTES_AT_ONCE = 64 << 10
 """Number of bytes to write before other requests may continue."""
 HEAD_S, COMMENT_S = 1.0, 15.0
-"""Seconds after which a stream's head is sent without a token, and seconds between the comments that follow."""
+"""Seconds without a token after which a stream's head is sent anyway, and seconds between later comments."""
 
 
 class Answer(Response):

@@ -63,7 +63,7 @@ of these parts. Each part counts as at least `PART_BYTES`. So the search takes n
 grammar did.
 """
 MAX_KEY = 60
-"""Characters that are shown of a property's name in the path of a part."""
+"""Largest number of characters that messages show of a property's name."""
 
 
 def _first_line(reason: str) -> str:

@@ -158,7 +158,7 @@ class Backlog:
         """Adjust the factor `caution` after a complete answer whose time `answer_s` had estimated.
 
         Each late answer raises the caution, and each timely answer lowers it a little, so that in the long run the
-        share of late answers is `LATE`, for any cause.
+        share of late answers is `LATE`, whatever the cause.
 
         Source: Gibbs and Candes, Adaptive conformal inference under distribution shift, NeurIPS 2021.
         """
