@@ -50,7 +50,7 @@ def config_names(kind: ConfigKind) -> list[str]:
     return sorted(path.stem for path in (configs_dir() / kind).glob("*.yaml"))
 
 
-FILES = (".yaml", ".yml", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".txt", ".prom", ".gz", ".xlsx")
+FILES = (".yaml", ".yml", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".txt", ".log", ".prom", ".gz", ".xlsx")
 """A name that ends in one of these suffixes is a file's, not a config's."""
 
 

@@ -23,7 +23,7 @@ from xgpt.core.workload import TraceLengths, histogram_of
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".txt", ".prom")
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".txt", ".log", ".prom")
 """File name suffixes of traces and of pages of metrics. The suffix .gz may follow."""
 LARGEST_LENGTH = 2**31 - 1
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}

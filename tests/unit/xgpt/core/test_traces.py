@@ -40,11 +40,14 @@ def write(tmp_path: Path, text: str, name: str = "trace.csv") -> Path:
             '{"input": "one", "output": "7", "input_tokens": 10, "output_tokens": 2}\n'
             '{"input": "2", "output": "5", "input_tokens": 30, "output_tokens": 4}',
         ),
+        ("requests.log", '{"input_length": 10, "output_length": 2}\n{"input_length": 30, "output_length": 4}'),
         ("rows.jsonl", '{"input_length": 10, "output_length": 2}\n\n{"output_length": 4, "input_length": 30}'),
     ],
 )
 def test_reads_traces_without_times(tmp_path: Path, name: str, text: str) -> None:
-    lengths = read_lengths(write(tmp_path, text, name))
+    path = write(tmp_path, text, name)
+    lengths = read_lengths(path)
+    assert load_trace(str(path)) is not None
     assert lengths.input.tolist() == [10, 30]
     assert lengths.output.tolist() == [2, 4]
     assert lengths.timestamp_s is None
