@@ -90,7 +90,8 @@ def check_target(plan: Plan, target: Target) -> None:
     if engine is None:
         raise InputError("to", target, f"the plan is for no particular engine: {to_plan}")
     takes = [name for name, frameworks in FRAMEWORKS.items() if engine.framework in frameworks]
-    takes = [name for name in takes if name != "k8s" or not runs_by_itself(plan)]
+    has_pods = plan.cluster.device.type == "gpu" and not runs_by_itself(plan)
+    takes = [name for name in takes if name != "k8s" or has_pods]
     others = f", or export to {' or '.join(takes)}" if takes else ", or run the command that `xgpt plan` prints"
     raise InputError("to", target, f"the plan is for {engine.name}: {to_plan}{others}")
 

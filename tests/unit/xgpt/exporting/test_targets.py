@@ -55,6 +55,15 @@ def test_a_plan_for_another_engine_is_refused_with_the_engine_to_plan_for() -> N
         export(plan_for("tensorrt-llm"), "vllm")
 
 
+def test_kubernetes_is_not_offered_for_a_plan_without_gpus() -> None:
+    plan = plan_for("xgpt")
+    with pytest.raises(InputError, match=r"or export to k8s or script$"):
+        check_target(plan, "vllm")
+    cluster = plan.cluster.model_copy(update={"device": plan.cluster.device.model_copy(update={"type": "cpu"})})
+    with pytest.raises(InputError, match=r"or export to script$"):
+        check_target(plan.model_copy(update={"cluster": cluster}), "vllm")
+
+
 def test_the_engine_to_plan_for_is_the_newest_version_by_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
