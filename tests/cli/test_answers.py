@@ -76,6 +76,7 @@ def test_a_plan_for_a_log_says_what_to_run_and_what_the_log_asks_for(xgpt: Xgpt)
     command = re.search(r"run in vLLM itself[^:]*: (vllm serve .*?--gpu-memory-utilization [\d.]+)", text)
     assert command is not None and shlex.split(command[1])[:3] == ["vllm", "serve", "meta-llama/Llama-3.1-8B-Instruct"]
     assert "your log: 2 requests/s, 2 in its busiest minute; this plan sustains" in text
+    assert "--devices auto` finds the fewest devices" in text
     assert "to export it, plan with --model meta-llama/Llama-3.1-8B-Instruct" in text
     assert "next: xgpt report plan.json" in text
     ran = xgpt("simulate", "plan.json", "--workload", "day.csv", "--own-times", "--requests", "50")
@@ -85,6 +86,27 @@ def test_a_plan_for_a_log_says_what_to_run_and_what_the_log_asks_for(xgpt: Xgpt)
     ran = xgpt("simulate", "plan.json", "--workload", "hour.csv", "--own-times", "--requests", "60", "--json")
     assert ran.code == 0, ran.err
     assert json.loads(ran.out)["num_requests"] == 60 // 8 + 1 and "were measured" not in ran.err
+
+
+def test_a_log_does_not_ask_for_fewer_devices_than_one(xgpt: Xgpt) -> None:
+    Path("day.csv").write_text("time_s,input,output\n" + "".join(f"{0.5 * i},100,20\n" for i in range(200)))
+    on = ("--model", "opt-125m", "--cluster", "h200x1", "--policy", "orca", "--objective", "saturated")
+    ran = xgpt("plan", "--latency-bound", "8", *on, "--workload", "day.csv")
+    assert ran.code == 0, ran.err
+    text = " ".join(ran.out.split())
+    assert "your log: " in text and " on 1 device" in text and "--devices auto" not in text
+
+
+def test_a_plan_says_what_its_order_of_admission_lacks_in_simulation(xgpt: Xgpt) -> None:
+    figures, few = {}, ("--fix", "max_batch=16")
+    for order in ("fcfs", "sjf", "lpt", "edf"):
+        ran = xgpt("plan", "--latency-bound", "8", *ON, "--workload", "chat-short", "--order", order, "--force", *few)
+        assert ran.code == 0, ran.err
+        assert ("the figures are those of fcfs" in " ".join(ran.out.split())) == (order in ("lpt", "edf"))
+        ran = xgpt("simulate", "plan.json", "--arrival-rate", "1000", "--requests", "300", "--json")
+        assert ran.code == 0, ran.err
+        figures[order] = json.loads(ran.out)
+    assert figures["lpt"] == figures["edf"] == figures["fcfs"] != figures["sjf"]
 
 
 def test_long_replays_are_counted_with_the_times_of_the_engine(

@@ -68,6 +68,7 @@ def _summary(planned: Planned) -> Iterator[object]:
         yield f"placement: {plan_text.placement_in_words(best)}"
     yield f"proof: {plan_text.proof_in_words(best)}"
     yield from plan_text.arrivals_in_words(best)
+    yield from plan_text.order_in_words(best)
     yield from plan_text.ranges_on_this_machine(best)
     yield from plan_text.speculation_in_words(best, planned.ahead)
     yield from plan_text.log_in_words(planned.request.workload, best)

@@ -191,6 +191,20 @@ def arrivals_in_words(plan: Plan) -> list[str]:
     return texts
 
 
+def order_in_words(plan: Plan) -> list[str]:
+    """Return a line that says what simulated requests lack for the plan's order of admission, or nothing."""
+    match plan.admission.order:
+        case "lpt":
+            lacks = "simulated requests all have the same maximum output, so the figures are those of fcfs"
+        case "edf":
+            lacks = "simulated requests have no deadlines, so the figures are those of fcfs"
+        case "das":
+            lacks = "simulated requests have no deadlines, so the figures count only the lengths of prompts"
+        case _:
+            return []
+    return [f"order: {lacks}"]
+
+
 def ranges_on_this_machine(plan: Plan) -> list[str]:
     """Return a line on the usual ranges of a plan's figures on this machine, or nothing if they are not known."""
     names = {
@@ -287,7 +301,7 @@ def log_in_words(workload: object, plan: Plan) -> list[str]:
     says = f"this plan sustains {rate:.4g} on {_count(plan.num_devices, 'device')}"
     if rate < peak:
         says = f"{says}, so {math.ceil(peak / rate)} such deployments sustain the peak"
-    elif plan.constraint.arrival_rate_per_s is None:
+    elif plan.num_devices > 1 and plan.constraint.arrival_rate_per_s is None:
         says = f"{says}; `--arrival-rate {peak:.3g} --devices auto` finds the fewest devices that sustain the peak"
     return [f"your log: {mean:.3g} requests/s, {peak:.3g} in its busiest minute; {says}"]
 
