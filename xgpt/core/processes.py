@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, current_thread, main_thread
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
 """Looked up at import: a look-up takes a lock, which another thread might hold at a fork."""
 
@@ -29,6 +29,21 @@ def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIG
         _prctl(PR_SET_PDEATHSIG, sent, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """On Linux, make this process the parent of its descendants whose own parents end, so that it can wait for them."""
+    if _prctl is not None:
+        _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def wait_for_children(within_s: float) -> None:
+    """Wait until all children of this process have ended, or until the time is over."""
+    until_s = time.monotonic() + within_s
+    with suppress(ChildProcessError):  # there are no more children
+        while time.monotonic() < until_s:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.01)
 
 
 def end(process: subprocess.Popen[bytes] | subprocess.Popen[str], within_s: float = 0.0) -> None:

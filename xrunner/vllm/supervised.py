@@ -1,9 +1,10 @@
 """Run a command for as long as standard input stays open: `python -m xrunner.vllm.supervised COMMAND ...`.
 
 vLLM has several processes, and some of them continue if the first one is killed. Here they form one process group,
-which is ended when the command ends or standard input closes. Standard input closes when the process that started this
-process ends for any reason. If this process itself is killed, the kernel sends the command SIGHUP, and the command ends
-the group (`end_group_on_hangup`).
+which is ended when the command ends or standard input closes. This process ends last, so that their memory is free and
+their processor time counts as that of the process that started them. Standard input closes when the process that
+started this process ends for any reason. If this process itself is killed, the kernel sends the command SIGHUP, and the
+command ends the group (`end_group_on_hangup`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import threading
 from contextlib import suppress
 from functools import partial
 
-from xgpt.core.processes import end_with_parent
+from xgpt.core.processes import adopt_orphans, end_with_parent, wait_for_children
 
 STOP_S = 20.0
 """Seconds from SIGTERM until all processes are killed."""
+KILL_S = 10.0
+"""Largest number of seconds until killed processes have ended."""
 
 
 def main(command: list[str]) -> int:
@@ -28,6 +31,7 @@ def main(command: list[str]) -> int:
     Returns:
         The command's exit code or, if a signal ended the command, 128 plus the signal's number, as in a shell.
     """
+    adopt_orphans()
     hang_up = partial(end_with_parent, os.getpid(), signal.SIGHUP)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=hang_up)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -35,6 +39,7 @@ def main(command: list[str]) -> int:
     threading.Thread(target=_end_with_input, args=(process,), daemon=True).start()
     code = process.wait()
     _kill_group(process.pid)
+    wait_for_children(KILL_S)
     return code if code >= 0 else 128 - code
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import resource
 import signal
 import subprocess
 import sys
@@ -75,6 +76,29 @@ def test_no_process_outlives_the_context(tmp_path: Path) -> None:
             assert process.stdout.readline() == "both are here\n"
     wait_until_all_have_ended(tmp_path / "lock")
     assert process.returncode == 128 + signal.SIGTERM
+
+
+WORKS = """
+import subprocess, sys
+work = "import time\\nwhile time.process_time() < 1: pass\\nprint('done', flush=True)\\ntime.sleep(600)"
+subprocess.Popen([sys.executable, "-c", work]).wait()
+"""
+"""Its child works for a second."""
+
+
+def children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def test_the_processor_time_of_all_processes_counts_as_the_starters(tmp_path: Path) -> None:
+    """Killed before anyone waited for it, vLLM's worker counted as another process, and plans left room for it."""
+    before_s = children_s()
+    with package_path() as packages, started([sys.executable, "-c", WORKS], packages, {}) as process:
+        assert process.stdout is not None
+        with process.stdout:
+            assert process.stdout.readline() == "done\n"
+    assert children_s() - before_s > 1
 
 
 def test_no_process_outlives_the_first_and_its_exit_code_is_told(tmp_path: Path) -> None:
