@@ -318,7 +318,7 @@ def _report(
     pace = None if steps is None else steps.ratio
     predicted = _claimed(plan, load) or _simulated(plan, profile, load, drawn, 1.0)
     at_pace = {} if pace is None else _simulated(plan, profile, load, drawn, pace)
-    usual_paces = () if profile is None or not profile.is_served else usual(profile.device)
+    usual_paces = () if profile is None or not profile.is_served else usual(profile.device, profile.engine)
     usually = [_simulated(plan, profile, load, drawn, pace) for pace in usual_paces]
     ranges = [predicted, *usually] if usually else []
     if pace is not None:

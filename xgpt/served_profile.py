@@ -1,14 +1,16 @@
 """Fit a measured profile to the steps of a served engine, which take longer because of the endpoint and clients.
 
 For a profile, single steps are timed on an idle machine. A served engine shares cores with the front and with clients,
-chunks prompts, and writes K/V memory for the first time. A short load shows these effects: each of the profile's tables
-is multiplied by the factor that fits the load's steps best (`xsimulator.calibrate`).
+chunks prompts, and writes K/V memory for the first time. In vLLM, xgpt's scheduler also runs between the steps. A short
+load shows these effects: each of the profile's tables is multiplied by the factor that fits the load's steps best
+(`xsimulator.calibrate`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +20,19 @@ from xgpt.benchmark import Drawn, Load, replayed
 from xgpt.core.errors import XgptError
 from xgpt.core.machine import num_cores
 from xgpt.core.progress import Progress, silent
-from xgpt.core.schema import SERVED, ClusterSpec, Constraint, Histogram, Jitter, ModelSpec, Plan, Profile, Workload
+from xgpt.core.schema import (
+    SERVED,
+    ClusterSpec,
+    Constraint,
+    EngineKind,
+    Histogram,
+    Jitter,
+    ModelSpec,
+    Plan,
+    Profile,
+    ProfileRef,
+    Workload,
+)
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.core.workload import ArrivalProcess, sample
 from xprofiler.others import NOTABLE, Others
@@ -26,8 +40,8 @@ from xscheduler.objectives.best_plans import plan_each
 from xscheduler.problem import Problem
 from xsimulator.calibrate import PARTS, Steps, corrected, fit, steps_of
 
-STAGES = ((0.35, 4.0), (0.7, 4.0), (0.95, 4.0))
-"""Stages of the load: arrival rate as a share of the throughput at saturation, and seconds."""
+STAGES = (0.35, 0.7, 0.95)
+"""Stages of the load: arrival rate as a share of the throughput at saturation."""
 INPUTS, OUTPUTS = (16, 64, 128, 256, 448), (8, 32, 64)
 """Lengths of the load's prompts and outputs. All lengths are equally frequent."""
 LEAST_REQUESTS = 12
@@ -39,14 +53,23 @@ served, unless the machine was already busy before.
 
 
 class _Load(NamedTuple):
-    """Sizes of the load's steps, as in typical plans for a kind of device, and the largest number of requests."""
+    """Sizes of the load's steps, as in typical plans for an engine and a kind of device, the seconds of each stage, and
+    the largest number of requests.
+    """
 
     token_budget: int
     max_batch: int
+    stage_s: float
     most_requests: int
 
 
-LOADS = {"cpu": _Load(64, 32, 400), "gpu": _Load(1024, 128, 2000)}
+LOADS = {
+    ("xgpt", "cpu"): _Load(64, 32, 4.0, 400),
+    ("xgpt", "gpu"): _Load(1024, 128, 4.0, 2000),
+    ("vllm", "cpu"): _Load(64, 32, 12.0, 400),
+    ("vllm", "gpu"): _Load(2048, 512, 4.0, 2000),
+}
+"""The load for each engine and kind of device. On a CPU, vLLM executes few steps in a second."""
 QUANTILES = 100
 STALL = 4.0
 """A step that takes this multiple of its predicted time counts as stalled, and is ignored."""
@@ -59,10 +82,12 @@ def as_served(
 ) -> Profile:
     """Serve a short load on this machine, and return the profile fitted to the load's steps.
 
-    The profile is returned unchanged for several devices, for an encoder-decoder, and if the load fails. The fitted
-    profile's `others` lists the other processes during the measurement or during the load, whichever was disturbed
-    more.
+    The profile is returned unchanged for several devices, for an encoder-decoder, and if the load fails. A profile of
+    vLLM is of one device, and on a machine with several GPUs one of them serves the load. The fitted profile's `others`
+    lists the other processes during the measurement or during the load, whichever was disturbed more.
     """
+    if profile.engine == "vllm" and cluster.device.type == "gpu":
+        cluster = cluster.but(devices_per_node=1)
     if cluster.num_devices > 1 or spec.is_encoder_decoder:
         return profile
     progress = progress or silent
@@ -97,19 +122,24 @@ def _quieter_load(plan: Plan, progress: Progress, most: int) -> tuple[dict[str, 
 
 def _steps_of_load(plan: Plan) -> list[StepRecord]:
     """Serve the load and return its steps. The caller's thread may run an event loop, as in a notebook."""
-    rng, rate = np.random.default_rng(0), plan.estimate.throughput_rps
-    most = LOADS[plan.cluster.device.type].most_requests / (rate * sum(share * seconds for share, seconds in STAGES))
-    stages = [(share * rate, seconds * min(1.0, most)) for share, seconds in STAGES]
+    rng, rate, sizes = np.random.default_rng(0), plan.estimate.throughput_rps, _load_for(plan.profile, plan.cluster)
+    stage_s = min(sizes.stage_s, sizes.most_requests / (rate * sum(STAGES)))
+    stages = [(share * rate, stage_s) for share in STAGES]
     arrivals = ArrivalProcess.at([*stages[:-1], (stages[-1][0], None)])
     count = max(LEAST_REQUESTS, round(sum(each * seconds for each, seconds in stages)))
     drawn = Drawn(*sample(plan.workload, count, rng), arrivals.times(count, rng), max(OUTPUTS))
-    load = Load(count, arrivals=arrivals)
+    engine: EngineKind = "vllm" if plan.profile.engine == "vllm" else "xgpt"
+    serve = partial(replayed, plan, Load(count, arrivals=arrivals), rng, drawn, engine=engine)
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return replayed(plan, load, rng, drawn).log
+        return serve().log
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(replayed, plan, load, rng, drawn).result().log
+        return thread.submit(serve).result().log
+
+
+def _load_for(profile: Profile | ProfileRef, cluster: ClusterSpec) -> _Load:
+    return LOADS[profile.engine or "xgpt", cluster.device.type]
 
 
 def _plan(profile: Profile, spec: ModelSpec, checkpoint: Path | None, cluster: ClusterSpec) -> Plan:
@@ -119,7 +149,7 @@ def _plan(profile: Profile, spec: ModelSpec, checkpoint: Path | None, cluster: C
         some = sorted({min(length, spec.max_context // 4) for length in lengths})
         return Histogram(lengths=tuple(some), probabilities=(1 / len(some),) * len(some))
 
-    load = LOADS[cluster.device.type]
+    load = _load_for(profile, cluster)
     problem = Problem(
         model=spec,
         checkpoint=None if checkpoint is None else str(checkpoint),

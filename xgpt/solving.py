@@ -176,7 +176,7 @@ RANGED = ("latency_s", "ttft_s", "itl_p99_s")
 
 def _with_ranges(plan: Plan) -> Plan:
     """Return the plan with ranges for its figures at the usual paces of this machine."""
-    fast, slow = usual(plan.cluster.device.name)
+    fast, slow = usual(plan.cluster.device.name, plan.profile.engine)
     estimate = plan.estimate
     ranges = {"throughput_rps": (estimate.throughput_rps / slow, estimate.throughput_rps / fast)}
     ranges |= {name: (fast * getattr(estimate, name), slow * getattr(estimate, name)) for name in RANGED}

@@ -98,7 +98,7 @@ def new_profile(
                 import_from,
                 "it cannot be combined with `engine=vllm`, whose steps are measured: leave one of the two out",
             )
-        return profile_vllm(spec, checkpoint, devices, dtype, progress)
+        return profile_vllm(spec, checkpoint, devices, dtype, progress, as_served)
     if import_from is not None:
         return import_profile(spec, devices, dtype or spec.default_dtype, import_from, framework or "vllm", kv_dtype)
     if devices.is_local:
@@ -337,9 +337,10 @@ def profile_vllm(
     cluster: ClusterSpec,
     dtype: DType | None,
     progress: Progress | None = None,
+    as_served: AsServed | None = None,
 ) -> Profile:
     """Return vLLM's step times on this machine. They are not cached, because a plan for vLLM is made from a given
-    profile file.
+    profile file. For `as_served`, see `obtain_profile`.
 
     Raises:
         InputError: vLLM cannot run this model, or the cluster is not this machine.
@@ -350,7 +351,8 @@ def profile_vllm(
     if not cluster.is_local:
         raise InputError("cluster", cluster.name, "vLLM is measured on this machine: give local")
     dtype = dtype_of(spec, cluster, dtype, "vllm")
-    return vllm.profile(spec, cluster, dtype, checkpoint=checkpoint, progress=progress)
+    profile = vllm.profile(spec, cluster, dtype, checkpoint=checkpoint, progress=progress)
+    return profile if as_served is None else as_served(profile, spec, checkpoint, cluster, progress)
 
 
 def _path_of(content: str) -> Path:

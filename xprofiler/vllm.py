@@ -9,12 +9,13 @@ to the moment when it schedules the next. Steps are separated into parts as foll
     a prompt in pieces                                                 -> attention of prompts: how much longer later
                                                                           pieces take
 
-So `head` contains the time of each of a step's requests except the first, including the loop's work, and `overhead` is
-0. Times are means over passes, as in `measure`. A few long steps may all run at one clock rate, and then differ from
-steps of similar sizes. The time per token should never rise with the number of tokens, so sizes that violate this are
-averaged. The attention of prompts, at usual lengths a few hundredths of a step, is fitted to all pieces together. Steps
-that both decode and encode a piece of a prompt are also measured: `provenance` states by how much their time differs
-from the sum of separate steps. For decodes over long contexts, a vLLM connector pretends that K/V exist.
+So `head` contains the time of each of a step's requests except the first, including the work of vLLM's own loop. The
+work of xgpt's scheduler, which runs in a served vLLM, is added (`with_scheduler`). Times are means over passes, as in
+`measure`. A few long steps may all run at one clock rate, and then differ from steps of similar sizes. The time per
+token should never rise with the number of tokens, so sizes that violate this are averaged. The attention of prompts, at
+usual lengths a few hundredths of a step, is fitted to all pieces together. Steps that both decode and encode a piece of
+a prompt are also measured: `provenance` states by how much their time differs from the sum of separate steps. For
+decodes over long contexts, a vLLM connector pretends that K/V exist.
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ NUM_DECODES = 4
 """Number of decode steps that are measured for each point in a pass."""
 KV_SHARE = 0.25
 """Largest share of a GPU's memory that the K/V of a decode batch may take."""
+REQUEST_S, BEGIN_S = 20e-6, 1.3e-3
+"""Seconds that a served vLLM with xgpt's scheduler takes longer than vLLM's offline interface, for each request of a
+step and for each prompt that begins in it (docs/results/gpu.md).
+"""
 NUM_PIECES, NUM_MIXED = 15, 6
 BESIDE, BESIDE_CONTEXT = 8, 512
 """Number of requests that decode in the same steps as a prompt's pieces, and their context. These steps show the cost
@@ -164,7 +169,23 @@ def profile(
     sizes = StepSizes.of(spec, cluster, dtype)
     jobs = in_passes(points(spec.max_context, sizes), lambda point: point.step_tokens)
     log, vllm_version = _run(spec, cluster, dtype, checkpoint, sizes, [job.group for job in jobs], progress)
-    return fit(spec, cluster, dtype, sizes, _times(log, jobs), vllm_version)
+    return with_scheduler(fit(spec, cluster, dtype, sizes, _times(log, jobs), vllm_version))
+
+
+def with_scheduler(profile: Profile) -> Profile:
+    """Return vLLM's profile with the time that xgpt's scheduler and its channel take in each step of a served vLLM.
+
+    The offline interface does not show this time. It grows with the number of a step's requests (`overhead`), and
+    with the number of prompts that begin (`encode_attention`, in which each prompt counts once).
+    """
+    (layer,), most = profile.layers, profile.overhead.points[-1]
+    attention, begin_s = layer.encode_attention, BEGIN_S / profile.model.num_layers
+    rows = tuple(tuple(begin_s + value for value in row) for row in attention.seconds)
+    return profile.but(
+        layers=(layer.but(encode_attention=attention.but(seconds=rows)),),
+        overhead=Curve(points=(1, most), seconds=(REQUEST_S, most * REQUEST_S)),
+        provenance=profile.provenance | {"overhead": "of xgpt's scheduler; vLLM's own is in rest and head"},
+    )
 
 
 def _run(

@@ -130,7 +130,7 @@ def headroom_of(constraint: Constraint, profile: Profile) -> float:
         return constraint.headroom
     if not profile.is_served:
         return profile.headroom
-    return round(max(profile.headroom, min(usual(profile.device)[1] - 1, MOST_HEADROOM)), 4)
+    return round(max(profile.headroom, min(usual(profile.device, profile.engine)[1] - 1, MOST_HEADROOM)), 4)
 
 
 def scheduler(problem: Problem, search: SearchMethod = "branch-and-bound") -> Scheduler:

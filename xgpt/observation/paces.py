@@ -19,7 +19,7 @@ from xgpt.core.io import cache_dir, write_atomic
 from xgpt.core.schema import PACES_AT_REST, SERVED, Plan
 
 KEPT = 200
-"""Largest number of loads that are recorded for each kind of device."""
+"""Largest number of loads that are recorded for each kind of device and engine."""
 ENOUGH = 8
 """Smallest number of recorded loads from which the usual paces are computed."""
 KEPT_S = 30 * 86400.0
@@ -40,13 +40,13 @@ def record(plan: Plan, pace: float) -> None:
     """
     if SERVED not in plan.profile.provenance:
         return
-    path = _path(plan.cluster.device.name)
+    path = _path(plan.cluster.device.name, plan.profile.engine)
     entries = [*_recent(path), {"time_s": round(time.time()), "pace": round(pace, 4)}]
     with suppress(MachineError):
         write_atomic(path, "".join(json.dumps(entry) + "\n" for entry in entries[-KEPT:]))
 
 
-def usual(device: str) -> tuple[float, float]:
+def usual(device: str, engine: str | None) -> tuple[float, float]:
     """Return the lowest and the highest pace that loads on this machine usually have.
 
     Nine tenths of the recorded paces are in this range. If too few loads were recorded, the range for idle virtual
@@ -54,8 +54,9 @@ def usual(device: str) -> tuple[float, float]:
 
     Args:
         device: name of the kind of device.
+        engine: name of the engine, as in a profile.
     """
-    paces = [entry["pace"] for entry in _recent(_path(device))]
+    paces = [entry["pace"] for entry in _recent(_path(device, engine))]
     if len(paces) < ENOUGH:
         return PACES_AT_REST
     # Weibull's plotting positions allow for the fact that the next load is often outside the range of few loads.
@@ -63,8 +64,9 @@ def usual(device: str) -> tuple[float, float]:
     return min(NARROWEST[0], float(low)), max(NARROWEST[1], float(high))
 
 
-def _path(device: str) -> Path:
-    return cache_dir() / "paces" / f"{device}.jsonl"
+def _path(device: str, engine: str | None) -> Path:
+    name = f"{device}.vllm" if engine == "vllm" else device
+    return cache_dir() / "paces" / f"{name}.jsonl"
 
 
 def _recent(path: Path) -> list[dict[str, float]]:

@@ -224,7 +224,7 @@ def profile_in_words(plan: Plan) -> str:
     text = f"profile: {profile.source}, sha256 {profile.sha256[:12]}"
     if SERVED in profile.provenance:
         return f"{text}; {profile.provenance[SERVED]}"
-    if profile.source == "measured" and profile.engine == "xgpt":
+    if profile.source == "measured":
         return f"{text}; not fitted to served requests, whose steps take longer"
     return text
 

@@ -11,14 +11,17 @@ import pytest
 from xgpt import served_profile
 from xgpt.benchmark import Drawn, Load, Replayed, draw
 from xgpt.core.errors import MachineError
-from xgpt.core.schema import PACES_AT_REST, Plan, Profile
+from xgpt.core.schema import PACES_AT_REST, EngineKind, Plan, Profile
 from xgpt.core.workload import TraceLengths
 from xgpt.reporting.plan_text import profile_in_words, ranges_on_this_machine
 from xgpt.resolve import load_cluster, load_model
 from xgpt.served_profile import as_served
 from xgpt.solving import _with_ranges
-from xprofiler import analytic
+from xprofiler import analytic, vllm
 from xprofiler.others import Others
+from xprofiler.store import new_profile
+from xprofiler.vllm import with_scheduler
+from xsimulator.calibrate import corrected
 from xsimulator.executed import paces
 from xsimulator.run import run_requests
 
@@ -40,7 +43,10 @@ def at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 def serving_at(pace: float, profile: Profile) -> Any:
     """Return what stands in for `replayed`: an engine whose steps take `pace` times as long as the profile says."""
 
-    def replayed(plan: Plan, load: Load, rng: np.random.Generator, drawn: Drawn | None = None) -> Replayed:
+    def replayed(
+        plan: Plan, load: Load, rng: np.random.Generator, drawn: Drawn | None = None, *, engine: EngineKind = "xgpt"
+    ) -> Replayed:
+        assert engine == profile.engine
         drawn = drawn or draw(plan, load, rng)
         lengths = TraceLengths(drawn.inputs, drawn.outputs, drawn.arrivals_s)
         log = run_requests(plan, profile.slowed(pace), lengths, drawn.max_output)
@@ -68,7 +74,9 @@ def test_a_disturbed_load_is_served_again_and_the_others_are_kept(
     """A load beside another process that used a core was fitted as if the machine were so slow."""
     seen, paces_ = iter([{"cc1plus": 1.0}, {"rsync": 0.1}]), iter([1.5, 1.1])
     monkeypatch.setattr(Others, "cores", lambda _: next(seen))
-    monkeypatch.setattr(served_profile, "replayed", lambda *given: serving_at(next(paces_), measured)(*given))
+    monkeypatch.setattr(
+        served_profile, "replayed", lambda *given, **named: serving_at(next(paces_), measured)(*given, **named)
+    )
     found = as_served(measured, SPEC, None, ONE)
     assert "took 1.10 times" in found.provenance["served"]
     assert found.others == {"rsync": 0.1}
@@ -78,7 +86,9 @@ def test_on_a_busy_machine_one_load_is_served(measured: Profile, monkeypatch: py
     """Without any, plans promised rates at which steps took a third longer than predicted."""
     paces_ = iter([1.3, 1.0])
     monkeypatch.setattr(Others, "cores", lambda _: {"cc1plus": 1.0})
-    monkeypatch.setattr(served_profile, "replayed", lambda *given: serving_at(next(paces_), measured)(*given))
+    monkeypatch.setattr(
+        served_profile, "replayed", lambda *given, **named: serving_at(next(paces_), measured)(*given, **named)
+    )
     found = as_served(measured.but(is_brief=True), SPEC, None, ONE)
     assert "took 1.30 times" in found.provenance["served"]
 
@@ -86,10 +96,12 @@ def test_on_a_busy_machine_one_load_is_served(measured: Profile, monkeypatch: py
 def test_the_load_is_short_and_has_steps_of_many_sizes(measured: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     logs = []
     serve = serving_at(1.0, measured)
-    monkeypatch.setattr(served_profile, "replayed", lambda *given: logs.append(serve(*given)) or logs[-1])
+    monkeypatch.setattr(
+        served_profile, "replayed", lambda *given, **named: logs.append(serve(*given, **named)) or logs[-1]
+    )
     as_served(measured, SPEC, None, ONE)
     ((drawn, _, _, log),) = logs
-    asked_s = sum(seconds for _, seconds in served_profile.STAGES)
+    asked_s = served_profile.LOADS["xgpt", "gpu"].stage_s * len(served_profile.STAGES)
     assert log[-1].end_ns / 1e9 < 2 * asked_s and len(drawn.inputs) == len(drawn.outputs)
     assert {1, 4, 8} <= {len(record.decode) for record in log}
     assert any(start for record in log for _, start, _ in record.encode), "pieces of prompts"
@@ -98,9 +110,9 @@ def test_the_load_is_short_and_has_steps_of_many_sizes(measured: Profile, monkey
 def test_it_is_fitted_in_a_notebook_too(measured: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     serve = serving_at(1.2, measured)
 
-    def replayed(*given: Any) -> Replayed:
+    def replayed(*given: Any, **named: Any) -> Replayed:
         asyncio.run(asyncio.sleep(0))  # refused in a thread whose loop runs
-        return serve(*given)
+        return serve(*given, **named)
 
     async def cell() -> Profile:
         return as_served(measured, SPEC, None, ONE)
@@ -110,12 +122,56 @@ def test_it_is_fitted_in_a_notebook_too(measured: Profile, monkeypatch: pytest.M
 
 
 def test_it_stays_as_it_is_if_a_load_says_nothing(measured: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> Replayed:
+    def fail(*_: object, **__: object) -> Replayed:
         raise MachineError("the server did not start")
 
     monkeypatch.setattr(served_profile, "replayed", fail)
     assert as_served(measured, SPEC, None, ONE) == measured
     assert as_served(measured, SPEC, None, EIGHT) == measured
+
+
+@pytest.fixture(scope="module")
+def of_vllm() -> Profile:
+    spec, _ = load_model("llama-3.1-8b")
+    profile = analytic.profile(spec, load_cluster("h100x1"), "bfloat16")
+    return with_scheduler(
+        profile.model_copy(update={"source": "measured", "engine": "vllm", "layers": profile.layers[:1]})
+    )
+
+
+def test_a_profile_of_vllm_is_fitted_to_a_load_in_vllm(of_vllm: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plans promised 29% more than vLLM served, whose steps mixed hundreds of decodes with prompts."""
+    spec, cluster = load_model("llama-3.1-8b")[0], load_cluster("h100x1")
+    by = {"tokens": 1.1, "encode_attention": 2.0, "decode_attention": 1.2, "head": 1.0, "overhead": 2.0}
+    truth, logs = corrected(of_vllm, by, "x", "y"), []
+    serve = serving_at(1.0, truth)
+    monkeypatch.setattr(
+        served_profile, "replayed", lambda *given, **named: logs.append(serve(*given, **named)) or logs[-1]
+    )
+    found = as_served(of_vllm, spec, None, cluster)
+    assert found.is_served and (of_vllm.headroom, found.headroom) == (0.30, 0.05)
+    assert sum(len(record.decode) >= 200 and bool(record.encode) for record in logs[0].log) > 20
+    plan = served_profile._plan(of_vllm, spec, None, cluster)
+    log = serve(plan, Load(1500, plan.workload), np.random.default_rng(1), engine="vllm").log
+    before, after = (paces(plan, profile, log) for profile in (of_vllm, found))
+    assert before is not None and after is not None
+    assert before.ratio > 1.15 and after.ratio == pytest.approx(1.0, abs=0.02)
+
+
+def test_on_several_gpus_one_serves_the_load_of_vllm(of_vllm: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve, plans = serving_at(1.2, of_vllm), []
+    monkeypatch.setattr(
+        served_profile, "replayed", lambda *given, **named: plans.append(given[0]) or serve(*given, **named)
+    )
+    found = as_served(of_vllm, load_model("llama-3.1-8b")[0], None, load_cluster("h100x8"))
+    assert found.is_served and [plan.cluster.num_devices for plan in plans] == [1]
+
+
+def test_a_new_profile_of_vllm_is_fitted(of_vllm: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "profile", lambda *_, **__: of_vllm)
+    local = load_cluster("local")
+    found = new_profile("llama-3.1-8b", local, engine="vllm", as_served=lambda profile, *_: profile.but(spread=0.123))
+    assert found.spread == 0.123
 
 
 def test_without_it_plans_leave_more_room_and_say_so(measured: Profile, monkeypatch: pytest.MonkeyPatch) -> None:

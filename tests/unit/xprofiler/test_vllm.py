@@ -9,7 +9,7 @@ from xgpt.core.schema.step_log import StepRecord
 from xgpt.resolve import load_cluster, load_model
 from xprofiler import vllm
 from xprofiler.measurement_order import PASSES, in_passes
-from xprofiler.vllm import BESIDE_CONTEXT, CPU_SIZES, NUM_DECODES, SHORT, Probe, StepSizes
+from xprofiler.vllm import BEGIN_S, BESIDE_CONTEXT, CPU_SIZES, NUM_DECODES, REQUEST_S, SHORT, Probe, StepSizes
 from xsimulator.costs.step_cost import LaneCost, StepCounts
 from xsimulator.stages import whole
 
@@ -115,6 +115,20 @@ def test_a_profile_says_what_mixing_costs(spec: ModelSpec) -> None:
 
     assert told(1.0) == pytest.approx(0, abs=1)
     assert told(1.3) == pytest.approx(30, abs=1.5)
+
+
+def test_the_scheduler_costs_time_for_each_request_and_each_prompt_that_begins(spec: ModelSpec) -> None:
+    """The offline interface shows neither, and served steps on a GPU took 1.25 times as long as without them."""
+    measured = profile_of(spec)
+    before, after = (LaneCost(spec, each, whole(spec)) for each in (measured, vllm.with_scheduler(measured)))
+
+    def added_s(encode: list[tuple[int, int, int]], contexts: list[int]) -> float:
+        step = StepCounts.of(encode, contexts)
+        return sum(after.step(step)) - sum(before.step(step))
+
+    assert added_s([], [512] * 100) == pytest.approx(100 * REQUEST_S)
+    assert added_s([(0, 256, 1)] * 8, [512] * 100) == pytest.approx(108 * REQUEST_S + 8 * BEGIN_S)
+    assert added_s([(256, 512, 1)], [512] * 99) == pytest.approx(100 * REQUEST_S)
 
 
 def test_sizes_that_met_a_fast_clock_are_taken_together() -> None:

@@ -24,10 +24,12 @@ KNOWN_ERROR = {"measured": 0.05, "imported": 0.10, "analytic": 0.12}
 The error of closed forms against the simulated engine (a median of 0.2% of latency) is small in comparison.
 """
 
-UNSERVED_ERROR = 0.10
-"""Known relative error of step times that were measured one by one and not fitted to a served engine. Steps become up
-to 12% longer if an endpoint and its clients run on the same cores, and because some memory is written for the first
-time (docs/results/prediction.md).
+UNSERVED_ERROR = {"xgpt": 0.10, "vllm": 0.30}
+"""Known relative error of step times that were measured one by one and not fitted to a served engine, by engine.
+
+- xgpt: steps become up to 12% longer if an endpoint and its clients run on the same cores, and because some memory is
+  written for the first time (docs/results/prediction.md);
+- vllm: with xgpt's scheduler in vLLM, steps that decode and encode took 28% longer (docs/results/gpu.md).
 """
 SERVED = "served"
 """Key in a profile's provenance that describes its fit to the steps of a served engine."""
@@ -301,8 +303,9 @@ class Profile(Frozen):
         the share of the engine's cores that other processes used during the measurement. Other processes may use as
         many cores while the plan runs. Spread and other processes raise the headroom to at most `MOST_HEADROOM`.
         """
-        is_unserved = self.source == "measured" and self.engine == "xgpt" and not self.is_served
-        known = UNSERVED_ERROR if is_unserved else KNOWN_ERROR[self.source]
+        known = KNOWN_ERROR[self.source]
+        if self.source == "measured" and not self.is_served:
+            known = UNSERVED_ERROR.get(self.engine or "", known)
         share = sum(self.others.values()) / (self.num_threads or 1)
         return round(max(min(max(self.spread, known + share), MOST_HEADROOM), known), 4)
 
