@@ -150,7 +150,7 @@ async def replay(
         MachineError: no server answers at `url`. (Errors of single requests are in their results.)
     """
     if concurrency is not None and concurrency < 1:
-        raise InputError("concurrency", concurrency, "a closed loop needs 1 or more")
+        raise InputError("concurrency", concurrency, "give at least 1 client")
     if any((request.send_at_s is None) == (concurrency is None) for request in requests):
         accepted = "give either concurrency (a closed loop) or send_at_s in every request (an open loop), not both"
         raise InputError("concurrency", concurrency, accepted)
@@ -194,7 +194,10 @@ async def _served_model(connection: Connection, url: str) -> _Model:
         error: object = _message(status, body)
     except (*Failure, msgspec.MsgspecError, IndexError) as failure:
         error = reason_of(failure) if isinstance(failure, OSError) else failure
-    raise MachineError(f"{url.rstrip('/')}/v1/models does not answer like an OpenAI-compatible endpoint: {error}")
+    raise MachineError(
+        f"{url.rstrip('/')}/v1/models does not answer like an OpenAI-compatible endpoint: {error}; start the server, "
+        "or correct the URL"
+    )
 
 
 class _Connections:
@@ -291,7 +294,7 @@ class _Client:
                 else:
                     self._take(result, data, now_s)
         if result.error is None and not (done and result.token_s):
-            result.error = "the answer has no tokens" if done else "the stream ended early"
+            result.error = "the answer has no tokens" if done else "the stream ended before the answer was complete"
 
     def _take(self, result: ClientResult, data: bytes, now_s: float) -> None:
         event = _decode_event(data)
@@ -313,7 +316,7 @@ def _message(status: int, body: bytes) -> str:
         error = _decode_event(body).error
     except msgspec.MsgspecError:
         error = None
-    return f"HTTP {status}: {error.message if error else repr(body[:200])}"
+    return f"HTTP {status}" + (f": {error.message}" if error else "")
 
 
 TOLD_WITHIN_S = 1.2
@@ -331,7 +334,7 @@ def busy_of_workers(url: str) -> dict[str, float]:
     try:
         text = httpx.get(f"{url}/metrics", timeout=TIMEOUT_S, trust_env=False).text
     except httpx.HTTPError as error:
-        raise MachineError(f"{url}/metrics does not answer: {error}") from None
+        raise MachineError(f"{url}/metrics does not answer: {error}; check that the server is running") from None
     return {
         sample.labels["process"]: sample.value
         for family in text_string_to_metric_families(text)

@@ -23,7 +23,7 @@ class ArrivalFields(TypedDict, total=False):
 
 class Policy(TypedDict, total=False):
     policy: Literal["auto", "exegpt", "rra", "waa", "waa-c", "waa-m", "chunked", "orca", "static", "slack"] | None
-    """Kind of schedule. rra: alternately encode a batch of prompts and run several decode steps. waa: some devices encode and the others decode; waa-c divides them by computation, waa-m by memory. chunked: each step decodes and encodes chunks of prompts. orca: the same with whole prompts. static: a batch runs until all its requests have finished. slack: chunked, with as many prompt tokens in a step as the slack of running requests under `tpot_s` allows, tuned by simulation. exegpt: the better of rra and waa. auto: the best of all except slack."""
+    """Kind of schedule, in which "encode" means prefill. rra: encode a batch of prompts, then run several decode steps, in turn. waa: some devices encode and the others decode; waa-c divides the devices by computation, waa-m by memory. chunked: each step decodes the running requests and encodes chunks of waiting prompts. orca: the same with whole prompts. static: a batch runs until all its requests have finished. slack: chunked, but each step encodes as many prompt tokens as the running requests can wait for under `tpot_s`; simulation tunes the rule. exegpt: the better of rra and waa. auto: the best of all except slack."""
 
 class BoundFields(TypedDict, total=False):
     ttft_s: float | None
@@ -31,15 +31,15 @@ class BoundFields(TypedDict, total=False):
     tpot_s: float | None
     """Bound on the mean time per output token, in seconds."""
     headroom: float | None
-    """Share by which steps may take longer than predicted without breaking the bounds."""
+    """Safety margin: the plan keeps the bounds even if every step takes longer than predicted by this share."""
 
 class ObjectiveAndShares(BoundFields, total=False):
     objective: Literal["arrivals", "saturated"] | None
-    """What to maximise. arrivals: the rate of Poisson arrivals at which the bounds are kept, with latency from arrival. saturated: throughput while requests are always waiting, with latency from admission, as in ExeGPT."""
+    """What to maximise. arrivals: the highest rate of Poisson arrivals at which the bounds are kept; latency counts from arrival. saturated: throughput while requests are always waiting; latency counts from admission, as in ExeGPT."""
     quantile: float | None
     """Share of requests that must keep the bounds."""
     sla: Literal["length", "request"] | None
-    """With `objective=saturated`: the latency that must keep the bound. length: the latency of a request whose output length is at the quantile. request: the quantile of the latency of all requests, by simulation."""
+    """With `objective=saturated`: which latency must keep the bound. length: that of a request whose output length is at the quantile. request: the quantile of the simulated latencies of all requests."""
     ttft_quantile: float | None
     """Share of requests that must keep `ttft_s`, separately from the other bounds, as in MLPerf's server scenario."""
     tpot_quantile: float | None
@@ -49,13 +49,13 @@ class ModelAndDevices(TypedDict, total=False):
     model: str | PathLike[str] | ModelSpec | None
     """Model: a shipped name, a YAML file, a checkpoint directory, or a Hugging Face id."""
     config: str | PathLike[str] | None
-    """The model's config.json, if `model` is a Hugging Face id, or instead of `model`. Nothing is downloaded."""
+    """The model's config.json: beside a Hugging Face id in `model`, or in place of `model`. Nothing is downloaded."""
     cluster: str | PathLike[str] | ClusterSpec | None
     """Devices: local (this machine), local:N (N cores of this machine), a shipped name, or a YAML file."""
     dtype: Literal["float32", "float16", "bfloat16", "int8", "float8"] | None
     """Data type of matrix products."""
     kv_dtype: Literal["float32", "float16", "bfloat16", "int8", "float8"] | None
-    """Data type of the KV cache, such as int8 on CPUs, or float8 on GPUs (only for plans)."""
+    """Data type of the KV cache, for example int8 on CPUs or float8 on GPUs. xgpt's own engine keeps the type `dtype` on GPUs, so float8 is only for plans that another engine runs."""
 
 class ProblemFields(ModelAndDevices, total=False):
     price: float | None
@@ -69,11 +69,11 @@ class ProblemRequest(ProblemFields, ObjectiveAndShares, total=False):
     workload: str | PathLike[str] | Workload | None
     """Request lengths: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
     shared_prefix: int | None
-    """Number of tokens that all prompts have in common at the start, such as a system prompt. Their keys and values are computed once. Leave this out for a trace that already contains the prefixes of its prompts."""
+    """Length of the prefix that all prompts share, such as a system prompt. Its keys and values are computed once. Leave this out for a trace that already says which prefixes its prompts share."""
     search: Literal["branch-and-bound", "exhaustive", "optuna"] | None
-    """Search method; exhaustive needs `objective=saturated`."""
+    """Search method. branch-and-bound: proves how far the plan can be from the best one. optuna: samples settings and proves nothing. exhaustive: tries every setting, only with `objective=saturated`."""
     kv: Literal["reserve", "quantile"] | None
-    """How KV cache memory is reserved. reserve: each request's maximum. quantile: as many requests enter as fit 99.9% of the time, and the newest is preempted if they do not fit, as in vLLM."""
+    """How many requests the KV cache admits. reserve: each request keeps room for its longest possible output. quantile: as many requests enter as fit 99.9% of the time; if memory runs out, the newest is preempted, as in vLLM."""
 
 class PlanKeywords(ProblemRequest, Policy, ArrivalFields, Speculated, total=False):
     arrival_rate_per_s: float | None
@@ -95,19 +95,19 @@ class FleetKeywords(ProblemFields, BoundFields, Policy, total=False):
     attain: float | None
     """Share of the day's requests that must keep the bounds."""
     among: Mapping[str | PathLike[str], float] | None
-    """Instead of `cluster`: use replicas on any mixture of these clusters. PRICE is the price of one device for an hour."""
+    """Instead of `cluster`: place replicas on any mixture of these clusters. PRICE is the price of one device for an hour."""
     devices: int | Mapping[str | PathLike[str], int] | None
     """Use at most N devices of each cluster."""
     interval_s: float | None
-    """Length of an interval. The fleet changes only between intervals."""
+    """Length of an interval, in seconds. The fleet changes only between intervals."""
     least_stay_s: float | None
-    """Shortest time for which a started replica runs."""
+    """Shortest time, in seconds, for which a started replica runs."""
     startup_s: float | None
-    """Time from ordering a replica until it begins to load weights: the start of machine, image and engine."""
+    """Seconds from ordering a replica until it begins to load weights: the start of machine, image and engine."""
     least_replicas: int | None
     """Smallest number of replicas at any time."""
     seed: int | None
-    """Seed for drawing requests from rates over hours."""
+    """If `trace` has rates over hours: seed from which its requests are drawn."""
 
 class ProfileKeywords(ModelAndDevices, total=False):
     engine: Literal["xgpt", "vllm"] | None
@@ -125,29 +125,29 @@ class LoadFields(OfAPlan, total=False):
     workload: str | PathLike[str] | Workload | None
     """Lengths of the requests to run: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
     arrival_rate_per_s: float | Sequence[tuple[float, float | None]] | None
-    """Poisson arrivals a second. Stages are possible: 2:60,8:30,2 means 2 a second for 60 s, 8 a second for 30 s, then 2 a second."""
+    """Poisson arrivals a second, or stages of different rates: 2:60,8:30,2 means 2 a second for 60 s, 8 a second for 30 s, then 2 a second until the end."""
     seed: int | None
-    """Seed of lengths and arrivals."""
+    """Seed from which lengths and arrival times are drawn."""
 
 class SimulateKeywords(LoadFields, ArrivalFields, total=False):
     num_requests: int | Literal["all"] | None
-    """Number of measured requests; all: the whole trace, with `own_times`. Further requests run before and after."""
+    """Number of requests to measure; with `own_times`, all means the whole trace. Further requests run before and after them to keep the load steady."""
     clients: int | None
     """Number of clients in a closed loop, instead of arrivals: a client sends its next request when its last one has ended."""
     own_times: bool | None
-    """Replay a trace as recorded, with its arrival times and each request's pair of lengths."""
+    """Replay a trace as recorded: each request arrives at its recorded time and has its own input and output length."""
     since_s: float | None
     """With `own_times`: begin the replay this many seconds after the trace's first request."""
 
 class CompareKeywords(ProblemRequest, total=False):
     current: str | PathLike[str] | None
-    """The current deployment, to score in the same table: a command of vLLM, SGLang or TensorRT-LLM, or a docker run, Compose file, pod manifest or Helm values with such a command."""
+    """The current deployment, scored for comparison with the plans: a command of vLLM, SGLang or TensorRT-LLM, or a docker run, Compose file, pod manifest or Helm values with such a command."""
     measure: bool | None
-    """Run each plan on this machine, too."""
+    """Also run each plan on this machine, and show measured beside predicted figures."""
     num_requests: int | None
     """With `measure`: number of requests for each plan."""
     seed: int | None
-    """With `measure`: seed of the request lengths."""
+    """With `measure`: seed from which the request lengths are drawn."""
 
 class Replanning(TypedDict, total=False):
     replan_policies: Literal["pinned", "all"] | None
@@ -161,7 +161,7 @@ class EngineFields(TypedDict, total=False):
 
 class Served(OfAPlan, EngineFields, Replanning, total=False):
     checkpoint: str | PathLike[str] | None
-    """Directory of the weights."""
+    """Directory of the model's weights."""
     replan: bool | None
     """Switch to better plans when lengths change."""
     reuse: bool | None
@@ -201,21 +201,21 @@ class Endpoint(TypedDict, total=False):
     port: int | None
     """Port on which to listen. 0 means any free port."""
     api_key_file: str | PathLike[str] | None
-    """File of API keys, one on each line: [NAME] KEY [SETTINGS]. On SIGHUP the server reads it again."""
+    """File of API keys, one on each line: [NAME] KEY [SETTINGS]. On SIGHUP the server reads the file again."""
     allowed_hosts: Sequence[str | PathLike[str]] | None
     """Host name that a request's Host header may contain, besides this machine's names. Repeatable."""
     allowed_origins: Sequence[str | PathLike[str]] | None
     """Origin whose pages may use the server from a browser (CORS), for example https://chat.example. Repeatable."""
     served_model_names: Sequence[str | PathLike[str]] | None
-    """Name of the model in requests, instead of the name in the plan. Repeatable."""
+    """Name by which clients ask for the model, instead of the name in the plan. Repeatable."""
     ssl_certfile: str | PathLike[str] | None
     """PEM certificate. If given, the server uses HTTPS (TLS 1.2 or newer)."""
     ssl_keyfile: str | PathLike[str] | None
     """The certificate's private key, if it is in a separate file."""
     front: Literal["endpoint", "smg"] | None
-    """The HTTP server. smg: the Shepherd Model Gateway, in front of an engine in a separate process."""
+    """The HTTP server. endpoint: xgpt's own. smg: the Shepherd Model Gateway, with the engine in a separate process."""
     admin_port: int | None
-    """With `front=smg`: port of pages, plan and metrics. 0 means any free port."""
+    """With `front=smg`: port of the live page, the plan and the metrics. 0 means any free port."""
 
 class ServeKeywords(Endpoint, RequestLimits, Served, total=False):
     log_level: Literal["debug", "info", "warning", "error"] | None
@@ -235,7 +235,7 @@ class AutoscaleKeywords(TypedDict, total=False):
     once: bool | None
     """Print the current recommendation once, and publish nothing."""
     look_s: float | None
-    """Time between two readings of the load."""
+    """Seconds between two readings of the load."""
     day_begins: str | PathLike[str] | None
     """Time of day, UTC, at which the planned day begins."""
     host: str | PathLike[str] | None
@@ -245,7 +245,7 @@ class AutoscaleKeywords(TypedDict, total=False):
 
 class BenchKeywords(LoadFields, EngineFields, total=False):
     num_requests: int | None
-    """Number of measured requests. Further requests run before and after them to keep the load steady."""
+    """Number of requests to measure. Further requests run before and after them to keep the load steady."""
     saturated: bool | None
     """Keep requests waiting at all times, even if the plan was made for arrivals."""
     concurrency: int | None
@@ -261,10 +261,10 @@ class CalibrateKeywords(OfAPlan, total=False): ...
 
 class ReplanKeywords(OfAPlan, Replanning, total=False):
     horizon_s: float | None
-    """Seconds within which a change of placement must make up for its pause."""
+    """A change of placement pauses requests. It must gain more than this pause costs within this many seconds."""
     least_gain: float | None
     """Smallest gain in throughput, as a share, for which the plan changes."""
 
 class ReportKeywords(OfAPlan, total=False):
     seed: int | None
-    """Seed of the simulated requests."""
+    """Seed from which the simulated requests are drawn."""

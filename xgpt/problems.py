@@ -251,7 +251,7 @@ def shares_of(given: float | tuple[float, ...] | str, tokens: int | None) -> tup
     if isinstance(given, str):
         return from_metrics(Path(given))
     if not 0 <= given <= 1:
-        raise InputError("acceptance", given, "a share must be from 0 to 1")
+        raise InputError("acceptance", given, "give a share from 0 to 1, such as 0.75")
     return _constant(given, tokens or FEW_AHEAD)
 
 

@@ -110,13 +110,14 @@ class ModelAndDevices(RequestBase):
     model: Annotated[Name | ModelSpec, Option(names="models")] = "opt-125m"
     """Model: a shipped name, a YAML file, a checkpoint directory, or a Hugging Face id."""
     config: Annotated[Name | None, Option(metavar="FILE", unset="the one in huggingface_hub's cache")] = None
-    """The model's config.json, if `model` is a Hugging Face id, or instead of `model`. Nothing is downloaded."""
+    """The model's config.json: beside a Hugging Face id in `model`, or in place of `model`. Nothing is downloaded."""
     cluster: Annotated[Name | ClusterSpec, Option(names="clusters")] = "local"
     """Devices: local (this machine), local:N (N cores of this machine), a shipped name, or a YAML file."""
     dtype: Annotated[DType | None, Option(unset="the model's default; float32 on a CPU")] = None
     """Data type of matrix products."""
-    kv_dtype: Annotated[DType | None, Option(unset="the given profile's, or `dtype`")] = None
-    """Data type of the KV cache, such as int8 on CPUs, or float8 on GPUs (only for plans)."""
+    kv_dtype: Annotated[DType | None, Option(unset="the type in `profile`; without a profile, `dtype`")] = None
+    """Data type of the KV cache, for example int8 on CPUs or float8 on GPUs. xgpt's own engine keeps the type `dtype`
+    on GPUs, so float8 is only for plans that another engine runs."""
 
 
 class ProblemFields(ModelAndDevices):
@@ -146,7 +147,8 @@ class BoundFields(RequestBase):
     latency_bound_s: Annotated[
         PositiveFloat | None, BeforeValidator(_none_if_inf), Option("--latency-bound", "S|inf", "bound")
     ] = None
-    """Seconds from arrival (`objective=saturated`: admission) to a request's last token, or inf for no bound."""
+    """Bound on the seconds from a request's arrival to its last token; inf means no bound. With `objective=saturated`
+    the time counts from admission."""
     ttft_s: Annotated[PositiveFloat | None, Option("--ttft", "S", "seconds")] = None
     """Bound on the time to first token, in seconds."""
     tpot_s: Annotated[PositiveFloat | None, Option("--tpot", "S", "seconds")] = None
@@ -155,11 +157,14 @@ class BoundFields(RequestBase):
         Annotated[float, Field(ge=0, lt=1)] | None,
         Option(
             metavar="SHARE",
-            unset="the known error of the profile's source: 0.1 measured (after eight loads on this machine, what they "
-            "showed), 0.1 imported, 0.12 from a datasheet; more if other processes used the cores meanwhile",
+            unset=(
+                "the usual error of the profile's source: 0.1 for a measured profile (once eight loads are recorded "
+                "on this machine, the slow-down that they showed), 0.1 for an imported one, 0.12 for a datasheet; more "
+                "if other processes used the cores during the measurement"
+            ),
         ),
     ] = None
-    """Share by which steps may take longer than predicted without breaking the bounds."""
+    """Safety margin: the plan keeps the bounds even if every step takes longer than predicted by this share."""
 
 
 class ObjectiveAndShares(BoundFields):
@@ -167,13 +172,14 @@ class ObjectiveAndShares(BoundFields):
 
     group: ClassVar[str] = "Bounds"
     objective: Annotated[Objective | None, Option(unset="arrivals; saturated with `sla` or `search=exhaustive`")] = None
-    """What to maximise. arrivals: the rate of Poisson arrivals at which the bounds are kept, with latency from arrival.
-    saturated: throughput while requests are always waiting, with latency from admission, as in ExeGPT."""
+    """What to maximise. arrivals: the highest rate of Poisson arrivals at which the bounds are kept; latency counts
+    from arrival. saturated: throughput while requests are always waiting; latency counts from admission, as in
+    ExeGPT."""
     quantile: Share = 0.99
     """Share of requests that must keep the bounds."""
     sla: Annotated[Sla | None, Option(unset="length")] = None
-    """With `objective=saturated`: the latency that must keep the bound. length: the latency of a request whose output
-    length is at the quantile. request: the quantile of the latency of all requests, by simulation."""
+    """With `objective=saturated`: which latency must keep the bound. length: that of a request whose output length is
+    at the quantile. request: the quantile of the simulated latencies of all requests."""
     ttft_quantile: Annotated[Share | None, TOGETHER] = None
     """Share of requests that must keep `ttft_s`, separately from the other bounds, as in MLPerf's server scenario."""
     tpot_quantile: Annotated[Share | None, TOGETHER] = None
@@ -185,11 +191,12 @@ class Policy(RequestBase):
 
     group: ClassVar[str] = "Search"
     policy: PolicyChoice = "auto"
-    """Kind of schedule. rra: alternately encode a batch of prompts and run several decode steps. waa: some devices
-    encode and the others decode; waa-c divides them by computation, waa-m by memory. chunked: each step decodes and
-    encodes chunks of prompts. orca: the same with whole prompts. static: a batch runs until all its requests have
-    finished. slack: chunked, with as many prompt tokens in a step as the slack of running requests under `tpot_s`
-    allows, tuned by simulation. exegpt: the better of rra and waa. auto: the best of all except slack."""
+    """Kind of schedule, in which "encode" means prefill. rra: encode a batch of prompts, then run several decode steps,
+    in turn. waa: some devices encode and the others decode; waa-c divides the devices by computation, waa-m by memory.
+    chunked: each step decodes the running requests and encodes chunks of waiting prompts. orca: the same with whole
+    prompts. static: a batch runs until all its requests have finished. slack: chunked, but each step encodes as many
+    prompt tokens as the running requests can wait for under `tpot_s`; simulation tunes the rule. exegpt: the better of
+    rra and waa. auto: the best of all except slack."""
 
 
 class ProblemRequest(ProblemFields, ObjectiveAndShares):
@@ -200,13 +207,15 @@ class ProblemRequest(ProblemFields, ObjectiveAndShares):
     workload: Annotated[Name | Workload, Option(names="workloads")] = "summarization"
     """Request lengths: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
     shared_prefix: Annotated[NonNegativeInt, Option(metavar="TOKENS")] = 0
-    """Number of tokens that all prompts have in common at the start, such as a system prompt. Their keys and values are
-    computed once. Leave this out for a trace that already contains the prefixes of its prompts."""
+    """Length of the prefix that all prompts share, such as a system prompt. Its keys and values are computed once.
+    Leave this out for a trace that already says which prefixes its prompts share."""
     search: SearchMethod = "branch-and-bound"
-    """Search method; exhaustive needs `objective=saturated`."""
-    kv: Annotated[KvPromise | None, Option(unset="the engine's way")] = None
-    """How KV cache memory is reserved. reserve: each request's maximum. quantile: as many requests enter as fit 99.9%
-    of the time, and the newest is preempted if they do not fit, as in vLLM."""
+    """Search method. branch-and-bound: proves how far the plan can be from the best one. optuna: samples settings and
+    proves nothing. exhaustive: tries every setting, only with `objective=saturated`."""
+    kv: Annotated[KvPromise | None, Option(unset="as the engine does")] = None
+    """How many requests the KV cache admits. reserve: each request keeps room for its longest possible output.
+    quantile: as many requests enter as fit 99.9% of the time; if memory runs out, the newest is preempted, as in
+    vLLM."""
 
     @property
     def constraint(self) -> Constraint:
@@ -281,14 +290,14 @@ class CompareRequest(ProblemRequest):
     group: ClassVar[str] = "Comparison"
     most_used: ClassVar[tuple[str, ...]] = ("latency_bound_s", "model", "cluster", "workload", "current")
     current: Annotated[str | None, Option(metavar="COMMAND|FILE")] = None
-    """The current deployment, to score in the same table: a command of vLLM, SGLang or TensorRT-LLM, or a docker run,
-    Compose file, pod manifest or Helm values with such a command."""
+    """The current deployment, scored for comparison with the plans: a command of vLLM, SGLang or TensorRT-LLM, or a
+    docker run, Compose file, pod manifest or Helm values with such a command."""
     measure: bool = False
-    """Run each plan on this machine, too."""
+    """Also run each plan on this machine, and show measured beside predicted figures."""
     num_requests: Annotated[PositiveInt, Option("--requests")] = 300
     """With `measure`: number of requests for each plan."""
     seed: NonNegativeInt = 0
-    """With `measure`: seed of the request lengths."""
+    """With `measure`: seed from which the request lengths are drawn."""
 
 
 class FleetRequest(ProblemFields, BoundFields, Policy):
@@ -299,13 +308,13 @@ class FleetRequest(ProblemFields, BoundFields, Policy):
     latency_bound_s: Annotated[
         PositiveFloat | None, BeforeValidator(_none_if_inf), Option("--latency-bound", "S|inf", "bound")
     ] = None
-    """Seconds from arrival to a request's last token, or inf for no bound."""
+    """Bound on the seconds from a request's arrival to its last token; inf means no bound."""
     trace: Annotated[Path, Option(metavar="FILE", is_required=True)]
     """A day's requests with their times (CSV, JSON lines), or its rates and workloads over hours (YAML)."""
     attain: Annotated[Share, Option(metavar="SHARE")] = 0.99
     """Share of the day's requests that must keep the bounds."""
     among: Annotated[dict[str, PositiveFloat] | None, Option(metavar="CLUSTER=PRICE,…", kind="prices")] = None
-    """Instead of `cluster`: use replicas on any mixture of these clusters. PRICE is the price of one device for an
+    """Instead of `cluster`: place replicas on any mixture of these clusters. PRICE is the price of one device for an
     hour."""
     devices: Annotated[
         PositiveInt | dict[str, PositiveInt] | None,
@@ -313,15 +322,15 @@ class FleetRequest(ProblemFields, BoundFields, Policy):
     ] = None
     """Use at most N devices of each cluster."""
     interval_s: Annotated[Seconds, Option("--interval", "S")] = 900.0
-    """Length of an interval. The fleet changes only between intervals."""
+    """Length of an interval, in seconds. The fleet changes only between intervals."""
     least_stay_s: Annotated[NonNegativeFloat, Option("--least-stay", "S")] = 0.0
-    """Shortest time for which a started replica runs."""
+    """Shortest time, in seconds, for which a started replica runs."""
     startup_s: Annotated[NonNegativeFloat, Option("--startup", "S")] = 60.0
-    """Time from ordering a replica until it begins to load weights: the start of machine, image and engine."""
+    """Seconds from ordering a replica until it begins to load weights: the start of machine, image and engine."""
     least_replicas: Annotated[NonNegativeInt, Option(metavar="N")] = 1
     """Smallest number of replicas at any time."""
     seed: NonNegativeInt = 0
-    """Seed for drawing requests from rates over hours."""
+    """If `trace` has rates over hours: seed from which its requests are drawn."""
 
 
 class ProfileRequest(ModelAndDevices):
@@ -356,7 +365,7 @@ class LoadFields(OfAPlan):
             "--requests", unset="2000 to simulate, 300 to measure, or the number in the stages of `arrival_rate_per_s`"
         ),
     ] = None
-    """Number of measured requests. Further requests run before and after them to keep the load steady."""
+    """Number of requests to measure. Further requests run before and after them to keep the load steady."""
     arrival_rate_per_s: Annotated[
         Rates | None,
         Option(
@@ -366,10 +375,10 @@ class LoadFields(OfAPlan):
             "none, so requests are always waiting; to measure a plan that was made for arrivals, its predicted rate",
         ),
     ] = None
-    """Poisson arrivals a second. Stages are possible: 2:60,8:30,2 means 2 a second for 60 s, 8 a second for 30 s, then
-    2 a second."""
+    """Poisson arrivals a second, or stages of different rates: 2:60,8:30,2 means 2 a second for 60 s, 8 a second for 30
+    s, then 2 a second until the end."""
     seed: NonNegativeInt = 0
-    """Seed of lengths and arrivals."""
+    """Seed from which lengths and arrival times are drawn."""
 
 
 class SimulateRequest(LoadFields, ArrivalFields):
@@ -380,12 +389,13 @@ class SimulateRequest(LoadFields, ArrivalFields):
         PositiveInt | Literal["all"] | None,
         Option("--requests", "all|N", "requests", "2000, or the number in the stages of `arrival_rate_per_s`"),
     ] = None  # type: ignore[assignment]
-    """Number of measured requests; all: the whole trace, with `own_times`. Further requests run before and after."""
+    """Number of requests to measure; with `own_times`, all means the whole trace. Further requests run before and after
+    them to keep the load steady."""
     clients: Annotated[PositiveInt | None, Option(metavar="N")] = None
     """Number of clients in a closed loop, instead of arrivals: a client sends its next request when its last one has
     ended."""
     own_times: bool = False
-    """Replay a trace as recorded, with its arrival times and each request's pair of lengths."""
+    """Replay a trace as recorded: each request arrives at its recorded time and has its own input and output length."""
     since_s: Annotated[NonNegativeFloat, Option("--since", "S", "seconds_or_0")] = 0.0
     """With `own_times`: begin the replay this many seconds after the trace's first request."""
 
@@ -429,7 +439,7 @@ class ReportRequest(OfAPlan):
 
     group: ClassVar[str] = "Plan"
     seed: NonNegativeInt = 0
-    """Seed of the simulated requests."""
+    """Seed from which the simulated requests are drawn."""
 
 
 class Replanning(RequestBase):
@@ -448,7 +458,7 @@ class ReplanRequest(OfAPlan, Replanning):
     lengths: Annotated[Name, Option(metavar="CSV|URL", is_required=True)]
     """Trace of requests (CSV, JSON lines), or URL of a running server (its API key in XGPT_API_KEY)."""
     horizon_s: Annotated[PositiveFloat, Option("--horizon", "S")] = 600.0
-    """Seconds within which a change of placement must make up for its pause."""
+    """A change of placement pauses requests. It must gain more than this pause costs within this many seconds."""
     least_gain: Annotated[Annotated[float, Field(ge=0, le=1)], Option(metavar="SHARE")] = 0.05
     """Smallest gain in throughput, as a share, for which the plan changes."""
 
@@ -471,7 +481,7 @@ class AutoscaleRequest(RequestBase):
     once: bool = False
     """Print the current recommendation once, and publish nothing."""
     look_s: Annotated[PositiveFloat, Option("--look", "S")] = 15.0
-    """Time between two readings of the load."""
+    """Seconds between two readings of the load."""
     day_begins: Annotated[
         Annotated[str, AfterValidator(_time_of_day)] | None,
         Option(metavar="HH:MM", unset="the time at which this command starts"),
@@ -488,7 +498,7 @@ class Served(OfAPlan, EngineFields, Replanning):
 
     group: ClassVar[str] = "Engine"
     checkpoint: Annotated[Name | None, Option(metavar="DIR", unset="the plan's")] = None
-    """Directory of the weights."""
+    """Directory of the model's weights."""
     replan: bool = True
     """Switch to better plans when lengths change."""
     reuse: bool = True
@@ -516,7 +526,7 @@ class Endpoint(RequestBase):
     port: Port = 8000
     """Port on which to listen. 0 means any free port."""
     api_key_file: Annotated[Path | None, Option(metavar="FILE")] = None
-    """File of API keys, one on each line: [NAME] KEY [SETTINGS]. On SIGHUP the server reads it again."""
+    """File of API keys, one on each line: [NAME] KEY [SETTINGS]. On SIGHUP the server reads the file again."""
     allowed_hosts: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Option("--allowed-host", "NAME")] = ()
     """Host name that a request's Host header may contain, besides this machine's names. Repeatable."""
     allowed_origins: Annotated[
@@ -526,15 +536,15 @@ class Endpoint(RequestBase):
     served_model_names: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Option("--served-model-name", "NAME")
     ] = ()
-    """Name of the model in requests, instead of the name in the plan. Repeatable."""
+    """Name by which clients ask for the model, instead of the name in the plan. Repeatable."""
     ssl_certfile: Annotated[Path | None, Option(metavar="FILE")] = None
     """PEM certificate. If given, the server uses HTTPS (TLS 1.2 or newer)."""
     ssl_keyfile: Annotated[Path | None, Option(metavar="FILE")] = None
     """The certificate's private key, if it is in a separate file."""
     front: Literal["endpoint", "smg"] = "endpoint"
-    """The HTTP server. smg: the Shepherd Model Gateway, in front of an engine in a separate process."""
+    """The HTTP server. endpoint: xgpt's own. smg: the Shepherd Model Gateway, with the engine in a separate process."""
     admin_port: Port = 0
-    """With `front=smg`: port of pages, plan and metrics. 0 means any free port."""
+    """With `front=smg`: port of the live page, the plan and the metrics. 0 means any free port."""
 
 
 class RequestLimits(RequestBase):

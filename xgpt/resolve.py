@@ -157,7 +157,7 @@ def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:
         workload = Workload(name=written.name, input=histogram(written.input), output=histogram(written.output))
     else:
         if path.is_dir():
-            raise InputError("workload", name, "it is a directory: give a file in it")
+            raise InputError("workload", name, "it is a directory: give a file, such as a CSV in it")
         way_out = "save the sheet as CSV" if path.suffix in (".xlsx", ".xls", ".ods") else "give a trace or a workload"
         raise InputError("workload", name, f"{way_out}; its name must end in one of {', '.join(_YAML + SUFFIXES)}")
     if spec is not None:
@@ -205,6 +205,5 @@ def _check_context(workload: Workload, spec: ModelSpec) -> None:
             "workload",
             workload.name,
             f"its inputs reach {longest_input} tokens and its outputs {longest_output}, but the context of {spec.name} "
-            f"has {spec.max_context}; give a CSV of your requests' lengths (header input,output), or "
-            "another model",
+            f"holds {spec.max_context}; give shorter requests (a CSV with the header input,output), or another model",
         )

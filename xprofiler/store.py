@@ -38,7 +38,7 @@ def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, 
     if dtype is None:
         dtype = CPU_DTYPES[0] if on_cpu else spec.default_dtype
     if on_cpu and dtype not in CPU_DTYPES and engine != "vllm":
-        raise InputError("dtype", dtype, f"on a CPU models run in {', '.join(CPU_DTYPES)}")
+        raise InputError("dtype", dtype, f"on a CPU models run only in {', '.join(CPU_DTYPES)}")
     if dtype == "int8" and (not on_cpu or engine == "vllm"):
         raise InputError("dtype", dtype, "this type runs only in xgpt's own engine on CPUs: use another type")
     if dtype not in spec.run_dtypes and (dtype != "float8" or cluster.is_local):
@@ -62,7 +62,7 @@ def kv_dtype_of(cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> D
         )
     known = ("float32", "bfloat16", "int8") if kind == "cpu" else ("float32", "float16", "bfloat16", "float8")
     if kv_dtype not in known:
-        raise InputError("kv_dtype", kv_dtype, f"on a {kind.upper()}, K/V can be {', '.join(known)}")
+        raise InputError("kv_dtype", kv_dtype, f"on a {kind.upper()}, K/V can only be {', '.join(known)}")
     return kv_dtype
 
 

@@ -348,7 +348,9 @@ class Grid2:
         self.grid = np.full([len(axis) for axis in axes], np.nan)
         self.grid[places] = latency
         if np.isnan(self.grid).any():
-            raise InputError("latency", "missing", "the table must contain every combination of m and k")
+            raise InputError(
+                "latency", "missing", "the table must contain every combination of m and k: import complete tables"
+            )
 
     def __call__(self, m: Array, k: float) -> Array:
         by_m = [np.interp(np.log(k), self.axes[1], row) for row in self.grid]
@@ -373,7 +375,9 @@ def _filled(grid: Array, axes: Sequence[Array]) -> Array:
                 grid[place] = grid[before] + axes[d][place[d]] - axes[d][place[d] - 1]
                 break
         else:
-            raise InputError("latency", "missing", "the table must contain the point of the smallest sizes")
+            raise InputError(
+                "latency", "missing", "the table must contain the point of the smallest sizes: import complete tables"
+            )
     return grid
 
 

@@ -109,7 +109,7 @@ def build_worker(
     place, kind = _place(settings)
     name = settings.backend or default_backend(place, kind)
     if name not in BACKENDS:
-        raise InputError("backend", name, f"known backends: {', '.join(sorted(BACKENDS))}")
+        raise InputError("backend", name, f"give one of {', '.join(sorted(BACKENDS))}")
     if not BACKENDS[name].supports(place, kind):
         raise InputError(
             "backend",
@@ -127,7 +127,8 @@ def build_worker(
         cache = KvCache(model.spec, settings.num_blocks, settings.block_size, kept, place)
     except torch.OutOfMemoryError as error:
         raise MachineError(
-            f"{settings.device} cannot hold {settings.spec.name} and {settings.num_blocks} K/V blocks: {error}"
+            f"{settings.device} cannot hold {settings.spec.name} and {settings.num_blocks} K/V blocks: {error}; plan "
+            "again for this machine"
         ) from None
     stage = None if pipe is None else StageModel(model, pipe)
     vocabulary = None
@@ -161,7 +162,9 @@ def build_row_worker(settings: WorkerSettings, batching: Batching, row_tokens: i
         grammars = grammars_of(settings.checkpoint, settings.spec)
         return RowWorker(_load(settings, None), batching, row_tokens, place, kept, grammars)
     except torch.OutOfMemoryError as error:
-        raise MachineError(f"{settings.device} cannot hold {settings.spec.name}: {error}") from None
+        raise MachineError(
+            f"{settings.device} cannot hold {settings.spec.name}: {error}; plan again for this machine"
+        ) from None
 
 
 def _place(settings: WorkerSettings) -> tuple[torch.device, torch.dtype]:

@@ -143,7 +143,7 @@ class Checkpoint:
                 file = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise InputError(
-                    "model", str(path), f"it is incomplete, or is not a safetensors file: {error}"
+                    "model", str(path), f"it is incomplete, or is not a safetensors file: {error}; fetch it again"
                 ) from None
             self._files.update(dict.fromkeys(file.keys(), (path, file)))
 

@@ -185,7 +185,7 @@ class Candidates:
                 return placement
         raise InputError(
             "placement",
-            f"{replicas} x {num_stages} stages of {tp_degree} devices, experts in {ep_degree}",
+            f"{replicas} x {num_stages} stages of {tp_degree} devices, experts in {ep_degree} parts",
             f"{self.problem.cluster.name} has no such placement for {self.problem.model.name}; the profile covers "
             f"tensor- and expert-parallel degrees {self.problem.profile.groups}",
         )

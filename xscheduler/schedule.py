@@ -90,8 +90,8 @@ class Scheduler:
         evaluation = space.evaluate(columns_of(settings))
         if not evaluation.fits[0]:
             raise InfeasibleError(
-                f"memory: {evaluation.performance.peak_requests[0]:.0f} requests do not fit at the same time, but only "
-                f"{space.capacity:.0f}",
+                f"memory: these settings run {evaluation.performance.peak_requests[0]:.0f} requests at the same time, "
+                f"but the K/V memory holds only {space.capacity:.0f}: lower the batch size",
                 binding="memory",
             )
         given = SearchCertificate(

@@ -38,7 +38,7 @@ Array = npt.NDArray[np.float64]
 POLICIES: dict[str, type[Any]] = {kind: forecast.settings for kind, forecast in FORECASTS.items()}
 """The class of settings of every policy that the search knows."""
 
-UNCUT = "an encoder reads a prompt whole, so its prompts cannot be cut in chunks"
+UNCUT = "an encoder reads a prompt whole, so prompts cannot be cut into chunks"
 
 
 def runnable(kinds: Iterable[str], model: ModelSpec, speculation: Speculation | None = None) -> tuple[str, ...]:

@@ -147,11 +147,13 @@ def _not_held(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
     parts = [problem.fixed["ep"]] if "ep" in problem.fixed else [1, tp]
     reasons = [why_not_divided(problem.model, problem.engine, tp, ep) for ep in parts]
     if reasons[0] is not None and None not in reasons:
-        return InfeasibleError(f"fix: {fixed}: {reasons[0]}", binding="fix")
+        return InfeasibleError(f"fix: {fixed}: {reasons[0]}; give another degree", binding="fix")
     needed = math.prod(problem.fixed.get(name, 1) for name in ("tp", "pp", "replicas"))
     if needed > candidates.placements.num_devices:
         have = f"but the plan is for {candidates.placements.num_devices} devices of {problem.cluster.name}"
-        return InfeasibleError(f"fix: {fixed} needs {needed} devices, {have}", binding="fix")
+        return InfeasibleError(
+            f"fix: {fixed} needs {needed} devices, {have}; lower a degree, or take a larger cluster", binding="fix"
+        )
     leave_out = "leave one of these out" if len(problem.fixed) > 1 else "leave it out"
     return InfeasibleError(
         f"fix: no schedule of {', '.join(kinds)} on {problem.cluster.name} fits in memory with {fixed}; {leave_out}",

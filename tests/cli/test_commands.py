@@ -52,7 +52,7 @@ def test_an_unknown_policy_lists_what_exists(xgpt: Xgpt) -> None:
         ("input,output\n10,20\n-5,20\n", "line 3, input: '-5'"),
         ("input,output\n10,many\n", "line 2, output: 'many'"),
         ("input,output\n10\n", "line 2"),
-        ("prompt,answer\n10,20\n", "no column has a known name for the input"),
+        ("prompt,answer\n10,20\n", "xgpt finds no column with the input length"),
         ("input,output\n100000,200000\n", "but the context of"),
     ],
 )
@@ -361,7 +361,7 @@ def test_a_plan_that_names_no_objective_was_made_for_saturation(xgpt: Xgpt, plan
     assert older.constraint.objective == "saturated"
     assert older.estimate.capacity is None
     assert xgpt("report", str(plan), "-o", "older.html").code == 0
-    assert "arrivals a second at most" in Path("older.html").read_text()
+    assert "highest arrival rate, requests/s" in Path("older.html").read_text()
 
 
 def test_headroom_is_what_is_asked_for(xgpt: Xgpt) -> None:

@@ -114,9 +114,9 @@ def test_what_cannot_be_kept_is_refused(checkpoint):
         ServeRequest(batching="slots").check_batching(plan)
     with pytest.raises(InputError, match="on cpu keys and values are kept in"):
         build_worker(WorkerSettings(spec=plan.model, dtype="float32", kv_dtype="float8", num_blocks=2))
-    with pytest.raises(InputError, match="on a CPU, K/V can be float32, bfloat16, int8"):
+    with pytest.raises(InputError, match="on a CPU, K/V can only be float32, bfloat16, int8"):
         xgpt.profile(model=directory, kv_dtype="float8")
-    with pytest.raises(InputError, match="on a GPU, K/V can be"):
+    with pytest.raises(InputError, match="on a GPU, K/V can only be"):
         xgpt.profile(model=directory, cluster="h100x8", kv_dtype="int8")
     with pytest.raises(InputError, match="vLLM is measured with K/V in the type of"):
         xgpt.profile(model=directory, engine="vllm", kv_dtype="int8")
@@ -129,7 +129,7 @@ def test_what_cannot_be_kept_is_refused(checkpoint):
         model=directory, cluster=cpus(1), profile=given, kv_dtype="int8", workload=SHORT, latency_bound_s=None
     )
     assert planned_again.kv_dtype == "int8"
-    with pytest.raises(InputError, match="vLLM stores keys and values only in the weights' dtype or in float8"):
+    with pytest.raises(InputError, match="or float8: plan with one of these"):
         launch(planned_again, plan_path="plan.json")
 
 

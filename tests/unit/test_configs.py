@@ -134,7 +134,7 @@ def test_every_workload_loads_and_fits_a_long_context() -> None:
 
 
 def test_workload_longer_than_the_context_is_refused() -> None:
-    with pytest.raises(InputError, match=r"azure-code.*7437.*1899.*the context of opt-125m has 2048"):
+    with pytest.raises(InputError, match=r"azure-code.*7437.*1899.*the context of opt-125m holds 2048"):
         load_workload("azure-code", spec_of("opt-125m"))
 
 
@@ -270,7 +270,7 @@ class TestMachine:
         assert cluster.device == shipped.device.model_copy(update=memory), "efficiencies in float8, too"
         assert cluster.intra_node == shipped.intra_node
         assert machine.detect(1, root=root).num_devices == 1
-        with pytest.raises(MachineError, match="local:3 needs 3 devices; nvidia-smi lists 2"):
+        with pytest.raises(MachineError, match="local:3 needs 3 GPUs; nvidia-smi lists 2: give at most local:2"):
             machine.detect(3, root=root)
 
     def test_gpus_that_no_config_knows(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

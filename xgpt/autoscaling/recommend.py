@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from xgpt.autoscaling.scraping import LoadReader, ScrapedTraffic, target_of
 from xgpt.connection import own_api_key
-from xgpt.core.errors import MachineError
+from xgpt.core.errors import MachineError, reason_of
 from xgpt.core.network import address_text
 from xgpt.core.processes import stops_on_signal
 from xgpt.core.schema.fleet import FleetPlan
@@ -122,8 +122,8 @@ class _Live:
         self.ready = None if traffic is None else traffic.ready
         if traffic is None or not traffic.seconds:
             self.last = self.recommender.as_planned(now_s, self.ready)
-            why = "no replica answers" if traffic is None else "two readings are needed for a rate"
-            return self.last, f"{why}, so the plan for this time of day holds; {self._in_words(self.last)}"
+            why = "no replica answers" if traffic is None else "a rate needs a second reading"
+            return self.last, f"{why}, so the load planned for this time of day is assumed; {self._in_words(self.last)}"
         lengths = self._lengths(now_s, traffic)
         sample = LoadSample(now_s, traffic.seconds, traffic.num_requests, traffic.waiting, traffic.ready, *lengths)
         self.last = self.recommender.recommend(sample)
@@ -160,11 +160,14 @@ class _Metrics:
         self._labels = [(fleet_name(fleet), str(number), kind.name) for number, kind in enumerate(fleet.kinds)]
         labels = ("fleet", "kind", "name")
         self._wanted = Gauge(
-            WANTED, "Replicas that the load needs, by number and name of the kind.", labels, registry=registry
+            WANTED,
+            "Replicas that the load needs, by kind of replica: its number in the fleet, and its name.",
+            labels,
+            registry=registry,
         )
-        self._ready = Gauge(READY, "Replicas that answered the last reading.", labels, registry=registry)
-        self._need = Gauge(NEED, "Requests/s that the wanted replicas must serve.", registry=registry)
-        self._at = Gauge(AT, "When this was computed, in s since the epoch.", registry=registry)
+        self._ready = Gauge(READY, "Replicas that answered when the load was last read.", labels, registry=registry)
+        self._need = Gauge(NEED, "Requests/s for which the replicas are recommended.", registry=registry)
+        self._at = Gauge(AT, "Unix time at which the replicas were recommended, in seconds.", registry=registry)
 
     def __call__(self, found: Recommendation, ready: tuple[int, ...] | None) -> None:
         """Publish a recommendation."""
@@ -186,7 +189,9 @@ def _published(fleet: FleetPlan, request: AutoscaleRequest) -> Iterator[_Metrics
     try:
         server, thread = start_http_server(request.port, request.host, registry)
     except OSError as error:
-        raise MachineError(f"cannot listen on {address_text(request.host, request.port)}: {error.strerror}") from None
+        raise MachineError(
+            f"cannot listen on {address_text(request.host, request.port)}: {reason_of(error)}; give another `port`"
+        ) from None
     try:
         yield _Metrics(fleet, server.server_port, registry)
     finally:

@@ -99,7 +99,9 @@ def language_model(config: dict[str, Any], source: str) -> tuple[str, dict[str, 
     if family is None:
         if (why := NOT_READ.get(f"{outer}")) is not None:
             raise InputError(f"{source}: model_type", outer, f"xgpt does not plan this family: {why}")
-        raise InputError(f"{source}: model_type", outer, f"known families: {', '.join(sorted(known_families()))}")
+        raise InputError(
+            f"{source}: model_type", outer, f"xgpt plans only these families: {', '.join(sorted(known_families()))}"
+        )
     return family, config
 
 

@@ -233,15 +233,19 @@ def check_fields(family: str, config: Mapping[str, Any]) -> None:
         if name in only:
             if not any(value == accepted and type(value) is type(accepted) for accepted in only[name]):
                 accepted = " or ".join(repr(one) for one in only[name])
-                raise InputError(f"config.json: {name}", value, f"only {accepted} is supported")
+                raise InputError(f"config.json: {name}", value, f"xgpt supports only {accepted}")
         elif name in known.aliases:
             if value not in (None, config.get(known.aliases[name])):
-                raise InputError(f"config.json: {name}", value, f"it must equal {known.aliases[name]}")
+                raise InputError(
+                    f"config.json: {name}",
+                    value,
+                    f"it must equal {known.aliases[name]}, which is {config.get(known.aliases[name])!r}",
+                )
         elif name not in passed and not _is_off(name, value):
             raise InputError(
                 f"config.json: {name}",
                 value,
-                f"xgpt does not know this field of {family}; remove it if it has no effect",
+                f"xgpt does not know this field of {family}; remove it if it has no effect on the model",
             )
 
 

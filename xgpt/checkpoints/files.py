@@ -62,7 +62,7 @@ def read_config(path: Path) -> ModelSpec:
         InputError: as `read_spec` does.
     """
     if not path.is_file():
-        raise InputError("config", str(path), "there is no such file")
+        raise InputError("config", str(path), "there is no such file; check the path")
     return _read_spec(path, None)
 
 
@@ -137,7 +137,7 @@ def sampling_defaults(directory: Path) -> dict[str, float]:
     for name, value in settings.items():
         low, high = SAMPLING_RANGES[name]
         if type(value) not in (int, float) or not low <= value <= high or (name == "top_k" and type(value) is not int):
-            raise InputError(f"{path}: {name}", value, f"it must be {low:g} to {high:g}")
+            raise InputError(f"{path}: {name}", value, f"it must be from {low:g} to {high:g}")
     return settings
 
 
@@ -170,7 +170,9 @@ def _read_object(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError("model", str(path), f"it cannot be read as JSON: {error}") from None
+        raise InputError(
+            "model", str(path), f"it cannot be read as JSON: {error}; fetch the checkpoint again"
+        ) from None
     if not isinstance(value, dict):
         raise InputError("model", str(path), "it must contain a JSON object")
     return value
@@ -205,7 +207,9 @@ def weight_files(directory: Path) -> list[Path]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = {str(shard): tensor for tensor, shard in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError("model", str(index), f"it is not a safetensors index: {error!r}") from None
+        raise InputError(
+            "model", str(index), f"it is not a safetensors index ({error!r}); fetch the checkpoint again"
+        ) from None
     if not shards:
         raise InputError("model", str(index), "its weight_map must name the tensors")
     for shard, tensor in shards.items():
@@ -213,7 +217,9 @@ def weight_files(directory: Path) -> list[Path]:
             accepted = f"{tensor} must be in a *.safetensors file in the same directory"
             raise InputError("model", f"{index}: {shard}", accepted)
         if not (directory / shard).is_file():
-            raise InputError("model", str(directory), f"it must contain {shard}, the file of {tensor}")
+            raise InputError(
+                "model", str(directory), f"it must contain {shard}, the file of {tensor}; fetch the checkpoint again"
+            )
     return [directory / shard for shard in sorted(shards)]
 
 

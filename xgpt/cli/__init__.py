@@ -105,7 +105,7 @@ SYNONYMS = {
 NO_TARGET = dict.fromkeys(
     ("trtllm", "tensorrt-llm", "trt-llm", "tensorrt"),
     "; TensorRT-LLM has no export: `xgpt plan --engine tensorrt-llm-1.0` prints the trtllm-serve command",
-) | {"helm": "; k8s writes a kustomization, and llm-d writes the values of its router's Helm chart"}
+) | {"helm": "; Helm has no export: take k8s (a kustomization) or llm-d (values for the Helm chart of its router)"}
 """Ends of the error messages for targets that `xgpt export` does not have."""
 OPTIONS_ELSEWHERE = {
     "--cluster, which names the devices": ("--gpu", "--gpus", "--num-gpus", "--gpu-type", "--device"),

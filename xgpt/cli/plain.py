@@ -27,7 +27,7 @@ def serve(plan_path: str, answer_within_s: tuple[tuple[str, float], ...], dry_ru
 
     within = dict(answer_within_s)
     if len(within) < len(answer_within_s):
-        raise click.UsageError("--answer-within is given twice for the same requests; give it once")
+        raise click.UsageError("--answer-within is given twice for the same requests; leave one out")
     asked = options.given() | {"answer_within_s": within.pop("", None), "answer_within_of": within, "force": force}
     api.serve(plan_path, **asked, on_note=note)
     if dry_run:

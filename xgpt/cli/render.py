@@ -301,7 +301,8 @@ def bench_notes(report: BenchReport) -> list[str]:
         if report.pace is not None and throughput.at_pace is not None:
             drawn = report.pace * throughput.at_pace / throughput.predicted - 1
             notes.append(
-                f"these requests are a random sample, which changes throughput by {100 * drawn:+.1f}% from the plan"
+                "the measured requests were drawn at random, and their lengths alone change throughput by "
+                f"{100 * drawn:+.1f}%"
             )
         notes.append(f"p99 from sending a request to its last token, waiting included: {report.end_to_end_p99_s:.2f} s")
     if report.pace is not None and (report.is_disturbed or report.is_outside):
@@ -325,7 +326,7 @@ def _diagnosis(report: BenchReport) -> str:
     if len(rates) == 2:
         line += f"; the machine computed {rates[0]:.0f} GFLOP/s before the run and {rates[1]:.0f} after it"
     left = report.figure("throughput_rps").error_at_pace
-    return line if left is None else f"{line}; with steps of this length, the error of throughput is {left:+.1%}"
+    return line if left is None else f"{line}; predicted with these step times, throughput has an error of {left:+.1%}"
 
 
 def _longer(pace: float) -> str:
@@ -387,8 +388,8 @@ def calibrated_tables(found: CalibrateOutput) -> tuple[Fitting, ...]:
         for name, label in names.items()
     ]
     below = [
-        f"fitted: step times x{found.pace:.3f} and {1e3 * found.step_s:+.3g} ms, and {1e3 * found.path_s:+.3g} ms for "
-        "each request outside the engine's loop"
+        f"fitted: step times x{found.pace:.3f} and {1e3 * found.step_s:+.3g} ms a step, and {1e3 * found.path_s:+.3g} "
+        "ms a request outside the engine's loop"
     ]
     if all(load.used for load in found.loads):
         below.append("give several loads: with only one, the error on other loads is not known")
@@ -425,7 +426,7 @@ def decision_notes(decision: Decision, observation: Observation) -> list[str]:
         f"decision: {decision.action}; {decision.reason}",
     ]
     if decision.slowdown != 1:
-        notes.append(f"step times: {decision.slowdown:.2f} times the profile's, for both plans")
+        notes.append(f"step times: both plans are judged with {decision.slowdown:.2f} times the profile's")
     if decision.best is not None:
         what = "throughput" if decision.best.arrival_rate_per_s is None else "arrival rate"
         notes.append(
@@ -438,9 +439,9 @@ def calibration_notes(calibration: Calibration) -> list[str]:
     factors = ", ".join(f"{part} x{factor:.3f}" for part, factor in calibration.factors.items())
     return [
         f"calibrated on {calibration.num_steps_used} steps: {factors}",
-        f"on the {calibration.num_steps_unused} steps that the fit did not use, the error of a step's time fell from "
-        f"{100 * calibration.error_before:.1f}% to {100 * calibration.error_after:.1f}%, and that of their total from "
-        f"{100 * calibration.bias_before:+.1f}% to {100 * calibration.bias_after:+.1f}%",
+        f"{calibration.num_steps_unused} other steps check the fit: the error of a step's time went from "
+        f"{100 * calibration.error_before:.1f}% to {100 * calibration.error_after:.1f}%, and the error of their total "
+        f"time from {100 * calibration.bias_before:+.1f}% to {100 * calibration.bias_after:+.1f}%",
     ]
 
 

@@ -45,7 +45,7 @@ RELAXATIONS = (1.25, 1.5, 2.0, None)
 """Factors by which the latency bound is loosened to show the gain. None means no bound."""
 
 
-NOT_RELAXED = "gains from a looser bound are not known"
+NOT_RELAXED = "the gains from a looser bound could not be computed"
 OnStart = Callable[[Plan], None]
 """A function that is called with each plan before the plan is measured."""
 
@@ -192,8 +192,8 @@ def _what_holds(plans: dict[str, Plan], gains: dict[str, RangeOutput], kind: str
     first, lines = next(iter(plans)), []
     if kind != first:
         lines.append(
-            f"{first} gains more as planned, but under varied assumptions only {_in_words(gains[first])}; {kind} gains "
-            "more in its worst case"
+            f"{first} gains more under the plan's assumptions, but only {_in_words(gains[first])} if they vary; in "
+            f"its worst case {kind} gains more, so it comes first"
         )
     if keeps_current(gains):
         lines.append(
@@ -327,7 +327,7 @@ def gain_in_words(best: Plan, current: Plan, range_: RangeOutput | None = None) 
         f"{best.policy.kind} keeps the bounds up to {rate_of(best):.4g} requests/s on {gain.num_devices} devices, the "
         f"current deployment up to {rate_of(current):.4g} on {gain.current_devices}: {gain.per_device:.2f} times as "
         f"many requests/s per device, {gain.arrivals:.2f} times in all"
-        + ("" if range_ is None else f"; under varied assumptions, per device {_in_words(range_)}")
+        + ("" if range_ is None else f"; if assumptions vary, per device {_in_words(range_)}")
     )
 
 
@@ -352,8 +352,8 @@ def _check_room(current: CurrentEngine, problem: Problem, holds: float, longest:
         where = "--max-model-len" if current.max_model_len else f"the context of {model.name}"
     if holds < needs:
         message = (
-            f"the current deployment would {will}: its K/V memory holds {holds:.0f} tokens, but {where} needs {needs}; "
-            "lower this number, use more devices, or let the engine use more of their memory"
+            f"the current deployment would {will}: its K/V memory holds {holds:.0f} tokens, but {where} needs "
+            f"{needs}; give shorter requests or a smaller context, more devices, or the engine more of their memory"
         )
         raise InfeasibleError(message, binding="memory")
 
@@ -374,7 +374,11 @@ def check_current(problem: Problem, current: CurrentEngine, longest: int | None 
         )
         raise InputError("current: --quantization", current.quantization, accepted)
     if current.num_devices > cluster.num_devices:
-        raise InputError("current", f"{current.num_devices} devices", f"{cluster.name} has only {cluster.num_devices}")
+        raise InputError(
+            "current",
+            f"{current.num_devices} devices",
+            f"{cluster.name} has only {cluster.num_devices}: give a larger `cluster`",
+        )
     cuts_experts = current.framework == "vllm" and current.replicas > 1 and current.ep_degree <= current.tp_degree
     if cuts_experts and problem.model.experts is not None:
         accepted = (

@@ -138,7 +138,7 @@ class FlagTable:
             raise InputError("current", word, f"it may mean one of {', '.join(sorted(begun))}: write it in full")
         off = _is_off(word)
         near = nearest(word, [name for name in names if _is_off(name) == off])
-        raise InputError("current", word, f"{self.engine} has no such flag{near}")
+        raise InputError("current", word, f"{self.engine} has no such flag{near or '; correct it, or leave it out'}")
 
     def _names(self) -> dict[str, tuple[str, bool]]:
         """Return, for each spelling of a flag, the flag's long name and whether the spelling switches the flag on."""
@@ -236,7 +236,7 @@ def types_of(
     kv, name = value_of(given, "kv-cache-dtype", str, "auto"), value_of(given, "dtype", str, "auto")
     for flag, value, known in (("kv-cache-dtype", kv, (*dtypes, *kv_names)), ("dtype", name, tuple(dtypes))):
         if value not in known:
-            raise InputError(f"current: --{flag}", value, f"known: {', '.join(known)}")
+            raise InputError(f"current: --{flag}", value, f"give one of {', '.join(known)}")
     kv_dtype: DType | None = "float8" if kv in kv_names else dtypes[kv] or dtypes[name]
     return ("float8", kv_dtype, None) if weights in weights_names else (dtypes[name], kv_dtype, weights)
 

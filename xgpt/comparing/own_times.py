@@ -57,7 +57,7 @@ def answer(
     if late.any():
         lines += _others(running, part, late, planned)
     elif share >= quantile:
-        lines.append("no request is late, so other settings would not help")
+        lines.append("no request is late, so the log gives no reason for other settings")
     return lines
 
 
@@ -78,9 +78,9 @@ def _others(
             if running.profile.dtype != "float8":
                 ways.insert(0, "dtype=float8")
             parts.append(
-                f"{int(too_long.sum())} have outputs of more than {most:,} tokens, and a token takes "
-                f"{1e3 * found.each_s:.3g} ms even in an empty engine: no setting of the scheduler helps, only "
-                f"{', '.join(ways)}"
+                f"{int(too_long.sum())} have outputs of more than {most:,} tokens, which no schedule can finish in "
+                f"time, since a token takes {1e3 * found.each_s:.3g} ms even in an empty engine: only "
+                f"{', '.join(ways)} would help"
             )
     if rest := number - int(too_long.sum()):
         still = 0 if planned is None else _late_in(planned, running, too_long)

@@ -8,6 +8,7 @@ XgptError (4: a defect of this program)
 
 from __future__ import annotations
 
+import os
 import re
 import unicodedata
 from collections.abc import Iterable
@@ -122,8 +123,12 @@ def nearest_names(name: str, known: Iterable[str], most: int = 3, cutoff: float 
 
 
 def reason_of(error: OSError | UnicodeDecodeError) -> str:
-    """Return the reason why a file could not be read or written, without the file's name."""
-    return "it is not text in UTF-8" if isinstance(error, UnicodeDecodeError) else (error.strerror or str(error))
+    """Return the reason why a file could not be read or written, or an address not be reached, without its name."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not text in UTF-8"
+    if error.errno is None or error.errno <= 0 or type(error).__module__ == "ssl":
+        return error.strerror or str(error)
+    return os.strerror(error.errno)  # asyncio's own texts repeat the address
 
 
 def cut(text: str, most: int = MAX_SHOWN) -> str:

@@ -71,9 +71,10 @@ def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
         return path
     field = field or kind.removesuffix("s")
     if path.suffix in FILES or path.name != name:
-        raise InputError(field, name, "there is no such file or directory")
+        raise InputError(field, name, "there is no such file or directory; check the path")
     names = config_names(kind)
-    near = nearest_names(name, names)
+    families = {each.rpartition("-")[0] for each in names if kind == "engines"} - {""}  # vllm is the newest vllm-X.Y
+    near = nearest_names(name, [*families, *names])
     known = f"one of {', '.join(names)}" if not near else f"one of the {len(names)} shipped names"
     hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
     raise InputError(field, name, f"{hint}give a path or {known}")
@@ -119,9 +120,9 @@ def _read_text(path: Path, field: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise InputError(field, str(path), "there is no such file") from None
+        raise InputError(field, str(path), "there is no such file; check the path") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(field, str(path), f"it cannot be read: {reason_of(error)}") from None
+        raise InputError(field, str(path), f"it cannot be read: {reason_of(error)}; give another file") from None
 
 
 def load_yaml(path: Path, field: str) -> Any:
@@ -129,11 +130,11 @@ def load_yaml(path: Path, field: str) -> Any:
         document = yaml.safe_load(_read_text(path, field))
     except yaml.YAMLError as error:
         summary = " ".join(str(error).split())
-        raise InputError(field, str(path), f"it is not YAML: {summary}") from None
+        raise InputError(field, str(path), f"it is not YAML: {summary}; correct the file") from None
     except RecursionError:
-        raise InputError(field, str(path), "it nests too deeply") from None
+        raise InputError(field, str(path), "its YAML nests too deeply; give a flat file") from None
     if document is None:
-        raise InputError(field, str(path), "it is empty")
+        raise InputError(field, str(path), "it is empty; give a file with content")
     return document
 
 
@@ -162,7 +163,13 @@ def load_json(path: Path, type_: type[T], field: str) -> T:
     try:
         data = json.loads(_read_text(path, field), parse_int=number, parse_float=number)
     except (ValueError, RecursionError) as error:  # also numbers with too many digits, and nesting that is too deep
-        raise InputError(field, str(path), f"it is not JSON: {error}") from None
+        says = (
+            "it is empty"
+            if isinstance(error, json.JSONDecodeError) and not error.doc.strip()
+            else f"it is not JSON: {error}"
+        )
+        wrote = f"; give a file that `xgpt {field}` wrote" if field in FIELDS_OF_FILES else ""
+        raise InputError(field, str(path), says + wrote) from None
     if not isinstance(data, dict):
         raise InputError(field, str(path), "it must contain a JSON object")
     for kind, fields in FIELDS_OF_FILES.items():
@@ -227,7 +234,7 @@ def write_atomic(path: Path, text: str) -> None:
             os.unlink(temporary)
             raise
     except OSError as error:
-        raise MachineError(f"cannot write {path}: {reason_of(error)}") from None
+        raise MachineError(f"cannot write {path}: {reason_of(error)}; give another place") from None
 
 
 class StepLogWriter:
@@ -251,7 +258,7 @@ class StepLogWriter:
             self._file.close()
             raise MachineError(f"cannot write {path}: another server writes it; give another file") from None
         except OSError as error:
-            raise MachineError(f"cannot write {path}: {reason_of(error)}") from None
+            raise MachineError(f"cannot write {path}: {reason_of(error)}; give another file") from None
         self._path = path
         self._encode = msgspec.json.Encoder().encode
         self.num_lost = 0

@@ -47,7 +47,8 @@ def _detect_cpu(num_devices: int | None, root: Path) -> ClusterSpec:
     cores, count = num_cores(root), num_devices or 1
     if count > cores:
         raise MachineError(
-            f"cluster: {_name(num_devices)} needs a core for each device; this machine has {cores} cores"
+            f"cluster: {_name(num_devices)} needs a core for each device; this machine has {cores} cores: give at most "
+            f"local:{cores}"
         )
     device = DeviceKind(
         # Step times depend on the number of cores, so devices of one core and of two cores are different kinds.
@@ -68,17 +69,27 @@ def _detect_gpus(num_devices: int | None) -> ClusterSpec | None:
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise MachineError(f"nvidia-smi does not answer: {error}") from None
+        raise MachineError(
+            f"nvidia-smi does not answer: {error}; repair the driver, or describe the GPUs in a cluster file"
+        ) from None
     gpus = [line for line in answer.stdout.splitlines() if line.strip()]
     if answer.returncode or not gpus:  # nvidia-smi is installed, but there is no driver or no device
         return None
     if num_devices is not None and num_devices > len(gpus):
-        raise MachineError(f"cluster: {_name(num_devices)} needs {num_devices} devices; nvidia-smi lists {len(gpus)}")
+        raise MachineError(
+            f"cluster: {_name(num_devices)} needs {num_devices} GPUs; nvidia-smi lists {len(gpus)}: give at most "
+            f"local:{len(gpus)}"
+        )
     if len(set(gpus)) > 1:
-        raise MachineError(f"all GPUs must be of one kind; nvidia-smi lists {'; '.join(sorted(set(gpus)))}")
+        raise MachineError(
+            f"all GPUs must be of one kind, but nvidia-smi lists {', '.join(sorted(set(gpus)))}; describe those of "
+            "one kind in a cluster file"
+        )
     name, _, mebibytes = gpus[0].rpartition(", ")
     if not mebibytes.isdecimal():
-        raise MachineError(f"nvidia-smi does not say how much memory {gpus[0]!r} has; write a cluster file")
+        raise MachineError(
+            f"nvidia-smi does not say how much memory {gpus[0]!r} has; describe the GPUs in a cluster file"
+        )
     device = DeviceKind(name=slug(name), type="gpu", memory_bytes=int(mebibytes) * 2**20)
     if (known := _shipped_cluster_of(device.name)) is not None:
         device = known.device.but(memory_bytes=device.memory_bytes)

@@ -100,5 +100,5 @@ def address_towards(host: str, *, named_within_s: float = NAMED_WITHIN_S) -> str
                 return str(opened.getsockname()[0])
         except OSError as error:
             if not isinstance(error, socket.gaierror) or time.monotonic() > until:
-                raise MachineError(f"there is no route to {host}: {error}") from None
+                raise MachineError(f"there is no route to {host}: {error}; check the address") from None
             time.sleep(0.5)

@@ -70,7 +70,7 @@ class OutputFile:
             try:
                 self.path.write_text(text, encoding="utf-8")
             except OSError as error:
-                raise MachineError(f"cannot write {self.path}: {reason_of(error)}") from None
+                raise MachineError(f"cannot write {self.path}: {reason_of(error)}; give another file") from None
             return
         target = self.path.resolve()
         if self._force or target.exists():
@@ -94,7 +94,7 @@ class OutputFile:
                 except OSError:
                     os.replace(whole, target)
         except OSError as error:
-            raise MachineError(f"cannot write {self.path}: {reason_of(error)}") from None
+            raise MachineError(f"cannot write {self.path}: {reason_of(error)}; give another file") from None
 
 
 def check_step_log(path: Path, *, force: bool = False) -> None:
@@ -115,7 +115,7 @@ def check_step_log(path: Path, *, force: bool = False) -> None:
         if line:
             msgspec.json.decode(line, type=StepRecord)
     except OSError as error:
-        raise MachineError(f"cannot read {path}: {reason_of(error)}") from None
+        raise MachineError(f"cannot read {path}: {reason_of(error)}; give another file") from None
     except msgspec.DecodeError:
         reason = "that file is not a step log; give another file, or `force` to overwrite it"
         raise InputError("step_log", str(path), reason) from None
@@ -148,7 +148,7 @@ def check_writable(path: Path) -> None:
         reason = _why_not_writable(place)
     if not reason:
         return
-    raise MachineError(f"cannot write {path}: {reason}")
+    raise MachineError(f"cannot write {path}: {reason}; give another file")
 
 
 def _why_not_writable(directory: Path) -> str:

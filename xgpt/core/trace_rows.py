@@ -106,11 +106,11 @@ def read_text(path: Path, field: str) -> str:
         content = path.read_bytes()
         return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
     except (EOFError, zlib.error, gzip.BadGzipFile):
-        raise InputError(field, str(path), "it is not a complete gzip file") from None
+        raise InputError(field, str(path), "it is not a complete gzip file: fetch or compress it again") from None
     except UnicodeDecodeError as error:
         raise InputError(field, str(path), f"it cannot be read: {reason_of(error)}; save it as UTF-8") from None
     except OSError as error:
-        raise InputError(field, str(path), f"it cannot be read: {reason_of(error)}") from None
+        raise InputError(field, str(path), f"it cannot be read: {reason_of(error)}; give another file") from None
 
 
 def read_rows(path: Path, field: str) -> TraceRows:
@@ -159,11 +159,8 @@ def _csv_rows(path: Path, text: str) -> TraceRows:
         known = NAMES[missing[0]]
         unknown = [cell.strip() for cell in header if plain(cell) not in _ROLES and "char" not in plain(cell)]
         near = next(((cell, name) for cell in unknown if (name := similar(plain(cell), known))), None)
-        hint = "" if near is None else f"; if that is {near[0]!r}, call it {near[1]}"
-        accepted = (
-            f"no column has a known name for the {missing[0]} length, such as {known[0]} or {known[3]}: rename the "
-            f"column that holds it{hint}"
-        )
+        hint = "" if near is None else f"; if {near[0]!r} is that column, call it {near[1]}"
+        accepted = f"xgpt finds no column with the {missing[0]} length: call it {known[0]} or {known[3]}{hint}"
         raise InputError(f"{path}, line {reader.line_num}", delimiter.join(header), accepted)
     time = header[columns["timestamp"]].strip() if "timestamp" in columns else ""
     return TraceRows(_cells(path, reader, columns, len(header), delimiter), time)
@@ -196,7 +193,7 @@ def _cells(path: Path, reader: Any, columns: dict[Role, int], width: int, delimi
             lengths = cells[columns["input"]].strip(), cells[columns["output"]].strip()
             yield Row(where, *lengths, time or None, _is_error(status))
     except csv.Error as error:
-        raise InputError(f"{path}, line {reader.line_num}", str(error), "it must be CSV") from None
+        raise InputError(f"{path}, line {reader.line_num}", str(error), "it must be CSV: correct this line") from None
 
 
 # --- JSON
@@ -217,7 +214,7 @@ def _json_rows(path: Path, text: str) -> TraceRows:
         rows.append(row)
         names |= {name} - {""}
     if len(names) > 1:
-        accepted = "the time must have the same name in all rows"
+        accepted = "these fields are all times: keep one of them in every row"
         raise InputError(str(path), " and ".join(sorted(names)), accepted)
     return TraceRows(rows, names.pop() if names else "")
 
@@ -250,11 +247,11 @@ def _entries(where: str, document: Any) -> Iterator[tuple[str, Mapping[str, Any]
     elif "input_lens" in lists:  # vLLM's and SGLang's benchmarks
         names = [name for name in ("input_lens", "output_lens", "start_times") if name in lists]
         if any(len(lists[name]) != len(lists["input_lens"]) for name in names):
-            raise InputError(where, ", ".join(names), "these lists must have one value for each request")
+            raise InputError(where, ", ".join(names), "these lists must have equal lengths, one value for each request")
         for i in range(len(lists["input_lens"])):
             yield f"{where}, request {i + 1}", {name: lists[name][i] for name in names}
     elif document.get("object") == "page" or "num_model_requests" in document:
-        accepted = "it has totals over many requests: give a log with one request in each row"
+        accepted = "these are totals over many requests: give a log with one request in each row"
         raise InputError(where, "usage buckets", accepted)
     elif (inner := next((name for name in ("data", "requests", "records", "results") if name in lists), None)) and all(
         isinstance(each, dict) for each in lists[inner]
@@ -287,7 +284,7 @@ def _row(where: str, entry: Mapping[str, Any]) -> tuple[Row, str]:
         if role not in found:
             called = next((name for name in NAMES[role] if name in entry), None)
             if called is not None:
-                raise InputError(f"{where}, {role}", entry[called], "give a number of tokens")
+                raise InputError(f"{where}, {role}", entry[called], "give its number of tokens")
             raise InputError(where, json.dumps(entry)[:80], f"it has no {role} length: name it {role}_length")
     time = found.get("timestamp")
     is_error = "status" in found and _is_error(found["status"][2])

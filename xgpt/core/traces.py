@@ -118,7 +118,9 @@ def _read(path: Path, field: str, changed_ns: int, size: int) -> TraceLengths:
         if row.timestamp is not None:
             time, is_date = _time(row.where, row.timestamp)
             if times and is_date != are_dates:
-                raise InputError(f"{row.where}, timestamp", row.timestamp, "give numbers in all rows, or dates in all")
+                raise InputError(
+                    f"{row.where}, timestamp", row.timestamp, "give a number in every row, or a date in every row"
+                )
             are_dates = is_date
             times.append(time)
         if len(times) not in (0, len(inputs)):
@@ -136,8 +138,11 @@ def _read(path: Path, field: str, changed_ns: int, size: int) -> TraceLengths:
             )
     if not inputs:
         if not num_rows:
-            raise InputError(field, str(path), "it contains no requests")
-        accepted = f"none of its {num_rows} rows has succeeded and has input and output tokens"
+            accepted = "it contains no requests: give at least one row of input and output tokens"
+            raise InputError(field, str(path), accepted)
+        accepted = (
+            f"none of its {num_rows} rows is a successful request with input and output tokens: give a log with some"
+        )
         raise InputError(field, str(path), accepted)
     notes = list(trace.notes)
     if num_failed:
@@ -154,8 +159,8 @@ def _read(path: Path, field: str, changed_ns: int, size: int) -> TraceLengths:
             rate = f", {(len(times) - 1) / span_s:.3g} a second" if span_s > 0 else ""
             if unit == "s" and len(times) >= FEW_TIMES and span_s > LONG_GAP_S * len(times):
                 accepted = (
-                    f"its unit is not known: as seconds the times would span {duration(span_s)}, as milliseconds "
-                    f"{duration(span_s / 1e3)}; {NAME_IT}"
+                    f"its unit is not known: the log would span {duration(span_s)} if the times are seconds, "
+                    f"{duration(span_s / 1e3)} if they are milliseconds; {NAME_IT}"
                 )
                 raise InputError(field, f"{path.name}: {trace.time_name}", accepted)
             says = f"`{trace.time_name}` is read as {WORDS[unit]}: {len(times)} requests in {duration(span_s)}{rate}"
@@ -220,7 +225,7 @@ def _length(where: str, name: str, value: object) -> int:
         number = int(number)
     if isinstance(number, int) and not isinstance(number, bool) and 0 <= number <= LARGEST_LENGTH:
         return number
-    raise InputError(f"{where}, {name}", value, f"it must be a whole number of tokens, at most {LARGEST_LENGTH:,}")
+    raise InputError(f"{where}, {name}", value, f"it must be a whole number of tokens from 0 to {LARGEST_LENGTH:,}")
 
 
 def _time(where: str, value: object) -> tuple[float, bool]:
@@ -252,7 +257,10 @@ def _read_metrics(path: Path, text: str, field: str) -> Workload:
     histograms = {role: _buckets(text, names) for role, names in METRICS.items()}
     for role, (buckets, _) in histograms.items():
         if not buckets or not max(buckets.values()):
-            accepted = f"it has no requests in a histogram of {role} lengths, such as vllm:{METRICS[role][0]}"
+            accepted = (
+                f"no request is counted in a histogram of {role} lengths, such as vllm:{METRICS[role][0]}: give the "
+                "metrics page of a server that has answered requests"
+            )
             raise InputError(field, str(path), accepted)
     spread = {role: _spread(buckets) for role, (buckets, _) in histograms.items()}
     for role, histogram in spread.items():

@@ -28,7 +28,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from xgpt.core.errors import InputError, MachineError
+from xgpt.core.errors import InputError, MachineError, reason_of
 from xgpt.core.io import config_names
 from xgpt.core.traces import SUFFIXES
 from xgpt.pages import render_ui
@@ -254,7 +254,7 @@ def serve(port: int, on_ready: Callable[[str], None]) -> None:
     try:
         listener = socket.create_server((HOST, port))
     except OSError as error:
-        raise MachineError(f"port {port} cannot be opened: {error.strerror}; give another `port`") from None
+        raise MachineError(f"port {port} cannot be opened: {reason_of(error)}; give another `port`") from None
     config = uvicorn.Config(
         build_app(token), log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1
     )

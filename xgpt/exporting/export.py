@@ -109,7 +109,8 @@ def check_memory(plan: Plan) -> None:
         raise InputError(
             "plan.estimate.memory_bytes",
             needed,
-            f"a {device.name} has {usable / 2**30:.2f} GiB, but the plan needs {needed / 2**30:.2f}; plan again",
+            f"the plan needs {needed / 2**30:.2f} GiB on a device, but only {usable / 2**30:.2f} GiB of {device.name} "
+            "may be used: plan again for this device",
         )
 
 
@@ -148,7 +149,10 @@ def _nodes(plan: Plan) -> tuple[str, str]:
     num_devices, per_node = plan.num_devices, plan.cluster.devices_per_node
     count = -(-num_devices // per_node)
     if num_devices % count:
-        says = f"the plan's {num_devices} devices must be divided evenly among {count} nodes of {per_node}"
+        says = (
+            f"the plan's {num_devices} devices do not divide evenly among {count} nodes of {per_node} devices: plan "
+            "with another number of `devices`"
+        )
         raise InputError("plan.replicas", plan.replicas, says)
     if count == 1:
         return "", ""
@@ -168,8 +172,9 @@ def _engine_itself(plan: Plan) -> dict[str, str]:
     command = engine_command(plan)
     if command is None:
         accepted = (
-            "an engine's own scheduler runs only plans of chunked on equal stages of GPUs; only vLLM and SGLang run "
-            "drafts, or float8 from a checkpoint in another type"
+            "no command starts this plan with the engine's own scheduler, which needs policy chunked, equal stages "
+            "and GPUs, and vLLM or SGLang for drafts and for float8 from a checkpoint of another type: plan again "
+            "with `policy=chunked`"
         )
         raise InputError("plan.policy", plan.policy.kind, accepted)
     times = plan.replicas // plan.sharing_replicas

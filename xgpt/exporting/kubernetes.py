@@ -69,9 +69,13 @@ def check_deployable(plan: Plan, target: str) -> None:
         InputError: the plan is not for GPUs, or has no weights.
     """
     if plan.cluster.device.type != "gpu":
-        raise InputError("to", target, f"the plan is for {plan.cluster.device.name}, but pods request GPUs")
+        raise InputError(
+            "to",
+            target,
+            f"the plan is for {plan.cluster.device.name}, but pods request GPUs: plan for a cluster of GPUs",
+        )
     if plan.checkpoint is None:
-        says = "pods need weights from a directory or the hub; plan with --model DIRECTORY or --model ORGANISATION/NAME"
+        says = "pods need weights from a directory or the hub: plan with --model DIRECTORY or --model ORGANISATION/NAME"
         raise InputError("plan.checkpoint", None, says)
 
 

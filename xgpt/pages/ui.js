@@ -244,7 +244,7 @@ async function copy() {
     byId("state").textContent = "Copied.";
   } catch {
     getSelection().selectAllChildren(byId("command"));
-    byId("state").textContent = "Press Ctrl-C: here the browser does not let the page copy.";
+    byId("state").textContent = "Press Ctrl-C: this browser does not let the page copy.";
   }
 }
 

@@ -15,7 +15,7 @@ from xscheduler.space import UNCUT
 from xsimulator.forecast import FORECASTS
 
 TIMED_WORDS = {
-    "layer_s": "the time to start a layer",
+    "layer_s": "the time to launch a layer",
     "step_s": "the loop's time for each step",
     "request_s": "the loop's time for each request",
     "uncaptured": "the slow-down of steps without CUDA graphs",
@@ -95,17 +95,17 @@ def engine_in_words(plan: Plan) -> list[str]:
     engine = plan.engine
     if engine is None or engine.framework == "xgpt":
         return []
-    parts = ["it prepares each step during the previous one"] if engine.schedules_ahead else []
+    parts = ["each step is prepared during the previous one"] if engine.schedules_ahead else []
     parts += (
         ["xgpt's scheduler prepares a step only after the previous one has ended"] if engine.scheduler == "xgpt" else []
     )
     if plan.request_path_s:
-        parts.append(f"a request spends {1e3 * plan.request_path_s:.3g} ms outside its loop")
+        parts.append(f"a request spends {1e3 * plan.request_path_s:.3g} ms outside the engine's loop")
     if engine.mixing:
         parts.append(f"decodes take {100 * engine.mixing:.0f}% longer in a step with prompts")
     if FORECASTS[plan.policy.kind].stations.admits_each_step:
         parts += [] if engine.mixes else ["prompts run in separate steps, before decodes"]
-        parts += [] if engine.cuts_prompts else ["a prompt waits for a step with room for all of it"]
+        parts += [] if engine.cuts_prompts else ["a prompt waits for a step that has room for the whole prompt"]
     lines = [": ".join([f"engine: {engine.name}", *([", ".join(parts)] if parts else [])])]
     if timed := engine.borrowed:
         named = ", ".join(TIMED_WORDS[name] for name in timed)
@@ -141,8 +141,8 @@ def mixing_in_words(plan: Plan) -> list[str]:
     now = 0.0 if plan.engine is None else plan.engine.mixing
     than = "more" if edge.mixing > now else "less"
     return [
-        f"mixed steps: they are assumed to slow decodes by {100 * now:.0f}%; if they slow decodes by {than} than "
-        f"{100 * edge.mixing:.0f}%, {edge.policy} is better"
+        f"mixed steps: the plan assumes that prompts in a step slow its decodes by {100 * now:.0f}%; if they do so by "
+        f"{than} than {100 * edge.mixing:.0f}%, {edge.policy} is better"
     ]
 
 
@@ -337,7 +337,7 @@ def joint_in_words(plan: Plan) -> list[str]:
 def uniform_in_words(best: Plan, uniform: Plan | None) -> str:
     """Return a line that compares the best plan on equal stages with the chosen plan."""
     if uniform is best:
-        return "best uniform plan (equal stages, neither rra nor waa): the chosen one"
+        return "best uniform plan (equal stages, neither rra nor waa): the chosen plan itself"
     if uniform is None:
         return "best uniform plan (equal stages, neither rra nor waa): none keeps the bounds"
     gain = maximised(best) / maximised(uniform) - 1

@@ -113,9 +113,9 @@ def _cards(plan: Plan) -> list[dict[str, str]]:
     if e.capacity is None or not plan.constraint.maximises_arrivals:
         cards += [(f"latency, {quantile}", f"{e.latency_s:.2f} s"), ("time to first token", f"{e.ttft_s:.2f} s")]
     if e.capacity is not None:
-        at_most = [("arrivals a second at most", f"{e.capacity.rate_per_s:.2f}")]
+        at_most = [("highest arrival rate, requests/s", f"{e.capacity.rate_per_s:.2f}")]
         if e.capacity.rate_per_s:
-            at_most.append((f"whole time at that rate, {quantile}", f"{e.capacity.whole_s:.2f} s"))
+            at_most.append((f"{quantile} latency from arrival at that rate", f"{e.capacity.whole_s:.2f} s"))
         cards = at_most + cards
     if e.cost_per_million_tokens is not None:
         cards.append(("per million output tokens", f"{e.cost_per_million_tokens:.2f}"))
@@ -160,7 +160,7 @@ def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
     ]
     found = e.capacity
     if found is not None:
-        name = f"whole time at that rate, {_ordinal(c.quantile)}, s"
+        name = f"{_ordinal(c.quantile)} latency from arrival at that rate, s"
         rows[:0] = [
             row("highest arrival rate, requests/s", found.rate_per_s, None, c.arrival_rate_per_s, "rate_per_s"),
             row(name, found.whole_s if found.rate_per_s else None, None, c.latency_bound_s),

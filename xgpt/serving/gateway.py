@@ -149,11 +149,13 @@ class Gateway:
         end_s = time.monotonic() + START_S
         while time.monotonic() < end_s:
             if process.returncode is not None:
-                raise MachineError(f"the gateway does not start: exit code {process.returncode}")
+                raise MachineError(
+                    f"the gateway does not start: exit code {process.returncode}; its own messages are above"
+                )
             if await self._answers(1.0):
                 return
             await asyncio.sleep(0.2)
-        raise MachineError(f"the gateway has not answered within {START_S:g} s")
+        raise MachineError(f"the gateway has not answered within {START_S:g} s; its own messages are above")
 
     async def watch(self) -> None:
         """Until cancelled, start the gateway again whenever it has ended or hangs.

@@ -128,7 +128,10 @@ class LauncherProcess:
     def __init__(self, settings: LauncherSettings) -> None:
         interface = interface_of(settings.host)
         if interface is None:
-            raise MachineError(f"no network interface of this machine has the address {settings.host}")
+            raise MachineError(
+                f"no network interface of this machine has the address {settings.host}, to which the workers' sockets "
+                "must bind"
+            )
         environment = os.environ | {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
         if not os.environ.get("XGPT_DEBUG"):
             # NCCL would print a long message for every lost peer.

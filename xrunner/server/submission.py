@@ -59,7 +59,9 @@ class Limits:
         most = self.max_max_tokens
         if most is not None and (self.default_max_tokens or 0) > most:
             raise InputError(
-                "default_max_tokens", self.default_max_tokens, f"it is more than `max_max_tokens={most}`; lower it"
+                "default_max_tokens",
+                self.default_max_tokens,
+                f"it is more than `max_max_tokens={most}`: lower it, or raise the other",
             )
 
     def output_rule(self, plan: Plan | None) -> OutputRule:
@@ -93,7 +95,7 @@ def check_support(request: GenerationRequest, model: ServedModel, engine: Engine
         refuse("seed", "vLLM does not support seeds on CPUs; leave seed out")
     for token, _ in request.biases:
         if token >= model.spec.vocab_size:
-            refuse("logit_bias", f"token {token} is outside the vocabulary of {model.spec.vocab_size}")
+            refuse("logit_bias", f"token {token} is outside the vocabulary; send ids below {model.spec.vocab_size}")
     if request.num_prompt_logprobs is not None and not engine.remote.scores_prompts:
         refuse(
             request.SCORES_FIELD,

@@ -166,7 +166,11 @@ def launch_lane(
         InputError: the plan is not WAA's, or vLLM cannot run it.
     """
     if not isinstance(plan.policy, WaaSettings):
-        raise InputError("plan.policy", plan.policy.kind, "only waa has separate lanes for encoding and decoding")
+        raise InputError(
+            "plan.policy",
+            plan.policy.kind,
+            "only waa has separate lanes for encoding and decoding: plan with `policy=waa`",
+        )
     stages = tuple(stage for stage in plan.stages if stage.lane == lane)
     role = {"encode": "kv_producer", "decode": "kv_consumer"}[lane]
     started = _launch(plan, lane, stages, "xrunner.vllm.logged.LoggedScheduler", config or {})
@@ -193,11 +197,17 @@ def _launch(
     state = Precision.of(plan.dtype, plan.cluster.device.type, "vllm").state
     if plan.kv_dtype not in (None, state, "float8"):
         raise InputError(
-            "plan.kv_dtype", plan.kv_dtype, "vLLM stores keys and values only in the weights' dtype or in float8"
+            "plan.kv_dtype",
+            plan.kv_dtype,
+            f"vLLM stores keys and values only in {state} or float8: plan with one of these",
         )
     degrees = {stage.tp for stage in stages}
     if len(degrees) > 1:
-        raise InputError("plan.stages.tp", sorted(degrees), "vLLM needs the same tensor-parallel degree in all stages")
+        raise InputError(
+            "plan.stages.tp",
+            sorted(degrees),
+            "vLLM needs the same tensor-parallel degree in all stages: plan with `engine=xgpt-vllm`",
+        )
     if stages[0].ep > 1 and (plan.replicas > 1 or stages[0].ep != stages[0].tp):
         accepted = "vLLM puts either whole experts or slices of all experts on each device of a replica"
         raise InputError("plan.stages.ep", stages[0].ep, accepted)

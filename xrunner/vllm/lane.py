@@ -28,11 +28,11 @@ def settings_of(plan: Plan) -> LaneSettings:
         raise InputError(
             "plan.policy",
             policy.kind,
-            "each of its lanes runs in a separate vLLM with vLLM's own scheduler; take another policy",
+            "its two lanes need two vLLMs, and this is one; plan with another policy",
         )
     if policy.holds_finished:
         raise InputError(
-            "plan.policy", policy.kind, "vLLM frees a slot as soon as its request ends; take another policy"
+            "plan.policy", policy.kind, "vLLM frees a slot as soon as its request ends; plan with another policy"
         )
     return lane_settings_of(plan, policy)
 

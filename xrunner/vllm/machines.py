@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from xgpt.core.errors import MachineError
+from xgpt.core.errors import MachineError, reason_of
 from xgpt.core.io import sha256
 from xgpt.core.network import address_text, address_towards, interface_of, listen_towards
 from xgpt.core.schema import Plan
@@ -111,7 +111,10 @@ class Followers:
         try:
             self._listener = listen_towards(machines.host, machines.port)
         except OSError as error:
-            raise MachineError(f"cannot listen on {machines.address}: {error}") from None
+            raise MachineError(
+                f"cannot listen on {machines.address}: {reason_of(error)}; give this machine's address "
+                "and a free port as `master_addr`"
+            ) from None
         self._listener.settimeout(RETRY_S)
 
     def start(self) -> None:
@@ -222,7 +225,10 @@ def _connected(machines: Machines, is_over: Callable[[], bool]) -> socket.socket
             connection = socket.create_connection((machines.host, machines.port), timeout=GREET_S)
         except OSError as error:
             if time.monotonic() > until_s:
-                raise MachineError(f"cannot reach {machines.address}: {error}") from None
+                raise MachineError(
+                    f"cannot reach {machines.address}: {reason_of(error)}; start `xgpt serve` there with "
+                    "--node-rank 0, and check `master_addr`"
+                ) from None
             time.sleep(RETRY_S)
         else:
             _keep_alive(connection)

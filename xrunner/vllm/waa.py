@@ -70,7 +70,9 @@ def check_waa(plan: Plan) -> None:
             "plan.policy", plan.policy.kind, "only waa runs on two vLLMs: plan with --policy waa, or start one vLLM"
         )
     if plan.admission.kv != "reserve":
-        raise InputError("plan.admission.kv", plan.admission.kv, "waa on two vLLMs needs admission.kv=reserve")
+        raise InputError(
+            "plan.admission.kv", plan.admission.kv, "two vLLMs can only reserve K/V: plan with `kv=reserve`"
+        )
     if plan.replicas > 1:
         says = f"two vLLMs run only one replica of waa: plan for {plan.devices_per_replica} devices, and start several"
         raise InputError("plan.replicas", plan.replicas, says)

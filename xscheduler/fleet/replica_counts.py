@@ -192,7 +192,10 @@ def _by_branching(problem: FleetProblem) -> FleetSolution:
     if found.status == INFEASIBLE:
         raise _not_held(problem)
     if found.x is None:
-        raise XgptError(f"no fleet was found within {TIME_S:g} s: {found.message}")
+        raise XgptError(
+            f"no fleet was found within {TIME_S:g} s: {found.message}; give longer intervals (`interval_s`) or fewer "
+            "clusters"
+        )
     replicas = np.round(found.x[:size]).astype(int).reshape(count, kinds)
     return FleetSolution(replicas, cost_of(problem, replicas), float(found.mip_gap or 0.0))
 

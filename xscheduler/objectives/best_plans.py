@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from xgpt.core.errors import InfeasibleError, InputError, nearest
+from xgpt.core.errors import InfeasibleError, InputError, similar
 from xgpt.core.progress import Progress
 from xgpt.core.schema import AdmissionOrder, Pinned, Plan, SearchMethod
 from xgpt.core.schema.plan import SPECULATIVE_POLICIES
@@ -144,7 +144,9 @@ def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
     found = _with_variables(runnable(kinds, problem.model, problem.speculation), policy, problem.fixed)
     if not found:
         others = ", ".join(runnable(POLICY_GROUPS["auto"], problem.model))
-        raise InputError("policy", policy, f"{problem.model.name}: {UNCUT}; take one of {others} or auto")
+        raise InputError(
+            "policy", policy, f"{UNCUT}, and {problem.model.name} has an encoder; take one of {others} or auto"
+        )
     return found
 
 
@@ -185,8 +187,9 @@ def _with_variables(kinds: tuple[str, ...], policy: str, fixed: Mapping[str, int
     for name, value in fixed.items():
         if name not in known:
             meant = ENGINE_NAMES.get(name.replace("-", "_").strip("_"))
-            hint = f": did you mean {meant}?" if meant else nearest(name, known)
-            raise InputError("fix", name, f"the variables are {', '.join(sorted(known))}{hint}")
+            meant = meant or similar(name, known)
+            hint = f"did you mean {meant}? Otherwise " if meant else ""
+            raise InputError("fix", name, f"{hint}give one of {', '.join(sorted(known))}")
         if kinds and not any(name in of_kind[kind] for kind in kinds):
             having = ", ".join(kind for kind, names in of_kind.items() if name in names)
             raise InputError("fix", f"{name}={value}", f"policy {policy} has no such variable; these have it: {having}")

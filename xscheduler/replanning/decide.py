@@ -109,7 +109,7 @@ def _judged_by_arrivals(situation: Situation, terms: Terms) -> Verdict:
         f"{situation.goodput:.1%} of recent requests kept their bounds, but "
         f"{situation.plan.constraint.quantile:.1%} should"
     )
-    return replace(verdict, reason=f"{kept}: {verdict.reason}")
+    return replace(verdict, reason=f"{kept}; {verdict.reason}")
 
 
 def with_known_rate(verdict: Verdict, num_requests: int) -> Verdict:
@@ -174,7 +174,7 @@ def decide(judge: Judge) -> Verdict:
     except InfeasibleError as error:
         reason, nearest_s = str(error), error.nearest_bound_s if error.binding == "latency_bound_s" else None
     if nearest_s is not None and judge.running.arrival_rate_per_s:
-        kept = f"the running one keeps it up to {judge.running.arrival_rate_per_s:.3g} requests/s"
+        kept = f"the running plan keeps it up to {judge.running.arrival_rate_per_s:.3g} requests/s"
         reason = f"no other plan keeps the bound of {_bound(judge.plan.constraint)}; {kept}"
         return Verdict(judge.running, judge.breaks, reason)
     found = None
@@ -215,8 +215,8 @@ def _sustaining(judge: Judge, verdict: Verdict) -> Verdict | None:
                 break
     if found is None and verdict.switch and served_rps < judge.running.throughput_rps:
         reason = (
-            f"{arriving:.3g} requests/s arrive, but the best plan serves only {served_rps:.3g}: the running one serves "
-            "more"
+            f"{arriving:.3g} requests/s arrive; the best plan serves only {served_rps:.3g}, and the running plan "
+            "serves more"
         )
         return replace(verdict, switch=False, reason=reason)
     return found
@@ -346,7 +346,8 @@ def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:
     if verdict.switch:
         return cautious
     reason = (
-        "later requests may be longer than those observed, and a plan that also keeps the bound for them costs little"
+        "later requests may be longer than those observed, and a plan that keeps the bound for longer ones serves "
+        "little less"
     )
     return replace(cautious, switch=True, reason=reason)
 

@@ -119,7 +119,7 @@ def in_numbers(plan: Plan, observation: Observation) -> str:
     if observation.cause == "reuse" and observation.reuse is not None:
         planned_share = 0.0 if plan.estimate.reuse is None else plan.estimate.reuse.share
         return f"{observation.reuse.share:.0%} of prompt tokens were cached, but the plan assumes {planned_share:.0%}"
-    return f"a user asked, after {observation.num_requests} requests"
+    return f"a user asked for a decision, after {observation.num_requests} requests"
 
 
 def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
@@ -152,7 +152,11 @@ def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
         answer = response.raise_for_status().json()
         running, observed = answer["plan"], answer["observed"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        raise MachineError(f"{source}/plan does not answer with a plan and observed lengths: {error}") from None
+        says = f"HTTP {error.response.status_code}" if isinstance(error, httpx.HTTPStatusError) else str(error)
+        raise MachineError(
+            f"{source}/plan does not answer with a plan and observed lengths: {says}; give the URL of a server that "
+            "`xgpt serve` started"
+        ) from None
     if observed is None:
         raise MachineError(f"too few requests have ended at {source}; try again later")
     running = parse(running, Plan, "plan")

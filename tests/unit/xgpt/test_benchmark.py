@@ -223,7 +223,7 @@ def test_saturated_the_drawn_requests_are_no_error_of_the_model(monkeypatch: pyt
         assert figure.error_at_pace == pytest.approx(0.0, abs=1e-3), figure.metric
     throughput = report.figure("throughput_rps")
     drawn = PACE * throughput.measured / throughput.predicted - 1
-    assert f"changes throughput by {100 * drawn:+.1f}%" in " ".join(render.bench_notes(report))
+    assert f"change throughput by {100 * drawn:+.1f}%" in " ".join(render.bench_notes(report))
     assert report.bound_kept is None  # it is one on requests that arrive
 
 

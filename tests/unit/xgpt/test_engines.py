@@ -141,7 +141,7 @@ def test_a_plan_says_where_its_choice_changes_with_the_cost_of_mixed_steps() -> 
     edge = plan.estimate.mixing_edge
     assert plan.policy.kind == "chunked" and edge is not None and 0 < edge.mixing < 0.4
     (line,) = mixing_in_words(plan)
-    assert f"decodes by more than {100 * edge.mixing:.0f}%, {edge.policy} is better" in line
+    assert f"by more than {100 * edge.mixing:.0f}%, {edge.policy} is better" in line
     engine_spec = load_engine("xgpt")
     sources = engine_spec.sources | {"mixing": "assumed"}
     dear = engine_spec.model_copy(update={"mixing": min(1.5 * edge.mixing, 0.4), "sources": sources})

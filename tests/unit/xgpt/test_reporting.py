@@ -70,7 +70,7 @@ def test_no_latency_is_shown_at_a_rate_that_does_not_keep_the_bounds() -> None:
     plan = a_plan("static")
     none = Capacity(rate_per_s=0, whole_s=0, share_kept=0, num_requests=2000, warm_up_requests=32, seed=0)
     plan = plan.with_estimate(capacity=none)
-    assert "whole time at that rate, p99, s</td><td>-</td><td>-</td>" in page_of(plan)
+    assert "p99 latency from arrival at that rate, s</td><td>-</td><td>-</td>" in page_of(plan)
     shown = plans_table({"static": plan})
     row = dict(zip(shown.columns, shown.rows[0], strict=True))
     assert (row["arrivals/s"], row.get("whole s", "-")) == ("0.000", "-")
@@ -82,7 +82,10 @@ def test_a_report_on_arrivals_shows_the_latency_under_the_bound_and_the_command(
     constraint = plan.constraint.model_copy(update={"sla": "request", "objective": "arrivals"})
     page = page_of(plan.with_estimate(capacity=kept).model_copy(update={"constraint": constraint}))
     cards = re.findall(r'<div class="value">(.*?)</div><div class="label">(.*?)</div>', page)
-    assert cards[:2] == [("3.50", "arrivals a second at most"), ("3.90 s", "whole time at that rate, p99")]
+    assert cards[:2] == [
+        ("3.50", "highest arrival rate, requests/s"),
+        ("3.90 s", "p99 latency from arrival at that rate"),
+    ]
     assert "latency, p99" not in {label for _, label in cards}
     assert "run in vLLM itself: vllm serve meta-llama/Llama-3.1-8B-Instruct" in page
 

@@ -50,7 +50,7 @@ def quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None = Non
     if found is not None and found["kind"] == "fp8_block" and config.get("expert_dtype") == "fp4":
         found = {"kind": "mxfp4", "eight_bit_parts": ("attention", "dense", "shared")}
     if found is None:
-        raise InputError("config.json: quantization_config", given, f"known methods: {KNOWN}")
+        raise InputError("config.json: quantization_config", given, f"xgpt supports only {KNOWN}")
     left_out = [*_names(given, "ignore"), *_names(given, "exclude_modules"), *_names(given, "modules_to_not_convert")]
     matches = _matcher(left_out)
     kept = tuple(
@@ -198,7 +198,7 @@ def activation(config: dict[str, Any], field: str, default: str) -> str:
     """
     name = config.get(field, default)
     if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise InputError(f"config.json: {field}", name, f"known activations: {', '.join(ACTIVATIONS)}")
+        raise InputError(f"config.json: {field}", name, f"xgpt supports only {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 

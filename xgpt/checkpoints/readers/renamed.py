@@ -61,10 +61,16 @@ def _lfm2(config: Config) -> Config:
     for name, early in {"intermediate_size": "block_ff_dim", "hidden_size": "block_dim"}.items():
         config[name] = config.get(early) or config[name]
     if (heads := config.get("num_heads")) not in (None, config["num_attention_heads"]):
-        raise InputError("config.json: num_heads", heads, "it must equal num_attention_heads")
+        raise InputError(
+            "config.json: num_heads",
+            heads,
+            f"it must equal num_attention_heads, which is {config['num_attention_heads']}",
+        )
     for name in ("conv_dim", "conv_dim_out"):
         if (width := config.get(name)) not in (None, config["hidden_size"]):
-            raise InputError(f"config.json: {name}", width, "it must equal hidden_size")
+            raise InputError(
+                f"config.json: {name}", width, f"it must equal hidden_size, which is {config['hidden_size']}"
+            )
     return config
 
 

@@ -50,7 +50,7 @@ def rope(
     partial = [found.get("partial_rotary_factor"), config.get("partial_rotary_factor")]
     share = next((value for value in partial if value is not None), 1.0)
     if share != 1.0 and head_dim is None:
-        raise InputError("config.json: partial_rotary_factor", share, "only 1.0 is supported")
+        raise InputError("config.json: partial_rotary_factor", share, "xgpt supports only 1.0 in this family")
     base = found.get("rope_theta", config.get("rope_theta"))
     fields: dict[str, Any] = {"rope_theta": theta if base is None else base}
     if share != 1.0 and head_dim is not None:
@@ -59,7 +59,7 @@ def rope(
             raise InputError(
                 "config.json: partial_rotary_factor",
                 share,
-                f"it must select an even number of a head's {head_dim} dimensions, but not all",
+                f"it must rotate an even number of a head's {head_dim} dimensions, at least 2 and not all",
             )
         fields["rotary_dim"] = turned
     if kind != "default":
@@ -95,7 +95,7 @@ def _kind(found: dict[str, Any], kinds: tuple[str, ...], name: str) -> str:
     if "longrope" in kinds and kind in ("su", "yarn"):
         kind = "longrope"  # earlier names in Phi-3
     if not isinstance(kind, str) or kind not in kinds:
-        raise InputError("config.json: rope_type", kind, f"known types: {', '.join(kinds)}")
+        raise InputError("config.json: rope_type", kind, f"xgpt supports only {', '.join(kinds)} here")
     for field in found.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *KINDS[kind]}:
         raise InputError(f"config.json: {name}.{field}", found[field], f"rope_type {kind} has no such setting")
     return kind

@@ -192,7 +192,7 @@ class Plan(Frozen):
         self._check_bounds_of_rule()
         devices = [device for stage in self.stages for device in stage.devices]
         if len(set(devices)) != len(devices) or any(len(stage.devices) != stage.tp for stage in self.stages):
-            raise ValueError(f"stages: devices {devices} must be different, and each stage must have tp of them")
+            raise ValueError(f"stages: each stage must list tp devices, and no device twice; listed are {devices}")
         experts = 1 if self.model.experts is None else self.model.experts.number
         if any((stage.ep <= stage.tp and stage.tp % stage.ep) or experts % stage.ep for stage in self.stages):
             parts = [stage.ep for stage in self.stages]

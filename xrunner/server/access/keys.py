@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from xgpt.core.errors import InputError, nearest
+from xgpt.core.errors import InputError, nearest, reason_of
 from xgpt.core.numbers import decimal
 from xgpt.core.schema import ANYONE, Account, Plan
 from xrunner.server.api.errors import ApiError
@@ -142,9 +142,9 @@ def _read(path: Path, classes: Collection[str]) -> dict[bytes, Key]:
             logger.warning(says)
         return _parse(path.read_text(encoding="utf-8"), str(path), classes)
     except FileNotFoundError:
-        raise InputError(FIELD, str(path), "there is no such file") from None
+        raise InputError(FIELD, str(path), "there is no such file; check the path") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(FIELD, str(path), f"it cannot be read: {error}") from None
+        raise InputError(FIELD, str(path), f"it cannot be read: {reason_of(error)}; check its permissions") from None
 
 
 def _parse(text: str, source: str, classes: Collection[str]) -> dict[bytes, Key]:

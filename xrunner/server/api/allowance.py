@@ -61,7 +61,7 @@ def check_tokens(
     """
     field = request.PROMPT_FIELD
     if not prompt:
-        refuse(field, "it is empty")
+        refuse(field, "it is empty; send at least one token")
     room = spec.max_context - len(prompt)
     allowance = _allowance(request, rule, max(1, min(room, capacity - len(prompt))))
     limit = allowance.max_output
@@ -69,20 +69,23 @@ def check_tokens(
         refuse(
             field if room < 1 else "max_tokens",
             f"{len(prompt)} prompt tokens and max_tokens {limit} are too many: this model's maximum context length is "
-            f"{spec.max_context} tokens",
+            f"{spec.max_context} tokens; send fewer",
             "context_length_exceeded",
         )
     if len(prompt) + limit > capacity:
         refuse(
             "max_tokens",
-            f"{len(prompt)} prompt tokens and max_tokens {limit} are more than this server's K/V memory holds",
+            f"{len(prompt)} prompt tokens and max_tokens {limit} are more than the {capacity} tokens that this "
+            "server's K/V memory holds; send fewer",
         )
     for name, tokens in ((field, prompt), ("stop_token_ids", request.stop_token_ids or [0])):
         if not 0 <= min(tokens) <= max(tokens) < spec.vocab_size:
             outside = next(token for token in tokens if not 0 <= token < spec.vocab_size)
-            refuse(name, f"token id {outside} is outside the vocabulary of {spec.vocab_size}")
+            refuse(name, f"token id {outside} is outside the vocabulary; send ids from 0 to {spec.vocab_size - 1}")
     if request.output_length is not None and request.output_length > limit:
-        refuse("output_length", f"{request.output_length} is more than max_tokens {limit}")
+        refuse(
+            "output_length", f"{request.output_length} is more than max_tokens, {limit}; lower it, or raise max_tokens"
+        )
     return allowance
 
 
@@ -90,7 +93,7 @@ def _allowance(request: GenerationRequest, rule: OutputRule, room: int) -> Allow
     """Return the allowance, if `room` output tokens would fit."""
     if (named := request.named_output) is not None:
         if rule.most is not None and named > rule.most:
-            refuse("max_tokens", f"{named} is more than the {rule.most} that this server gives; ask for fewer")
+            refuse("max_tokens", f"{named} is more than this server's limit of {rule.most}; lower it")
         if named > room and request.may_fill_context:
             outgrows = rule.may_outgrow and rule.promised is not None and rule.promised < room
             return Allowance(room, rule.promised if outgrows else None)

@@ -164,7 +164,7 @@ class ChatTemplate:
         template = self._with_tools if variables.get("tools") else self._template
         roles = dict.fromkeys(message["role"] for message in messages)
         if len(roles) > MAX_ROLES:
-            raise ValueError(f"{len(roles)} roles are more than {MAX_ROLES}")
+            raise ValueError(f"{len(roles)} different roles are too many; at most {MAX_ROLES} are accepted")
         for role in roles:
             if role not in ROLES and not template.knows(role):
                 raise ValueError(f"it has no messages of the role {quoted(role)}{nearest(role[:MAX_ROLE], ROLES)}")

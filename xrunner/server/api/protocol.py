@@ -318,7 +318,7 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
     """OpenAI's default."""
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[Any, str]]] = {
         "best_of": (1, "it is not implemented; leave it out, or send n for several choices"),
-        "suffix": (None, "insertion is not implemented; leave it out"),
+        "suffix": (None, "this server does not insert text before a suffix; leave it out"),
     }
 
     prompt: str | list[int | str | list[int]]
@@ -374,11 +374,11 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
             refuse("prompt", f"the list has {len(given)} token ids or prompts; at most {longest} are accepted")
         kinds = set() if isinstance(given, str) else set(map(type, given))
         if int in kinds and len(kinds) > 1:
-            refuse("prompt", "a list must not mix token ids and prompts")
+            refuse("prompt", "the list mixes token ids and texts; send one kind")
         is_one = isinstance(given, str) or int in kinds
         prompts = cast(list[Prompt], [given] if is_one else given)
         if not prompts or not all(prompts):
-            refuse("prompt", "it is empty")
+            refuse("prompt", "it is empty; send at least one character or token")
         return prompts
 
 
@@ -436,10 +436,16 @@ def _check_parts(messages: Sequence[ChatMessage]) -> None:
         num_parts += sum(len(one.tool_calls or ()) for one in messages)
         num_parts += sum(len(one.content) for one in messages if isinstance(one.content, list))
     if num_parts > MAX_PARTS:
-        refuse("messages", f"{num_parts} messages, parts of content and calls are more than {MAX_PARTS}")
+        refuse(
+            "messages",
+            f"{num_parts} messages, parts of content and calls are too many; at most {MAX_PARTS} are accepted",
+        )
     arguments = sum(len(call.function.arguments) for one in messages for call in one.tool_calls or ())
     if arguments > MAX_ARGUMENTS:
-        refuse("messages", f"{arguments} characters of arguments in tool_calls are more than {MAX_ARGUMENTS}")
+        refuse(
+            "messages",
+            f"{arguments} characters of arguments in tool_calls are too many; at most {MAX_ARGUMENTS} are accepted",
+        )
 
 
 def reasoning_switch(*, is_on: bool) -> dict[str, bool]:
@@ -524,15 +530,16 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
     def check(self) -> None:
         super().check()
         _check_parts(self.messages)
-        if any(message.content is None and message.role != "assistant" for message in self.messages):
-            refuse("messages", "a message has no content; only an assistant's may have none")
+        for number, message in enumerate(self.messages):
+            if message.content is None and message.role != "assistant":
+                refuse("messages", f"messages[{number}] has no content; only messages of the assistant may have none")
         self._allow_tools()
         self._check_tools()
         if self.continue_final_message and (self.add_generation_prompt or self.messages[-1].role != "assistant"):
-            reason = "the last message must be the assistant's, and add_generation_prompt false"
+            reason = "it needs add_generation_prompt false and a last message of the assistant"
             refuse("continue_final_message", reason)
         if self.top_logprobs and not self.logprobs:
-            refuse("top_logprobs", "it needs logprobs: true")
+            refuse("top_logprobs", "it needs logprobs: true; send that as well")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             refuse(
                 "max_tokens",
@@ -639,12 +646,12 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
-            refuse("tools", "two functions have the same name")
+            refuse("tools", "two functions have the same name; rename one")
         choice = self.tool_choice
         if isinstance(choice, NamedTool) and choice.function.name not in names:
             refuse("tool_choice", f"there is no function {quoted(choice.function.name)} among tools")
         if choice == "required" and not names:
-            refuse("tool_choice", "there are no tools to call")
+            refuse("tool_choice", "required needs tools to call; send tools")
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -670,7 +677,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         if self.messages is not None:
             _check_parts(self.messages)
         if (self.prompt is None) == (self.messages is None):
-            refuse("prompt", "send either prompt or messages")
+            refuse("prompt", "send either prompt or messages, not both or neither")
 
 
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

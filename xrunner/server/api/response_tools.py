@@ -120,7 +120,7 @@ class Toolbox:
             refuse("tools", says)
         used = list(_all_of(self.declared))
         if len(used) > MAX_TOOLS:
-            refuse("tools", f"{len(used)} functions are more than {MAX_TOOLS}")
+            refuse("tools", f"{len(used)} functions are too many; at most {MAX_TOOLS} are accepted")
         self.functions = [_function(each) for each in used]
         self.choice = _choice(choice)
         self.calls = CallItems(used)

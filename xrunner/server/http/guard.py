@@ -104,7 +104,9 @@ class Guard:
             # Whatever the error is, only this request fails.
             logger.exception("a request has failed", extra={"fields": {"request_id": id_, "path": scope["path"]}})
             if not status:
-                await ErrorResponse(ApiError(500, "the server has failed at this request"))(scope, receive, send_on)
+                await ErrorResponse(
+                    ApiError(500, "the server has failed to handle this request; its log has the reason")
+                )(scope, receive, send_on)
         finally:
             if self._tracer is not None and scope["path"] in GENERATION_PATHS:
                 self._tracer.note(scope["method"], scope["path"], headers, status, info)

@@ -196,7 +196,9 @@ def server_context(certificate: Path, key: Path | None = None) -> ssl.SSLContext
             if path is not None:
                 path.open("rb").close()
         except OSError as error:
-            raise InputError(field, str(path), f"it cannot be read: {error.strerror}") from None
+            raise InputError(
+                field, str(path), f"it cannot be read: {error.strerror}; check the path and its permissions"
+            ) from None
 
     def password() -> str:
         raise InputError(
@@ -211,7 +213,7 @@ def server_context(certificate: Path, key: Path | None = None) -> ssl.SSLContext
     except ssl.SSLError as error:
         shown = f"{certificate} with {key}" if key else str(certificate)
         what = (
-            "the key belongs to another certificate"
+            "the key belongs to another certificate; give the certificate's own key"
             if error.reason == "KEY_VALUES_MISMATCH"
             else "it must contain a certificate and its key in PEM"
         )

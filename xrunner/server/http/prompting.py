@@ -79,13 +79,14 @@ class Prompts:
         if len(messages) > self._spec.max_context:
             refuse(
                 "messages",
-                f"{len(messages)} messages are more than the model's context of {self._spec.max_context} tokens",
+                f"{len(messages)} messages are more than the model's context of {self._spec.max_context} tokens; send "
+                "fewer",
             )
         characters = sum(len(text) for message in messages for text in message.texts)
         self.check_length(characters, "messages")
         variables = (given or {}) | ({"tools": told(tools)} if tools else {})
         if variables and len(msgspec.json.encode(variables)) > MAX_VARIABLES_BYTES:
-            refuse("chat_template_kwargs", f"these and tools together exceed {MAX_VARIABLES_BYTES} bytes")
+            refuse("chat_template_kwargs", f"together with tools it exceeds {MAX_VARIABLES_BYTES} bytes; send less")
         template = self._codec.chat_template
 
         def render() -> str:
@@ -108,5 +109,8 @@ class Prompts:
             refuse(field, "this model has no tokenizer; send token ids")
         context = self._spec.max_context
         if characters > context * self._codec.longest_token:
-            reason = f"{characters} characters are too many: this model's maximum context length is {context} tokens"
+            reason = (
+                f"{characters} characters are too many: this model's maximum context length is {context} tokens; send "
+                "fewer"
+            )
             refuse(field, reason, "context_length_exceeded")

@@ -247,12 +247,12 @@ class Service:
         async with self._read(http, parse_detokenize) as (info, request):
             tokens = request.tokens
         if self._codec is None:
-            refuse("tokens", "this model has no tokenizer")
+            refuse("tokens", "this model has no tokenizer, so tokens have no text")
         most, size = self._spec.max_context, self._spec.vocab_size
         if len(tokens) > most:
             refuse("tokens", f"{len(tokens)} token ids are more than the model's context of {most}; send fewer")
         if (wrong := next((token for token in tokens if token >= size), None)) is not None:
-            refuse("tokens", f"token {wrong} is outside the vocabulary of {size}")
+            refuse("tokens", f"token {wrong} is outside the vocabulary; send ids below {size}")
         return _json({"prompt": await self._prompts.text(info, tokens)})
 
     def _check(self, request: GenerationRequest) -> None:
@@ -274,7 +274,10 @@ class Service:
         try:
             grammar = request.grammar
         except RecursionError:
-            refuse("tools" if request.chosen_tools != "none" else field, "it nests too deeply")
+            refuse(
+                "tools" if request.chosen_tools != "none" else field,
+                "its JSON schema nests too deeply; send a flatter one",
+            )
         if grammar is None or (reason := await self._why_not(info, grammar)) is None:
             return
         if request.chosen_tools == "auto":

@@ -47,16 +47,18 @@ class Metrics:
         self.cached_tokens = counter(
             "xgpt_prompt_tokens_cached", "Prompt tokens whose K/V an earlier request had cached."
         )
-        self.output_tokens = counter("xgpt_output_tokens", "Output tokens generated.")
+        self.output_tokens = counter("xgpt_output_tokens", "Generated output tokens.")
         self._accounts = counter(
             "xgpt_key_tokens", "Tokens of ended requests, by API key and by kind: prompt or output.", "key", "kind"
         )
-        text = "Completed requests, by API key and by whether they kept its bounds: the goodput."
+        text = (
+            "Completed requests, by API key and by whether they kept the key's bounds; those that did are the goodput."
+        )
         self._bounds = counter("xgpt_key_bounds", text, "key", "kept")
         self._class_tokens = counter(
             "xgpt_class_tokens", "Tokens of ended requests, by class and by kind: prompt or output.", "class", "kind"
         )
-        text = "Completed requests, by class and by whether they kept its bounds."
+        text = "Completed requests, by class and by whether they kept the class's bounds."
         self._class_bounds = counter("xgpt_class_bounds", text, "class", "kept")
         self.deadlines = counter("xgpt_deadlines", "Requests with a deadline that ended, by outcome.", "outcome")
         self.utility = counter(
@@ -82,10 +84,10 @@ class Metrics:
         self._gauge(
             "xgpt_kv_blocks_kept", "K/V blocks cached for later requests.", lambda: engine.pool.room.kept_blocks
         )
-        self._gauge("xgpt_kv_blocks", "Blocks of K/V memory.", lambda: engine.pool.limits.kv_blocks)
+        self._gauge("xgpt_kv_blocks", "K/V blocks in total.", lambda: engine.pool.limits.kv_blocks)
         self._gauge(
             "xgpt_preemptions",
-            "Number of preemptions since the start: a preempted request loses its K/V and is encoded again.",
+            "Number of preemptions since the start; a preempted request loses its K/V and is encoded again.",
             lambda: engine.pool.room.num_preemptions,
         )
         self._registry.register(_Processes(engine))
@@ -106,12 +108,12 @@ class Metrics:
         watch.on_decision = count
         self._gauge(
             "xgpt_planned_throughput",
-            "Requests/s that the running plan serves at saturation, as planned.",
+            "Requests/s that the running plan serves at saturation, as predicted.",
             lambda: watch.plan.estimate.throughput_rps,
         )
         self._gauge(
             "xgpt_planned_latency_seconds",
-            "Predicted latency of the running plan in seconds: `estimate.latency_s` in /plan.",
+            "Predicted latency of the running plan, in seconds (`estimate.latency_s` in /plan).",
             lambda: watch.plan.estimate.latency_s,
         )
         bound, begin = watch.plan.constraint.latency_bound_s, watch.plan.constraint.counts_from
@@ -122,7 +124,9 @@ class Metrics:
                 lambda: bound,
             )
         self._gauge(
-            "xgpt_recent_throughput", "Requests/s that ended recently.", lambda: watch.recent.rate_per_s() or 0.0
+            "xgpt_recent_throughput",
+            "Rate at which requests ended recently, in requests/s.",
+            lambda: watch.recent.rate_per_s() or 0.0,
         )
         self._gauge(
             "xgpt_step_time_ratio",

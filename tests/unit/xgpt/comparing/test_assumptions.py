@@ -67,12 +67,12 @@ def test_what_holds_up_in_the_worst_case_is_chosen(
     found = compare(request, "vllm serve m --max-num-seqs 64")
     assert list(found.plans) == ["rra", "chunked"] and found.ranges == given
     assert (
-        "under varied assumptions only 0.95 to 1.40 times as many" in found.notes[-1]
-        and "rra gains more in its worst case" in found.notes[-1]
+        "but only 0.95 to 1.40 times as many" in found.notes[-1]
+        and "in its worst case rra gains more" in found.notes[-1]
     )
     assert found.current is not None
     said = gain_in_words(found.best, found.current, found.ranges["rra"])
-    assert said.endswith("under varied assumptions, per device 1.10 to 1.20 times as many (worst case: bursts)")
+    assert said.endswith("if assumptions vary, per device 1.10 to 1.20 times as many (worst case: bursts)")
     monkeypatch.setattr(
         comparing, "ranges", lambda *_: given | {"rra": RangeOutput(least=0.9, most=1.2, worst="bursts")}
     )

@@ -41,7 +41,7 @@ def test_outputs_that_no_setting_makes_fast_enough_are_counted(tmp_path: Path) -
         "requests keep 9 s from arrival to the last token (p99 from arrival to the last token: "
     ) in share and share.endswith(", as required")
     found = re.fullmatch(
-        r"of the 2 late requests, 2 have outputs of more than ([\d,]+) tokens, and a token takes ([\d.]+) ms .*", others
+        r"of the 2 late requests, 2 have outputs of more than ([\d,]+) tokens, .* takes ([\d.]+) ms .*", others
     )
     assert found is not None
     most, each_ms = int(found[1].replace(",", "")), float(found[2])
@@ -49,7 +49,7 @@ def test_outputs_that_no_setting_makes_fast_enough_are_counted(tmp_path: Path) -
 
 
 def test_settings_that_keep_the_bound_for_all_are_not_to_blame(tmp_path: Path) -> None:
-    assert compared(log(tmp_path / "log.csv", 0), 9).answer[1].endswith("so other settings would not help")
+    assert compared(log(tmp_path / "log.csv", 0), 9).answer[1].endswith("so the log gives no reason for other settings")
 
 
 def test_the_printed_command_keeps_the_users_own_options(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_the_answer_is_printed_and_written_even_if_looser_bounds_fail(
         main([*words, "--current", CURRENT, "-o", str(tmp_path / "current.json")])
     out = " ".join(capsys.readouterr().out.split())
     assert end.value.code == 0 and Plan.model_validate_json((tmp_path / "current.json").read_text())
-    assert "gains from a looser bound are not known: IndexError: index 76" in out
+    assert "gains from a looser bound could not be computed: IndexError: index 76" in out
     assert re.search(r"run in vLLM itself: vllm serve meta-llama/Llama-3.1-8B-Instruct .*--max-model-len 16384", out)
 
 

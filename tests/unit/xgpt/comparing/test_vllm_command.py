@@ -100,7 +100,7 @@ def test_defaults_follow_the_device_and_are_said(cluster: str, seqs: int, tokens
         ("vllm serve m --max-num-sequences 8", "did you mean --max-num-seqs?"),
         ("vllm serve m --tp 8", "did you mean -tp?"),
         ("vllm serve m --no-enable-prefix-cache", "did you mean --no-enable-prefix-caching?"),
-        ("vllm serve m --zzz", "'--zzz' is not accepted; vLLM 0.32.0 has no such flag$"),
+        ("vllm serve m --zzz", "'--zzz' is not accepted; vLLM 0.32.0 has no such flag; correct it, or leave it out$"),
         ("vllm serve m more", "'more' is not accepted; only flags and their values may follow the model"),
         ("vllm serve m & vllm serve n", "it starts 2 different engines: give the command of one"),
         ("vllm serve m -tp $TP", "it is a shell variable: write its value"),

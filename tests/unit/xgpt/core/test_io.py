@@ -51,7 +51,7 @@ def test_nothing_is_written_that_could_not_be_read() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "not JSON"),
+        ("", "it is empty"),
         ("{", "not JSON"),
         ("[]", "must contain a JSON object"),
         ('{"text": "x"}', "schema_version is missing"),

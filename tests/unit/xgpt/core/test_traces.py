@@ -83,7 +83,7 @@ def test_reads_times_in_order_from_zero(tmp_path: Path, name: str, text: str) ->
         ("12,30\n", "line 1: '12,30'"),
         ("input,length\n1,2\n", "line 1: 'input,length'"),
         ("input,output\n5,2\n-4,2\n", "line 3, input: '-4'"),
-        ("input,output\n5,0\n", "none of its 1 rows has succeeded and has input and output tokens"),
+        ("input,output\n5,0\n", "none of its 1 rows is a successful request with input and output tokens"),
         ("input,output\n5,two\n", "line 2, output: 'two'"),
         ("input,output\n5.5,2\n", "line 2, input: '5.5'"),
         ("input,output\n5,\n", "none of its 1 rows"),
@@ -198,12 +198,12 @@ def test_what_is_assumed_is_said_once(
         ("half.jsonl", lines({"timestamp": 0.5, "input_length": 1, "output_length": 2}), "name them timestamp_s"),
         ("usage.json", json.dumps({"object": "page", "data": [{"object": "bucket"}]}), "totals over many requests"),
         ("bucket.jsonl", lines({"num_model_requests": 5, "input_tokens": 9, "output_tokens": 5}), "totals over many"),
-        ("mixed.csv", "input,output,time\n1,2,3\n1,2,2026-01-01\n", "give numbers in all rows, or dates in all"),
-        ("header.csv", "prompt_token,completion_tokens\n1,2\n", "such as input or prompt_tokens"),
+        ("mixed.csv", "input,output,time\n1,2,3\n1,2,2026-01-01\n", "a number in every row, or a date in every row"),
+        ("header.csv", "prompt_token,completion_tokens\n1,2\n", "call it input or prompt_tokens"),
         ("cut.csv.gz", "input,output", "it is not a complete gzip file"),
         ("text.jsonl", lines({"input": "hello", "output": "you"}), "line 1, input: 'hello' is not accepted; give"),
         ("lists.json", json.dumps({"input_lens": [1, 2], "output_lens": [1]}), "one value for each request"),
-        ("names.jsonl", lines({"isl": 1, "osl": 2, "time_s": 1}, {"isl": 1, "osl": 2, "time_ms": 1}), "the same name"),
+        ("names.jsonl", lines({"isl": 1, "osl": 2, "time_s": 1}, {"isl": 1, "osl": 2, "time_ms": 1}), "are all times"),
         ("odd.json", json.dumps([{"conversations": [1]}]), "xgpt does not know its format"),
     ],
 )  # fmt: skip
@@ -235,5 +235,5 @@ def test_a_page_of_metrics_gives_lengths_without_pairs(tmp_path: Path, caplog: p
     assert load_trace(str(path)) is None
     with pytest.raises(InputError, match="it has histograms, not requests"):
         read_lengths(path)
-    with pytest.raises(InputError, match="no requests in a histogram of output lengths"):
+    with pytest.raises(InputError, match="no request is counted in a histogram of output lengths"):
         read_workload(write(tmp_path, METRICS.replace("generation", "other"), "part.prom"))

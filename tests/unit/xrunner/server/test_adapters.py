@@ -385,7 +385,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://a.example/b.
         (
             "/v1/responses",
             {"input": "a", "tools": [{"type": "namespace", "name": "n", "tools": MANY}]},
-            "tools: 129 functions are more than 128",
+            "tools: 129 functions are too many; at most 128 are accepted",
         ),
         ("/v1/responses", {"input": "a", "max_output_tokens": 600}, "max_output_tokens: "),
         ("/v1/responses", {"input": "a" * 600}, "input: "),
@@ -398,7 +398,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://a.example/b.
         ("/v1/messages", HI | {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages: content blocks of type"),
         ("/v1/messages", HI | {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools: web_search"),
         ("/v1/messages", HI | {"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice: there is no function"),
-        ("/v1/messages", HI | {"tool_choice": {"type": "any"}}, "tool_choice: there are no tools"),
+        ("/v1/messages", HI | {"tool_choice": {"type": "any"}}, "tool_choice: required needs tools to call"),
         ("/v1/messages", HI | {"frobnicate": 1}, "frobnicate"),
         (
             "/v1/messages/count_tokens",

@@ -63,7 +63,7 @@ def test_without_max_tokens(rule: OutputRule, chat: tuple[int, int], completion:
 
 def test_more_than_the_server_gives_is_refused() -> None:
     request = parse_completion(b'{"model": "fake", "prompt": [1], "max_tokens": 9}')
-    with pytest.raises(ApiError, match="more than the 8 that this server gives"):
+    with pytest.raises(ApiError, match="more than this server's limit of 8"):
         check_tokens([1], request, SPEC, 10_000, OutputRule(most=8))
     with pytest.raises(InputError, match="max_max_tokens=8"):
         Limits(default_max_tokens=9, max_max_tokens=8)

@@ -112,7 +112,7 @@ def test_uneven_stages_become_a_partition_and_uneven_degrees_an_error() -> None:
     ("plan", "says"),
     [
         (fitting(plan_with(StaticSettings(batch=8))), "frees a slot"),
-        (waa(), "a separate vLLM"),
+        (waa(), "need two vLLMs"),
         (RRA, "plan with --model DIRECTORY"),
         (fitting(RRA).model_copy(update={"model": load_model("t5-11b")[0]}), "which xgpt does not run in vLLM"),
     ],

@@ -146,7 +146,7 @@ def test_a_plan_that_keeps_its_bound_is_not_exchanged_for_one_that_breaks_it() -
     verdict = decide(Missing(situation, Terms()))
     assert not verdict.switch and verdict.breaks_bound and verdict.plan is None
     assert verdict.running.arrival_rate_per_s == pytest.approx(rate_of(running()), rel=0.1)
-    assert "no other plan keeps the bound of 8 s; the running one keeps it up to" in verdict.reason
+    assert "no other plan keeps the bound of 8 s; the running plan keeps it up to" in verdict.reason
 
 
 class TwoPlans(ArrivalsJudge):
@@ -213,7 +213,7 @@ def test_a_plan_that_serves_less_never_takes_over_while_more_requests_arrive(mon
         lambda _: Verdict(now, True, "it gains", outcome(next(found), 3.3), running(), gain=0.7, switch=True),
     )
     verdict = decide(judge)
-    assert not verdict.switch and verdict.reason.endswith("the running one serves more")
+    assert not verdict.switch and verdict.reason.endswith("the running plan serves more")
 
 
 def test_few_requests_do_not_cut_what_a_plan_serves() -> None:
