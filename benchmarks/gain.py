@@ -201,8 +201,8 @@ def summary(found: list[Case], engine: EngineSpec) -> str:
 
 
 def _by(found: list[Case], name: str, key: Callable[[Case], str]) -> Iterator[str]:
-    """Yield a table, by a property of cases, of the choices at each cost of mixing and of the gains over uniform
-    plans."""
+    """Yield a table of the choices at each cost of mixing, and of the gains over uniform plans. Its rows group the
+    cases by a property."""
     columns = " | ".join(f"chosen at +{100 * mixing:.0f}% | gain" for mixing in MIXING)
     yield f"| {name} | cases | {columns} | chosen for arrivals |"
     yield "|---" * (3 + 2 * len(MIXING)) + "|"

@@ -149,7 +149,7 @@ class BackgroundHandler(logging.Handler):
 
 
 def log_json(level: str, stream: IO[str] | None = None) -> None:
-    """Send the process's logs from `level` on to `stream`, by default to standard error from a separate thread."""
+    """Send the process's logs of at least `level` to `stream`, by default to standard error from a separate thread."""
     handler = BackgroundHandler(sys.stderr.fileno()) if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
     handler.addFilter(NoFlood())

@@ -49,7 +49,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 class Fitting:
-    """A table that leaves out its least important columns until it fits the terminal, with lines below it.
+    """A table with lines of text below it. It leaves out its least important columns until it fits the terminal.
 
     Args:
         least: names of columns, in the order in which they are left out.

@@ -19,8 +19,8 @@ GAIN, LIMIT = 1.702, 7.0
 
 
 class LimitedMlp(GatedMlp):
-    """down((up(x) + 1) gate(x) sigmoid(1.702 gate(x))), with limited gate and up, whose columns alternate in one
-    weight."""
+    """down((up(x) + 1) gate(x) sigmoid(1.702 gate(x))). The values of gate and up are limited. Their columns alternate
+    in one weight."""
 
     takes_turns: ClassVar[bool] = True
 

@@ -211,7 +211,7 @@ class Arrivals(Objective):
         )
 
     def _in_engine(self, space: Space) -> Space:
-        """Return the space under the bounds that requests must keep within the engine's loop."""
+        """Return the space under the bounds that remain for the engine's loop."""
         return space if space.constraint == self._in_loop else space.under(self._in_loop, space.bound)
 
     def _finish(self, plan: Plan) -> Plan:

@@ -74,7 +74,7 @@ class Branch:
 
     @property
     def evaluations(self) -> int:
-        """Number of points that were predicted under either constraint."""
+        """Number of points that were predicted, under the constraint or under the relaxed one."""
         return min(self.space.evaluations + self.relaxed.evaluations, self.space.num_points)
 
     def refine(self, at_least: float, waits: Waits | None) -> None:

@@ -222,7 +222,7 @@ class ArrivalsJudge(Judge):
 
     The running plan breaks its bounds if requests arrive at more than its highest rate. `careful` is not needed even if
     few requests were observed. The times include waiting, so they depend on the mean length as much as on the longest.
-    A higher quantile of lengths would therefore not show their error.
+    So a higher quantile of lengths would not show how uncertain the times are.
     """
 
     situation: Situation

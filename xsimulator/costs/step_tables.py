@@ -95,7 +95,7 @@ def step_tables(cost: LaneCost) -> StepTables:
 
 @helper
 def stretch_of(points, first, end, x):
-    """Return the index, from `first` to `end`, of the point at which the segment that contains x begins."""
+    """Return the index, from `first` to `end`, of the point before x. The last segment also serves larger x."""
     last = end - 1
     while last - first > 1:
         middle = (first + last) // 2

@@ -136,7 +136,11 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
 
 
 class _Encoding(NamedTuple):
-    """Seconds of a micro-batch's encode step. # [kinds, n], [n], [ends, n] each"""
+    """Seconds of a micro-batch's encode step: on each stage, through all stages, and from each end on, with and without
+    hops.
+
+    # [kinds, n], [n], [ends, n], [ends, n]
+    """
 
     stages: Array
     own_way: Array

@@ -113,7 +113,9 @@ def _int4(group_size: Any, *, has_zero_points: bool) -> dict[str, Any]:
 
 
 def _mixed(layers: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the format of the experts (without experts, of most weights), and the parts with 8-bit weights."""
+    """Return three fields: the main format (of the experts or, if there are none, of the dense blocks), the parts with
+    8-bit weights, and the parts in the model's dtype. Return None if a format is not known.
+    """
     kinds: dict[str, str] = {}
     for name, layer_format in layers.items():
         kind = FORMATS.get(layer_format.get("quant_algo", "") if isinstance(layer_format, dict) else "")

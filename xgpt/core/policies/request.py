@@ -256,7 +256,7 @@ class MicroBatch:
         return [request for place, request in sorted(entries, key=_place) if self.counts(request, place)]
 
     def counts(self, request: Request, place: int) -> bool:
-        """Return whether a request that joined this micro-batch with this `place` still decodes here."""
+        """Return whether a request still decodes here that joined this micro-batch as number `place`."""
         return request.counter is self and request.place == place
 
     def _stop_counting(self, request: Request) -> None:

@@ -154,7 +154,7 @@ class EngineSpec(Frozen):
         return self.with_xgpt if self.framework == "vllm" and kind != "chunked" else self
 
     def request_path_s(self, prompt: float, num_layers: int) -> float:
-        """Return the seconds from a request's arrival to its first token that are spent neither waiting nor in steps.
+        """Return the part of a request's time to first token, in seconds, that is spent neither waiting nor in steps.
 
         Args:
             prompt: number of prompt tokens.

@@ -126,9 +126,7 @@ class BenchReport(Frozen):
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether the machine was slower than during profiling by so much that steps took longer than the plan
-        allows.
-        """
+        """Whether the machine was so much slower than during profiling that steps took longer than the plan allows."""
         return self.pace is not None and self.pace > 1 + self.headroom
 
     @property
