@@ -70,12 +70,15 @@ class StepSizes(NamedTuple):
         cached_tokens: largest number of tokens in the contexts of a decode batch.
         step_tokens: largest number of prompt tokens in a step.
         piece: tokens in a piece of a prompt, enough to keep the device busy.
+        captured_tokens: largest number of tokens of a step that vLLM runs as a captured graph, or 0 without graphs.
+            Slightly larger steps are measured, too, since they take much longer.
     """
 
     batches: tuple[int, ...]
     cached_tokens: int
     step_tokens: int
     piece: int
+    captured_tokens: int = 0
 
     @classmethod
     def of(cls, spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> StepSizes:
@@ -88,7 +91,7 @@ class StepSizes(NamedTuple):
 
 
 CPU_SIZES = StepSizes((1, 2, 4, 8, 16, 32, 64, 128), 8192, 2048, 128)
-GPU_SIZES = StepSizes((1, 2, 4, 8, 16, 32, 64, 128, 256, 512), 65536, 8192, 1024)
+GPU_SIZES = StepSizes((1, 2, 4, 8, 16, 32, 64, 128, 256, 512), 65536, 8192, 1024, 512)
 
 
 class Probe(NamedTuple):
@@ -135,12 +138,13 @@ class Probe(NamedTuple):
 
 def points(max_context: int, to_measure: StepSizes) -> list[Probe]:
     """Return the points to measure in each pass. Pieces of prompts are smaller if the context cannot contain two."""
-    batches, cached_tokens, step_tokens, piece = to_measure
+    batches, cached_tokens, step_tokens, piece, captured_tokens = to_measure
     piece = min(piece, (max_context - 2) // 2)
     contexts = [n for n in CONTEXTS if n <= max_context]
     decode = [Probe("decode", b, n) for b in batches for n in contexts if b * n <= cached_tokens]
     sizes = {(b, SHORT) for b in batches if b * SHORT <= step_tokens}
     sizes |= {(1, n) for n in HEAD_BATCHES}
+    sizes |= {(captured_tokens // SHORT + 1, SHORT)} if captured_tokens else set()
     num_pieces = min(NUM_PIECES, (max_context - 2) // piece)
     pieces = [Probe("pieces", 0, num_pieces * piece, piece)]
     if max_context > BESIDE_CONTEXT + NUM_PIECES:
@@ -287,7 +291,9 @@ def fit(
     tokens = {n: _more(step[_decode(n)], head(n)) for n in sizes.batches if n < SHORT}
     prompts = [point for point in step if point.kind == "encode" and point.length == SHORT]
     larger = {p.batch * SHORT: (_more(step[p], head(p.batch)), sum(times[p])) for p in prompts}
-    rest = _Line(tokens | _ever_cheaper(larger))
+    captured = {n: measured for n, measured in larger.items() if n <= sizes.captured_tokens}
+    uncaptured = {n: measured for n, measured in larger.items() if n > sizes.captured_tokens}
+    rest = _Line(tokens | _ever_cheaper(captured) | _ever_cheaper(uncaptured))
     layer = LayerTimes(
         rest=rest.scaled(1 / spec.num_layers),
         encode_attention=_encode_attention(spec, times, rest),
@@ -376,6 +382,8 @@ def _ever_cheaper(sizes: dict[int, tuple[float, float]]) -> dict[int, float]:
     """
     from scipy.optimize import isotonic_regression
 
+    if not sizes:
+        return {}
     tokens = np.asarray(sorted(sizes), float)
     seconds, weights = np.asarray([sizes[n] for n in sorted(sizes)]).T
     each = isotonic_regression(seconds / tokens, weights=weights, increasing=False).x
