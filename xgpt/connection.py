@@ -25,8 +25,10 @@ Failure = (OSError, h11.ProtocolError)
 
 
 @cache
-def _tls(ca_file: Path | None) -> ssl.SSLContext:
-    """Return the TLS context. It is cached, since making one reads the certificates of a hundred authorities.
+def tls_context(ca_file: Path | None = None) -> ssl.SSLContext:
+    """Return a TLS context that trusts these authorities or, by default, those in SSL_CERT_FILE or the system's.
+
+    It is cached, since making one reads the certificates of a hundred authorities.
 
     Raises:
         InputError: the file contains no certificate.
@@ -73,7 +75,7 @@ class Connection:
             host = port = None
         if not host or parts.scheme not in ("http", "https"):
             raise InputError("url", url, "write it as http://HOST:PORT")
-        self._tls = _tls(ca_file) if parts.scheme == "https" else None
+        self._tls = tls_context(ca_file) if parts.scheme == "https" else None
         self._address = host, port or (443 if self._tls else 80)
         self._prefix = quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
         address = parts.netloc.rpartition("@")[2]

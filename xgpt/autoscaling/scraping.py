@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from xgpt.connection import tls_context
 from xgpt.core.errors import InputError
 from xgpt.core.network import address_text
 
@@ -25,6 +26,8 @@ BEGAN = "xgpt_prompt_tokens_created"
 """A metric that prometheus_client adds: the time at which a counter began, which is the start of the server."""
 TIMEOUT_S = 2.0
 MAX_PAGE_BYTES = 4 << 20
+FORGET_S = 3600.0
+"""Seconds after which the counters of a replica that has not answered are forgotten."""
 AT_ONCE = 16
 """Number of replicas that are read at the same time."""
 
@@ -120,7 +123,7 @@ class LoadReader:
         self._targets, self._num_kinds = targets, num_kinds
         key = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._headers = {"Accept-Encoding": "identity", **key}
-        self._tls = httpx.create_ssl_context(trust_env=False)
+        self._tls = tls_context()
         self._before: dict[str, tuple[float, Counts]] = {}
         """Time and counters of each replica's last answer, even if the replica did not answer the last reading."""
         self._read_s: float | None = None
@@ -143,6 +146,8 @@ class LoadReader:
         changes = [_recent(self._before.get(url), now_s, counts, seconds) for url, (_, counts) in now.items()]
         self._read_s = now_s
         self._before |= {url: (now_s, counts) for url, (_, counts) in now.items()}
+        # Replicas come and go with new addresses.
+        self._before = {url: last for url, last in self._before.items() if now_s - last[0] < FORGET_S}
         ready = [kind for kind, _ in now.values()]
         waiting = sum(counts.waiting for _, counts in now.values())
         arrived, ended, prompt, output = (sum(column) for column in zip(*changes, strict=True))

@@ -149,6 +149,9 @@ def _read(path: Path, field: str, changed_ns: int, size: int) -> TraceLengths:
         notes.append(f"{num_failed} of {num_rows} rows have an HTTP status of 400 or more and are left out")
     if (left_out := num_rows - num_failed - len(inputs)) > 0:
         notes.append(f"{left_out} of {num_rows} rows have no input or no output tokens and are left out")
+    if times and plain(trace.time_name).startswith("request_time") and not are_dates and min(times) < EPOCHS["s"]:
+        notes.append(f"`{trace.time_name}` is read as a duration, as in nginx's logs: name times of arrival timestamp")
+        times = []
     prefixes = TracePrefixes(sizes.pop(), tuple(prompts), tuple(answers)) if prompts else None
     seconds = None
     if times:

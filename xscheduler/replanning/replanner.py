@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from xgpt.connection import own_api_key
+from xgpt.connection import own_api_key, tls_context
 from xgpt.core.errors import InputError, MachineError, XgptError
 from xgpt.core.io import parse, sha256
 from xgpt.core.reuse_distances import ReuseCurve
@@ -148,7 +148,8 @@ def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
     key = own_api_key()
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
-        response = httpx.get(f"{source.rstrip('/')}/plan", headers=headers, trust_env=False, timeout=30)
+        with httpx.Client(headers=headers, verify=tls_context(), trust_env=False, timeout=30) as client:
+            response = client.get(f"{source.rstrip('/')}/plan")
         answer = response.raise_for_status().json()
         running, observed = answer["plan"], answer["observed"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:

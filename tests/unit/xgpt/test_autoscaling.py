@@ -96,6 +96,19 @@ def test_a_replica_that_missed_a_reading_is_counted_over_the_time_since_its_last
         assert reader.read(30.0) == ScrapedTraffic(15.0, 10, 10, 1000, 100, 0, (2,))
 
 
+def test_replicas_that_have_gone_are_forgotten() -> None:
+    """Each pod has a new address; counters of all addresses were kept for ever."""
+    replica = Replica()
+    with serving(replica) as url, serving(Replica()) as there:
+        reader = LoadReader([Target(0, url), Target(0, there)], 1, None)
+        reader.read(0.0)
+        replica.answers = False
+        reader.read(3000.0)
+        assert len(reader._before) == 2
+        reader.read(4000.0)
+    assert len(reader._before) == 1
+
+
 @pytest.mark.parametrize(("began_s_ago", "arrived"), [(None, 0), (10_000, 1500), (5, 1_000_000)])
 def test_a_replica_that_is_first_seen_late_is_counted_over_the_time_since_its_start(
     began_s_ago: float | None, arrived: float

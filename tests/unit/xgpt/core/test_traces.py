@@ -213,11 +213,23 @@ def test_what_cannot_be_known_is_refused(tmp_path: Path, name: str, text: str, s
 
 
 @pytest.mark.parametrize(
-    ("name", "unit_s"), [("request_time_ms", 1e-3), ("timestamp_millis", 1e-3), ("start_time_sec", 1)]
+    ("name", "unit_s"), [("arrival_time_ms", 1e-3), ("timestamp_millis", 1e-3), ("start_time_sec", 1)]
 )
 def test_a_unit_in_the_name_of_times_is_read(tmp_path: Path, name: str, unit_s: float) -> None:
     read = read_lengths(write(tmp_path, f"{name},input,output\n1000,10,2\n3000,30,4\n"))
     assert read.timestamp_s is not None and read.timestamp_s.tolist() == [0.0, 2000 * unit_s]
+
+
+def test_a_duration_is_no_time_of_arrival(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """nginx's $request_time is the number of seconds that a request took."""
+    rows = [{"request_time": took, "input_tokens": 10, "output_tokens": 2} for took in ("0.512", "7.031")]
+    dates = [{"time_iso8601": f"2026-11-27T07:00:0{i}+00:00", **row} for i, row in enumerate(rows)]
+    numbers = [{"msec": f"179576280{i}.250", **row} for i, row in enumerate(rows)]
+    for named in (dates, numbers):
+        read = read_lengths(write(tmp_path, lines(*named), "access.jsonl"))
+        assert read.timestamp_s is not None and read.timestamp_s.tolist() == [0.0, 1.0]
+    assert read_lengths(write(tmp_path, lines(*rows), "durations.jsonl")).timestamp_s is None
+    assert any("`request_time` is read as a duration" in message for message in caplog.messages)
 
 
 def test_conversations_are_counted_by_their_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,13 +18,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.fakes import FakeExecutor, fake_app, fake_engine, running
+from tests.fakes import FakeExecutor, fake_app, fake_engine, fake_plan, running
 from tests.rings import few
+from xgpt.autoscaling.scraping import LoadReader, Target
 from xgpt.client import ClientRequest, replay
+from xgpt.connection import tls_context
 from xgpt.core.errors import InputError, MachineError
 from xrunner.server.http import answer
 from xrunner.server.http.connections import most_connections
 from xrunner.server.http.process import server_context
+from xscheduler.replanning.replanner import observe_source
 
 PROGRAM = """
 import signal
@@ -160,7 +163,7 @@ def test_a_handshake_that_is_not_continued_takes_little_memory(certificate: tupl
     assert (after - before) / 200 < 128
 
 
-def test_https(certificate: tuple[Path, Path]) -> None:
+def test_https(certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     cert, key = certificate
     process, url = start(f"tls=server_context(Path({str(cert)!r}), Path({str(key)!r}))")
     address = ("127.0.0.1", int(url.rpartition(":")[2]))
@@ -173,6 +176,16 @@ def test_https(certificate: tuple[Path, Path]) -> None:
         assert [result.error for result in results] == [None] * 4
         with pytest.raises(MachineError, match="certificate"):
             asyncio.run(replay(url, [ClientRequest([1], 3, 8)], concurrency=1))
+        target, plan = [Target(0, url)], fake_plan()
+        assert LoadReader(target, 1, None).read(0.0) is None
+        with pytest.raises(MachineError, match="certificate"):
+            observe_source(plan, url)
+        with monkeypatch.context() as context:
+            context.setenv("SSL_CERT_FILE", str(cert))
+            tls_context.cache_clear()
+            assert LoadReader(target, 1, None).read(0.0) is not None
+            assert observe_source(plan, url)[0].model == plan.model
+        tls_context.cache_clear()
         # Neither older TLS nor plain HTTP is answered, and neither takes the server along.
         old = ssl.create_default_context(cafile=cert)
         old.minimum_version = ssl.TLSVersion.MINIMUM_SUPPORTED
