@@ -11,8 +11,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from xgpt.comparing.flags import tables
 from xgpt.comparing.launched import read_current
-from xgpt.comparing.vllm_command import GPU_SHARE, REFUSED, TABLE
-from xgpt.resolve import load_cluster
+from xgpt.comparing.vllm_command import REFUSED, TABLE
+from xgpt.resolve import load_cluster, load_engine
 from xrunner.vllm import TESTED_VERSION
 
 
@@ -52,7 +52,7 @@ def test_neutral_values_hold_the_default(parser: FlexibleArgumentParser) -> None
 
 
 def test_shares_and_numbers_are_read_alike(parser: FlexibleArgumentParser) -> None:
-    assert AsyncEngineArgs().gpu_memory_utilization == GPU_SHARE
+    assert AsyncEngineArgs().gpu_memory_utilization == load_engine("vllm").memory_share
     for flags in (
         "--max-num-batched-tokens 1.5k --max-num-seqs 8 -tp 2 -pp=2 -dp 1",
         "--max_num_batched_tokens=2K --max-num-seqs=16 --device-memory-utilization 0.5",

@@ -272,13 +272,12 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
     if current.text_only:
         problem = replace(problem, model=problem.model.but(tower_params=0))
     device = problem.cluster.device
-    if current.usable_memory is not None:
-        device = device.but(usable_memory=current.usable_memory)
-    cluster = problem.cluster.but(device=device)
     engine = None if problem.engine is None else current.as_started(problem.engine)
-    deployed = engine
-    if cluster.device.type == "gpu":
-        deployed = (engine or load_engine("vllm")).but(max_batch=current.max_num_seqs)
+    deployed, share = engine, current.usable_memory
+    if device.type == "gpu":
+        deployed = (engine or load_engine(engine_name(current))).but(max_batch=current.max_num_seqs)
+        share = share or deployed.memory_share
+    cluster = problem.cluster.but(device=device if share is None else device.but(usable_memory=share))
     chooser = scheduler(replace(problem, cluster=cluster, kv="quantile", engine=engine, deployed=deployed))
     ep_degree = 1 if problem.model.experts is None else current.ep_degree
     placement = chooser.candidates.uniform_placement(

@@ -23,7 +23,7 @@ class CurrentEngine:
         ep_degree: number of devices, of one or several replicas, among which the experts of a layer are divided.
         max_num_seqs: largest number of requests in a step.
         max_num_batched_tokens: largest number of tokens in a step.
-        usable_memory: share of a device's memory that the engine uses. None means the cluster's share.
+        usable_memory: share of a device's memory that the engine uses. None means the default of the engine's version.
         max_model_len: tokens of the longest request that the engine accepts. None means the model's context.
         shortens: whether the engine lowers `max_model_len` if a request of this length does not fit into K/V memory.
         dtype: data type in which the engine runs. None means the data type in the model's config.

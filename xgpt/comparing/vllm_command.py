@@ -137,8 +137,6 @@ A100_LIMIT = 160
 """An A100 with less memory than this, in GiB, has the smallest defaults."""
 CPU_DEFAULTS = (128, 2048)
 """Defaults on a CPU for each device of a replica: (requests, tokens in a step)."""
-GPU_SHARE = 0.92
-"""Share of a GPU's memory that vLLM uses by default."""
 BLOCK_SIZE = 16
 EIGHT_BIT_KV = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla")
 EIGHT_BIT_WEIGHTS = ("fp8", "fbgemm_fp8", "ptpc_fp8", "modelopt")
@@ -209,7 +207,7 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         ep_degree=degree * replicas if given.get("enable-expert-parallel") == "yes" else 1,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
-        usable_memory=value_of(given, "gpu-memory-utilization", share, GPU_SHARE if on_gpu else None),
+        usable_memory=value_of(given, "gpu-memory-utilization", share, None),
         max_model_len=longest,
         shortens=given.get("max-model-len") in ("-1", "auto"),
         dtype=dtype,

@@ -44,8 +44,8 @@ NAMES: dict[Role, tuple[str, ...]] = {
         "start_time_unix_nano", "starttimeunixnano", "start_time", "start_times", "start_time_s", "start_time_ms",
         "created", "created_at", "time", "time_s", "time_ms", "datetime", "date", "ts", "time_iso8601", "msec",
         "received_at", "timestamp_sec", "timestamp_seconds", "timestamp_millis", "timestamp_milliseconds",
-        "arrival_time_sec", "arrival_time_millis", "start_time_sec", "start_time_millis", "request_time", "request_time_s",
-        "request_time_ms",
+        "arrival_time_sec", "arrival_time_millis", "start_time_sec", "start_time_millis", "request_time",
+        "request_time_s", "request_time_ms",
     ),
     "status": ("status", "status_code", "http_status", "http_status_code", "response_status", "response_code"),
 }  # fmt: skip

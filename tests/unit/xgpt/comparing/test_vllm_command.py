@@ -231,6 +231,15 @@ def test_memory_for_k_and_v_follows_the_share(subject: Problem) -> None:
     assert score_current(subject, replace(default, usable_memory=0.92)) == score_current(subject, default)
 
 
+def test_the_share_without_the_flag_is_that_of_the_version() -> None:
+    """It was 0.92, vLLM 0.32's, for all versions."""
+    request = plan_request(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", engine="vllm-0.15")
+    subject = resolve(request)
+    default = read_current("docker run vllm/vllm-openai:v0.15.1 --model m", subject.cluster)
+    assert score_current(subject, replace(default, usable_memory=0.9)) == score_current(subject, default)
+    assert score_current(subject, default).cluster.device.usable_memory == 0.9
+
+
 def test_a_budget_that_no_plan_would_try_is_scored() -> None:
     """vLLM's default on a B200 lies beyond the budgets of the search."""
     asked = problem("llama-3.1-8b", "b200x8", "azure-conv", 6.0)
