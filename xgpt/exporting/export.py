@@ -18,15 +18,18 @@ from xgpt.core.version import __version__
 from xgpt.exporting.kubernetes import RAY_PORT, kubernetes_files
 from xgpt.exporting.platforms import dynamo_files, llmd_files
 from xgpt.exporting.pods import (
+    DRAFT_PATH,
     MAKE_WHEEL,
     MODEL_PATH,
     PORT,
     WHEEL,
     Object,
     beside_vllm,
+    draft_directory,
     pinned,
     shared_memory_gib,
     to_yaml,
+    with_mounted_draft,
 )
 from xgpt.reporting.engine_command import engine_command
 from xgpt.resolve import load_engine
@@ -221,7 +224,8 @@ def compose_files(plan: Plan) -> dict[str, str]:
     Raises:
         InputError: the plan is not for vLLM's own scheduler, or needs several machines.
     """
-    command = engine_command(plan)
+    draft = draft_directory(plan)
+    command = engine_command(plan if draft is None else with_mounted_draft(plan))
     if command is None or not runs_by_itself(plan):
         says = (
             "compose starts vLLM with its own scheduler, which runs only plans of chunked for vLLM: plan with "
@@ -237,6 +241,10 @@ def compose_files(plan: Plan) -> dict[str, str]:
         words[words.index("serve") + 1] = MODEL_PATH
         source = plan.checkpoint.replace("$", "$$")
         weights = {"type": "bind", "source": source, "target": MODEL_PATH, "read_only": True}
+    volumes = [weights]
+    if draft is not None:
+        source = draft.replace("$", "$$")
+        volumes.append({"type": "bind", "source": source, "target": DRAFT_PATH, "read_only": True})
     devices = plan.devices_per_replica * plan.sharing_replicas
     services: Object = {}
     for i in range(plan.replicas // plan.sharing_replicas):
@@ -247,7 +255,7 @@ def compose_files(plan: Plan) -> dict[str, str]:
             "entrypoint": words,
             "environment": ["VLLM_API_KEY", "HF_TOKEN"],
             "ports": [f"127.0.0.1:{PORT + i}:{PORT}"],
-            "volumes": [weights],
+            "volumes": volumes,
             "shm_size": f"{shared_memory_gib(devices)}gb",
             "deploy": {"resources": {"reservations": {"devices": [reserved]}}},
         }

@@ -24,6 +24,7 @@ from xgpt.exporting.pods import (
     PodSpec,
     config_map,
     disruption_budget,
+    mounts_draft,
     network_policy,
     of_pod,
     of_secret,
@@ -179,9 +180,11 @@ def follower_command(meet: Sequence[str]) -> list[str]:
 
 def weights_note(plan: Plan, names: Names) -> str:
     """Return a comment that states where pods get the weights."""
+    draft = f";\n# the draft's weights come from a volume claim, {names.name}-draft" if mounts_draft(plan) else ""
     if (model_id := hub.id_of(plan.checkpoint)) is not None:
-        return f"weights are fetched by their id, {model_id} (a token for it: secret {names.name}-hub, key token)"
-    return f"the weights come from a volume claim, {names.name}-model"
+        token = f"a token for it: secret {names.name}-hub, key token"
+        return f"weights are fetched by their id, {model_id} ({token}){draft}"
+    return f"the weights come from a volume claim, {names.name}-model{draft}"
 
 
 def _autoscaler(plan: Plan, names: Names) -> dict[str, str]:

@@ -202,7 +202,8 @@ def _arguments(plan: Plan, lane: LaneName) -> list[str]:
     """Return vLLM's engine arguments for one replica's lane."""
     one = plan.but(replicas=1)
     if runs_by_itself(plan):
-        return [*own_arguments(one), *vllm_draft(plan.speculation)]
+        drafts = pods.with_mounted_draft(plan) if pods.mounts_draft(plan) else plan
+        return [*own_arguments(one), *vllm_draft(drafts.speculation)]
     if lane != "both":
         return list(launch_lane(one, lane, _nixl("kv_both")).sizes)
     path = f"{ETC}/plan/plan.json"

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -27,6 +28,7 @@ Object = dict[str, Any]
 
 ETC = "/etc/xgpt"
 MODEL_PATH = "/model"
+DRAFT_PATH = "/draft"
 SCRATCH = "/tmp"
 """The only writable directory, for sockets and compiled code."""
 USER = 10001
@@ -111,6 +113,24 @@ def config_map(plan: Plan, names: Names) -> Object:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": names.meta(), "data": {"plan.json": document}}
 
 
+def draft_directory(plan: Plan) -> str | None:
+    """Return the directory of the draft's weights, or None if there is no draft or the engine downloads it."""
+    draft = None if plan.speculation is None else plan.speculation.draft
+    return None if draft is None or (hub.is_id(draft) and not Path(draft).exists()) else draft
+
+
+def mounts_draft(plan: Plan) -> bool:
+    """Return whether pods mount the draft's weights. Pods that mount the model's weights download nothing."""
+    has_draft = plan.speculation is not None and plan.speculation.draft is not None
+    return draft_directory(plan) is not None or (has_draft and hub.id_of(plan.checkpoint) is None)
+
+
+def with_mounted_draft(plan: Plan) -> Plan:
+    """Return the plan with the draft's weights where containers mount them."""
+    assert plan.speculation is not None
+    return plan.but(speculation=plan.speculation.but(draft=DRAFT_PATH))
+
+
 def pod(plan: Plan, names: Names, work: PodSpec, *, fetches: bool = True) -> Object:
     """Return a pod's specification.
 
@@ -129,6 +149,9 @@ def pod(plan: Plan, names: Names, work: PodSpec, *, fetches: bool = True) -> Obj
         volumes.append({"name": "model", "persistentVolumeClaim": claim})
     elif fetches:
         volumes.append({"name": "model", "emptyDir": {"sizeLimit": _gib(_weights_gib(plan) + 8)}})
+    if work.devices and mounts_draft(plan):
+        claim = {"claimName": f"{names.name}-draft", "readOnly": True}
+        volumes.append({"name": "draft", "persistentVolumeClaim": claim})
     scratch = 16 + (_weights_gib(plan) + 8 if model_id is not None and not fetches else 0)
     volumes += [
         {"name": "scratch", "emptyDir": {"sizeLimit": _gib(scratch)}},
@@ -160,6 +183,8 @@ def _container(plan: Plan, names: Names, work: PodSpec, *, has_model: bool) -> O
         mounts.append({"name": "keys", "mountPath": f"{ETC}/keys", "readOnly": True})
     if has_model:
         mounts.append({"name": "model", "mountPath": MODEL_PATH, "readOnly": True})
+    if work.devices and mounts_draft(plan):
+        mounts.append({"name": "draft", "mountPath": DRAFT_PATH, "readOnly": True})
     mounts += [{"name": "scratch", "mountPath": SCRATCH}, {"name": "shm", "mountPath": "/dev/shm"}]
     probes: Object = {}
     if work.probed is not None:

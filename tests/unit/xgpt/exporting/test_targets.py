@@ -14,6 +14,7 @@ import xgpt
 from xgpt.core.errors import InputError
 from xgpt.core.io import configs_dir
 from xgpt.core.schema import Plan
+from xgpt.core.schema.speculation import Speculation
 from xgpt.exporting.export import FRAMEWORKS, Target, check_target, export
 from xgpt.resolve import load_engine
 
@@ -91,6 +92,25 @@ def test_compose_starts_the_planned_command_on_the_plans_devices_for_each_replic
     assert (mounted["source"], mounted["target"]) == ("/w/$$HOME", "/model") and "volumes" not in own
     with pytest.raises(InputError, match="needs 2 devices, but a machine has only 1: export `to=llm-d`"):
         export(plan.model_copy(update={"cluster": planned().cluster}), "compose")
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "draft", "is_mounted"),
+    [("hf://a/b", "a/draft", False), ("hf://a/b", "/w/draft", True), ("/w/b", "a/draft", True), ("/w/b", "/w/d", True)],
+)
+def test_a_draft_is_mounted_where_it_cannot_be_downloaded(checkpoint: str, draft: str, is_mounted: bool) -> None:
+    """A directory of a draft was named in the command and mounted nowhere."""
+    drafting = Speculation(method="eagle3", tokens=2, acceptance=(0.7, 0.5), draft=draft)
+    plan = planned().model_copy(update={"checkpoint": checkpoint, "speculation": drafting})
+    for target, name in (("llm-d", "llm-d.yaml"), ("dynamo", "dynamo.yaml")):
+        text = export(plan, target)[name]  # type: ignore[arg-type]
+        assert text.count('"model": "/draft"') == text.count("mountPath: /draft") == is_mounted
+        assert (f'"model": "{draft}"' in text) is not is_mounted
+        assert ("claimName: xgpt-llama-3-1-8b-draft" in text) is is_mounted
+    service = yaml.safe_load(export(plan, "compose")["compose.yaml"])["services"]["vllm-0"]
+    is_local = draft.startswith("/")
+    assert [volume["source"] for volume in service["volumes"][1:]] == [draft] * is_local
+    assert any(f'"model": "{"/draft" if is_local else draft}"' in word for word in service["entrypoint"])
 
 
 def test_pods_of_vllms_own_scheduler_carry_no_plan_and_keep_the_models_id_as_its_name() -> None:
