@@ -273,6 +273,20 @@ class TestMachine:
         with pytest.raises(MachineError, match="local:3 needs 3 GPUs; nvidia-smi lists 2: give at most local:2"):
             machine.detect(3, root=root)
 
+    @pytest.mark.parametrize(
+        ("script", "mebibytes"),
+        [
+            ("echo 'NVIDIA H100 80GB HBM3, 81559, 551'", 81008),
+            ("echo 'NVIDIA H100 80GB HBM3, 81559, [N/A]'", 81559),
+            ("case $1 in *reserved*) echo 'Field is not a valid field'; exit 2;; esac; echo 'H100, 81559'", 81559),
+        ],
+    )
+    def test_memory_that_the_driver_reserves_is_not_planned_with(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch, script: str, mebibytes: int
+    ) -> None:
+        self.nvidia_smi(root, monkeypatch, script)
+        assert machine.detect(root=root).device.memory_bytes == mebibytes * 2**20
+
     def test_gpus_that_no_config_knows(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nvidia_smi(root, monkeypatch, "echo 'NVIDIA GeForce RTX 3060, 12288'")
         device = machine.detect(root=root).device
