@@ -120,8 +120,8 @@ class LoggedScheduler(Scheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        """Process results in the same way as vLLM. In benchmarks, also end a request after N tokens if it has
-        `vllm_xargs={"output_length": N}`. The schedule does not know N.
+        """Process results in the same way as vLLM. In benchmarks, also end a request after its `output_length`. The host
+        sends this length, and the schedule does not know it.
         """
         tokens, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
         if not stopped and 0 < extra_of(request).get("output_length", 0) <= request.num_output_tokens:
@@ -200,9 +200,9 @@ class LoggedScheduler(Scheduler):
 
 
 class PiecesScheduler(LoggedScheduler):
-    """For profiles: a request with `vllm_xargs={"step_tokens": N}` limits later steps to N tokens.
+    """For profiles: a request with the extra argument `step_tokens` limits later steps to this number of tokens.
 
-    Prompts are then cut as with a token budget of N, which includes the tokens of decodes.
+    Prompts are then cut as with such a token budget, which includes the tokens of decodes.
     """
 
     max_num_scheduled_tokens: int  # vLLM's own
