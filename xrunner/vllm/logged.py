@@ -120,8 +120,8 @@ class LoggedScheduler(Scheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        """Process results in the same way as vLLM. In benchmarks, also end a request after its `output_length`. The host
-        sends this length, and the schedule does not know it.
+        """Process results in the same way as vLLM. In benchmarks, also end a request after its
+        `output_length`. The host sends this length, and the schedule does not know it.
         """
         tokens, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
         if not stopped and 0 < extra_of(request).get("output_length", 0) <= request.num_output_tokens:
