@@ -82,7 +82,7 @@ class StepSizes(NamedTuple):
 
     @classmethod
     def of(cls, spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> StepSizes:
-        """Return the sizes to measure: of GPUs those that a server reaches, if their K/V fit into the memory."""
+        """Return the sizes to measure. On GPUs, the contexts of a decode batch are limited by the memory for K/V."""
         device = cluster.device
         if device.type == "cpu":
             return CPU_SIZES

@@ -169,8 +169,8 @@ class Trial:
 
 
 def endings(ends: Array, first: int, last: int) -> tuple[int, float]:
-    """Return how many of the sorted times `ends` lie after `ends[first]`, up to `ends[last]`, and the difference of
-    these two. Many requests may end at the same time.
+    """Return how many of the sorted times `ends` lie after `ends[first]`, up to `ends[last]`, and the difference
+    between these two times. Many requests may end at the same time.
     """
     begin, end = ends[first], ends[last]
     return int(np.searchsorted(ends, end, "right") - np.searchsorted(ends, begin, "right")), float(end - begin)

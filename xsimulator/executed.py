@@ -30,8 +30,8 @@ class Executed(NamedTuple):
     """A step of a log.
 
     Attributes:
-        seconds: time for which the step kept its lane busy. It begins at the end of the previous step if a request was
-            waiting then and less than `BETWEEN_NS` passed between the steps of a single lane.
+        seconds: time for which the step kept its lane busy. This time begins at the end of the previous step if a
+            request was waiting then and less than `BETWEEN_NS` passed between the steps of a single lane.
     """
 
     record: StepRecord

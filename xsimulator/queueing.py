@@ -224,7 +224,7 @@ class LoadCurves:
         return np.where(stable, ((p * points.late_at).sum(axis=1) + tail * late) / total, 1.0)
 
     def max_rate(self, at_least: float = 0.0) -> Array:
-        """Return for each point the highest rate at which the quantile keeps the bounds, or 0. # [curves, loads]
+        """Return for each point the highest rate at which enough requests keep the bounds, or 0. # [curves, loads]
 
         Args:
             at_least: points with a lower throughput at saturation are skipped, and get 0.

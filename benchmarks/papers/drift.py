@@ -67,8 +67,8 @@ def figure_11() -> Iterator[Claim]:
 def _margins(
     plan: Plan, growth: float, mean: float, sd: float, bound_s: float | None, decodes: float
 ) -> tuple[float, float]:
-    """Return by what percentage the bound would have to be tighter with changed lengths, for all requests and for one
-    length. The cap on requests is multiplied by `growth`."""
+    """Return by how many percent the bound must be tightened so that a plan keeps the original bound after a change of
+    lengths: for all requests, and for one length. The limit on requests is multiplied by `growth`."""
     assert isinstance(plan.policy, WaaSettings)
     latencies = []
     for factors, cap in (((1.0, 1.0), 1.0), ((mean, sd), growth)):

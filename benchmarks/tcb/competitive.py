@@ -39,8 +39,8 @@ class Instance(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Instances of about one size: most requests, slots, rows, tokens of a row, and the longest request as a share of a
-    row."""
+    """Instances of about one size: largest number of requests, slots, rows, tokens of a row, and the longest request as
+    a share of a row."""
 
     name: str
     most: int

@@ -68,7 +68,7 @@ class RowCost:
 
         Args:
             prompt_lengths: lengths of the prompts that the step encodes. Each request also gets its first token.
-            own, read: of the requests that decode: tokens of the answer with the new one, and of the prompt.
+            own, read: for each request that decodes, the tokens of its answer, with the new one, and of its prompt.
         """
         lengths = np.asarray(prompt_lengths, float)
         own_keys = np.concatenate([np.ones(len(lengths)), np.asarray(own_tokens, float)])

@@ -260,8 +260,8 @@ class Arrivals(Objective):
         return [(other, closed_rate(space, settings)) for settings, other in plans if other is not None]
 
     def _best_rival(self, best: CapacitySearch, kinds: Sequence[str]) -> CapacitySearch:
-        """Return the best plan or, if its arrival rate is higher, some policy's plan with the highest throughput at
-        saturation.
+        """Return the best plan, or a policy's plan with the highest throughput at saturation if that plan has a higher
+        arrival rate.
         """
         best.precision = SHARP
         try:

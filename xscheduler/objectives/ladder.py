@@ -88,7 +88,7 @@ def request_law(plan: Plan, profile: Profile, workload: Workload | None = None, 
 
 
 def request_latency(plan: Plan, profile: Profile, workload: Workload | None = None) -> float:
-    """Return the simulated latency, in s, at the quantile of all requests that the plan's constraint names.
+    """Return the simulated latency, in s, that the constraint's quantile of all requests does not exceed.
 
     Args:
         workload: lengths. None means the plan's own.

@@ -177,8 +177,7 @@ class Saturated(Objective):
         return stable
 
     def _kept_by_all(self, ranked: Ranked, bound_s: float) -> dict[str, Plan]:
-        """Return each policy's plan with the highest throughput that keeps the bound for the quantile of all requests
-        in simulation.
+        """Return, for each policy, the fastest plan with which enough requests keep the bound in simulation.
 
         A policy is not simulated if even its closed-form throughput under a looser bound is below the best policy's
         throughput. Its plan then keeps the bound only in closed form.
@@ -277,7 +276,7 @@ class Saturated(Objective):
         )
 
     def _never_kept_by_all(self, bound_s: float) -> InfeasibleError:
-        """Return the error for a bound that no policy keeps for the quantile of all requests. It names the nearest
+        """Return the error if no policy lets enough requests keep the bound. It names the nearest
         bound that can be kept.
         """
         nearest = [least for ladder in self._ladders.values() if (least := ladder.nearest_s()) is not None]

@@ -156,8 +156,9 @@ class Running:
                 batch.recall(request, max(1, min(num_spare, num_left)))
 
     def _grow(self, request: Request, num_spare: int) -> int:
-        """Give a request another block, from its promise or because it cannot continue without one. Return how many
-        further tokens fit in its blocks after its next step.
+        """Give a request another block: a promised one or, if the next token would not fit, one beyond the promise.
+
+        Return how many further tokens fit in its blocks after its next step.
         """
         memory = self.memory
         if not memory.take_promised(request):

@@ -54,9 +54,9 @@ class Capacity(Frozen):
     """The highest arrival rate at which a plan keeps its bounds, waiting included, by simulation.
 
     A request keeps the bounds if three times are within their bounds, tightened by the headroom: from arrival to the
-    last token, TTFT, and the mean gap between tokens. At the highest rate, the constraint's quantile of `num_requests`
-    simulated requests keeps the bounds. The `warm_up_requests` before these do not count. Lengths and gaps between
-    arrivals are drawn from `seed` and are the same at every rate.
+    last token, TTFT, and the mean gap between tokens. At the highest rate, the share of the `num_requests`
+    simulated requests that keep the bounds reaches the constraint's quantile. The `warm_up_requests` before these do
+    not count. Lengths and gaps between arrivals are drawn from `seed` and are the same at every rate.
     """
 
     rate_per_s: float

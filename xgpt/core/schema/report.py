@@ -84,10 +84,10 @@ class CoreWaits(Frozen):
 class BenchReport(Frozen):
     """The results of replaying a workload against a plan.
 
-    If the plan maximises the arrival rate, times count from arrival. `bound_kept` says whether the quantile of all
-    requests kept the bounds, and `share_within_bound` is the share of requests that kept every bound (the goodput).
-    Both are None if requests are always waiting. For other plans, times count from admission, and `bound_kept` refers
-    to the latency that the plan bounds.
+    If the plan maximises the arrival rate, times count from arrival. `bound_kept` says whether at least the plan's
+    quantile of all requests kept the bounds. `share_within_bound` is the share of requests that kept every bound (the
+    goodput). Both are None if requests are always waiting. For other plans, times count from admission, and
+    `bound_kept` refers to the latency that the plan bounds.
 
     `calibration_gflops` is the rate of a fixed matrix product before and after the run, which shows whether the
     machine's clock rate has changed.
