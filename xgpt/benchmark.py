@@ -190,12 +190,15 @@ def bench_plan(
     return report.but(calibration_gflops=tuple(rates), differences=differs), log
 
 
-def _tell(progress: Progress, load: Load, ended: int) -> None:
-    """Report how many requests of a load have ended and, if they arrive at a rate, how long the load takes."""
+def _tell(progress: Progress, load: Load, takes: str, ended: int) -> None:
+    """Report how many requests of a load have ended.
+
+    Args:
+        takes: how long the load takes if requests arrive at a rate, as in "at least 4 s".
+    """
     arrivals, what = load.arrivals, f"serving {load.num_requests} requests"
     if arrivals is not None:
-        rate = arrivals.mean_rate(load.num_requests)
-        what += f" at {rate:.3g} a second, which takes about {load.num_requests / rate:.0f} s"
+        what += f" at {arrivals.mean_rate(load.num_requests):.3g} a second, which takes {takes}"
     progress(min(ended, load.num_requests), load.num_requests, what)
 
 
@@ -240,11 +243,13 @@ def replayed(
     """
     drawn = drawn or draw(plan, load, rng)
     requests = _requests(plan, drawn, rng, closed=load.arrivals is None)
+    takes = f"about {drawn.arrivals_s[-1] + plan.estimate.latency_s:.0f} s"  # until the last arrival's answer
+    tell = partial(_tell, progress, load, takes)
     with tempfile.TemporaryDirectory() as directory:
         step_log = Path(directory) / "steps.jsonl"
         start = server or partial(served, engine=engine)
         with start(plan, Path(directory), step_log) as url:
-            _tell(progress, load, 0)
+            tell(0)
             results = asyncio.run(
                 replay(
                     url,
@@ -252,7 +257,7 @@ def replayed(
                     concurrency=plan.replicas * outstanding_requests(plan) if load.arrivals is None else None,
                     enough=requests_to_end(plan, load.num_requests),
                     stream=load.stream,
-                    progress=partial(_tell, progress, load),
+                    progress=tell,
                 )
             )
             pipelined = engine == "xgpt" and len(plan.stages) > len({stage.lane for stage in plan.stages})
@@ -447,12 +452,12 @@ def bench_url(url: str, load: Load, rng: np.random.Generator, progress: Progress
             concurrency=concurrency,
             ca_file=load.ca_file,
             api_key=own_api_key(),
-            progress=partial(_tell, progress, load),
+            progress=partial(_tell, progress, load, f"at least {times[-1] or 0:.0f} s"),
         )
     )
     done = [result for result in results if result.error is None]
     if not done:
-        raise MachineError(f"all {num_requests} requests to {url} failed: {results[0].error}")
+        raise MachineError(f"all {len(results)} requests to {url} failed: {results[0].error}")
     seconds = max(result.end_s for result in done)
     gaps = [b - a for result in done for a, b in pairwise(result.token_s)]
     sources = {result.tokens_from for result in done}

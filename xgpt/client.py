@@ -18,11 +18,13 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from xgpt.connection import Connection, Failure
+from xgpt.connection import Connection, Failure, within
 from xgpt.core.errors import InputError, MachineError, reason_of
 from xgpt.core.schema.report import TokensFrom
 
 OK = 200
+ANSWER_TIMEOUT_S = 30.0
+"""Time within which a server must state its model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class ClientResult:
         end_s: time at which the answer was complete or the request had failed.
         server: times that the server measured, or None if the request failed.
         error: the reason why the request failed, on one line, or None.
+        is_lost: whether the request failed because the server stopped sending. In a closed loop, the client that sent
+            it then sends no more.
     """
 
     send_s: float
@@ -73,6 +77,7 @@ class ClientResult:
     usage_tokens: int | None = None
     server: ServerTimes | None = None
     error: str | None = None
+    is_lost: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -174,7 +179,9 @@ async def replay(
 
         async def work() -> None:
             for index, request in queue:
-                results[index] = await send(request)
+                result = results[index] = await send(request)
+                if result.is_lost:
+                    return
                 if num_ended == enough:
                     for worker in workers:
                         worker.cancel()
@@ -187,8 +194,7 @@ async def replay(
 
 async def _served_model(connection: Connection, url: str) -> _Model:
     try:
-        status = await connection.ask("GET", "/v1/models")
-        body = await connection.read_all()
+        status, body = await within(ANSWER_TIMEOUT_S, connection.get("/v1/models"), "no answer")
         if status == OK:
             return msgspec.json.decode(body, type=_Models).data[0]
         error: object = _message(status, body)
@@ -265,6 +271,7 @@ class _Client:
                     self._take(result, await connection.read_all(), self._now_s())
         except (*Failure, msgspec.MsgspecError) as error:
             result.error = f"{type(error).__name__}: {error}"
+            result.is_lost = isinstance(error, TimeoutError)
         result.end_s = self._now_s()
         return result
 

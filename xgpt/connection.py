@@ -9,15 +9,20 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
+from collections.abc import Awaitable
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import quote, urlsplit
 
 import h11
 
 from xgpt.core.errors import InputError
 
+T = TypeVar("T")
 CONNECT_TIMEOUT_S = 10.0
+READ_TIMEOUT_S = 600.0
+"""A request has failed if the server sends nothing for this long. A server of xgpt answers 504 after this time."""
 READ_BYTES = 1 << 16
 
 Failure = (OSError, h11.ProtocolError)
@@ -51,6 +56,19 @@ def own_api_key() -> str | None:
     if key and not (key.isascii() and key.isprintable() and len(key.split()) == 1):
         raise InputError("XGPT_API_KEY", "*" * len(key), "a key consists of printable ASCII characters without blanks")
     return key or None
+
+
+async def within(seconds: float, work: Awaitable[T], late: str) -> T:
+    """Return the result of `work`.
+
+    Raises:
+        TimeoutError: the work takes longer than `seconds`. The message begins with `late`.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await work
+    except TimeoutError:
+        raise TimeoutError(f"{late} within {seconds:g} s") from None
 
 
 class Connection:
@@ -90,9 +108,9 @@ class Connection:
         """Send a request with a JSON body, and return the status of the answer. Raises one of `Failure`."""
         if self._writer is None or self._http.our_state is not h11.IDLE or self._reader.at_eof():
             self.close()
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                self._reader, self._writer = await asyncio.open_connection(*self._address, ssl=self._tls)
-            self._http = h11.Connection(h11.CLIENT)
+            opening = asyncio.open_connection(*self._address, ssl=self._tls)
+            reader, writer = await within(CONNECT_TIMEOUT_S, opening, "the server accepted no connection")
+            self._reader, self._writer, self._http = reader, writer, h11.Connection(h11.CLIENT)
         headers = self._headers
         if body:
             headers = [*headers, ("content-type", "application/json"), ("content-length", str(len(body)))]
@@ -107,6 +125,10 @@ class Connection:
             if not isinstance(event, h11.InformationalResponse):
                 raise h11.RemoteProtocolError("the server closed the connection without an answer")
         return event.status_code
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """Return the status and the body of an answer. Raises one of `Failure`."""
+        return await self.ask("GET", path), await self.read_all()
 
     async def read(self) -> bytes | None:
         """Return the next piece of the answer's body, or None at its end. Raises one of `Failure`."""
@@ -134,5 +156,6 @@ class Connection:
 
     async def _next(self) -> object:
         while (event := self._http.next_event()) is h11.NEED_DATA:
-            self._http.receive_data(await self._reader.read(READ_BYTES))
+            read = within(READ_TIMEOUT_S, self._reader.read(READ_BYTES), "the server sent nothing")
+            self._http.receive_data(await read)
         return event

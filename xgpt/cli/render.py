@@ -251,6 +251,13 @@ METRICS = {
 } | {f"{name}{end}": label.replace(", s", f" {end.split('_')[1]}, s") for name, label in TIMES.items() for end in ENDS}
 
 
+OF_URL = {
+    **{name: METRICS[name] for name in ("throughput_rps", "ttft_p50_s", "ttft_p99_s", "itl_p99_s")},
+    "output_tokens_per_s": "output tokens/s",
+    "end_to_end_p50_s": METRICS["whole_p50_s"],
+    "end_to_end_p99_s": METRICS["whole_p99_s"],
+}
+"""Labels of an endpoint's figures."""
 SHOWN = ("throughput_rps", "latency_s", "ttft_s", "ttft_p50_s", "ttft_p99_s", "itl_p99_s", "whole_p50_s", "whole_p99_s")
 """Figures in the table of a measured plan. --json has all figures."""
 
@@ -336,7 +343,8 @@ def _longer(pace: float) -> str:
 URL_NOTES = {
     "token_ids": [],
     "usage": [
-        "the server sends no token ids: ttft and itl are times of chunks of text, and the server counts the tokens"
+        "the server sends no token ids: times to first token and between tokens are times of chunks of text, and the "
+        "server counts the tokens"
     ],
     "chunks": ["the server sends neither token ids nor usage: each chunk of text counts as one token"],
 }
@@ -344,10 +352,10 @@ URL_NOTES = {
 
 def url_report(report: UrlReport) -> list[object]:
     """Return the table of a measured endpoint, and a note on how its tokens were counted."""
-    figures = report.model_dump(exclude={"url", "workload", "tokens_from"})
-    rows = [[name, f"{value:.4g}"] for name, value in figures.items()]
-    title = f"{report.url}, {report.workload}, as measured by the client"
-    return [table(title, ["figure", "value"], rows), *URL_NOTES[report.tokens_from]]
+    rows = [[label, f"{getattr(report, name):.3f}"] for name, label in OF_URL.items()]
+    found = table(f"{report.url}, {report.workload}, as measured by the client", ["", "measured"], rows)
+    found.caption, found.caption_justify = f"{report.num_requests} requests", "left"
+    return [found, *URL_NOTES[report.tokens_from], f"failed requests: {report.num_failed}"]
 
 
 def measured_table(plans: dict[str, Plan], reports: dict[str, BenchReport]) -> Fitting:

@@ -18,7 +18,7 @@ from tests.contract.scenarios import problem
 from tests.fakes import fake_plan
 from tests.rings import examples, few
 from tools.demo import num_requests
-from xgpt.benchmark import Load, bench, bench_plan, draw
+from xgpt.benchmark import Load, bench, bench_plan, draw, replayed
 from xgpt.cli import render
 from xgpt.client import ClientResult
 from xgpt.core.errors import MachineError
@@ -209,6 +209,27 @@ def test_a_plan_is_measured_at_the_rate_that_it_promises(monkeypatch: pytest.Mon
     assert [load.arrivals for load in loads] == [ArrivalProcess.at(found.rate_per_s), ArrivalProcess.at(1.0), None]
 
 
+def test_the_announced_time_ends_with_the_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 requests at 4 a second took longer than 5 s: further requests keep the load steady, and the last one runs."""
+
+    @contextmanager
+    def server(*_: object) -> Iterator[str]:
+        yield "http://127.0.0.1:1"
+
+    async def replay(url: str, requests: list[Any], **_: object) -> list[ClientResult]:
+        return [ClientResult(0.0, 1.0) for _ in requests]
+
+    monkeypatch.setattr("xgpt.benchmark.replay", replay)
+    monkeypatch.setattr("xgpt.benchmark.read_step_log", lambda path: [])
+    told: list[str] = []
+    plan, load = planned("chunked", 0.0), Load(20, arrivals=ArrivalProcess.at(4.0))
+    rng = np.random.default_rng(0)
+    drawn = replayed(plan, load, rng, server=server, progress=lambda done, total, what: told.append(what)).drawn
+    seconds = drawn.arrivals_s[-1] + plan.estimate.latency_s
+    assert seconds > 20 / 4 + plan.estimate.latency_s
+    assert told == [f"serving 20 requests at 4 a second, which takes about {seconds:.0f} s"]
+
+
 @pytest.mark.long
 def test_where_waits_are_not_known_none_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert benched("chunked", Load(60), monkeypatch).core_waits is None
@@ -286,11 +307,15 @@ class Elsewhere(BaseHTTPRequestHandler):
 
 
 def benched_at_url(
-    events: list[dict[str, Any]], end: bytes = b"\n\n", owner: str = "sglang", load: Load | None = None
+    events: list[dict[str, Any]],
+    end: bytes = b"\n\n",
+    owner: str = "sglang",
+    load: Load | None = None,
+    handler: type[Elsewhere] = Elsewhere,
 ) -> tuple[UrlReport, list[dict[str, Any]]]:
     """Return the report, and the requests that the endpoint got."""
     asked: list[dict[str, Any]] = []
-    with ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.events, server.end, server.owner, server.asked = events, end, owner, asked  # type: ignore[attr-defined]
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
@@ -323,6 +348,31 @@ def test_without_token_ids_chunks_of_text_count(
     assert (report.num_requests, report.num_failed, report.tokens_from) == (2, 0, tokens_from)
     assert report.output_tokens_per_s / report.throughput_rps == pytest.approx(tokens)
     assert note in " ".join(map(str, render.url_report(report)[1:]))
+
+
+def test_figures_of_a_url_have_the_names_of_a_plan_s(capsys: pytest.CaptureFixture[str]) -> None:
+    """`xgpt bench URL` called `end_to_end_p99_s` what `xgpt bench PLAN` calls whole time p99."""
+    render.show(*render.url_report(benched_at_url([*CHUNKS, USAGE])[0]))
+    out = capsys.readouterr().out
+    names = ("throughput_rps", "ttft_p50_s", "ttft_p99_s", "whole_p50_s", "whole_p99_s", "itl_p99_s")
+    assert [name for name in names if render.METRICS[name] not in out] == []
+    assert "_s " not in out and "failed requests: 0" in out
+
+
+class Silent(Elsewhere):
+    """Takes every request, and never answers."""
+
+    def do_POST(self) -> None:
+        while self.rfile.read(1):
+            pass
+
+
+def test_a_server_that_stops_answering_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`xgpt bench URL` waited for ever."""
+    monkeypatch.setattr("xgpt.connection.READ_TIMEOUT_S", 0.2)
+    failure = r"^all 2 requests to .* failed: TimeoutError: the server sent nothing within 0\.2 s$"
+    with pytest.raises(MachineError, match=failure):
+        benched_at_url([], load=Load(20, concurrency=2), handler=Silent)
 
 
 @pytest.mark.parametrize("owner", ["sglang", "vllm"])
