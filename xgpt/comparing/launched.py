@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,9 @@ ENDS = {";", "&", "&&", "|", "||", ">", ">>", "2>", "2>&1", "<", "&>", ")"}
 """Words that end a shell command."""
 MOST_LINES = 100
 """Largest number of lines of a quoted text in a command."""
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+OF_ENGINES = re.compile(r"(VLLM|SGLANG|SGL|TRTLLM)_(?!.*(API_KEY|LOG|USAGE|STATS|CACHE|HOST|PORT|TRACE|PROFILER)).*")
+"""Environment variables that may change how an engine computes."""
 DOCKER_SWITCHES = frozenset(
     ("--rm", "--privileged", "--init", "--interactive", "--tty", "--detach", "--read-only", "--publish-all", "--quiet")
 )
@@ -61,12 +64,14 @@ class Launched:
         words: the arguments after the program's name.
         image: the container's image, or "".
         devices: number of devices that the manifest requests, or None if the manifest does not state it.
+        environment: environment variables that the command or the manifest sets.
     """
 
     engine: Engine
     words: list[str]
     image: str = ""
     devices: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def version(self) -> str | None:
@@ -133,10 +138,11 @@ def _documents(text: str) -> list[Any]:
 
 def in_shell(text: str) -> Iterator[Launched]:
     """Yield the engines that a shell's commands start."""
+    variables: dict[str, str] = {}
     for line in _lines(re.sub(r"\\[ \t]*\r?\n", " ", text)):
         if line.strip() and not line.strip().startswith("#"):
             words = _words(re.sub(r"^[$>] ", "", line.strip()))
-            yield from _in_words(words)
+            yield from _in_words(words, variables=variables)
 
 
 def _lines(text: str) -> Iterator[str]:
@@ -178,18 +184,37 @@ def _comment(words: list[str]) -> int:
     return next((at for at, word in enumerate(words) if word == "#" or word.startswith("# ")), len(words))
 
 
-def _in_words(words: list[str], image: str = "") -> Iterator[Launched]:
-    """Yield the engines that a line's commands start."""
-    for command in _commands(words):
+def _assigned(words: Iterable[str]) -> dict[str, str]:
+    """Return the variables that words such as NAME=VALUE assign."""
+    return {match[1]: match[2] for word in words if (match := ASSIGNMENT.fullmatch(word))}
+
+
+def _in_words(words: list[str], image: str = "", variables: dict[str, str] | None = None) -> Iterator[Launched]:
+    """Yield the engines that a line's commands start.
+
+    Args:
+        variables: the shell's variables, to which the line's own are added. None means not in a shell.
+    """
+    variables = {} if variables is None else variables
+    for words_given in _commands(words):
+        command = [_filled(word, variables) for word in words_given]
+        command = command[command[:1] in (["export"], ["env"]) :]
+        environment = _assigned(takewhile(ASSIGNMENT.fullmatch, command))
+        command = command[len(environment) :]
+        if not command:
+            variables |= environment
+            continue
+        environment = variables | environment
         names = [os.path.basename(word) for word in command]
         for at, word in enumerate(names):
             pair = (word, names[at + 1] if at + 1 < len(names) else "")
             if pair in LAUNCHERS:
-                yield Launched(LAUNCHERS[pair], command[at + 2 :], image)
+                yield Launched(LAUNCHERS[pair], command[at + 2 :], image, environment=environment)
                 break
             if word == "trtllm-serve":
                 rest = command[at + 1 :]
-                yield Launched("tensorrt-llm", rest[1:] if rest[:1] == ["serve"] else rest, image)
+                rest = rest[1:] if rest[:1] == ["serve"] else rest
+                yield Launched("tensorrt-llm", rest, image, environment=environment)
                 break
             if word in ("bash", "sh") and (at == 0 or names[at - 1] == "exec"):
                 script = next((after for flag, after in pairwise(command[at:]) if re.fullmatch(r"-\w*c", flag)), None)
@@ -222,7 +247,7 @@ def _in_docker(words: list[str]) -> Iterator[Launched]:
     """Yield the engine that `docker run` starts. The command's arguments or the image's name tell which engine it
     is.
     """
-    entrypoint = ""
+    entrypoint, variables = "", list[str]()
     at = 0
     while at < len(words) and words[at].startswith("-"):
         name, equals, value = words[at].partition("=")
@@ -233,14 +258,17 @@ def _in_docker(words: list[str]) -> Iterator[Launched]:
             at += 1
         if name == "--entrypoint":
             entrypoint = value
+        elif name in ("-e", "--env"):
+            variables.append(value)
     if at < len(words):
-        yield from _in_container(words[at], [entrypoint] if entrypoint else [], words[at + 1 :])
+        for launched in _in_container(words[at], [entrypoint] if entrypoint else [], words[at + 1 :]):
+            yield replace(launched, environment=_assigned(variables))
 
 
 def _in_container(image: str, entrypoint: list[str], arguments: list[str]) -> Iterator[Launched]:
     launched = list(_in_words([*entrypoint, *arguments], image))
     if launched or entrypoint:
-        yield from (Launched(each.engine, each.words, image) for each in launched)
+        yield from (replace(each, image=image) for each in launched)
         return
     name = image.lower()
     engine = next((engine for part, engine in IMAGES.items() if part in name), None)
@@ -270,7 +298,7 @@ def in_manifest(node: Any) -> Iterator[Launched]:
         arguments = [_filled(word, environment) for word in arguments]
         devices = _devices(node)
         for launched in _in_container(node["image"], entrypoint, arguments):
-            yield Launched(launched.engine, launched.words, launched.image, devices)
+            yield replace(launched, devices=devices, environment=environment)
         return
     for value in node.values():
         yield from in_manifest(value)
@@ -357,8 +385,13 @@ def read_current(text: str, cluster: ClusterSpec) -> CurrentEngine:
     """
     launched = find_engine(text)
     current = READERS[launched.engine](launched.words, cluster)
-    notes = (*current.notes, *_device_note(current, launched))
+    notes = (*current.notes, *_device_note(current, launched), *_environment_note(launched))
     return replace(current, version=launched.version, notes=notes)
+
+
+def _environment_note(launched: Launched) -> list[str]:
+    names = sorted(name for name in launched.environment if OF_ENGINES.fullmatch(name))
+    return [f"environment variables are not scored: {', '.join(names)}"] if names else []
 
 
 def _device_note(current: CurrentEngine, launched: Launched) -> list[str]:

@@ -355,3 +355,34 @@ def test_known_pairs_count(tmp_path: Path) -> None:
     assert compared("vllm serve m --max-model-len 1000", workload=workload).current is not None
     with pytest.raises(InputError, match="day has requests of 910 tokens, which the engine would reject"):
         compared("vllm serve m --max-model-len 909", workload=workload)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "TP=2 MODEL=Qwen/Qwen3-8B; vllm serve $MODEL --tensor-parallel-size ${TP}",
+        "export TP=2\nMODEL=Qwen/Qwen3-8B\nvllm serve $MODEL --tensor-parallel-size $TP",
+        "vllm serve ${MODEL:-Qwen/Qwen3-8B} --tensor-parallel-size ${TP:-2}",
+        "A=1 bash -c 'vllm serve Qwen/Qwen3-8B --tensor-parallel-size 2'",
+    ],
+)
+def test_variables_of_a_script_have_their_values(command: str) -> None:
+    """`$TP` was refused although the script sets it."""
+    current = read_current(command, load_cluster("h100x8"))
+    assert (current.model, current.tp_degree) == ("Qwen/Qwen3-8B", 2)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "VLLM_USE_V1=0 VLLM_API_KEY=k CUDA_VISIBLE_DEVICES=0 vllm serve m",
+        "export VLLM_USE_V1=0\nvllm serve m",
+        "env VLLM_USE_V1=0 vllm serve m",
+        "docker run -e HF_TOKEN -e VLLM_USE_V1=0 -e VLLM_LOGGING_LEVEL=DEBUG vllm/vllm-openai:v0.15.0 --model m",
+        "services: {llm: {image: 'vllm/vllm-openai:v0.15.1', environment: [VLLM_USE_V1=0], command: --model m}}",
+    ],
+)
+def test_what_the_environment_sets_is_named(command: str) -> None:
+    """A command with VLLM_USE_V1=0 was scored without a word about it."""
+    notes = read_current(command, load_cluster("h100x8")).notes
+    assert "environment variables are not scored: VLLM_USE_V1" in notes
