@@ -169,7 +169,7 @@ def profile(
     if checkpoint is None:
         raise InputError("model", spec.name, "vLLM needs a model directory in Hugging Face layout: give one as `model`")
     if spec.is_encoder_decoder:
-        raise InputError("model", spec.name, "vLLM's plans are for decoder-only models")
+        raise InputError("model", spec.name, "xgpt plans for vLLM only with decoder-only models: use `engine=xgpt`")
     sizes = StepSizes.of(spec, cluster, dtype)
     jobs = in_passes(points(spec.max_context, sizes), lambda point: point.step_tokens)
     log, vllm_version = _run(spec, cluster, dtype, checkpoint, sizes, [job.group for job in jobs], progress)
@@ -284,7 +284,9 @@ def fit(
     missing = [point for point, seconds in times.items() if not seconds]
     if missing:
         point = missing[0]
-        raise MachineError(f"vLLM's log has no {point.kind} step of {point.batch} requests with {point.length} tokens")
+        raise MachineError(
+            f"vLLM's log has no {point.kind} step of {point.batch} requests with {point.length} tokens; profile again"
+        )
     step = {point: statistics.mean(seconds) for point, seconds in times.items() if point.kind != "pieces"}
 
     head = _Line({1: 0.0} | {n: _more(step[_decode(n)], step[Probe("encode", 1, n)]) for n in HEAD_BATCHES})

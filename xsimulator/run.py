@@ -264,7 +264,10 @@ def _first_of(
     replica_trace = share_of_replica(trace, plan)
     if len(replica_trace.input) < total:
         raise InputError(
-            "requests", num_requests, f"the trace has {len(replica_trace.input)} requests, but {total} are needed"
+            "requests",
+            num_requests,
+            f"with those before and after, {total} requests a replica are needed, but the trace has "
+            f"{len(replica_trace.input)}: ask for fewer",
         )
     times = None if arrivals is None else arrivals.times(total, rng, 1 / plan.replicas)
     return TraceLengths(replica_trace.input[:total], replica_trace.output[:total], times, replica_trace.prefixes)

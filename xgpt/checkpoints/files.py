@@ -211,7 +211,7 @@ def weight_files(directory: Path) -> list[Path]:
             "model", str(index), f"it is not a safetensors index ({error!r}); fetch the checkpoint again"
         ) from None
     if not shards:
-        raise InputError("model", str(index), "its weight_map must name the tensors")
+        raise InputError("model", str(index), "its weight_map names no tensors; fetch the checkpoint again")
     for shard, tensor in shards.items():
         if Path(shard).name != shard or not shard.endswith(".safetensors"):
             accepted = f"{tensor} must be in a *.safetensors file in the same directory"

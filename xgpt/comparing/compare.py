@@ -144,12 +144,14 @@ def compare(
         running_problem = _as_run(request, problem, running, progress)
         if running_problem.engine != problem.engine:
             assert running_problem.engine is not None
-            notes = (*notes, f"the current deployment is scored with {running_problem.engine.name}, unlike the plans")
+            ours = "no particular engine" if problem.engine is None else problem.engine.name
+            scored_with = f"the current deployment is scored with {running_problem.engine.name}, the plans with {ours}"
+            notes = (*notes, scored_with)
         if not _has_types(problem, running) and running_problem is not problem:
             weights, kv = types_of(problem, running)
             notes = (
                 *notes,
-                f"the current deployment is scored with weights in {weights} and K/V in {kv}, unlike the plans",
+                f"only the current deployment is scored with weights in {weights} and K/V in {kv}",
             )
         try:
             scored = score_current(running_problem, running, longest)

@@ -44,10 +44,10 @@ def fleet_report(fleet: FleetPlan) -> str:
             for kind in fleet.kinds
         ],
         proof=(
-            f"{fleet.num_requests:,} requests simulated; shares are for bounds reduced by the headroom. Planned for "
-            f"{fleet.load_factor:.2f} times the load, the smallest factor tried under which enough requests keep the "
-            f"bounds. With free and instantaneous changes, no fleet costs less than {fleet.least_cost:.4g}"
-            f"{'' if fleet.is_priced else ' device-hours'}."
+            f"{fleet.num_requests:,} requests simulated; shares count requests that keep the bounds less the "
+            f"headroom. Planned for {fleet.load_factor:.2f} times the load, the smallest factor tried under which "
+            "enough requests keep the bounds. Even if starts and stops were free and immediate, no fleet would cost "
+            f"less than {fleet.least_cost:.4g}{'' if fleet.is_priced else ' device-hours'}."
         ),
     )
 

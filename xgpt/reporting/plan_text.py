@@ -16,12 +16,12 @@ from xsimulator.forecast import FORECASTS
 
 TIMED_WORDS = {
     "layer_s": "the time to launch a layer",
-    "step_s": "the loop's time for each step",
-    "request_s": "the loop's time for each request",
+    "step_s": "the engine loop's time for each step",
+    "request_s": "the engine loop's time for each request",
     "uncaptured": "the slow-down of steps without CUDA graphs",
     "mixing": "the slow-down of decodes in steps with prompts",
     "before_admission_s": "a request's time in the API server",
-    "layer_path_s": "a request's time for each layer outside the loop",
+    "layer_path_s": "a request's time for each layer outside the engine loop",
     "tokenise_s": "the time to tokenise prompts",
 }
 """Descriptions of the figures in `xgpt.core.schema.engine.TIMED`."""
@@ -109,7 +109,7 @@ def engine_in_words(plan: Plan) -> list[str]:
     lines = [": ".join([f"engine: {engine.name}", *([", ".join(parts)] if parts else [])])]
     if timed := engine.borrowed:
         named = ", ".join(TIMED_WORDS[name] for name in timed)
-        lines.append(f"taken from another engine or version than {engine.name}: {named}")
+        lines.append(f"not measured on {engine.name} but taken from another engine or version: {named}")
     return lines
 
 
@@ -314,7 +314,7 @@ def reuse_in_words(plan: Plan) -> list[str]:
     blocks = min(stage.kv_blocks for stage in plan.stages if stage.lane != "decode")
     line = (
         f"reuse: {reuse.share:.0%} of prompt tokens are cached ({reuse.most_share:.0%} with unlimited memory), in "
-        f"{reuse.kept_blocks} of {blocks} K/V blocks; outputs need the others"
+        f"{reuse.kept_blocks} of {blocks} K/V blocks; running requests need the others"
     )
     if reuse.alone:
         gain = maximised(plan) / reuse.alone - 1
@@ -471,4 +471,4 @@ def speculation_in_words(plan: Plan, ahead: Mapping[int, float]) -> Iterator[str
         f"of which {speculation.tokens_per_step - 1:.2f} are accepted{others}"
     )
     if isinstance(plan.policy, ChunkedSettings):
-        yield f"a step with its draft tokens holds {plan.step_tokens(plan.policy.token_budget)} tokens"
+        yield f"together with draft tokens, a step holds {plan.step_tokens(plan.policy.token_budget)} tokens"

@@ -292,7 +292,10 @@ def open_tracer(endpoint: str | None) -> Tracer | None:
     except ImportError as error:
         if endpoint is None:
             # An administrator may set these variables for all programs on a cluster.
-            logging.getLogger(__name__).warning("traces are off", extra={"fields": {"reason": str(error)}})
+            logging.getLogger(__name__).warning(
+                "no OpenTelemetry traces are sent, since the library is not installed",
+                extra={"fields": {"reason": str(error)}},
+            )
             return None
         raise InputError("otlp_endpoint", endpoint, "install OpenTelemetry: pip install 'xgpt-serve[otel]'") from None
     return Tracer.to(endpoint)

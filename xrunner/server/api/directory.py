@@ -37,7 +37,7 @@ def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, dict[str, Any]] | None:
         tokenizer.no_padding()
         _add_tokens(tokenizer, settings)
     except (OSError, ValueError, TypeError) as error:
-        raise InputError("tokenizer", str(path), f"it cannot be read: {error}") from None
+        raise InputError("tokenizer", str(path), f"it cannot be read: {error}; fetch the checkpoint again") from None
     return tokenizer, settings
 
 
@@ -53,7 +53,9 @@ def read_settings(checkpoint: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError("tokenizer_config", str(path), f"it cannot be read as JSON: {error}") from None
+        raise InputError(
+            "tokenizer_config", str(path), f"it cannot be read as JSON: {error}; fetch the checkpoint again"
+        ) from None
     if not isinstance(config, dict):
         raise InputError("tokenizer_config", str(path), "it must contain a JSON object")
     return config

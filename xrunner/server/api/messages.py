@@ -248,7 +248,9 @@ def _tool(tool: ClientTool) -> Tool:
 def _choice(choice: Choosing) -> ToolChoice:
     """Return the chat's `tool_choice`. Raises ApiError (400)."""
     if choice.type == "tool":
-        return NamedTool(NamedFunction(choice.name or refuse("tool_choice", "a tool needs a name")))
+        return NamedTool(
+            NamedFunction(choice.name or refuse("tool_choice", "the choice tool needs a name; send the tool's name"))
+        )
     return "required" if choice.type == "any" else choice.type
 
 

@@ -150,7 +150,7 @@ def _explained(says: str, kind: Any) -> str:
     if match := re.fullmatch(r"Expected `str` matching regex '.*' - at `\$\.(.+)`", says):
         return f"{match[1]}: a function's name has 1 to 128 letters, digits, _, . and -"
     if match := re.fullmatch(r"Invalid value '(\w+)' - at `\$\.(\w+)\[.*content\[.*\.type`", says):
-        return f"{match[2]}: this server accepts only text, not {match[1]!r}"
+        return f"{match[2]}: this server accepts only text, not {match[1]!r}; send text"
     if match := re.fullmatch(r"Invalid (?:enum )?value '.*' - at `\$(\..+)`", says, re.DOTALL):
         return says + _accepted(kind, match[1])
     if match := re.fullmatch(r"(Expected .*) - at `\$\.(.+)`", says):

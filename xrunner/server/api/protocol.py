@@ -639,7 +639,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
             return
         allowed = {tool.function.name for tool in choice.allowed_tools.tools}
         if missing := allowed - {tool.function.name for tool in self.tools or ()}:
-            refuse("tool_choice", f"there is no function {quoted(min(missing))} among tools")
+            refuse("tool_choice", f"there is no function {quoted(min(missing))} among tools; send its tool")
         self.tools = [tool for tool in self.tools or () if tool.function.name in allowed]
         self.tool_choice = choice.allowed_tools.mode
 
@@ -649,7 +649,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
             refuse("tools", "two functions have the same name; rename one")
         choice = self.tool_choice
         if isinstance(choice, NamedTool) and choice.function.name not in names:
-            refuse("tool_choice", f"there is no function {quoted(choice.function.name)} among tools")
+            refuse("tool_choice", f"there is no function {quoted(choice.function.name)} among tools; send its tool")
         if choice == "required" and not names:
             refuse("tool_choice", "required needs tools to call; send tools")
 

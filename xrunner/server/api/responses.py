@@ -130,7 +130,7 @@ class ResponsesRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
         toolbox = Toolbox(self.tools or (), self.tool_choice)
         is_scored = WITH_LOGPROBS in (self.include or ())
         chat = ChatRequest(
-            messages=[*instructions, *_messages(self.input)] or refuse("input", "it is empty"),
+            messages=[*instructions, *_messages(self.input)] or refuse("input", "it is empty; send at least one item"),
             max_tokens=self.max_output_tokens,
             logprobs=is_scored or None,
             top_logprobs=self.top_logprobs if is_scored else None,
