@@ -316,7 +316,7 @@ def test_dtype_that_the_config_leaves_out_is_that_of_the_weights(small_opt, tmp_
         ("llama-grouped", {"mlp_bias": True}, "mlp_bias: True"),
         ("llama-grouped", {"head_dim": 15}, "even"),
         ("llama-grouped", {"num_key_value_heads": 3}, "does not divide"),
-        ("llama-grouped", {"rope_parameters": {"rope_type": "dynamic"}}, "known types: default, linear, llama3, yarn"),
+        ("llama-grouped", {"rope_parameters": {"rope_type": "dynamic"}}, "supports only default, linear, llama3, yarn"),
         ("llama-grouped", {"rope_parameters": {"rope_type": "yarn", "factor": "4"}}, "rope factor: '4'.*above 0"),
         ("llama-grouped", {"rope_parameters": {"rope_type": "linear", "factor": float("inf")}}, "rope factor: inf"),
         ("llama-grouped", {"rope_parameters": {"rope_type": "llama3"}}, "factor is missing"),
