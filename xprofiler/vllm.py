@@ -248,7 +248,7 @@ def _run(
 
 
 def _times(log: list[StepRecord], jobs: Sequence[Probe]) -> dict[Probe, list[float]]:
-    """Return the seconds of every step of each point, without the first pass. The steps in the log have the same order
+    """Return the seconds of each point's timed steps, without the first pass. The steps in the log have the same order
     as `jobs`.
     """
     job_of = [index for index, job in enumerate(jobs) for _ in range(job.num_requests)]

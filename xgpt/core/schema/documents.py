@@ -55,7 +55,7 @@ class CompareOutput(Frozen):
     log with its recorded arrival times.
     """
     command: str | None = None
-    """The command with which the engine runs its best plan by itself. Null means that the plan needs xgpt's scheduler.
+    """The command that runs the best of the plans that do not need xgpt's scheduler. Null means that all plans need it.
     """
     measured: dict[str, BenchReport]
     """By policy, the figures of each plan that were measured on this machine."""
