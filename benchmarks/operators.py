@@ -25,7 +25,7 @@ from xgpt.core.schema import ClusterSpec, DType, Efficiency, ModelSpec
 from xgpt.resolve import load_cluster, load_model
 from xprofiler import imported
 from xprofiler.analytic import A40_EFFICIENCY, Kernels, tp_degrees
-from xprofiler.imported import product_shapes
+from xprofiler.imported import attention_shapes, ffn_shapes
 
 CLUSTERS = ("a100x16", "h100x8", "h200x8", "b200x8", "b300x8", "gb200x4", "l40sx8", "rtx-pro-6000x8")
 DTYPES: tuple[DType, ...] = ("bfloat16", "float8")
@@ -84,7 +84,9 @@ def points(cluster: ClusterSpec, dtype: DType) -> dict[str, list[Point]]:
 
 def _of_model(spec: ModelSpec, t: int, tables: imported.Tables, found: dict[str, list[Point]]) -> None:
     heads, kv_heads, dim = spec.num_heads // t, max(1, spec.num_kv_heads // t), spec.head_dim
-    for n, k in product_shapes(spec, t):
+    attention = spec.kinds[0].attention
+    assert attention is not None
+    for n, k in (*attention_shapes(spec, attention, t), *ffn_shapes(spec, spec.ffn_size // t)):
         seconds = tables.product(TOKENS, n, k)
         found["matrix product"] += [
             (lambda kernels, m=m, n=n, k=k: kernels.matrix(m, n * k), float(s))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from xgpt.checkpoints import hub
 from xgpt.core.errors import InputError
-from xgpt.core.io import load_json, parse_arguments
+from xgpt.core.io import load_json
 from xgpt.core.schema import EngineKind, Pinned, Plan, Profile
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.workload import ArrivalProcess
@@ -39,6 +39,7 @@ from xgpt.requests import (
     ServeFields,
     SimulateRequest,
     as_plan_request,
+    parse_arguments,
     plan_request,
     request_of,
 )

@@ -23,10 +23,11 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationError,
 )
 
 from xgpt.core.errors import InputError
-from xgpt.core.io import parse_arguments
+from xgpt.core.refusals import refusal
 from xgpt.core.schema import (
     AdmissionOrder,
     Batching,
@@ -606,6 +607,18 @@ REQUESTS: dict[str, type[RequestBase]] = {
     "report": ReportRequest,
 }
 """The request of each command."""
+
+
+def parse_arguments(given: dict[str, Any], type_: type[R]) -> R:
+    """Return the request with a function's keyword arguments.
+
+    Raises:
+        InputError: an argument is not accepted or not known. The message names the first such argument, in one line.
+    """
+    try:
+        return type_.model_validate(given)
+    except ValidationError as error:
+        raise refusal(error, type_, given) from None
 
 
 def request_of(type_: type[R], asked: dict[str, Any]) -> R:

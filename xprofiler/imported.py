@@ -261,7 +261,7 @@ class ImportedLayers:
                 each = (tables.product(TOKENS, *shape, dtype, finds_scales=finds_scales) for shape in shapes)
                 return encode, decode, sum(each, np.zeros(len(TOKENS)))
         elif attention.indexer is None and attention.compression == 1:
-            products = self._in_turn(_attention_shapes(self.spec, attention, t), dtype, finds_scales=finds_scales)
+            products = self._in_turn(attention_shapes(self.spec, attention, t), dtype, finds_scales=finds_scales)
             encode = tables.attention("context", heads, kv_heads, attention.head_dim, slower)
             decode = tables.attention("generation", heads, kv_heads, attention.head_dim)
             return (
@@ -293,7 +293,7 @@ class ImportedLayers:
 
         def block(width: int, part: Part) -> Array:
             dtype, finds_scales = self.format_of(part)
-            return self._in_turn(_ffn_shapes(spec, width), dtype, finds_scales=finds_scales)
+            return self._in_turn(ffn_shapes(spec, width), dtype, finds_scales=finds_scales)
 
         found = block(kind.ffn_size // t, "dense") if kind.ffn_size else np.zeros(len(TOKENS))
         if experts is None:
@@ -352,14 +352,7 @@ def head(spec: ModelSpec, tables: Tables, kernels: analytic.Kernels, t: int) -> 
     return Curve(points=analytic.BATCHES, seconds=tuple(seconds.tolist()))
 
 
-def product_shapes(spec: ModelSpec, t: int) -> list[tuple[float, float]]:
-    """Return (n, k) of the matrix products of a layer without experts on one of t devices: [m, k] times [k, n]."""
-    attention = spec.kinds[0].attention
-    assert attention is not None
-    return [*_attention_shapes(spec, attention, t), *_ffn_shapes(spec, spec.ffn_size // t)]
-
-
-def _attention_shapes(spec: ModelSpec, attention: Attention, t: int) -> list[tuple[float, float]]:
+def attention_shapes(spec: ModelSpec, attention: Attention, t: int) -> list[tuple[float, float]]:
     heads, kv_heads = attention.num_heads // t, max(1, attention.num_kv_heads // t)
     out = heads * attention.values
     kept = kv_heads * (attention.head_dim + attention.values * attention.has_values) if attention.keeps else 0
@@ -378,7 +371,7 @@ def _values(recurrent: Recurrent) -> float:
     return float(np.sqrt(recurrent.state_elements * recurrent.num_heads))
 
 
-def _ffn_shapes(spec: ModelSpec, width: int) -> list[tuple[float, float]]:
+def ffn_shapes(spec: ModelSpec, width: int) -> list[tuple[float, float]]:
     return [((2 if spec.gated_ffn else 1) * width, spec.hidden_size), (spec.hidden_size, width)]
 
 

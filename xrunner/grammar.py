@@ -80,13 +80,13 @@ def choice_grammar(choices: Sequence[str]) -> str:
     return f"start: {' | '.join(map(json.dumps, choices))}"
 
 
-def any_of(opened: Mapping[str, dict[str, Any]], end: str) -> str:
-    """Return Lark alternatives, each of which is an opening, a value of the opening's JSON schema, and `end`.
+def any_of(opened: Mapping[str, dict[str, Any]]) -> str:
+    """Return Lark alternatives, each of which is an opening, a value of the opening's JSON schema, and "}".
 
     Args:
         opened: schemas by openings. Each schema is a separate document, within which `$ref` is resolved.
     """
-    ways = (f"{json.dumps(opening)} {json_rule(schema)} {json.dumps(end)}" for opening, schema in opened.items())
+    ways = (f'{json.dumps(opening)} {json_rule(schema)} "}}"' for opening, schema in opened.items())
     return " | ".join(ways)
 
 
@@ -125,8 +125,8 @@ def tagged_grammar(trigger: str | int, called: str, free: Collection[int] = ()) 
     return f"{_free_text(free)}{tag}\n{called}\n"
 
 
-def opened_grammar(opened: Mapping[str, dict[str, Any]], end: str, free: Collection[int] = ()) -> str:
-    """Return the grammar of text in which each of several openings is followed by a value of its JSON schema and `end`.
+def opened_grammar(opened: Mapping[str, dict[str, Any]], free: Collection[int]) -> str:
+    """Return the grammar of text in which each of several openings is followed by a value of its JSON schema and "}".
 
     Args:
         opened: schemas by openings. All other text is free.
@@ -134,7 +134,7 @@ def opened_grammar(opened: Mapping[str, dict[str, Any]], end: str, free: Collect
     """
     rules = [f"tag: {' | '.join(f'tag_{number}' for number in range(len(opened)))}"]
     for number, (opening, schema) in enumerate(opened.items()):
-        rules.append(f"tag_{number}: trigger_{number} {json_rule(schema)} {json.dumps(end)}")
+        rules.append(f'tag_{number}: trigger_{number} {json_rule(schema)} "}}"')
         rules.append(f"trigger_{number}[lazy]: TEXT {json.dumps(opening)}")
     return _free_text(free) + "\n".join(rules) + "\n"
 

@@ -92,18 +92,6 @@ def parse(data: Any, type_: type[T], field: str) -> T:
         raise refusal(error, type_, data, field) from None
 
 
-def parse_arguments(given: dict[str, Any], type_: type[T]) -> T:
-    """Return a function's keyword arguments, validated as `type_`.
-
-    Raises:
-        InputError: an argument is not accepted or not known. The message names the first such argument, in one line.
-    """
-    try:
-        return type_.model_validate(given)
-    except ValidationError as error:
-        raise refusal(error, type_, given) from None
-
-
 def load_cluster_yaml(path: Path) -> Any:
     """Return a cluster's document. If the document names a device, the name is replaced by the device's document.
 

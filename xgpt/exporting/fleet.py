@@ -15,7 +15,16 @@ from xgpt.exporting.kubernetes import (
     num_nodes,
     replica_files,
 )
-from xgpt.exporting.pods import MAX_CONFIG_BYTES, PORT, USER, Names, Object, container_security, of_secret, to_yaml
+from xgpt.exporting.pods import (
+    MAX_CONFIG_BYTES,
+    PORT,
+    Names,
+    Object,
+    container_security,
+    of_secret,
+    pod_security,
+    to_yaml,
+)
 
 PLACE = "/etc/xgpt/fleet"
 METRIC_PORT = 8471
@@ -125,12 +134,7 @@ def _pod(fleet: FleetPlan, name: str, base: str) -> Object:
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": pod_security(),
         "containers": [
             {
                 "name": "recommender",

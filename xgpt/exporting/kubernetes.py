@@ -18,7 +18,6 @@ from xgpt.exporting.pods import (
     ETC,
     LEAVE_S,
     PORT,
-    USER,
     Names,
     Object,
     PodSpec,
@@ -139,7 +138,7 @@ def replica_files(plan: Plan, names: Names) -> dict[str, str]:
         "# Only pods of this namespace may send requests (NetworkPolicy). Start: kubectl apply -k .\n"
     )
     files = {"xgpt.yaml": to_yaml(objects, comment), "kustomization.yaml": kustomization(["xgpt.yaml"])}
-    return files | ({"Dockerfile": vllm_dockerfile(plan, image, USER)} if in_vllm else {})
+    return files | ({"Dockerfile": vllm_dockerfile(plan, image)} if in_vllm else {})
 
 
 def deployment(plan: Plan, selector: Mapping[str, str], spec: Object, meta: Object) -> Object:

@@ -118,7 +118,7 @@ def dynamo_files(plan: Plan) -> dict[str, str]:
     return {
         "dynamo.yaml": pods.to_yaml(objects, comment),
         "kustomization.yaml": kustomization(["dynamo.yaml"]),
-        "Dockerfile": vllm_dockerfile(plan, image, pods.USER, f"{DYNAMO_IMAGE}:{DYNAMO}"),
+        "Dockerfile": vllm_dockerfile(plan, image, f"{DYNAMO_IMAGE}:{DYNAMO}"),
     }
 
 
@@ -153,7 +153,7 @@ def llmd_files(plan: Plan) -> dict[str, str]:
         "llm-d.yaml": pods.to_yaml(objects, comment),
         "kustomization.yaml": kustomization(["llm-d.yaml"]),
         "router.values.yaml": pods.to_yaml([values]),
-        "Dockerfile": vllm_dockerfile(plan, image, pods.USER),
+        "Dockerfile": vllm_dockerfile(plan, image),
     }
 
 

@@ -162,13 +162,7 @@ def pod(plan: Plan, names: Names, work: PodSpec, *, fetches: bool = True) -> Obj
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,  # Kubernetes' variables for services could have the same names as vLLM's
         "terminationGracePeriodSeconds": LEAVE_S + DRAIN_S + SPARE_S,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "fsGroup": USER,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": pod_security() | {"fsGroup": USER},
         **({"initContainers": [_fetching(str(model_id), names, work.image)]} if fetch else {}),
         "containers": [_container(plan, names, work, has_model=model_id is None or fetches)],
         "volumes": volumes,
@@ -222,6 +216,12 @@ def _fetching(model_id: str, names: Names, image: str) -> Object:
             {"name": "scratch", "mountPath": SCRATCH},
         ],
     }
+
+
+def pod_security() -> Object:
+    """Return a security context with which a pod's containers run as a user without privileges."""
+    user = {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER}
+    return user | {"seccompProfile": {"type": "RuntimeDefault"}}
 
 
 def container_security() -> Object:
@@ -364,7 +364,7 @@ def beside_vllm(plan: Plan) -> list[str]:
     return [*map(pinned, BESIDE_VLLM), *[NIXL_PACKAGE] * moves_kv]
 
 
-def vllm_dockerfile(plan: Plan, image: str, user: int, base: str | None = None) -> str:
+def vllm_dockerfile(plan: Plan, image: str, base: str | None = None) -> str:
     """Return the Dockerfile of an image with xgpt next to vLLM.
 
     Args:
@@ -378,7 +378,7 @@ def vllm_dockerfile(plan: Plan, image: str, user: int, base: str | None = None) 
         f"FROM {base or f'vllm/vllm-openai:v{TESTED_VERSION}'}\n{'' if base is None else check}"
         f"COPY {WHEEL} /tmp/\n"
         f"RUN pip install {' '.join(beside_vllm(plan))} && pip install --no-deps /tmp/{WHEEL}\n"
-        f"USER {user}\n"
+        f"USER {USER}\n"
     )
 
 

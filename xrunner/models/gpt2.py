@@ -29,10 +29,12 @@ class Gpt2Model(DecoderModel):
     checkpoint_transposed = True
 
     first_modules = ("token_embedding", "position_embedding")
+    first_position: ClassVar[int] = 0
+    """First row of the position table that is used."""
 
     def __init__(self, spec: ModelSpec, empty: Empty = torch.empty) -> None:
         super().__init__(spec, empty)
-        self.position_embedding = Embedding(empty, spec.max_context, spec.hidden_size)
+        self.position_embedding = Embedding(empty, spec.max_context, spec.hidden_size, self.first_position)
 
     def attention(self, empty: Empty, layer: int) -> nn.Module:
         return SelfAttention(empty, self.spec, qkv_bias=True, out_bias=True)

@@ -199,9 +199,6 @@ class RowPool(Pool):
 class RowSchedule(OneLane):
     """The schedule of static batches in rows on one device. A micro-batch is a whole batch. One step runs at a time."""
 
-    def fresh(self) -> RowSchedule:
-        return RowSchedule(self.settings, self.pool.fresh(), self.stages)
-
     def next_step(self, lane: LaneName = "both") -> Step | None:
         if any(batch.steps_under_way for batch in self._batches):
             return None

@@ -22,6 +22,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from itertools import chain
+from typing import Self
 
 from xgpt.core.policies.blocks import NO_CHAINS
 from xgpt.core.policies.lane_settings import LaneSettings
@@ -162,8 +163,8 @@ class OneLane(Schedule):
             self.pool.forecast.restart(self._batches[number])
         return True
 
-    def fresh(self) -> OneLane:
-        return OneLane(self.settings, self.pool.fresh(), self.stages)
+    def fresh(self) -> Self:
+        return type(self)(self.settings, self.pool.fresh(), self.stages)
 
     def next_step(self, lane: LaneName = "both") -> Step | None:
         if self.settings.refill_when_empty:

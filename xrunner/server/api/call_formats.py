@@ -66,7 +66,7 @@ class CallFormat(ABC):
 
     def call(self, schemas: Schemas) -> str:
         """Return the rule `answer` of an output that is exactly one call's object, without marks."""
-        return f"answer: {any_of({self.begin(name): schema for name, schema in schemas.items()}, '}')}\n"
+        return f"answer: {any_of(self.opened(schemas))}\n"
 
     def answer(self, schemas: Schemas | None, formatted: dict[str, Any]) -> str:
         """Return the rule `answer` of an output that is a JSON value or, with `schemas`, calls."""
@@ -97,6 +97,10 @@ class CallFormat(ABC):
     def begin(self, name: str) -> str:
         """Return the part of a call's object before its arguments."""
         return f'{{"name": {json.dumps(name)}, "{self.arguments}": '
+
+    def opened(self, schemas: Schemas) -> Schemas:
+        """Return the schemas of arguments by the parts of the calls' objects before them."""
+        return {self.begin(name): schema for name, schema in schemas.items()}
 
     def new_id(self) -> str:
         return f"call_{uuid.uuid4().hex[:24]}"
@@ -143,7 +147,7 @@ class ObjectCalls(CallFormat):
         A mark by itself does not start a call: a text may mention the mark, and models also write other things after
         it.
         """
-        return opened_grammar({self.begin(name): schema for name, schema in schemas.items()}, "}", self.free)
+        return opened_grammar(self.opened(schemas), self.free)
 
     def only(self, schemas: Schemas) -> str:
         opening, closing = (self.terms(mark) if mark else "" for mark in (self.mark, self.closing))
