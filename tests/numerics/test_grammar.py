@@ -197,7 +197,7 @@ def test_texts_and_chats_become_tokens_and_back(target: Target) -> None:
         ({"response_format": formatted(SCHEMA), "ignore_eos": True}, "ignore_eos"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "the same name"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "other"),
-        ({"tool_choice": "required"}, "no tools"),
+        ({"tool_choice": "required"}, "needs tools to call"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
     ],
 )
