@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.benchmark import Drawn, Load, replayed
-from xgpt.core.errors import XgptError
+from xgpt.core.errors import InfeasibleError, XgptError
 from xgpt.core.machine import num_cores
 from xgpt.core.progress import Progress, silent
 from xgpt.core.schema import (
@@ -99,7 +100,10 @@ def as_served(
     except XgptError as error:
         progress(1, 1, f"the short load could not be served: {error}")
         return profile
-    if len(steps.seconds) < LEAST_STEPS:
+    if (count := len(steps.seconds)) < LEAST_STEPS:
+        progress(
+            1, 1, f"the profile is not fitted to the short load: it has {count} steps, and {LEAST_STEPS} are needed"
+        )
         return profile
     busier = max(profile.others, others, key=lambda cores: sum(cores.values()))
     return _fitted(profile, steps).but(others=busier)
@@ -143,7 +147,7 @@ def _load_for(profile: Profile | ProfileRef, cluster: ClusterSpec) -> _Load:
 
 
 def _plan(profile: Profile, spec: ModelSpec, checkpoint: Path | None, cluster: ClusterSpec) -> Plan:
-    """Return a plan whose steps have many sizes."""
+    """Return a plan whose steps have many sizes. Its largest batch is halved until its K/V fit into the memory."""
 
     def equally_often(lengths: tuple[int, ...]) -> Histogram:
         some = sorted({min(length, spec.max_context // 4) for length in lengths})
@@ -157,10 +161,17 @@ def _plan(profile: Profile, spec: ModelSpec, checkpoint: Path | None, cluster: C
         workload=Workload(name="served", input=equally_often(INPUTS), output=equally_often(OUTPUTS)),
         profile=profile,
         constraint=Constraint(latency_bound_s=None),
-        fixed={"token_budget": load.token_budget, "max_batch": load.max_batch},
     )
-    (plan,) = plan_each(problem, "chunked").values()
-    return plan
+    max_batch = load.max_batch
+    while True:
+        fixed = {"token_budget": load.token_budget, "max_batch": max_batch}
+        try:
+            (plan,) = plan_each(replace(problem, fixed=fixed), "chunked").values()
+            return plan
+        except InfeasibleError:
+            if max_batch == 1:
+                raise
+            max_batch //= 2
 
 
 def _fitted(profile: Profile, steps: Steps) -> Profile:

@@ -158,6 +158,14 @@ def test_a_profile_of_vllm_is_fitted_to_a_load_in_vllm(of_vllm: Profile, monkeyp
     assert before.ratio > 1.15 and after.ratio == pytest.approx(1.0, abs=0.02)
 
 
+def test_the_load_has_smaller_batches_if_memory_is_short() -> None:
+    """A model of 61 GiB on a GPU of 80 GB was not fitted: 512 requests did not fit beside its weights."""
+    (spec, _), cluster = load_model("qwen3-32b"), load_cluster("h100x1")
+    profile = analytic.profile(spec, cluster, "bfloat16").model_copy(update={"source": "measured", "engine": "vllm"})
+    policy = served_profile._plan(profile, spec, None, cluster).policy
+    assert policy.kind == "chunked" and 16 <= policy.max_batch < 512
+
+
 def test_on_several_gpus_one_serves_the_load_of_vllm(of_vllm: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     serve, plans = serving_at(1.2, of_vllm), []
     monkeypatch.setattr(
@@ -172,6 +180,22 @@ def test_a_new_profile_of_vllm_is_fitted(of_vllm: Profile, monkeypatch: pytest.M
     local = load_cluster("local")
     found = new_profile("llama-3.1-8b", local, engine="vllm", as_served=lambda profile, *_: profile.but(spread=0.123))
     assert found.spread == 0.123
+
+
+def test_a_load_in_which_the_engine_was_replaced_is_not_used(
+    measured: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new vLLM counts its steps from 0, so the log replays only to its second step. Nothing said so."""
+    serve = serving_at(1.2, measured)
+
+    def replayed(*given: Any, **named: Any) -> Replayed:
+        found = serve(*given, **named)
+        return found._replace(log=[*found.log[:100], *found.log])
+
+    said: list[str] = []
+    monkeypatch.setattr(served_profile, "replayed", replayed)
+    assert as_served(measured, SPEC, None, ONE, lambda *told: said.append(told[2])) == measured
+    assert "it has 1 steps, and 100 are needed" in said[-1]
 
 
 def test_without_it_plans_leave_more_room_and_say_so(measured: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
