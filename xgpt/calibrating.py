@@ -221,7 +221,7 @@ def read_loads(path: Path) -> list[MeasuredLoad]:
         raise InputError("measured", str(path), f"none of its requests completed{_failures(data)}") from None
     if not found:
         known = "`vllm bench serve --save-result`, AIPerf (profile_export_aiperf.json), guidellm (benchmarks.json)"
-        raise InputError("measured", str(path), f"it is not a result of {known} or genai-perf")
+        raise InputError("measured", str(path), f"it is no known result; give that of {known} or genai-perf")
     for load in found:
         for name, value in zip(NAMES, load.figures, strict=True):
             if not (np.isfinite(value) and value > 0):

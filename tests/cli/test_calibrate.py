@@ -137,7 +137,7 @@ def test_a_fit_finds_what_the_server_does_and_proves_it_on_loads_left_out(
 
 def test_a_file_that_is_no_result_is_refused(xgpt: Xgpt, plan: Path, tmp_path: Path) -> None:
     path = written(tmp_path / "other.json", {"a": 1})
-    assert "it is not a result of `vllm bench serve" in xgpt.fails(2, "calibrate", str(plan), str(path))
+    assert "it is no known result; give that of `vllm bench serve" in xgpt.fails(2, "calibrate", str(plan), str(path))
     lacking = vllm(8, 1.0, 1.0, 1.0)
     del lacking["completed"]
     assert "it lacks completed" in xgpt.fails(2, "calibrate", str(plan), str(written(path, lacking)))

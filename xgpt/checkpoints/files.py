@@ -47,7 +47,7 @@ def read_spec(directory: Path) -> ModelSpec:
             directory contains an adapter.
     """
     if _read_object(directory / "config.json") is None:
-        raise InputError("model", str(directory), "the directory must contain a config.json")
+        raise InputError("model", str(directory), "the directory must contain a config.json; give that of a checkpoint")
     if (adapter := directory / "adapter_config.json").is_file():
         raise InputError(
             "model", str(adapter), "adapters are not supported: merge this one into the weights, or remove it"

@@ -464,8 +464,8 @@ def fleet_summary(fleet: FleetPlan) -> Iterator[object]:
     yield costs_table(fleet)
     over, gap = fleet.constant.figures.cost / max(fleet.planned.cost, 1e-12) - 1, 100 * fleet.gap
     yield (
-        f"planned for {fleet.load_factor:.2f} times the load: of the factors that were tried, the smallest with which "
-        f"{share} of the requests keep the bounds"
+        f"planned for {fleet.load_factor:.2f} times the load, the smallest factor tried under which {share} of the "
+        "requests keep the bounds"
     )
     yield (
         f"proof: even a fleet that knew the whole day in advance would cost at most {gap:.2f}% less; if starting and "

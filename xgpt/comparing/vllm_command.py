@@ -274,7 +274,7 @@ def _length(text: str) -> int | None:
 
 def _check_quantization(weights: str | None) -> None:
     if weights is not None and weights not in (*EIGHT_BIT_WEIGHTS, *STORED):
-        scored = f"xgpt scores {', '.join((*EIGHT_BIT_WEIGHTS, *STORED))}"
+        scored = f"xgpt scores only {', '.join((*EIGHT_BIT_WEIGHTS, *STORED))}"
         why = NO_TABLES if weights in tables()["quantizations"] else "vLLM has no such method"
         raise InputError("current: --quantization", weights, f"{why}; {scored}")
 

@@ -295,7 +295,7 @@ def _histogram(lengths: Histogram, label: str) -> Chart:
         mean,
         label,
         alt=f"histogram of {label}, mean {mean:.0f}",
-        caption=f"Planned share of requests by {label}, of which a request has at most {longest}.",
+        caption=f"Planned share of requests by {label}; the longest request has {longest}.",
     )
 
 

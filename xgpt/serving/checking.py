@@ -54,7 +54,7 @@ def located(plan: Plan, checkpoint: str | None = None) -> Plan:
     """
     if checkpoint is not None:
         if not Path(checkpoint).is_dir():
-            raise InputError("checkpoint", checkpoint, "there is no such directory")
+            raise InputError("checkpoint", checkpoint, "there is no such directory; check the path")
         return plan.but(checkpoint=os.path.abspath(checkpoint))
     if (model_id := hub.id_of(plan.checkpoint)) is not None:
         cached = hub.cached(model_id)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from xgpt.core.errors import InputError, MachineError
+from xgpt.core.errors import InputError, MachineError, reason_of
 from xgpt.core.network import address_text
 from xgpt.core.processes import free_port, too_often
 from xgpt.core.schema import Plan
@@ -302,7 +302,9 @@ async def admin_server(engine: EngineClient, model: ServedModel, port: int) -> A
         try:
             listener.bind((ADMIN_HOST, port))
         except OSError as error:
-            raise MachineError(f"port {port} of this machine is not available: {error}") from None
+            raise MachineError(
+                f"port {port} of this machine is not available: {reason_of(error)}; give another `admin_port`"
+            ) from None
         config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, ws="none", lifespan="off")
         server = _Server(config)
         serving = asyncio.create_task(server.serve([listener]))

@@ -130,7 +130,7 @@ class LauncherProcess:
         if interface is None:
             raise MachineError(
                 f"no network interface of this machine has the address {settings.host}, to which the workers' sockets "
-                "must bind"
+                "must bind; check --host and --master-addr"
             )
         environment = os.environ | {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
         if not os.environ.get("XGPT_DEBUG"):

@@ -202,7 +202,7 @@ class EngineOutputs:
         account, within_s = self._info.key.account, self._info.key.answer_within_s or limits.answer_within_s
         promise = reason = None
         if not engine.backlog.has_room(account, num_outputs, limits.max_waiting):
-            reason = f"{len(engine.backlog)} requests are already waiting; at most {limits.max_waiting} may"
+            reason = f"{len(engine.backlog)} requests are already waiting; at most {limits.max_waiting} may wait"
         elif within_s is not None and (expected_s := engine.answer_s(account, num_outputs)) is not None:
             promise = Promise(expected_s, within_s)
             if (answer_s := engine.backlog.caution * expected_s) > within_s:

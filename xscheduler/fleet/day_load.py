@@ -98,7 +98,7 @@ def read_day(path: Path, seed: int = 0) -> Day:
         return _drawn(parse(load_yaml(path, "trace"), DaySpec, "trace"), np.random.default_rng(seed))
     trace = read_lengths(path, "trace")
     if trace.timestamp_s is None:
-        raise InputError("trace", str(path), "a day's requests need their times: a column or field `timestamp`")
+        raise InputError("trace", str(path), "a day's requests need their times: add a column or field `timestamp`")
     requests = Requests(trace.input, trace.output, trace.timestamp_s)
     return Day(path.stem, requests, max(float(trace.timestamp_s[-1]), 1.0))
 

@@ -10,6 +10,7 @@ import datetime
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -153,7 +154,11 @@ def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
         answer = response.raise_for_status().json()
         running, observed = answer["plan"], answer["observed"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        says = f"HTTP {error.response.status_code}" if isinstance(error, httpx.HTTPStatusError) else str(error)
+        says = (
+            f"HTTP {error.response.status_code}"
+            if isinstance(error, httpx.HTTPStatusError)
+            else re.sub(r"^\[Errno -?\d+\] ", "", str(error))
+        )
         raise MachineError(
             f"{source}/plan does not answer with a plan and observed lengths: {says}; give the URL of a server that "
             "`xgpt serve` started"

@@ -130,7 +130,7 @@ def test_defaults_follow_the_device_and_are_said(cluster: str, seqs: int, tokens
         ("vllm serve m $FLAGS --port 80", "current: '.FLAGS' .* it is a shell variable"),
         ("vllm serve m -dp $((NODES * LOCAL))", "data-parallel-size: .* it is a shell variable"),
         ("vllm serve m --enforce_eager true", "'true' is not accepted; only flags and their values may follow"),
-        ("vllm serve m --quantization torchao", "has no step times for it; xgpt scores fp8"),
+        ("vllm serve m --quantization torchao", "has no step times for it; xgpt scores only fp8"),
         ("vllm serve m --runner pooling", "xgpt scores only models that generate tokens"),
         ("vllm serve m --attention-backend FLASHINFER", "the kernels that vLLM chooses by default"),
         ("vllm serve m --enable-lora", "step times with adapters"),
