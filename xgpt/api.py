@@ -345,9 +345,9 @@ def simulate(plan: Plan | PathLike, *, keep_steps: bool = False, **asked: Unpack
             "clients", request.clients, f"the plan has {plan.replicas} replicas: give at least one client for each"
         )
     if not request.own_times:
-        for name, value in (("num_requests", request.num_requests == "all" and "all"), ("since_s", request.since_s)):
-            if value:
-                raise InputError(name, value, "it needs `own_times`")
+        unset = {"num_requests": request.num_requests == "all", "since_s": request.since_s, "speed": request.speed != 1}
+        for name in (name for name, is_given in unset.items() if is_given):
+            raise InputError(name, getattr(request, name), "it needs `own_times`")
     if request.num_requests == "all":
         arrivals, num_requests = None, ALL_REQUESTS
     else:
@@ -361,6 +361,7 @@ def simulate(plan: Plan | PathLike, *, keep_steps: bool = False, **asked: Unpack
         request.seed,
         own_times=request.own_times,
         since_s=request.since_s,
+        speed=request.speed,
         clients=request.clients,
         keep_steps=keep_steps,
     )

@@ -138,6 +138,8 @@ class SimulateKeywords(LoadFields, ArrivalFields, total=False):
     """Replay a trace as recorded: each request arrives at its recorded time and has its own input and output length."""
     since_s: float | None
     """With `own_times`: begin the replay this many seconds after the trace's first request."""
+    speed: float | None
+    """With `own_times`: factor on the trace's arrival rate. With 2, all gaps between requests are half as long."""
 
 class CompareKeywords(ProblemRequest, total=False):
     current: str | PathLike[str] | None

@@ -399,6 +399,8 @@ class SimulateRequest(LoadFields, ArrivalFields):
     """Replay a trace as recorded: each request arrives at its recorded time and has its own input and output length."""
     since_s: Annotated[NonNegativeFloat, Option("--since", "S", "seconds_or_0")] = 0.0
     """With `own_times`: begin the replay this many seconds after the trace's first request."""
+    speed: Annotated[PositiveFloat, Option(metavar="FACTOR")] = 1.0
+    """With `own_times`: factor on the trace's arrival rate. With 2, all gaps between requests are half as long."""
 
 
 class EngineFields(RequestBase):

@@ -153,6 +153,7 @@ def run_simulation(
     *,
     own_times: bool = False,
     since_s: float = 0.0,
+    speed: float = 1.0,
     clients: int | None = None,
     keep_steps: bool = False,
 ) -> Simulated:
@@ -165,6 +166,7 @@ def run_simulation(
         own_times: whether to replay a trace with its recorded arrival times and pairs of lengths. The workload must be
             a trace.
         since_s: seconds after the trace's first request at which the replay begins.
+        speed: factor on the trace's arrival rate.
         clients: number of clients that send to all replicas in a closed loop. None means no closed loop.
         keep_steps: whether to return the steps even if more than `MANY_REQUESTS` requests are replayed. Such a replay
             then takes 0.6 ms for each request.
@@ -181,7 +183,7 @@ def run_simulation(
     if own_times:
         if not isinstance(workload, str) or not Path(workload).is_file() or arrivals is not None:
             raise InputError("own_times", own_times, "it needs a trace as `workload`, and no `arrival_rate_per_s`")
-        trace = read_lengths(Path(workload)).since(since_s)
+        trace = read_lengths(Path(workload)).since(since_s).faster(speed)
         counted = min(num_requests, len(trace.input)) > MANY_REQUESTS and not keep_steps
         if counted and (run := replay_by_counts(plan, profile, lengths, trace, num_requests)) is not None:
             return run

@@ -122,6 +122,8 @@ def test_long_replays_are_counted_with_the_times_of_the_engine(
         sum(float(row.split(",")[0]) >= 60 for row in rows) // replicas,
         20,
     )
+    faster = json.loads(xgpt(*replay, "--requests", "all", "--speed", "1.25").out)
+    assert faster["throughput_rps"] == pytest.approx(1.25 * exact["throughput_rps"], rel=0.02)
     monkeypatch.setattr("xsimulator.run.MANY_REQUESTS", 10)
     counted = json.loads(xgpt(*replay, "--requests", "all").out)
     assert counted.keys() == exact.keys() - {"itl_p99_s", "idle_share"}
@@ -132,6 +134,7 @@ def test_long_replays_are_counted_with_the_times_of_the_engine(
         (["--since", "1000", "--own-times", "--workload", "hour.csv"], "the trace ends after"),
         (["--since", "60"], "it needs --own-times"),
         (["--requests", "all"], "it needs --own-times"),
+        (["--speed", "2"], "it needs --own-times"),
         (["--requests", "many"], "a whole number of at least 1, or all"),
     ):
         ran = xgpt("simulate", "plan.json", *arguments)
