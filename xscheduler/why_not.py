@@ -154,6 +154,9 @@ def _not_held(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
         return InfeasibleError(
             f"fix: {fixed} needs {needed} devices, {have}; lower a degree, or take a larger cluster", binding="fix"
         )
+    if candidates.placements.num_devices == 1 and any("microbatches" in name for name in problem.fixed):
+        accepted = "only a pipeline over several devices has micro-batches: leave them out"
+        return InfeasibleError(f"fix: {fixed}: {accepted}", binding="fix")
     leave_out = "leave one of these out" if len(problem.fixed) > 1 else "leave it out"
     return InfeasibleError(
         f"fix: no schedule of {', '.join(kinds)} on {problem.cluster.name} fits in memory with {fixed}; {leave_out}",

@@ -462,6 +462,7 @@ def test_placements_are_held(xgpt: Xgpt) -> None:
         ("max_batch", 2, "write NAME=N"),
         ("tp=3", 1, "32 attention heads cannot be divided by 3"),
         ("max_batch=9999", 1, "fits in memory with max_batch=9999"),
+        ("microbatches=2", 1, "only a pipeline over several devices has micro-batches"),
     ],
 )
 def test_what_cannot_be_held_is_said_in_a_line(xgpt: Xgpt, fix: str, code: int, said: str) -> None:

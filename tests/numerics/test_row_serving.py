@@ -228,6 +228,10 @@ def test_what_cannot_run_in_rows_is_refused(checkpoint):
     orca = planned(problem_of(directory, 1), "orca")
     with pytest.raises(InputError, match="the plan is orca on 1 device; rows need a plan of whole batches"):
         ServeRequest(batching="rows").check_batching(orca)
+    static = static_plan(directory)
+    parts = static.model_copy(update={"policy": static.policy.model_copy(update={"encode_microbatches": 2})})
+    with pytest.raises(InputError, match="static on 1 device, which encodes a batch in 2 parts; rows need"):
+        ServeRequest(batching="rows").check_batching(parts)
     with pytest.raises(InputError, match="--engine vllm runs only flat batches"):
         ServeRequest(batching="slots", engine="vllm").check_batching(static_plan(directory))
     ServeRequest(batching="slots").check_batching(static_plan(directory))

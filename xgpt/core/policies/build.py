@@ -58,8 +58,10 @@ def build_rows(plan: Plan, batching: Batching) -> OneLane:
     policy = plan.policy
     settings = None if isinstance(policy, WaaSettings) else settings_of(plan, policy)
     count = plan.num_devices
-    if settings is None or not settings.refill_when_empty or count > 1 or settings.microbatches > 1:
+    parts = 1 if settings is None else settings.microbatches * settings.encode_parts
+    if settings is None or not settings.refill_when_empty or count > 1 or parts > 1:
         found = f"{policy.kind} on {count} device{'s' if count > 1 else ''}"
+        found += f", which encodes a batch in {parts} parts" if parts > 1 else ""
         accepted = f"the plan is {found}; rows need a plan of whole batches (--policy static) for one device"
         raise InputError("batching", batching, accepted)
     if (field := plan.model.special_attention) is not None:
