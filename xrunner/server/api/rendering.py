@@ -95,10 +95,10 @@ _idle: list[_Process] = []
 
 def _taken() -> _Process:
     """Return an idle process, or a new one."""
-    while _idle:
-        if not (process := _idle.pop()).has_ended:
-            return process
-        process.close()
+    with suppress(IndexError):  # another thread may take the last process at any moment
+        while (process := _idle.pop()).has_ended:
+            process.close()
+        return process
     return _Process()
 
 

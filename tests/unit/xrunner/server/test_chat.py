@@ -432,3 +432,15 @@ def test_a_process_that_renders_and_is_stopped_or_killed_is_replaced(monkeypatch
         else:
             process.wait()
         assert template.render([]) == "0"
+
+
+def test_two_threads_may_want_the_last_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one had seen a process that the first one took, and its request ended with a server error."""
+
+    class Emptied(list[Any]):
+        def __bool__(self) -> bool:
+            return True
+
+    monkeypatch.setattr(rendering, "_idle", idle := Emptied())
+    assert rendering.render("{{ word }}", {"word": "hello"}) == "hello"
+    idle.pop().close()
