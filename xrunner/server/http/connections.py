@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import socket
+import struct
 from collections import OrderedDict
 from contextlib import suppress
 from enum import IntEnum
@@ -314,7 +315,7 @@ class Protocol(H11Protocol):
     def handle_events(self) -> None:
         super().handle_events()
         if self.scope is not None:
-            cast(Scope, self.scope)[ABORT] = self.transport.abort
+            cast(Scope, self.scope)[ABORT] = self._let_go
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """Keep the connection: a client that sends no more may still read answers. Over TLS, asyncio closes the
@@ -355,7 +356,17 @@ class Protocol(H11Protocol):
             (self._resting_since, REST_TIMEOUT_S),
         )
         if any(since is not None and now - since > seconds for since, seconds in limits):
-            self.transport.abort()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Close the connection at once. If the client has not read all, reset the connection, so that the operating
+        system does not hold up to 4 MB until the client reads or has gone.
+        """
+        if self._stalled_since is not None:
+            opened = self.transport.get_extra_info("socket")
+            with suppress(OSError):
+                opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
         """Send an error in the same format as all other errors, unless an answer has begun."""
