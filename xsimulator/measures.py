@@ -344,7 +344,8 @@ class _Steps:
         raise InputError(
             "requests",
             num_ended,
-            f"more than {skip + count} requests must have finished before the log's last prompt: record a longer log",
+            f"the log is too short, since more than {skip + count} requests must finish before its last prompt: "
+            "record a longer log",
         )
 
     def virtual_latencies(self, ids: Sequence[int], output_length: int) -> Array:

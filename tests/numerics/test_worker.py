@@ -90,7 +90,7 @@ def test_options_that_cannot_take_effect_are_refused(spec):
         build_worker(WorkerSettings(spec=spec, dtype="float16", num_blocks=8, backend="numba"))
     with pytest.raises(InputError, match="on cuda models run in float32, float16, bfloat16"):
         build_worker(WorkerSettings(spec=spec, dtype="int8", num_blocks=8, device="cuda"))
-    with pytest.raises(InputError, match=f"supported families: {', '.join(sorted(FAMILIES))}"):
+    with pytest.raises(InputError, match=f"own engine runs only {', '.join(sorted(FAMILIES))}"):
         build_worker(WorkerSettings(spec=spec.model_copy(update={"family": "mamba"}), dtype="float32", num_blocks=8))
 
 

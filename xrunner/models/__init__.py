@@ -45,7 +45,7 @@ def family_of(spec: ModelSpec) -> type[Model]:
         InputError: this version does not run the family, or not with weights of so few bits.
     """
     if spec.family not in FAMILIES:
-        raise InputError("model.family", spec.family, f"supported families: {', '.join(sorted(FAMILIES))}")
+        raise InputError("model.family", spec.family, f"xgpt's own engine runs only {', '.join(sorted(FAMILIES))}")
     if spec.quantization is not None and not spec.quantization.computes_in_eight_bits:
         accepted = "xgpt's own engine runs float32, float16, bfloat16 and eight bits: take such a checkpoint, or "
         accepted += "--engine vllm"

@@ -121,7 +121,7 @@ def test_where_steps_mix_the_mean_gap_counts() -> None:
 
 
 def test_a_log_too_short_is_refused() -> None:
-    with pytest.raises(InputError, match="more than 14 requests must have finished before the log's last prompt"):
+    with pytest.raises(InputError, match="more than 14 requests must finish before its last prompt"):
         measured(skip_requests=4, num_requests=10)
 
 

@@ -137,4 +137,4 @@ class Bodies:
         return body
 
     def _too_long(self) -> ApiError:
-        return ApiError(413, f"the body is longer than {self._limits.max_body_bytes} bytes")
+        return ApiError(413, f"the body is longer than {self._limits.max_body_bytes} bytes; send a shorter one")
