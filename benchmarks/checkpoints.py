@@ -180,11 +180,11 @@ def markdown(rows: Sequence[Row]) -> str:
     equal, right = (sum(test(row) for row in rows) for test in (lambda row: row.outcome == EQUAL, lambda r: r.is_right))
     answered = sum(row.policy == "auto" for row in rows)
     text = (
-        f"`python -m benchmarks.checkpoints`: {len(numbers)} checkpoints of {len({row.family for row in rows})} "
-        "families, with random shapes, were planned by `xgpt plan` from measured profiles, under every policy, on one "
-        f"device and on two, and then run. {equal} plans gave the same tokens as `transformers` for every prompt "
-        f"({answered} of them behind the endpoint), {right - equal} combinations have no plan, and {len(rows) - right} "
-        "failed."
+        f"`python -m benchmarks.checkpoints` made {len(numbers)} checkpoints of {len({row.family for row in rows})} "
+        "families with random shapes. `xgpt plan` planned them from measured profiles, under every policy, on one "
+        f"device and on two. {equal} plans, {answered} of them behind the endpoint, were run and gave the same tokens "
+        f"as `transformers` for every prompt. {right - equal} combinations have no plan, and {len(rows) - right} "
+        "plans failed."
     )
     lines = [
         "# Random checkpoints",

@@ -87,8 +87,9 @@ ENTRIES = (
         "arrivals/s",
         lambda found: (
             f"Four A100 serve {rate(found['4 x A100']):.0f} requests a second, and one H200 serves "
-            f"{rate(found['1 x H200']):.0f}. If an A100 costs 1.40 an hour and an H200 2.90, a million requests cost "
-            f"{price(found['4 x A100'], 1.4):.1f} on the A100s and {price(found['1 x H200'], 2.9):.1f} on the H200."
+            f"{rate(found['1 x H200']):.0f}. If an A100 costs $1.40 an hour and an H200 $2.90, a million requests "
+            f"cost ${price(found['4 x A100'], 1.4):.1f} on the A100s and ${price(found['1 x H200'], 2.9):.1f} on the "
+            "H200."
         ),
     ),
     Entry(
@@ -146,11 +147,12 @@ ENTRIES = (
         rate,
         "arrivals/s",
         lambda found: (
-            f"The plan for arrivals ({policy(found['arrivals'])}) keeps the bound up to {rate(found['arrivals']):.1f} "
-            f"requests a second, and the plan for saturation ({policy(found['saturated'])}) up to "
-            f"{rate(found['saturated']):.1f}. At saturation, when requests are always waiting, the second "
-            f"plan serves {throughput(found['saturated']) / throughput(found['arrivals']):.2f} times as many requests "
-            "as the first. But for requests that arrive at random, the bound includes the wait before the first step."
+            f"At saturation, when requests are always waiting, the plan for the highest throughput "
+            f"({policy(found['saturated'])}) serves "
+            f"{throughput(found['saturated']) / throughput(found['arrivals']):.2f} times as many requests as the plan "
+            f"for the highest arrival rate ({policy(found['arrivals'])}). But if requests arrive at random, the first "
+            f"plan keeps the bound of 10 s only up to {rate(found['saturated']):.1f} requests a second. The second "
+            f"plan keeps the bound up to {rate(found['arrivals']):.1f}."
         ),
     ),
     Entry(
