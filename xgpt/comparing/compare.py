@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from math import floor
+from math import ceil, floor, inf
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ from xscheduler.objectives.best_plans import plan_each
 from xscheduler.objectives.capacities import predicted_rate, with_capacities, with_capacity
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
+from xsimulator.front import most_rate, with_api_servers
 
 RELAXATIONS = (1.25, 1.5, 2.0, None)
 """Factors by which the latency bound is loosened to show the gain. None means no bound."""
@@ -161,7 +162,9 @@ def compare(
                 error.args = (f"{error}; the current deployment uses {number} of the {of} devices",)
             raise
         scored_profile = running_problem.profile
+        notes = (*notes, *_front_note(scored, running.api_servers))
     plans = with_capacities(plan_each(problem, request.policy, request.search), problem.profile)
+    plans = {kind: with_api_servers(plan, request.api_servers) for kind, plan in plans.items()}
     gains: dict[str, RangeOutput] = {}
     if scored is not None and rate_of(scored) > 0:
         gains = ranges(plans, problem.profile, scored, scored_profile, trace)
@@ -185,6 +188,18 @@ def compare(
         rng = np.random.default_rng(seed)
         found = replace(found, measured=measure_each(plans, problem.profile, measured, rng, on_start))
     return found
+
+
+def _front_note(current: Plan, num_servers: int | None) -> list[str]:
+    """Return a note if a deployment's API servers handle fewer requests a second than its devices, or nothing."""
+    most = inf if num_servers is None else most_rate(current, num_servers)
+    if most >= rate_of(current):
+        return []
+    needed = ceil(rate_of(current) / most_rate(current, 1))
+    return [
+        f"API servers: {num_servers} in the current deployment, for about {most:.3g} requests/s of these lengths; its "
+        f"predicted rate needs --api-server-count {needed}"
+    ]
 
 
 def _what_holds(plans: dict[str, Plan], gains: dict[str, RangeOutput], kind: str) -> list[str]:

@@ -39,6 +39,7 @@ class CurrentEngine:
         drafts: settings of speculative decoding, or None.
         kept: options of the command that do not change in the command of a plan.
         schedules_ahead: whether a step is scheduled while the step before it runs. None means the engine's default.
+        api_servers: number of API servers, or None if not known.
     """
 
     tp_degree: int
@@ -61,6 +62,7 @@ class CurrentEngine:
     drops_windows: bool = True
     text_only: bool = False
     schedules_ahead: bool | None = None
+    api_servers: int | None = None
     drafts: Drafts | None = None
     kept: Given = field(default_factory=dict, compare=False)
 

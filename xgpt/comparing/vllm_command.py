@@ -200,6 +200,7 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
     if not on_gpu and dtype is None:
         notes.append("dtype: assumed to be the plans'")
     model = next(iter(free), given.get("model"))
+    servers = given.get("api-server-count", str(replicas))
     return CurrentEngine(
         tp_degree=degree,
         num_stages=stages,
@@ -221,6 +222,7 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         text_only=given.get("language-model-only") == "yes",
         kept=_kept(given if longest is None else given | {"max-model-len": str(longest)}),
         schedules_ahead={"yes": True, "no": False}.get(given.get("async-scheduling", "")),
+        api_servers=int(servers) if servers.isdecimal() and int(servers) else None,
     )
 
 

@@ -16,12 +16,13 @@ from xgpt.comparing.launched import read_current
 from xgpt.comparing.other_engines import SGLANG
 from xgpt.comparing.vllm_command import TABLE
 from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.reporting.engine_command import command_in_words
 from xgpt.requests import plan_request
 from xgpt.resolve import load_cluster, load_model
 
 SAME = CurrentEngine(
     tp_degree=2, num_stages=1, replicas=1, ep_degree=1, max_num_seqs=64, max_num_batched_tokens=4096, usable_memory=0.9,
-    max_model_len=8192, model="Qwen/Qwen3-8B",
+    max_model_len=8192, model="Qwen/Qwen3-8B", api_servers=1,
 )  # fmt: skip
 FLAGS = "--tensor-parallel-size 2 --max-num-seqs 64 --max-num-batched-tokens 4096 --gpu-memory-utilization 0.9 "
 FLAGS += "--max-model-len 8192"
@@ -235,6 +236,17 @@ def test_a_server_starts_if_one_longest_request_fits(tmp_path: Path) -> None:
     request = plan_request(config=str(tmp_path / "config.json"), **asked)
     found = compare(request, "vllm serve m -tp 2 --max-num-seqs 4096 --max-num-batched-tokens 8192").current
     assert found is not None and min(stage.kv_blocks for stage in found.stages) * found.block_size < 600_000
+
+
+@pytest.mark.parametrize("flags", ["", "--api-server-count 2", "-asc 99"])
+def test_a_deployment_with_too_few_api_servers_is_told_how_many_it_needs(flags: str) -> None:
+    found = compared(f"vllm serve m {flags}", model="opt-125m", engine="vllm")
+    says = [note for note in found.notes if note.startswith("API servers: ")]
+    command = " ".join(command_in_words({"chunked": found.best}, found.kept))
+    assert f"--api-server-count {found.best.api_servers}" in command and found.best.api_servers > 2
+    assert len(says) == ("99" not in flags)
+    if says:
+        assert f"{2 if flags else 1} in the current deployment" in says[0] and "needs --api-server-count" in says[0]
 
 
 def test_a_model_that_a_shell_would_fill_in_is_asked_for() -> None:

@@ -20,7 +20,15 @@ from xscheduler.problem import Problem
 
 SCORED = {
     *("disable-hybrid-kv-cache-manager", "spec-method", "spec-model", "spec-tokens", "speculative-config"),
-    *("async-scheduling", "block-size", "config", "data-parallel-size", "dtype", "enable-chunked-prefill"),
+    *(
+        "api-server-count",
+        "async-scheduling",
+        "block-size",
+        "config",
+        "data-parallel-size",
+        "dtype",
+        "enable-chunked-prefill",
+    ),
     *(
         "enable-prefix-caching",
         "enforce-eager",
