@@ -163,6 +163,8 @@ def load_json(path: Path, type_: type[T], field: str) -> T:
     for kind, fields in FIELDS_OF_FILES.items():
         if kind != field and field in FIELDS_OF_FILES and fields <= data.keys():
             raise InputError(field, str(path), f"it is a {kind}; give a file that `xgpt {field}` wrote")
+    if "schema_version" not in data and isinstance(data.get(field), dict):
+        raise InputError(field, str(path), f"it has a {field} in its field `{field}`: save this field in a file")
     expected = type_.model_fields["schema_version"].default
     if data.get("schema_version") != expected:
         raise InputError(

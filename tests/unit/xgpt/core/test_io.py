@@ -56,6 +56,7 @@ def test_nothing_is_written_that_could_not_be_read() -> None:
         ("[]", "must contain a JSON object"),
         ('{"text": "x"}', "schema_version is missing"),
         ('{"schema_version": 2, "text": "x"}', "2 is not accepted; this version of xgpt reads files of version 1"),
+        ('{"note": {"schema_version": 1}, "observed": 1}', "it has a note in its field `note`: save this field"),
         ('{"schema_version": 1}', "note.text"),
         ('{"schema_version": 1, "text": "x", "colour": 1}', "note.colour: 1"),
         (
