@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import least_squares
 
-from xgpt.core.errors import InputError, cut
+from xgpt.core.errors import InputError, cut, reason_of
 from xgpt.core.schema import EngineSpec, Plan, Profile, Workload
 from xgpt.core.schema.documents import CalibratedLoadOutput, CalibrateOutput
 from xgpt.core.workload import ArrivalProcess, histogram_of
@@ -204,7 +204,9 @@ def read_loads(path: Path) -> list[MeasuredLoad]:
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise InputError("measured", str(path), f"it cannot be read: {reason_of(error)}; check the path") from None
+    except ValueError as error:
         raise InputError(
             "measured", str(path), f"it cannot be read as JSON: {error}; give the JSON file that the benchmark wrote"
         ) from None

@@ -36,7 +36,11 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
         cluster = cluster.but(price_per_device_hour=request.price)
     most = request.devices if isinstance(request.devices, int) else None
     if most is not None and most > cluster.num_devices:
-        raise InputError("devices", most, f"give auto, or a number from 1 to {cluster.num_devices}")
+        raise InputError(
+            "devices",
+            most,
+            f"{cluster.name} has {cluster.num_devices}: give auto, a smaller number, or a larger `cluster`",
+        )
     workload, constraint = workload_of(request.workload, spec), _with_classes(request)
     speculation = _speculation(request, spec)
     engine = _named_engine(request, cluster)

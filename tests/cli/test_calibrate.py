@@ -181,3 +181,8 @@ def test_a_missing_field_of_a_result_is_named(tmp_path: Path, missing: str) -> N
     path.write_text(json.dumps({name: value for name, value in vllm(4, 2.0, 0.1, 0.01).items() if name != missing}))
     with pytest.raises(InputError, match=f"it lacks {missing}: give the complete result"):
         read_loads(path)
+
+
+def test_a_result_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"it cannot be read: No such file or directory; check the path$"):
+        read_loads(tmp_path / "nope.json")

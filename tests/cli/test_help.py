@@ -77,6 +77,11 @@ def test_every_option_has_a_help_text() -> None:
     [
         (["plan", "--latency-bound", "3", "--dtype", "fp8"], "did you mean float8?"),
         (["plan", "--latency-bound", "3", "--quantile", "99"], "it is a share: 0.99 for 99%"),
+        (["plan", "--latency-bound", "3", "--headroom", "5"], "it is a share: 0.99 for 99%"),
+        (
+            ["plan", "--latency-bound", "3", "--cluster", "h100x1", "--devices", "3"],
+            "h100x1 has 1: give auto, a smaller",
+        ),
         (
             ["plan", "--latency-bound", "3", "--model", "x.json"],
             "it has neither model_type, as a config.json has, nor name",

@@ -195,7 +195,10 @@ def _way_out(error: click.BadParameter) -> str:
         return NO_TARGET[given[1].lower()]
     if given is not None and isinstance(type_, click.Choice):
         return nearest(SYNONYMS.get(given[1].lower(), given[1]), type_.choices)
-    share = error.param is not None and (error.param.name or "").endswith("quantile")
+    param = error.param
+    share = param is not None and (
+        (param.name or "").endswith("quantile") or getattr(param, "metavar", None) == "SHARE"
+    )
     is_percent = "range" in (error.message or "") or "%' is not a number" in (error.message or "")
     return "; it is a share: 0.99 for 99%" if share and is_percent else ""
 
