@@ -101,5 +101,5 @@ def test_what_cannot_be_replayed() -> None:
         asyncio.run(replay("http://127.0.0.1:9", requests(1), concurrency=1))
     with pytest.raises(InputError, match="open loop"):
         asyncio.run(replay("http://127.0.0.1:9", requests(1), concurrency=None))
-    with pytest.raises(InputError, match="1 or more"):
+    with pytest.raises(InputError, match="give at least 1 client"):
         asyncio.run(replay("http://127.0.0.1:9", requests(1), concurrency=0))

@@ -84,7 +84,7 @@ def test_the_last_layer_keeps_tokens_alone_whose_logits_are_wanted(spec):
 
 
 def test_options_that_cannot_take_effect_are_refused(spec):
-    with pytest.raises(InputError, match="known backends: numba, reference, triton"):
+    with pytest.raises(InputError, match="give one of numba, reference, triton"):
         build_worker(WorkerSettings(spec=spec, dtype="float32", num_blocks=8, backend="cuda-magic"))
     with pytest.raises(InputError, match="on cpu in float16 give one of reference"):
         build_worker(WorkerSettings(spec=spec, dtype="float16", num_blocks=8, backend="numba"))
