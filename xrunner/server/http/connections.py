@@ -294,6 +294,15 @@ class Protocol(H11Protocol):
         if self._listener.num_open > self._listener.most:
             self.app = _probes_only(self.app)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the connection, and the reference cycles that would keep its memory until the next garbage collection."""
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # which uvicorn does only if there was no error
+        if self._accepted is not None:
+            self._accepted.protocol = None
+            self._accepted = None
+        self.app = self.cycle = self.scope = cast(Any, None)
+
     def data_received(self, data: bytes) -> None:
         if self._head_since is None and self._is_at_rest and not self._has_unread_body:
             self._head_since = self._now()
@@ -335,6 +344,8 @@ class Protocol(H11Protocol):
         super().resume_writing()
 
     def on_response_complete(self) -> None:
+        if self.app is None:  # the connection is lost, although a TLS transport is then not closing
+            return
         super().on_response_complete()
         if self._is_at_rest:
             if self._has_sent_all:
@@ -397,7 +408,7 @@ class Protocol(H11Protocol):
 
         async def run(scope: Scope, receive: Receive, send: Send) -> None:
             async def receive_more() -> Message:
-                if self.conn.is_held and not self.transport.is_closing():
+                if self.conn.is_held and self.app is not None and not self.transport.is_closing():
                     self.conn.is_held = False
                     rest, self._unparsed = self._unparsed, b""
                     self.handle_events()

@@ -1,13 +1,16 @@
 """Connections end in time, whatever the client does or leaves undone, and one more always finds a place."""
 
+import gc
 import json
 import re
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,6 +60,29 @@ def waits_to_be_read(server_port: int, client_port: int) -> int:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HEAD_TIMEOUT_S", "WRITE_TIMEOUT_S", "REST_TIMEOUT_S"):
         monkeypatch.setattr(connections, name, 0.5)
+
+
+def test_a_closed_connection_is_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reference cycles kept it until the next full garbage collection, with the buffers of TLS if there is any."""
+    opened = weakref.WeakSet[connections.Protocol]()
+    made = connections.Protocol.connection_made
+
+    def note(self: connections.Protocol, transport: Any) -> None:
+        opened.add(self)
+        made(self, transport)
+
+    monkeypatch.setattr(connections.Protocol, "connection_made", note)
+    with running(fake_app(fake_engine(FakeExecutor()))) as url:
+        gc.disable()
+        try:
+            for sent in (HEALTH, post(completion()), post(completion(stream=True))):
+                with connect(url) as client:
+                    client.sendall(sent)
+                    assert status(client.recv(1 << 16)) == 200
+                    assert len(opened) == 1
+                assert eventually(lambda: not opened)
+        finally:
+            gc.enable()
 
 
 @pytest.fixture
