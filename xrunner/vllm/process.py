@@ -120,9 +120,11 @@ def version_of(vllm_python: str, packages: Path) -> str:
 
 
 def last_error(lines: Sequence[str]) -> str:
-    """Return the line of vLLM's output that best explains why it ended."""
-    errors = [line for line in lines if "Error" in line or "error:" in line]
-    return (errors or list(lines) or ["it printed nothing"])[-1].strip()
+    """Return the line of vLLM's output that best explains why it ended, with a validation error's first reason."""
+    last = max((i for i, line in enumerate(lines) if "Error" in line or "error:" in line), default=-1)
+    has_reason = last >= 0 and "validation error" in lines[last]
+    end = lines[last : last + 2] if has_reason else lines[last : last + 1] or lines[-1:]
+    return " ".join(line.strip() for line in end) or "it printed nothing"
 
 
 class Reader:
