@@ -1,10 +1,10 @@
 """Launch the next decode step before the engine asks for it, so that a GPU never waits for the engine's loop.
 
-While all requests only decode, the next step is nearly always the previous step advanced by one token, without the
-requests that have ended. The input tokens are already on the device, so the step is launched before the host has read
-them, and the engine's loop settles the previous step while the next one runs. If the schedule then asks for a different
-step, the launched one is discarded. The keys and values that it wrote are then overwritten, or are in blocks whose next
-owner writes before it reads. Tokens and steps are the same as without early launches.
+While all requests only decode, the next step nearly always decodes the same requests as the previous step, except those
+that have ended. The input tokens are already on the device, so the step is launched before the host has read them, and
+the engine's loop settles the previous step while the next one runs. If the schedule then asks for a different step, the
+launched one is discarded. The keys and values that it wrote are then overwritten, or are in blocks whose next owner
+writes before it reads. Tokens and steps are the same as without early launches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Launched:
     """A decode step that was launched before the schedule asked for it.
 
     Attributes:
-        index: index of each request's token in `tokens`, without released requests.
+        index: index of each request's token in `tokens`. Released requests are left out.
         tokens: the step's tokens, on the device. # int64 [requests]
     """
 
@@ -107,7 +107,7 @@ class AheadWorker(Worker):
         return self._batch(step, rows, np.ones(len(rows), dtype=bool))
 
     def _launch(self, batch: Batch) -> Tensor:
-        """Launch a decode step that chooses the highest logits on the device. # int64 [requests]"""
+        """Launch a greedy decode step, and return its tokens on the device. # int64 [requests]"""
         with torch.inference_mode():
             logits = self.logits(batch)
             assert logits is not None, "the whole model is here"

@@ -147,10 +147,10 @@ def build_worker(
 
 
 def build_row_worker(settings: WorkerSettings, batching: Batching, row_tokens: int) -> RowWorker:
-    """Return a worker that runs whole batches in rows, on one device. Each batch allocates its own K/V memory.
+    """Return a worker for row batching (TCB), on one device. Each batch allocates its own K/V memory.
 
     Raises:
-        InputError: the weights do not fit the spec, or rows do not support the model's attention.
+        InputError: the weights do not fit the spec, or row batching does not support the model's attention.
         MachineError: this machine does not have the device, or the weights do not fit into its memory.
     """
     place, _ = _place(settings)
@@ -168,12 +168,12 @@ def build_row_worker(settings: WorkerSettings, batching: Batching, row_tokens: i
 
 
 def _place(settings: WorkerSettings) -> tuple[torch.device, torch.dtype]:
-    """Return the device, and the dtype of activations on it."""
+    """Return the worker's device, and the dtype of its activations."""
     return torch.device(settings.device), state_dtype(settings.dtype, settings.device)
 
 
 def _load(settings: WorkerSettings, part: Part | None) -> Model:
-    """Return the model with its weights.
+    """Return this rank's part of the model, with its weights.
 
     Raises:
         MachineError: this machine does not have the device, or the device cannot multiply in this dtype.
@@ -224,7 +224,7 @@ def whole_worker(
 
 
 def warm_up(worker: Worker | RowWorker, *, encode: bool = True, decode: bool = True) -> None:
-    """Run a prompt and a decode, as far as the worker supports them, so that real steps do not wait for compilation.
+    """Run a short prompt if `encode`, and a decode step if `decode`, so that later steps do not wait for compilation.
 
     All workers of a pipeline must call this function at the same time.
     """

@@ -28,13 +28,13 @@ _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def take_cores(part: int = 0, parts: int = 1) -> bool:
-    """Pin each of the caller's OpenMP threads to its own core, if the threads of all teams are exactly as many as the
-    cores that this process may use. Otherwise change nothing, because other work may need a thread's core.
+    """Pin each of the caller's OpenMP threads to its own core, if all teams together have one thread for each core that
+    this process may use. Otherwise change nothing, because other work may need a thread's core.
 
     Threads and processes that the caller starts later inherit the caller's core.
 
     Args:
-        part: number of this team: the OpenMP threads that compute for the calling thread.
+        part: index of the caller's team. A team is the OpenMP threads that compute for one thread.
         parts: number of equally large teams that compute on this machine, each in its own process.
 
     Returns:

@@ -26,7 +26,7 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round each row symmetrically to eight bits. # float32 [..., n]
 
     Returns:
-        int8 [..., n], and each row's scale, float32 [...]. A row that is not finite is zero, and its scale NaN.
+        int8 [..., n], and each row's scale, float32 [...]. If a row has a value that is not finite, its scale is NaN.
     """
     highest = x.abs().amax(dim=-1)
     is_finite = highest.isfinite()
@@ -37,8 +37,8 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def name_of_scales(names: Container[str], weight: str) -> str | None:
-    """Return the checkpoint's name for a weight's scales, or None if there are no scales or if there are zero points as
-    well.
+    """Return the checkpoint's name for a weight's scales, or None if there are none. Weights that also have zero points
+    are not supported, and give None.
     """
     if weight + OFFSETS in names:
         return None
@@ -55,7 +55,7 @@ def fits(scales: list[int], shape: list[int]) -> bool:
 
 
 def scaled(numbers: Tensor, scales: Tensor, shape: list[int], place: tuple[slice, ...]) -> Tensor:
-    """Return a part of a matrix, scaled. # numbers [rows, columns] of that part -> float32, the same
+    """Return part of a matrix, multiplied by its scales. # numbers [rows, columns] -> float32 [rows, columns]
 
     Args:
         scales: scales of the whole matrix, in a shape that `fits`.

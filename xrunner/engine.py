@@ -26,7 +26,7 @@ HandedIn = Generation | int | Schedule | Token
 
 
 class Inbox:
-    """A queue that wakes the engine's thread. `interrupt` wakes it from waiting for its workers."""
+    """A queue that wakes the engine's thread. `interrupt` wakes the thread if it is waiting for its workers."""
 
     def __init__(self, interrupt: Callable[[], None]) -> None:
         self._interrupt = interrupt
@@ -58,10 +58,10 @@ class Engine:
 
     Any thread may also call `cancel` and `apply`. Only the thread that calls `step` may call the other methods.
 
-    If a worker is lost or a step fails, all workers are restarted. The requests are encoded again with the tokens that
-    they had generated, and continue where they were. In the step log, these requests arrive again, and steps are
-    counted from 0 again. A request ends with finish "error" if it makes steps fail or does not fit another plan's
-    memory.
+    If a worker is lost or a step fails, all workers are restarted. The requests are prefilled again together with the
+    tokens that they had generated, and continue from there. In the step log, these requests arrive again, and steps are
+    counted from 0 again. A request ends with the finish reason "error" if it makes steps fail or does not fit another
+    plan's memory.
 
     Args:
         deploy: builds the workers of another plan. None means that only plans with the same placement can be applied.
@@ -133,7 +133,7 @@ class Engine:
 
     @property
     def resumes(self) -> bool:
-        """Return whether a request can continue by encoding its prompt and output so far."""
+        """Return whether a request can continue by prefilling its prompt and output so far."""
         return self.executor.resumes
 
     @property
@@ -152,11 +152,12 @@ class Engine:
         self._inbox.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
-        """Begin every step that can begin, then wait until a step ends. Steps for requests that arrive meanwhile also
-        begin.
+        """Begin every step that can begin, then wait until a step ends. Meanwhile, also begin steps for requests that
+        arrive.
 
         Returns:
-            The ended step's tokens, and the ends of lost requests, or None if nothing could run.
+            The tokens of the step that ended, and a last token for each request that ended in an error. None if nothing
+            could run.
 
         Raises:
             MachineError: lost workers cannot be restarted.
@@ -190,8 +191,8 @@ class Engine:
         return self._settle(*ended)
 
     def _take_in(self, now_ns: int) -> None:
-        """Add newly submitted requests to the pool, with the time of the step. Drop waiting requests that are past
-        their deadline.
+        """Process what other threads have handed in: requests, cancellations and plans. Drop waiting requests that are
+        past their deadline.
         """
         self._now_ns = now_ns
         for handed_in in self._inbox.drain():
@@ -277,7 +278,7 @@ class Engine:
             self.on_begin(taken_up)
 
     def _settle(self, step: Step, sampled: dict[int, int]) -> list[Token]:
-        """Account for the step's tokens, and return them."""
+        """Update the schedule and the requests with a step's tokens, and return the new ones."""
         pool, executor = self.pool, self.executor
         tokens = self._progress.tokens(sampled, pool, executor.logprobs, executor.failed)
         finished = [token.id for token in tokens if token.finish]
@@ -306,7 +307,7 @@ class Engine:
         self._recover("a step has failed")
 
     def _give_up(self, id_: int, reason: str) -> None:
-        """End a request that no worker has received or will receive."""
+        """End a request with an error, outside a step."""
         self._progress.forget(id_)
         self._suspects.forget(id_)
         self._grammars.forget([id_])
@@ -337,7 +338,7 @@ class Engine:
         self.executor.release(ids)
 
     def uses(self) -> list[Use]:
-        """Return what each process has done, if the engine has several processes."""
+        """Return each process's bytes sent and seconds computed since its start, or [] if there is only one process."""
         return self.executor.uses()
 
     def close(self) -> None:

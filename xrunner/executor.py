@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class WorkerLost(XgptError):
-    """A worker has died or is silent, so all workers have lost their work."""
+    """A worker has died or does not respond. The steps and K/V of all workers are lost."""
 
 
 class Use(NamedTuple):
-    """The bytes that one process of a replica has sent, and the seconds that it has computed, since its start."""
+    """How many bytes one process of a replica has sent, and how many seconds it has computed, since its start."""
 
     process: str
     control_bytes: int
@@ -33,9 +33,9 @@ class Executor(Protocol):
 
     Attributes:
         logprobs: log probabilities of the last step's tokens, for requests that ask for them.
-        failed: the reason for each request for which the last step chose no token (NO_TOKEN). Requests whose logits are
-            not finite are left out.
-        resumes: whether a request can continue by encoding its prompt and output so far.
+        failed: the reasons why requests got no token (NO_TOKEN) in the last step, by request id. Requests whose logits
+            are not finite are left out.
+        resumes: whether a request can continue by prefilling its prompt and output so far.
         scores_prompts: whether log probabilities of prompts are available.
     """
 
@@ -59,11 +59,11 @@ class Executor(Protocol):
         """
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
-        """Add a request that will be encoded next.
+        """Add a request whose prompt is about to be encoded.
 
         Args:
-            table: the request's blocks in the lane that encodes it. The first `found` blocks already contain K/V. Later
-                blocks are passed with steps (`Step.grown`).
+            table: the request's blocks in the lane that encodes it. Its first `table.found` blocks already contain K/V.
+                Later blocks are passed with steps (`Step.grown`).
             moves_to: the request's blocks in the lane that decodes it. None means the same blocks.
         """
 
@@ -102,8 +102,8 @@ class Executor(Protocol):
         """
 
     def uses(self) -> list[Use]:
-        """Return the work of each process, the engine's own first, or [] if there is only one. Any thread may call
-        this.
+        """Return the use of each process, the engine's own first, or [] if there is only one process. Any thread may
+        call this.
         """
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class OneAtATime(ABC):
     """An executor in the engine's own process, in which `collect` executes a step.
 
     Attributes:
-        grammars: grammars for outputs. None means that no request may have a grammar.
+        grammars: compiles the grammars of requests. None means that no request may have a grammar.
     """
 
     resumes = True
@@ -155,7 +155,7 @@ class OneAtATime(ABC):
         """Do nothing, since there is no other process to check."""
 
     def restart(self) -> None:
-        """Forget all steps and requests, whatever a failed step has done to them."""
+        """Forget all steps and requests, including those that a failed step has left incomplete."""
         self._begun.clear()
 
     def uses(self) -> list[Use]:

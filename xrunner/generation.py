@@ -22,8 +22,8 @@ class SamplingParams:
     Attributes:
         temperature: divides the logits. 0 chooses the highest logit.
         top_k: keep only this number of most probable tokens. 0 keeps all.
-        top_p: of these tokens, keep only the most probable ones that together have this probability.
-        min_p: of these tokens, keep only those whose probability is at least this share of the highest probability.
+        top_p: of the tokens that `top_k` keeps, keep only the most probable ones that together have this probability.
+        min_p: keep only tokens whose probability is at least this share of the highest probability.
         seed: equal seeds give equal tokens if logits are equal. Other requests in the batch may change the last bits of
             logits. Such changes affect sampled tokens about as rarely as greedy tokens (`sampling`).
         presence_penalty: subtracted from the logit of every token in the output.
@@ -95,9 +95,9 @@ class Generation:
 
     Attributes:
         prompt: token ids.
-        max_output: largest number of output tokens, which is all that the schedule knows about the output's length.
+        max_output: largest number of output tokens. The schedule knows nothing else about the output's length.
         stop_token_ids: tokens that end the output.
-        output_length: for benchmarks: exact number of tokens after which the output ends, as if by a stop token. The
+        output_length: exact number of output tokens, for benchmarks. The output then ends as if by a stop token. The
             schedule does not know this number.
         sampling: how the request's tokens are chosen.
         num_resumed: number of tokens at the end of `prompt` that the request had generated before a preemption.
@@ -128,7 +128,7 @@ class Generation:
         return self.sampling.prompt_logprobs is not None and not self.num_resumed
 
     def resumed(self, generated: Sequence[int]) -> Generation:
-        """Return the request that continues after these output tokens, which are encoded together with the prompt."""
+        """Return the request that continues after these output tokens. Its prompt ends with them."""
         if not generated:
             return self
         count = len(generated)

@@ -65,23 +65,23 @@ def json_grammar(schema: dict[str, Any]) -> str:
 
 
 def json_rule(schema: dict[str, Any]) -> str:
-    """Return a JSON schema's values as a term of Lark."""
+    """Return a Lark term that matches the values of a JSON schema."""
     return f"%json {json.dumps(schema | DENSE)}"
 
 
 def regex_grammar(pattern: str) -> str:
-    """Return the grammar of texts that match a whole regular expression."""
+    """Return the grammar of texts that a regular expression matches from beginning to end."""
     escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], pattern, flags=re.DOTALL)
     return f"start: /{escaped}/"
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """Return the grammar of one of these texts."""
+    """Return the grammar of which these texts are the only outputs."""
     return f"start: {' | '.join(map(json.dumps, choices))}"
 
 
 def any_of(opened: Mapping[str, dict[str, Any]]) -> str:
-    """Return Lark alternatives, each of which is an opening, a value of the opening's JSON schema, and "}".
+    """Return Lark alternatives, one for each opening: the opening, a value of its JSON schema, and "}".
 
     Args:
         opened: schemas by openings. Each schema is a separate document, within which `$ref` is resolved.
@@ -195,8 +195,8 @@ class Grammars:
         return f"it is longer than {MAX_BYTES} bytes" if len(grammar.encode()) > MAX_BYTES else self._known(grammar)
 
     def _try(self, grammar: str) -> str | None:
-        """Compile a grammar and return why it is refused. The compiled grammar is not kept, since outputs follow it in
-        another process.
+        """Compile a grammar, and return why it is refused, or None. The compiled grammar is not kept, since outputs
+        follow it in another process.
         """
         compiled = self._compile(grammar)
         if compiled.matcher.is_error():
@@ -250,7 +250,7 @@ class Grammars:
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """A compiled grammar: a matcher at the grammar's start, and the processor seconds that compiling took."""
+    """A compiled grammar: a matcher at the grammar's start, and the CPU seconds that compiling took."""
 
     matcher: LLMatcher
     seconds: float
@@ -290,9 +290,8 @@ class GrammarState:
 
 
 def grammars_of(checkpoint: Path | None, spec: ModelSpec) -> Grammars | None:
-    """Return the grammars for a checkpoint's tokens: one object for each process, so that a worker in the server's
-    process need not compile a grammar that the server has checked. The result is None if the checkpoint has no
-    tokenizer, or no token that ends an output.
+    """Return the grammars for a checkpoint's tokens, or None if the checkpoint has no tokenizer or no token that ends
+    an output. Later calls in the same process return the same object.
     """
     path = None if checkpoint is None else checkpoint / "tokenizer.json"
     if path is None or not path.is_file() or not spec.eos_token_ids:

@@ -39,13 +39,13 @@ class GrammarQueue:
     A grammar stays compiled until its last request has ended, even if that request is preempted in between. A grammar
     is unused until one of its requests begins. At most `AHEAD_BYTES` of unused grammars are compiled, but each account
     may always have one. Further requests wait in this queue. The next grammar comes from the account with the highest
-    priority or, among equals, from the one with the shortest unused grammars relative to its share.
+    priority or, among equals, from the one whose unused grammars are shortest in total, relative to its share.
 
     Any thread may call the methods.
 
     Args:
-        compile_: compiles a grammar, which stays compiled as long as the result is referenced.
-        pass_on: receives each request, or the last token of a request whose grammar cannot be compiled.
+        compile_: compiles a grammar. The grammar stays compiled as long as the result is referenced.
+        pass_on: receives each request. If its grammar cannot be compiled, receives its last token instead.
     """
 
     def __init__(self, compile_: Callable[[str], object], pass_on: Callable[[Generation | Token], None]) -> None:
@@ -81,7 +81,7 @@ class GrammarQueue:
             return any(self._drop(account, id_) for account in list(self._waiting))
 
     def compile_again(self, generation: Generation) -> bool:
-        """Submit a request again, for new workers. Return False if the request has no grammar."""
+        """Submit a request again after new workers have started. Return False if the request has no grammar."""
         if generation.sampling.grammar is None:
             return False
         self.forget([generation.id])
@@ -109,7 +109,7 @@ class GrammarQueue:
                 self._changed.notify()
 
     def close(self) -> None:
-        """End the thread after the grammar that it is compiling."""
+        """End the thread once it has compiled its current grammar."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -128,8 +128,8 @@ class GrammarQueue:
         self._pass_on(generation)  # within the lock, so that no request is passed on after it was cancelled
 
     def _next(self) -> Generation | None:
-        """Return the request whose grammar to compile next. Return None if no request waits, or if the unused grammars
-        are too long.
+        """Return the request whose grammar to compile next. Return None if no request waits, or if it would make the
+        unused grammars too long in total.
         """
         ahead: Counter[str] = Counter()
         for grammar, compiled in self._compiled.items():

@@ -34,7 +34,7 @@ KINDS = 1000
 
 
 class Rate(NamedTuple):
-    """Number of lines of a kind that may be written at once, and number of lines a second."""
+    """How many lines of one kind may be written at once, and how many per second in the long run."""
 
     at_once: float
     per_s: float

@@ -25,7 +25,7 @@ HUGE_PAGE = 2**21
 
 
 def keep_freed_memory() -> None:
-    """Make glibc, if it is the C library, keep freed memory and share it between threads.
+    """If the C library is glibc, make it keep freed memory and share this memory between threads.
 
     Otherwise the library returns every large tensor's memory to the system, and allocating it again takes a page fault
     for each 4 KiB. These faults take 5 to 13% of the time of a step of 500 tokens or more.

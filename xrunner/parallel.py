@@ -48,7 +48,7 @@ class Group(Protocol):
 
 
 class Share(NamedTuple):
-    """Indices [start, stop) of `full` heads, columns of a feed-forward block, or tokens of a vocabulary."""
+    """Indices [start, stop) of `full` items: heads, columns of a feed-forward block, or tokens of a vocabulary."""
 
     start: int
     stop: int
@@ -82,10 +82,10 @@ class Part:
 
     Attributes:
         spec: the whole model.
-        layers: its decoder layers, [first, last).
-        encoder_layers: its encoder layers, [first, last).
-        is_first: whether it embeds tokens.
-        is_last: whether it computes logits.
+        layers: the rank's decoder layers, [first, last).
+        encoder_layers: the rank's encoder layers, [first, last).
+        is_first: whether the rank embeds tokens.
+        is_last: whether the rank computes logits.
         rank, degree: the rank's number among the ranks that share these layers, and the number of these ranks.
         ep: number of parts into which the ranks divide a layer's experts. The ranks of one part hold slices of its
             experts.

@@ -1,4 +1,4 @@
-"""Compute log probabilities of prompt tokens, piece by piece as prompts run, for requests that ask for them."""
+"""Compute log probabilities of prompt tokens for requests that ask for them, as each prompt chunk runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PromptScores:
         return ScoredPlaces.at(step, prompts, self._num_top)
 
     def add(self, places: ScoredPlaces, logits: Tensor) -> None:
-        """Add the scores of a step, from the logits at these positions. # [scored, vocab]"""
+        """Add the scores of a step. `logits`: logits at the scored positions. # [scored, vocab]"""
         for id_, scores in places.scores(logits):
             self._scores[id_] += scores
 

@@ -93,7 +93,7 @@ class Recorder:
         outputs: Mapping[int, Chain] = NO_CHAINS,
         failed: Collection[int] = (),
     ) -> None:
-        """Record that a step was settled, and which requests ended in it, as a `StepRecord`."""
+        """Record as a `StepRecord` that a step was settled, and which requests ended in it."""
         begun = self._under_way[step.lane, step.microbatch].popleft()
         self._num_settled += 1
         if not self._listeners:

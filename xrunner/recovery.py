@@ -14,7 +14,7 @@ from xrunner.generation import Generation, Logprobs, Token
 
 
 class Ledger:
-    """Requests and their outputs so far: everything that is needed to encode the requests again and continue."""
+    """Requests and their outputs so far: all that is needed to prefill the requests again and continue them."""
 
     def __init__(self) -> None:
         self.generations: dict[int, Generation] = {}
@@ -55,8 +55,9 @@ class Ledger:
         return (*self.generations[id_].prompt, *self._generated.get(id_, ()))
 
     def resumed(self, request: Request) -> Generation:
-        """Return a request's prompt and parameters for encoding. After a preemption, the prompt contains the output so
-        far."""
+        """Return a request in the form in which it is prefilled. After a preemption, its prompt contains the output so
+        far.
+        """
         return self.generations[request.id].resumed(self._generated.get(request.id, [])[: request.generated])
 
     def repeat(self, ids: Iterable[int]) -> None:
@@ -67,8 +68,8 @@ class Ledger:
         """Return the request as it enters a schedule again, on workers that do not have it.
 
         Args:
-            can_resume: returns whether a request's output can be encoded with its prompt. If not, the same tokens are
-                generated again, since tokens depend only on the request.
+            can_resume: returns whether a request's output so far can be prefilled with its prompt. If not, the same
+                tokens are generated again, since tokens depend only on the request.
         """
         generation = self.resumed(request)
         size = len(generation.prompt), generation.max_output
@@ -85,7 +86,7 @@ class Ledger:
         return again
 
     def without_repeated(self, tokens: list[Token]) -> list[Token]:
-        """Return only those tokens of a step that were not returned before, and count the others."""
+        """Return only those tokens of a step that were not returned before."""
         if not self._repeated:
             return tokens
         return [token for token in tokens if token.finish == "error" or not self._is_repeated(token.id)]
@@ -111,8 +112,8 @@ class EngineFailed(XgptError):
 class Suspects:
     """The requests of a step that has failed.
 
-    These requests are encoded again one after the other, each after the previous one has generated the token at which
-    the step failed. If a step then fails again, it contains only one of these requests, which is at fault.
+    These requests run again one after the other, each after the previous one has generated the token at which the step
+    failed. If a step fails again, it contains only one suspect. This suspect is at fault.
     """
 
     def __init__(self) -> None:
@@ -143,14 +144,14 @@ class Suspects:
         return culprit
 
     def recall(self, pool: Pool) -> list[Request]:
-        """Return the requests of workers that were lost, in the order of their arrival. Hold suspects back."""
+        """Return the requests of the lost workers' pool, except suspects, which are held back."""
         requests = [*self._held.values(), *pool.running.values(), *pool.waiting]
         self._held = {request.id: request for request in requests if request.id in self._suspected}
         self._tried = None
         return [request for request in requests if request.id not in self._suspected]
 
     def next(self) -> Request | None:
-        """Return the next suspect if it may be admitted now, or None."""
+        """Return the next suspect, or None if none may be admitted now."""
         if self._tried is not None or not self._held:
             return None
         self._tried = next(iter(self._held))

@@ -16,7 +16,7 @@ class Redeployment:
     """The plan to deploy once no request runs, and the requests that are parked until then.
 
     Args:
-        deploy: deploys a placement. None means that no other placement can be deployed.
+        deploy: builds the workers of another plan. None means that the placement cannot change.
     """
 
     def __init__(self, deploy: Deployer | None) -> None:

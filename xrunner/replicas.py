@@ -105,7 +105,7 @@ class Replicas:
             engine.on_begin = then
 
     def go_over_to(self, plan: Plan) -> None:
-        """See `Engine.go_over_to`. Each replica changes by itself. The number of replicas does not change."""
+        """See `Engine.go_over_to`. Each replica adopts the plan on its own. The number of replicas does not change."""
         for engine in self._engines:
             engine.go_over_to(plan)
 

@@ -64,7 +64,7 @@ class RequestRows:
         return row
 
     def grow(self, grown: Collection[tuple[int, int]]) -> None:
-        """Append a block to the tables of requests. # (request, block)"""
+        """Append blocks to the tables of requests. `grown`: pairs of a request and a block."""
         for id_, block in grown:
             row = self._row[id_]
             end = int(self.num_blocks[row])

@@ -55,8 +55,8 @@ class Sampler:
     `takes_highest` is true, the caller may use `highest` of the sum of logits and `clocks`.
 
     Attributes:
-        failed: the reason for each row for which the last call chose no token, by index into the call's `rows`. Rows
-            whose logits are not finite are left out.
+        failed: the reasons why rows got no token in the last call, by index into the call's `rows`. Rows whose logits
+            are not finite are left out.
 
     Args:
         grammars: builds the states of grammars. None means that no request may have one.
@@ -189,7 +189,7 @@ class Sampler:
     def _one_by_one(
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, dict[int, Logprobs]]:
-        """Choose for each request separately, so that only the request at fault fails."""
+        """Choose each request's token separately, so that only the request at fault fails."""
         tokens = np.full(len(rows), NO_TOKEN, dtype=np.int64)
         logprobs: dict[int, Logprobs] = {}
         failed: dict[int, str] = {}
@@ -210,7 +210,9 @@ class Sampler:
     def _choose(
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, dict[int, Logprobs]]:
-        """Choose for all rows together. The state of rows changes only at the end, when nothing can fail any more."""
+        """Choose the tokens of all rows together. The state of rows changes only at the end, when nothing can fail any
+        more.
+        """
         settings = self._settings_of(rows)
         failed = highest(logits) == NO_TOKEN
         if any_failed := bool(failed.any()):
@@ -332,7 +334,7 @@ def _lowest_kept(scores: Tensor, settings: np.ndarray, width: int = CANDIDATES) 
 
     Args:
         scores: the highest of each row is 0. # float32 [rows, vocab]
-        width: least number of highest scores to sort.
+        width: sort at least this many of each row's highest scores.
 
     Returns:
         # float32 [rows, 1]
@@ -407,7 +409,7 @@ def logprobs_of(logits: Tensor, tokens: Tensor, num_top: np.ndarray) -> list[Log
     Args:
         logits: # [rows, vocab]
         tokens: # int64 [rows]
-        num_top: most probable tokens to report. # int [rows]
+        num_top: number of most probable tokens to report. # int [rows]
     """
     if not len(tokens):
         return []
@@ -421,7 +423,7 @@ def logprobs_of(logits: Tensor, tokens: Tensor, num_top: np.ndarray) -> list[Log
 
 
 def _lines(settings: np.ndarray) -> Tensor:
-    """Return the lines of `_counts` to which these settings refer. # int64 [rows]"""
+    """Return the rows of `_counts` to which these settings refer. # int64 [rows]"""
     return torch.from_numpy(settings["counts"].astype(np.int64))
 
 

@@ -15,16 +15,16 @@ Interface of an engine in the front (`RemoteEngine`; used by one thread; only `r
     resumes, repeats                        how a lost engine's request continues in another engine
     restart         ends the old engine, and starts a new one without requests
 
-`step` raises `EngineLost` if the engine's process has died or hangs. An engine reports every `ALIVE_S` that it is
-alive. It counts as hung if it has sent no message for `SILENCE_S`, or if it has requests but has ended no step for
-`STEP_S`. If the operating system's kernel shows that the process is working (importing, compiling, computing, or
+`step` raises `EngineLost` if the engine's process has died or hangs. Every `ALIVE_S` seconds, an engine reports that it
+is alive. It counts as hung if it has sent no message for `SILENCE_S`, or if it has requests but has completed no step
+for `STEP_S`. If the operating system's kernel shows that the process is working (importing, compiling, computing, or
 waiting for processors), the limits are `BUSY_S` and `LONG_STEP_S` instead. After `EngineLost`, the front restarts the
 engine on the last plan that ran, and submits each request again with the tokens that its client already has
 (`xrunner.server.lasting_engine`). No request is lost, and no token is sent twice.
 
-The channel carries frames of msgpack over Unix sockets (`ends`, `messages`): one frame for each step, however many
-tokens the step has. With 128 streams, it takes 7 us to encode a step's message and 20 us to decode it. An engine's
-process ends when its socket is closed, which the operating system does if the front ends.
+The channel carries frames of msgpack over Unix sockets (`ends`, `messages`): one frame for each step, for any number of
+tokens. With 128 streams, it takes 7 us to encode a step's message and 20 us to decode it. An engine's process ends when
+its socket is closed. If the front ends, the operating system closes the socket.
 """
 
 from xgpt.core.errors import MachineError

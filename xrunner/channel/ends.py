@@ -36,7 +36,7 @@ class _Frames:
         self._bytes += some
 
     def whole(self) -> Iterator[bytes]:
-        """Yield and remove the complete frames. Raises EOFError if the bytes are not a frame."""
+        """Yield and remove the complete frames. Raises EOFError if a frame is longer than `FRAME_BYTES`."""
         start, size = 0, _LENGTH.size
         while len(self._bytes) >= start + size:
             (length,) = _LENGTH.unpack_from(self._bytes, start)

@@ -42,8 +42,8 @@ class Follow(msgspec.Struct, tag="follow", array_like=True):
 
 
 class Room(NamedTuple):
-    """Numbers of reserved and of kept K/V blocks, number of preemptions so far, and whether requests wait until another
-    plan is deployed.
+    """State of the K/V memory: numbers of reserved and of cached blocks, and of preemptions so far. `is_emptying`:
+    whether requests wait for another plan to be deployed.
     """
 
     reserved_blocks: int = 0
@@ -61,14 +61,15 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
 
 
 class Alive(msgspec.Struct, tag="alive", array_like=True):
-    """The engine's process is running. `uses` has the bytes sent and the seconds computed by each of the engine's
-    processes."""
+    """The engine's process is running. `uses`: how many bytes each process of the engine has sent, and how many seconds
+    it has computed, since its start.
+    """
 
     uses: list[Use]
 
 
 class Began(msgspec.Struct, tag="began", array_like=True):
-    """A step has begun in which these requests start."""
+    """A step has begun. These requests start in it."""
 
     ids: list[int]
 
@@ -107,7 +108,7 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
     """The engine has failed for good.
 
     Attributes:
-        input: field, value and what is accepted, if the error is an InputError.
+        input: the field, the value and the accepted values of an InputError. None for other errors.
     """
 
     reason: str
@@ -148,7 +149,7 @@ class _Before:
         self.grammar: str | None = None
 
     def take(self, generation: Generation) -> None:
-        """Remember what the next request may share with this one."""
+        """Remember the parts that the next request may share with this one."""
         self.prompt = generation.prompt
         self.biases, self.grammar = generation.sampling.logit_bias, generation.sampling.grammar
 

@@ -1,4 +1,4 @@
-"""Give the front access to an engine at the other end of the channel."""
+"""Let the front (the HTTP server's process) use an engine at the other end of the channel."""
 
 from __future__ import annotations
 
@@ -135,11 +135,11 @@ class FarEnd(Protocol):
 
 
 class EngineProcess:
-    """A process that runs `python -m MODULE FD`, where FD is its end of the channel, and reads an order from standard
-    input.
+    """A process that runs `python -m MODULE FD`, where FD is its end of the channel. The process reads `order` from
+    standard input.
 
-    The process has a separate process group, so that Ctrl-C in a terminal reaches only the front, which first lets
-    requests end.
+    The process has a separate process group, so that Ctrl-C in a terminal reaches only the front. The front then lets
+    requests finish.
     """
 
     def __init__(self, command: Sequence[str], order: bytes) -> None:
@@ -161,7 +161,7 @@ class EngineProcess:
 
     def is_at_work(self) -> bool:
         """Return whether the process or one of its children is working, according to the operating system. An engine
-        with several processes waits for its children.
+        with several processes sleeps while its children work.
         """
         return any(map(is_at_work, (self._process.pid, *children_of(self._process.pid))))
 
@@ -225,7 +225,7 @@ class RemoteEngine:
         return message
 
     def _ended(self) -> str:
-        """Return how the process ended. Wait until it has ended, since a process's sockets close a little earlier."""
+        """Wait until the process has ended, and return how. Its sockets close a little earlier."""
         end_s = time.monotonic() + POLL_S
         while (why := self._far_end.why_ended()) is None and time.monotonic() < end_s:
             time.sleep(0.01)
@@ -246,7 +246,7 @@ class RemoteEngine:
         return bool(self._next)
 
     def resumes(self, generation: Generation) -> bool:
-        """Return whether a request can continue by encoding its prompt and output so far."""
+        """Return whether a request can continue by prefilling its prompt and output so far."""
         return self._resumes
 
     def repeats(self, generation: Generation) -> bool:
@@ -327,11 +327,11 @@ class RemoteEngine:
             raise EngineLost(f"it has requests, but has completed no step for {stepless_s:.0f} s")
 
     def uses(self) -> list[Use]:
-        """Return what each process of the engine has done, if the engine has several processes."""
+        """Return each process's bytes sent and seconds computed since its start, or [] if there is only one process."""
         return self._uses
 
     def restart(self, plan: Plan) -> None:
-        """End the old engine, and start a new one with a plan and without requests.
+        """End the old engine, and start a new one on this plan, without requests.
 
         Raises:
             XgptError: the new engine does not start.

@@ -18,9 +18,9 @@ Contract of `Generate`:
                     `stream`, only `complete`. The token that ends an output is included in the output, and is also its
                     `matched_token_id`.
 
-In addition to the messages, the metadata of a call (keys of `METADATA`) has values that schedules need and for which
-messages have no field. A request is removed when its caller disconnects, or by `Abort`. Too many waiting requests end
-with RESOURCE_EXHAUSTED, a passed deadline with DEADLINE_EXCEEDED, a failed engine with UNAVAILABLE.
+Schedules need some values for which the messages have no fields. A call's metadata has these values (keys: `METADATA`).
+A request is removed when its caller disconnects, or by `Abort`. Too many waiting requests end with RESOURCE_EXHAUSTED,
+a passed deadline with DEADLINE_EXCEEDED, a failed engine with UNAVAILABLE.
 """
 
 from typing import NamedTuple
@@ -30,11 +30,10 @@ class Metadata(NamedTuple):
     """Keys of a call's metadata.
 
     Attributes:
-        deadline_s: seconds after which the request ends, because its answer has become useless.
+        deadline_s: seconds from the call's arrival after which an incomplete request ends.
         class_name: one of the plan's classes of requests.
         account: the name of the account to which the request belongs. Accounts share the engine.
-        output_length: for benchmarks: exact number of tokens after which the output ends. The schedule knows only
-            max_tokens.
+        output_length: exact number of output tokens, for benchmarks. The schedule knows only max_tokens.
     """
 
     deadline_s: str = "xgpt-deadline-s"

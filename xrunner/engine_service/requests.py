@@ -29,7 +29,7 @@ NOT_OURS = frozenset(
 
 
 class TokensRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
-    """A gateway's request, with token ids, and with a grammar for its constraint."""
+    """A gateway's request. Its prompt is token ids, and its constraint has become a grammar."""
 
     PROMPT_FIELD = "input_ids"
     SCORES_FIELD = "prompt_logprobs"
@@ -53,7 +53,7 @@ def read(request: GenerateRequest, metadata: Mapping[str, str], model: str) -> T
 
     Args:
         metadata: metadata of the call. See `METADATA`.
-        model: the model's name, which the message does not have.
+        model: the model's name. `request` does not have it.
 
     Raises:
         ApiError: 400, a field is not accepted. The error names the field and the reason.

@@ -37,7 +37,7 @@ async def service(
     """Answer calls from this machine, and yield the port. When the context ends, let running requests finish.
 
     Args:
-        drain_s: seconds in which running requests must finish.
+        drain_s: seconds that running requests have to finish after the context ends.
 
     Raises:
         MachineError: no port is free.

@@ -100,7 +100,7 @@ class Output:
         )
 
     def _input_logprobs(self) -> pb.InputLogProbs | None:
-        """Return the scores of the prompt's tokens. The first token has none."""
+        """Return the log probabilities of the prompt's tokens. The first token has none."""
         if self._scores is None:
             return None
         values = [pb.InputTokenLogProb(), *(pb.InputTokenLogProb(value=score.chosen) for score in self._scores)]
@@ -127,7 +127,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
 
     Args:
         model: the served model, whose `codec` is not used.
-        limits: limits on waiting requests, on their time, and on the length of outputs.
+        limits: limits on the number of waiting requests, on the time of a request, and on the length of outputs.
         classes: the plan's classes of requests.
     """
 
@@ -144,7 +144,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """Yield an output's tokens as they are generated. See the package's docstring."""
+        """Yield the tokens of the request's outputs as they are generated. See the package's docstring."""
         self._last_receive_s = time.time()
         received_s = time.perf_counter()
         task = asyncio.current_task()
@@ -180,7 +180,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
     async def _read(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, received_s: float
     ) -> EngineOutputs:
-        """Check a request, and return its outputs, which are not submitted yet. Raises ApiError."""
+        """Check a request, and return its outputs. They are not submitted yet. Raises ApiError."""
         engine, model, limits = self._engine, self._model, self._limits
         metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
         asked = read(request, metadata, model.name)
@@ -282,6 +282,6 @@ class Servicer(pb_grpc.VllmEngineServicer):
 
 
 async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, says: str) -> NoReturn:
-    """End a call with an error, whose text a gateway shows to the client."""
+    """End a call with an error. A gateway shows the text `says` to its client."""
     await context.abort(code, says[:500])
     raise AssertionError("abort raises")

@@ -1,4 +1,4 @@
-"""Check the host names, origins and paths that requests name."""
+"""Check the host names and origins that requests name."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ADMIN_PATHS = frozenset({"/", "/live", "/plan", "/plan/history", "/plan/decision
 class AllowedHosts:
     """The host names by which this server may be addressed.
 
-    The check keeps out pages of other sites: those whose host name was made to point to this machine (DNS rebinding),
-    and those that post to this server.
+    The check keeps out web pages of other sites: pages whose host name was made to point to this machine (DNS
+    rebinding), and pages that post to this server.
 
     Args:
         bound: the host that the server listens on. With "0.0.0.0" or "::" any literal address is accepted.

@@ -37,7 +37,7 @@ class Key:
         account: name of the account. An account has a priority and, under load, a share of the engine.
         is_admin: whether the key may also read pages about all accounts: /plan, /metrics, the live page.
         requests_per_minute, tokens_per_minute: limits. None means no limit.
-        answer_within_s: promised time of answers to this key's requests, as in `Limits`. None means the server's
+        answer_within_s: promised time from a request to its last token, as in `Limits`. None means the server's
             promise.
         ttft_s, tpot_s, whole_s: bounds for the goodput of this key's requests. `answer_within_s` replaces a missing
             `whole_s`. If all of these are missing, the plan's bounds are used. Scheduling rules that use bounds (slack,
@@ -66,7 +66,7 @@ NO_KEY = Key()
 
 
 class ApiKeys:
-    """The accepted keys. They are looked up by digest, in the same time for every key and every number of keys."""
+    """The accepted keys. A lookup is by digest, and takes the same time for every key and every number of keys."""
 
     def __init__(self, keys: Mapping[bytes, Key], path: Path | None = None, classes: Collection[str] = ()) -> None:
         self._keys = dict(keys)
@@ -235,10 +235,10 @@ class Classes:
 
     Args:
         plan: the plan. None means that there are no classes.
-        answer_within_s: promised time of an answer by class, as in `Limits`.
+        answer_within_s: promised time from a request to its last token, by class. See `Limits`.
 
     Raises:
-        InputError: a given class is not one of the plan's classes.
+        InputError: `answer_within_s` names a class that the plan does not have.
     """
 
     def __init__(self, plan: Plan | None, answer_within_s: Mapping[str, float] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Count how many requests and tokens each API key may still use in this minute."""
+"""Limit the requests and tokens per minute of each API key, with token buckets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xrunner.server.api.errors import ApiError
 
 
 class Quotas:
-    """The requests and tokens that every key may still use. They are stored by the key's name, so that a change of
+    """The requests and tokens that each key may use now. They are stored by the key's name, so that a change of
     settings does not reset them.
 
     Args:
@@ -26,7 +26,7 @@ class Quotas:
         """Count one more request of this key.
 
         Raises:
-            ApiError: 429, the key has no requests left this minute.
+            ApiError: 429, the key's limit of requests per minute is reached.
         """
         quota = Quota(
             self._bucket(key, "requests", key.requests_per_minute), self._bucket(key, "tokens", key.tokens_per_minute)
@@ -54,10 +54,10 @@ class Quota:
         self._reserved = 0
 
     def reserve(self, num_tokens: int) -> None:
-        """Reserve tokens for prompts and for the largest outputs that they may get.
+        """Reserve tokens for a request's prompts and for the largest outputs that it may get.
 
         Raises:
-            ApiError: 429, the key has too few tokens left this minute.
+            ApiError: 429, the key's limit of tokens per minute is reached.
         """
         if self.tokens is not None:
             self.tokens.take(num_tokens)
@@ -73,7 +73,7 @@ class Quota:
 class _Bucket:
     """A token bucket with the capacity of one minute, which fills evenly.
 
-    A cost above the capacity is taken once the bucket is full. Its level then becomes negative.
+    A cost above the capacity is taken once the bucket is full. The bucket's level then becomes negative.
     """
 
     def __init__(self, name: str, kind: str, per_minute: float, clock: Callable[[], float]) -> None:

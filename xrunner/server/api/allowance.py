@@ -1,8 +1,8 @@
 """Compute how many tokens a request may have, from its fields, the limits, the context and the K/V memory.
 
 A chat without max_tokens may continue to the end of the context, or to --default-max-tokens. K/V memory is reserved for
-the plan's quantile of outputs. If an output exceeds its reservation while other requests need the memory, its request
-is preempted.
+the plan's quantile of output lengths. If an output exceeds its reservation while other requests need the memory, its
+request is preempted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class OutputRule(NamedTuple):
     """The limits on the length of outputs.
 
     Attributes:
-        default: largest number of output tokens of a request without a maximum. None means OpenAI's default for
+        default: largest number of output tokens of a request that names no maximum. None means OpenAI's default for
             completions, and the rest of the context for chats.
         most: largest number that a request may name as its maximum. None means the model's context.
         promised: tokens for which K/V memory is reserved if a request names no maximum. None means that it is reserved
@@ -57,7 +57,8 @@ def check_tokens(
         capacity: number of tokens that fit into the K/V memory.
 
     Raises:
-        ApiError: 400, the vocabulary lacks a token, or the context or the memory is too small.
+        ApiError: 400, the prompt is empty, a token is not in the vocabulary, or the request does not fit in the context
+            or the K/V memory.
     """
     field = request.PROMPT_FIELD
     if not prompt:

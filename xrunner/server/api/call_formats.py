@@ -65,11 +65,13 @@ class CallFormat(ABC):
         return tagged_grammar(trigger, self.rules(schemas), self.free - {trigger})
 
     def call(self, schemas: Schemas) -> str:
-        """Return the rule `answer` of an output that is exactly one call's object, without marks."""
+        """Return the rule `answer` for an output that is one call's object without marks."""
         return f"answer: {any_of(self.opened(schemas))}\n"
 
     def answer(self, schemas: Schemas | None, formatted: dict[str, Any]) -> str:
-        """Return the rule `answer` of an output that is a JSON value or, with `schemas`, calls."""
+        """Return the rule `answer` for an output that is a JSON value of the schema `formatted` or, with `schemas`,
+        calls.
+        """
         value = f"answer: {json_rule(formatted)}"
         return f"{value}\n" if schemas is None else f"{value} | calls\n{self.only(schemas)}"
 
@@ -90,8 +92,8 @@ class CallFormat(ABC):
 
     @abstractmethod
     def read(self, text: str) -> tuple[list[Call], int] | None:
-        """Return the calls at the beginning of a text that starts with the trigger, and the index of their end, or None
-        if there are no calls.
+        """Return the calls at the beginning of `text`, which starts with the trigger, and the index of their end.
+        Return None if there are no calls.
         """
 
     def begin(self, name: str) -> str:
@@ -99,7 +101,7 @@ class CallFormat(ABC):
         return f'{{"name": {json.dumps(name)}, "{self.arguments}": '
 
     def opened(self, schemas: Schemas) -> Schemas:
-        """Return the schemas of arguments by the parts of the calls' objects before them."""
+        """Return the schema of each function's arguments, by the text that precedes the arguments in a call."""
         return {self.begin(name): schema for name, schema in schemas.items()}
 
     def new_id(self) -> str:
@@ -142,7 +144,7 @@ class ObjectCalls(CallFormat):
     closing: str = ""
 
     def grammar(self, schemas: Schemas) -> str:
-        """Return the grammar of text in which a function's arguments follow their schema once its call has begun.
+        """Return the grammar of free text with calls. Once a call has begun, its arguments must follow their schema.
 
         A mark by itself does not start a call: a text may mention the mark, and models also write other things after
         it.
