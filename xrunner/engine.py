@@ -338,7 +338,7 @@ class Engine:
         self.executor.release(ids)
 
     def uses(self) -> list[Use]:
-        """Return each process's bytes sent and seconds computed since its start, or [] if there is only one process."""
+        """Return each process's sent bytes and busy seconds since its start, or [] if there is only one process."""
         return self.executor.uses()
 
     def close(self) -> None:

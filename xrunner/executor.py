@@ -20,7 +20,9 @@ class WorkerLost(XgptError):
 
 
 class Use(NamedTuple):
-    """How many bytes one process of a replica has sent, and how many seconds it has computed, since its start."""
+    """How many bytes one process of a replica has sent, and for how many seconds it has executed steps, since its
+    start.
+    """
 
     process: str
     control_bytes: int

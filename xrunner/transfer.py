@@ -55,8 +55,8 @@ class Cargo(Protocol):
 
 
 def pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
-    """Return the pieces to send. Each receiver gets every part only once. If several ranks have a head, the receivers
-    are divided among these ranks.
+    """Return the pieces to send. Each receiver gets every part only once. If several ranks have the same head, the
+    receivers are divided among these ranks.
     """
     found = []
     for receiver, there in receivers.items():

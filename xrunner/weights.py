@@ -210,7 +210,7 @@ class Checkpoint:
         return tensor
 
     def _find(self, name: str) -> tuple[Path, Any, str]:
-        """Return a tensor's file, and its name there, which in some checkpoints has a shorter or an additional
+        """Return a tensor's file, and its name there. In some checkpoints, names have a shorter or an additional
         prefix.
         """
         bare = [name.removeprefix(prefix) for prefix in BASE_PREFIXES]

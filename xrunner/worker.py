@@ -185,8 +185,8 @@ class Worker(OneAtATime):
         return tokens
 
     def _joined(self, step: Step) -> Step:
-        """Return the step, in which requests that are new to this decode lane are now prompts, since their K/V must be
-        computed here.
+        """Return the step with each request that is new to this decode lane as a prompt, since its K/V must be computed
+        here.
         """
         joining = [id_ for id_ in step.decode if id_ in self.encoder_outputs]
         if not joining:
@@ -195,7 +195,7 @@ class Worker(OneAtATime):
         return Step(tuple(prompts), tuple(id_ for id_ in step.decode if id_ not in self.encoder_outputs))
 
     def _pass_encoder_outputs(self, part: Step) -> None:
-        """Give the stage the encoder outputs that another lane has computed for a part's prompts."""
+        """Pass to the stage the encoder outputs that another lane has computed for the prompts in `part`."""
         outputs = [self.encoder_outputs.pop(chunk.id) for chunk in part.encode if chunk.id in self.encoder_outputs]
         if outputs:
             assert self._stage is not None
@@ -209,8 +209,8 @@ class Worker(OneAtATime):
                 yield whole
 
     def _uncut(self, step: Step) -> Step:
-        """Return the step for a model that cannot cut prompts: a prompt's last piece becomes the whole prompt, and its
-        other pieces are dropped.
+        """Return the step for a model that cannot cut prompts: a prompt's last chunk becomes the whole prompt, and its
+        other chunks are dropped.
         """
         ended = [id_ for id_, start, length in step.encode if start + length == self._rows.prompt_len[self._rows[id_]]]
         return Step(tuple(Chunk(id_, 0, len(self._prompts[id_])) for id_ in ended), step.decode)
@@ -244,7 +244,9 @@ class Worker(OneAtATime):
             return None if logits is None else self.sample(logits).cpu().numpy()
 
     def logits(self, batch: Batch) -> Tensor | None:
-        """Run the model. The next call may overwrite the result. # [sampled, vocab or this rank's share of it]"""
+        """Run the model, and return its logits. The next call may overwrite them. # [sampled, vocab or this rank's
+        share of it]
+        """
         return self._run(batch, self.cache, self.backend)
 
     def sample(self, logits: Tensor) -> Tensor:

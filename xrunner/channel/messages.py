@@ -61,8 +61,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
 
 
 class Alive(msgspec.Struct, tag="alive", array_like=True):
-    """The engine's process is running. `uses`: how many bytes each process of the engine has sent, and how many seconds
-    it has computed, since its start.
+    """The engine's process is running. `uses`: how many bytes each process of the engine has sent, and for how many
+    seconds it has executed steps, since its start.
     """
 
     uses: list[Use]

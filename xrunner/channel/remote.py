@@ -327,7 +327,7 @@ class RemoteEngine:
             raise EngineLost(f"it has requests, but has completed no step for {stepless_s:.0f} s")
 
     def uses(self) -> list[Use]:
-        """Return each process's bytes sent and seconds computed since its start, or [] if there is only one process."""
+        """Return each process's sent bytes and busy seconds since its start, or [] if there is only one process."""
         return self._uses
 
     def restart(self, plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""Give the front access to the engine: submit requests, deliver their tokens, and count how requests end."""
+"""Submit the front's requests to the engine, deliver their tokens, and count how requests end."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ come. Tokens arrive one at a time. If the output is held back, they arrive all t
 
 
 class Promise(NamedTuple):
-    """Seconds from a request's submission to its answer: the estimate of `answer_s`, and the promised time."""
+    """Seconds from a request's submission to its last token: the estimate of `answer_s`, and the promised time."""
 
     expected_s: float
     promised_s: float
@@ -208,7 +208,7 @@ class EngineClient:
         return 1 if not rate else min(MAX_RETRY_AFTER_S, max(1, round(len(self.backlog) / (2 * rate))))
 
     def answer_s(self, account: Account, num_outputs: int) -> float | None:
-        """Return the seconds until `num_outputs` further outputs of this account should be complete.
+        """Return the estimated seconds until `num_outputs` further outputs of this account are complete.
 
         The result is None if the engine is idle or runs no plan.
         """
@@ -266,7 +266,7 @@ class EngineClient:
             self.metrics.note_deadline(met=end_s <= stream.submission.end_s, prompt_tokens=stream.prompt_tokens)
 
     def _give_up(self, stream: TokenStream, token: Token) -> None:
-        """End a request that the engine has lost while the other requests continue."""
+        """End with an error a request that the engine could not continue. The other requests continue."""
         del self._streams[stream.id]
         self.backlog.leave(stream.id)
         self.metrics.note_account(stream.submission.account, stream.prompt_tokens, stream.output_tokens)
@@ -291,8 +291,8 @@ class EngineClient:
             self.watch.end(stream.seen, Ended(stream.seen.generated, latency_s, first_s, whole_s, is_kept))
 
     def _note_starts(self, record: StepRecord) -> None:
-        """Note which requests start. A request starts with the step that encodes its first piece. The engine reads the
-        clock before the inbox, so a request may have been submitted just after the step's start.
+        """Note which requests start. A request starts with the step that prefills its first prompt chunk. The engine
+        reads the clock before the inbox, so a request may have been submitted just after the step's start.
         """
         for id_, first_token, _ in record.encode:
             if (stream := self._streams.get(id_)) and not stream.started_s:
@@ -347,7 +347,7 @@ class EngineClient:
         self.backlog.begin((*encoded, *(token.id for token in tokens)), start_s, end_s)
 
     def _seen(self, record: StepRecord) -> dict[int, Seen]:
-        """Return the requests of a step."""
+        """Return what the watch has observed of a step's requests, by id."""
         ids = (*record.decode, *(chunk[0] for chunk in record.encode))
         found = ((id_, self._streams[id_].seen) for id_ in ids if id_ in self._streams)
         return {id_: seen for id_, seen in found if seen is not None}

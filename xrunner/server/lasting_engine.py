@@ -81,10 +81,10 @@ class Handover:
             self._tried = None
 
     def lose(self, error: MachineError, engine: RemoteEngine) -> list[Token]:
-        """Make all requests wait for another engine. Return the ends of requests that cannot continue.
+        """Make all requests wait for another engine. Return the last tokens of requests that cannot continue.
 
-        If a request's output so far can be encoded with its prompt without changing later tokens, the request continues
-        from there. Otherwise the same tokens are generated again, but are not delivered twice.
+        If a request's output so far can be prefilled with its prompt without changing later tokens, the request
+        continues from there. Otherwise the same tokens are generated again, but are not delivered twice.
 
         Args:
             engine: the lost engine, which will be restarted. It decides which requests can be resumed and which must be
@@ -147,9 +147,9 @@ class LastingEngine:
 
     Args:
         running: returns the plan to run. None means that a lost engine is not restarted.
-        on_step: called with the tokens and the records of each step that ends, and with the ends of requests that
-            cannot continue.
-        on_return: called with the plan of a restarted engine.
+        on_step: called with the tokens and the records of each step that ends, and with the last tokens of requests
+            that cannot continue.
+        on_return: called with the plan on which the engine was restarted.
         on_failed: called once, when the engine has failed for good.
     """
 

@@ -17,12 +17,12 @@ class RequestInfo:
     """The properties of a request that are known before its body is read. Routes add fields for the log.
 
     Attributes:
-        received_s: `time.perf_counter` when the head had arrived.
+        received_s: `time.perf_counter` when the headers had arrived.
         read_s: `time.perf_counter` when the body had arrived, or 0 until then.
         deadline_header: the value of X-Deadline-S.
         key: rights and limits of the client.
         quota: the requests and tokens that the key may still use. None means that the request does not generate tokens.
-        phases: (name, start, end) of waiting, encoding and decoding, on the clock of `received_s`.
+        phases: (name, start, end) of the phases waiting, encoding and decoding, on the clock of `received_s`.
         log: further fields of the log line, which never contain a prompt. The error of a refused request may contain a
             field's value.
     """

@@ -30,9 +30,9 @@ class Limits:
     Attributes:
         max_waiting: number of outputs that may wait for their first step. Further outputs get 429, unless their API key
             has fewer waiting outputs than its share of this number.
-        answer_within_s: promised time from a request to its last token. A request that would take longer, according to
-            the plan and the recent pace, gets 429. None means no promise.
-        request_timeout_s: longest time from a request to its last token, after which the request ends with 504. None
+        answer_within_s: promised seconds from a request's submission to the engine to its last token. A request that
+            would take longer, according to the plan and the recent pace, gets 429. None means no promise.
+        request_timeout_s: seconds from the arrival of a request's headers after which the request ends with 504. None
             means no limit.
         default_max_tokens, max_max_tokens: see `OutputRule`.
         max_body_bytes: longer bodies get 413.
@@ -41,7 +41,7 @@ class Limits:
             bodies get 503.
         all_requests_bytes: the same limit for requests after their prompts have become token ids, until the requests
             have ended.
-        body_timeout_s: time in which a body must arrive. A body that takes longer gets 408.
+        body_timeout_s: seconds in which a body must arrive. A body that takes longer gets 408.
     """
 
     max_waiting: int = 4096
@@ -157,7 +157,7 @@ class EngineOutputs:
         """Submit either all outputs to the engine or none.
 
         Raises:
-            ApiError: 429, too many are waiting, or the key has used up its tokens of this minute; 500, the engine has
+            ApiError: 429, too many are waiting, or the key's limit of tokens per minute is reached; 500, the engine has
                 failed; 503, the server is shutting down; 504, the deadline has passed.
         """
         self._engine.check_open()
@@ -215,7 +215,7 @@ class EngineOutputs:
         return promise
 
     def late(self, what: str) -> ApiError:
-        """Return the error for an answer that comes too late. `what` states what has not happened in time."""
+        """Return the error for an answer that comes too late. `what` names the event that has not happened in time."""
         if self.is_timeout:
             within_s = self._limits.request_timeout_s
             return ApiError(504, f"{what} within this server's limit of {within_s:g} s", code="timeout")

@@ -64,7 +64,7 @@ def block_size_of(cluster: ClusterSpec) -> int:
 
 
 def computing_cores(cluster: ClusterSpec) -> int:
-    """Return on how many cores of this machine each CPU device of the cluster computes.
+    """Return how many cores of this machine compute for each CPU device of the cluster.
 
     If a device is a whole machine, one core is left to the loop of vLLM's engine, as in vLLM itself. The loop never
     sleeps while requests run, so a computing thread on the same core would be slow, and the others would wait for it.
@@ -77,8 +77,8 @@ def variables(cluster: ClusterSpec, devices: Sequence[int]) -> dict[str, str]:
     """Return vLLM's environment variables for these devices of the cluster.
 
     On this machine's CPUs, the variables set which cores compute. By default, vLLM leaves one core to the engine's
-    loop, and another if there is a K/V connector. A profile is measured with a connector, so it would be measured on
-    other cores than the server uses.
+    loop, and another if there is a K/V connector. Profiles are measured with a connector, so without these variables
+    they would be measured on other cores than the server uses.
     """
     if cluster.device.type == "gpu" or not cluster.is_local:
         return {}

@@ -161,10 +161,10 @@ class VllmEngine(RemoteEngine):
         super().close()
 
     def resumes(self, generation: Generation) -> bool:
-        """Return whether a request continues with the same tokens if its output so far is encoded with the prompt.
+        """Return whether a request continues with the same tokens if its output so far is prefilled with the prompt.
 
-        The tokens would differ if the request has penalties, which would ignore the output so far, or if it samples at
-        random, since the generator would restart from the seed.
+        The tokens would differ if the request has penalties, since these would ignore the output so far, or if it
+        samples at random, since the generator would restart from the seed.
         """
         sampling = generation.sampling
         is_penalised = sampling.presence_penalty or sampling.frequency_penalty

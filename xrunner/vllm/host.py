@@ -107,7 +107,7 @@ class VllmHost:
 def takes_seeds() -> bool:
     """Return whether vLLM supports a separate random generator for a request.
 
-    If a prompt is executed in pieces, vLLM resets the generator. On CPUs, torch cannot reset a generator, and vLLM's
+    If a prompt is executed in chunks, vLLM resets the generator. On CPUs, torch cannot reset a generator, and vLLM's
     engine would end.
     """
     return not current_platform.is_cpu()

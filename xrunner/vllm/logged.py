@@ -144,7 +144,7 @@ class LoggedScheduler(Scheduler):
         super().shutdown()
 
     def _begun(self, start_ns: int, output: SchedulerOutput) -> StepRecord:
-        """Return the record of a step that begins. The records of vLLM itself may change before the step ends."""
+        """Return the record of a step that begins. vLLM's own records may change before the step ends."""
         self._encoding.update(request.req_id for request in output.scheduled_new_reqs)
         self._encoding.update(output.scheduled_cached_reqs.resumed_req_ids)
         encode, decode = [], []
@@ -200,9 +200,9 @@ class LoggedScheduler(Scheduler):
 
 
 class PiecesScheduler(LoggedScheduler):
-    """For profiles: a request with the extra argument `step_tokens` limits later steps to this number of tokens.
+    """vLLM's scheduler for profiles. A request with the extra argument `step_tokens` limits the tokens of later steps.
 
-    Prompts are then cut as with such a token budget, which includes the tokens of decodes.
+    Prompts are then cut as with such a token budget. Decodes also count towards the budget.
     """
 
     max_num_scheduled_tokens: int  # vLLM's own

@@ -175,7 +175,7 @@ class XgptScheduler(LoggedScheduler):
             self.waiting = FCFSRequestQueue(left + [request for request in waiting if request not in has_entered])
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Return how many tokens of a request a step executes, at most as many as in the rule's step.
+        """Return how many tokens of a request a vLLM step executes: at most as many as the rule's step.
 
         The rule may cut any prompt, whereas vLLM by default cuts only the last one.
         """

@@ -153,7 +153,9 @@ class WaaLanes(Lanes):
         self._schedule.submit(known)
 
     def stepped(self, lane: LaneName, message: Stepped) -> Stepped:
-        """Return the front's message for a lane's step, with tokens of the decode lane, and ends of requests."""
+        """Return the front's message for a lane's step: the decode lane's tokens, and the last tokens of failed
+        requests.
+        """
         tokens: list[Token] = []
         for token in message.tokens:
             if (inside := self._inside.get(token.id)) is None:

@@ -19,7 +19,7 @@ read all of the rest.
 
 
 class CallPiece(NamedTuple):
-    """The part of a call that a piece of text adds: first the name and id, then arguments as they are written."""
+    """What a piece of text adds to a call. The first piece has the name and the id, later ones only arguments."""
 
     number: int
     id: str | None
@@ -115,7 +115,7 @@ class Calls:
         return "".join(self._read(is_end=False))
 
     def end(self) -> str:
-        """Return the text that is still held back. A call that is cut off ends with the output."""
+        """Return the text that is still held back. An incomplete call ends with the output."""
         return "".join(self._read(is_end=True))
 
     def _read(self, *, is_end: bool) -> Iterator[str]:
@@ -296,5 +296,5 @@ def _openings(key: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 def overlap(text: str, opening: str) -> int:
-    """Return how many characters at the end of a text match the beginning of `opening`."""
+    """Return the length of the longest end of `text` that is a proper prefix of `opening`."""
     return next((n for n in range(min(len(text), len(opening) - 1), 0, -1) if text.endswith(opening[:n])), 0)

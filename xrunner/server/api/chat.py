@@ -1,4 +1,4 @@
-"""Turn chats into prompts by the checkpoint's own template, rendered as by Hugging Face's tokenizers."""
+"""Turn chats into prompts with the checkpoint's own template, which is rendered as Hugging Face's tokenizers do it."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ class _Template:
     """One template. Rendering a probe text shows in which form the template expects messages.
 
     Attributes:
-        takes_parts: whether it loops over the parts of a message's content.
-        knows_developer: whether it shows messages of the role `developer`, which are otherwise shown as `system`.
-        takes_instructions_later: whether it shows further system messages after the first message.
+        takes_parts: whether the template loops over the parts of a message's content.
+        knows_developer: whether the template shows messages of the role `developer`. If not, their role becomes
+            `system`.
+        takes_instructions_later: whether the template shows further system messages after the first message.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
@@ -69,7 +70,7 @@ class _Template:
         return shown | {"thinking": message["reasoning"]} if has_room and "reasoning" in message else shown
 
     def in_order(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages in an order that the template accepts.
+        """Return the messages, with system messages joined or relabelled so that the template accepts them.
 
         Some templates accept a system message only at the beginning, but agents send several, some of them later. For
         such a template, the system messages at the beginning are joined. A later system message is appended to the
@@ -154,7 +155,8 @@ class ChatTemplate:
 
         Args:
             messages: messages, whose contents are texts or lists of parts of the type `text`.
-            continue_final_message: end with the content of the last message, so that the model continues it.
+            continue_final_message: whether the prompt ends with the content of the last message, so that the model
+                continues it.
             variables: further variables of the template.
 
         Raises:

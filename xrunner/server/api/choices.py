@@ -34,7 +34,7 @@ class Choice:
         Args:
             prefix: the prompt's text, if the answer begins with it.
             scored: the tokens of `prefix`, if they are also reported.
-            context: the prompt's last tokens, if the output continues their text, so that its first token may begin
+            context: the prompt's last tokens, if the output continues their text. The first output token may then begin
                 with a space.
         """
         self.calls: list[ToolCall] = []
@@ -88,8 +88,8 @@ class Choice:
         self._num_chars += len(self._echoed.push(token))
 
     def push(self, token: Token) -> Delta:
-        """Record a token, and return what it adds. A stop token is counted, but adds no text. A stop string ends the
-        choice.
+        """Record a token, and return the text and the calls that it adds. A stop token is counted, but adds no text. A
+        stop string ends the choice.
         """
         if self._is_hidden:
             self.finish = "length"

@@ -1,4 +1,4 @@
-"""Define answers with a status other than 200, in OpenAI's format or Anthropic's."""
+"""Define error responses, in OpenAI's format or Anthropic's."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def quoted(text: str) -> str:
 
 
 class ApiError(Exception):
-    """An answer with a status other than 200.
+    """An error response: a status other than 200, with a message.
 
     Args:
         retry_after_s: seconds after which a retry may succeed. None means that a retry will not succeed.
-        headers: further headers of the answer.
+        headers: further headers of the response.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ApiError(Exception):
             self.headers["retry-after"] = str(retry_after_s)
 
     def body(self) -> bytes:
-        """Return the body of the answer in OpenAI's format."""
+        """Return the body of the response in OpenAI's format."""
         kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 504: "timeout_error"}
         type_ = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         error = {"message": str(self), "type": type_, "param": self.param, "code": self.code}
@@ -87,7 +87,7 @@ def anthropic_error(error: ApiError) -> dict[str, str]:
 
 
 class ErrorResponse(Response):
-    """An error as an HTTP answer, in the format of the API that the request's path belongs to."""
+    """An error as an HTTP response, in the format of the API to which the request's path belongs."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__()  # routes copy headers and background tasks onto any response

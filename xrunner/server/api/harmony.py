@@ -58,7 +58,7 @@ class Harmony(CallFormat):
         return self._answer(schemas, formatted)
 
     def _answer(self, schemas: Schemas | None, formatted: dict[str, Any] | None) -> str:
-        """Return the rule for messages of reasoning that are followed by a call or a formatted answer."""
+        """Return the rule for an output: messages of reasoning, then a call or a formatted answer."""
         ways = []
         if schemas:
             ways.append(f'{self._mark(CHANNEL)} "commentary to=functions." name')
@@ -72,7 +72,7 @@ class Harmony(CallFormat):
         return rules + (self._names(schemas) if schemas else "")
 
     def _names(self, schemas: Schemas) -> str:
-        """Return the rule `name`: the function's name, the rest of the head, and the arguments."""
+        """Return the rule `name`: the function's name, the rest of the message header, and the arguments."""
         head = f'head: ({self._mark(CHANNEL)} "commentary")? (" "? {self._mark(CONSTRAIN)} "json" | " json")? '
         called = [f"{json.dumps(name)} head {json_rule(schema)}" for name, schema in schemas.items()]
         return f"name: {' | '.join(called)}\n{head}{self._mark(MESSAGE)}\n"
@@ -86,7 +86,7 @@ def harmony_of(special: Mapping[str, int]) -> Harmony | None:
 
 
 class HarmonyReader:
-    """Reads the messages of an output. A text without a message's head is an answer.
+    """Reads the messages of an output. Text without a message header belongs to the answer.
 
     Attributes:
         found: the calls so far.

@@ -1,4 +1,4 @@
-"""Describe the endpoint at /openapi.json, by the types with which requests are parsed."""
+"""Generate /openapi.json from the types with which requests are parsed."""
 
 from __future__ import annotations
 
@@ -127,7 +127,9 @@ further members.
 
 
 def _json(schema: str | Json, *, stream: bool = False) -> Json:
-    """Return the content of an answer, from a schema or its name, with `stream` also as server-sent events."""
+    """Return the content of a response. `schema`: a schema or its name. `stream`: whether there are also server-sent
+    events.
+    """
     content = {"application/json": {"schema": _reference(schema) if isinstance(schema, str) else schema}}
     return content | ({"text/event-stream": {"schema": {}}} if stream else {})
 

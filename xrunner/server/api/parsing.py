@@ -94,8 +94,8 @@ def refusal_of(error: msgspec.ValidationError, kind: Any) -> ApiError:
 
 
 def _in_text(body: Body) -> str | None:
-    """Return which byte of a body is not UTF-8, or None if all are. (msgspec's error counts from the start of a
-    string.)
+    """Return a message that states which byte of a body is not UTF-8, or None if all are. (msgspec's error counts from
+    the start of a string.)
     """
     try:
         body.decode()
@@ -140,7 +140,7 @@ def _alternatives(kind: Any) -> Sequence[Any]:
 
 
 def _explained(says: str, kind: Any) -> str:
-    """Return msgspec's message with the nearest known field, or in plain words if clients often make this mistake."""
+    """Return msgspec's message for clients: with the nearest known field, or in plain words for common mistakes."""
     if match := re.fullmatch(r"Object contains unknown field `(\w+)`", says):
         if match[1] in VLLM_FIELDS:
             return f"{match[1]}: send a chat with a JSON schema in response_format instead"
@@ -180,7 +180,9 @@ parse_count = _translator(CountRequest)
 
 
 def parse_deadline(header: str | None, field_s: float | None) -> float | None:
-    """Return the seconds that an answer may take, from the header X-Deadline-S and the field. Raises ApiError (400)."""
+    """Return the shorter of the deadlines in the header X-Deadline-S and in the field, in seconds. Raises ApiError
+    (400).
+    """
     if header is None:
         return field_s
     try:
@@ -216,8 +218,8 @@ def _with_whole_numbers(body: Body) -> bytes:
 
 
 def _check_sizes(looked: Any, size: int) -> None:
-    """Refuse long fields of any form before they are decoded, since millions of small objects take seconds and much
-    memory.
+    """Before decoding, refuse long fields that may contain any JSON, since millions of small objects take seconds and
+    much memory.
 
     If a field occurs several times, only the last occurrence is checked here, but all occurrences are decoded later. So
     earlier occurrences, and all white space, count towards `MAX_BESIDE_BYTES`.

@@ -8,13 +8,13 @@ In addition to OpenAI's fields a request may carry:
     min_tokens: accepted if it equals max_tokens, so that the output cannot end earlier. Load generators send this.
     stop_token_ids: tokens that end an output.
     include_stop_str_in_output: leave the stop string in the text.
-    output_length: for benchmarks: exact number of tokens after which the output ends. The schedule knows only
-      max_tokens.
+    output_length: exact number of output tokens, for benchmarks. The schedule knows only max_tokens.
     add_special_tokens: whether a prompt begins with the special tokens that the tokenizer adds. By default true for
       completions and false for chats.
     truncate_prompt_tokens: keep this many tokens at the end of a prompt. -1 keeps all that fit.
     skip_special_tokens: only true is accepted, since special tokens are never shown.
-    deadline_s: seconds after which an incomplete answer ends with 504, deadline_exceeded. The header X-Deadline-S has
+    deadline_s: seconds from the request's arrival after which an incomplete answer ends with 504, deadline_exceeded.
+        The header X-Deadline-S has
       the same effect, and the shorter time counts.
     add_generation_prompt, chat_template_kwargs (chat): variables of the template, as is `reasoning_effort`.
     continue_final_message (chat): whether the answer continues the last message.
@@ -67,8 +67,8 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 def memory_of(*values: Any) -> int:
-    """Return approximately the bytes of memory of decoded JSON, less `FREE_OBJECT_BYTES`. Decoded JSON can take much
-    more memory than its text: an empty list takes twenty times the memory of its three characters.
+    """Return approximately how many bytes of memory decoded JSON takes, less `FREE_OBJECT_BYTES`. Decoded JSON can take
+    much more memory than its text: an empty list takes twenty times the memory of its three characters.
     """
     num_bytes = -FREE_OBJECT_BYTES
     for written in (msgspec.json.encode(value) for value in values if value is not None):
@@ -99,7 +99,7 @@ COMMON_WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
 
 
 class Sampled(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields of requests in any API's format. Null means a field's default."""
+    """The fields that requests in the format of every API have. Null means a field's default."""
 
     model: str
     stream: bool | None = None
@@ -118,7 +118,7 @@ class Sampled(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class OpenAiFields(Sampled, forbid_unknown_fields=True, kw_only=True):
-    """The fields of requests in all of OpenAI's formats."""
+    """The fields that requests in each of OpenAI's formats have."""
 
     stream_options: StreamOptions | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
@@ -267,12 +267,12 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def num_text_bytes(self) -> int:
-        """Return approximately the memory of the texts and schemas from which prompts and grammars are made."""
+        """Return approximately the bytes of the texts and schemas from which prompts and grammars are made."""
         raise NotImplementedError
 
     @property
     def num_kept_bytes(self) -> int:
-        """Return approximately the memory that remains in use after `forget_text`."""
+        """Return approximately the bytes that remain in use after `forget_text`."""
         biases = BIAS_BYTES * len(self.logit_bias or ())
         return biases + sum(map(getsizeof, self.stops)) + getsizeof(self.grammar or "")
 
@@ -389,7 +389,7 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text"):
 
 
 class ChatMessage(msgspec.Struct):
-    """A message. An assistant's message may have no content. The result of a function names its call.
+    """A message. An assistant's message may have no content. A message with a function's result names the call.
 
     Clients send earlier answers back unchanged, with fields that models do not use (`annotations`, `audio`, `id`).
     These fields are dropped.
@@ -416,7 +416,7 @@ class ChatMessage(msgspec.Struct):
             yield from (call.id, call.function.name, call.function.arguments)
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as templates expect it, in which the arguments of calls are objects."""
+        """Return the message in the form that templates expect. In this form, the arguments of calls are objects."""
         parts = self.content or self.refusal or ""
         content = parts if isinstance(parts, str) else [{"type": "text", "text": part.text} for part in parts]
         message: dict[str, Any] = {"role": self.role, "content": content}
@@ -668,7 +668,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def num_text_bytes(self) -> int:
-        """Return the memory of the request's texts."""
+        """Return the bytes of the request's texts."""
         texts = [self.prompt or "", *(text for message in self.messages or () for text in message.texts)]
         return sum(map(getsizeof, texts)) + memory_of(self.tools, self.chat_template_kwargs)
 
@@ -688,7 +688,7 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     @property
     def num_text_bytes(self) -> int:
-        """Return the memory of the request's tokens."""
+        """Return the bytes of the request's tokens."""
         return TOKEN_BYTES * len(self.tokens)
 
     def check(self) -> None:

@@ -44,7 +44,7 @@ class Thought(NamedTuple):
     """The marks of the reasoning with which an output may begin.
 
     Attributes:
-        is_open: whether the prompt ends within reasoning, which the output then continues.
+        is_open: whether the prompt ends within reasoning. The output then continues the reasoning.
     """
 
     marks: Marks

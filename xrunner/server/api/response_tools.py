@@ -127,8 +127,7 @@ class Toolbox:
 
 
 class CallItems:
-    """Writes calls of functions as items of an output, in the form of the tools from which the functions were
-    translated."""
+    """Writes function calls as items of an output. A call has the form of the tool that the request declared."""
 
     def __init__(self, tools: Sequence[Declared]) -> None:
         self._custom = {each.function for each in tools if each.tool.type == "custom"}

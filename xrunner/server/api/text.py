@@ -68,8 +68,7 @@ class TextCodec:
         return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def has_text(self, token: int) -> bool:
-        """Return whether the decoder shows the token, because it is not special and is in the tokenizer's
-        vocabulary."""
+        """Return whether the decoder shows the token: it is in the tokenizer's vocabulary and is not special."""
         return token not in self._special and self.tokenizer.id_to_token(token) is not None
 
 
@@ -203,7 +202,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Ends a text at the first stop string, even if pieces of the text cut the string.
+    """Ends a text at the first stop string, even if the string spans several pieces of the text.
 
     Text that may begin a stop string is held back until more text decides. The stop string that is complete first ends
     the text. If several are complete at the same time, the longest of them ends it. Each character is examined once for
@@ -211,7 +210,7 @@ class StopStrings:
     that a client sends.
 
     Args:
-        include: leave the stop string in the text.
+        include: whether to leave the stop string in the text.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -222,7 +221,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, piece: str) -> tuple[str, str | None]:
-        """Return the text that may be sent after `piece`, and the stop string if it ends there."""
+        """Return the text that may be sent after `piece`. If a stop string has ended the text, return it too."""
         if not self._stops:
             return piece, None
         text = self._held + piece
@@ -256,7 +255,9 @@ class StopStrings:
 
 @lru_cache(maxsize=1024)
 def _borders(stop: str) -> tuple[int, ...]:
-    """Return, for each prefix of a string, the length of the longest shorter prefix that is also a suffix of it."""
+    """Return, for each prefix of `stop`, the length of its longest border: a shorter prefix of it that is also its
+    suffix.
+    """
     borders, length = [0], 0
     for character in stop[1:]:
         while length and stop[length] != character:

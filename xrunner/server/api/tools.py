@@ -1,8 +1,8 @@
 """Define the functions that a chat may call, as requests declare them, and calls, as messages contain them.
 
-A model that may choose writes a call in the format that its template describes (`call_formats`), and the call's
-arguments follow the function's schema. A model that must call a function writes only the call. `form` has the grammar
-of outputs, and reads them.
+With `tool_choice` auto, a model writes a call in the format that its template describes (`call_formats`), and the
+call's arguments follow the function's schema. If a function must be called, the output is only the call. `form` has the
+grammar of outputs, and reads them.
 """
 
 from __future__ import annotations

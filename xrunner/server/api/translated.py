@@ -44,7 +44,7 @@ class Translated:
 
     @property
     def num_text_bytes(self) -> int:
-        """Return approximately the memory of the data from which the prompt, the grammar and the answer are made."""
+        """Return approximately the bytes of the data from which the prompt, the grammar and the answer are made."""
         return self.chat.num_text_bytes + self.writer.num_kept_bytes
 
     def refuse_as_named(self, error: ApiError) -> NoReturn:
@@ -72,8 +72,8 @@ class AnswerBlock(NamedTuple):
 
 
 class BlockWriter(AnswerWriter):
-    """Writes an answer with one choice as a sequence of blocks, each of which is opened, filled and closed. The answer
-    is sent as named events or as one object.
+    """Writes an answer with one choice as a sequence of blocks. Each block is opened, filled and closed. The answer is
+    sent as named events or as one object.
     """
 
     def __init__(self) -> None:
@@ -157,7 +157,7 @@ class BlockWriter(AnswerWriter):
 
 
 def _pieces(delta: Delta) -> Iterator[tuple[Kind, int, str, CallPiece | None]]:
-    """Yield what a token adds to blocks: the kind and number of the block, the text, and for a call its first piece."""
+    """Yield what a token adds to each block: the block's kind and number, the text and, for a call, its piece."""
     if delta.reasoning:
         yield "reasoning", 0, delta.reasoning, None
     if delta.text:

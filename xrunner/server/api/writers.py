@@ -3,8 +3,8 @@
 In addition to OpenAI's fields an answer carries:
     reasoning_content: for each message, the model's reasoning, if the model shows it.
     token_ids: the tokens of each choice or, in a stream, of each chunk.
-    xgpt: {queued_s, ttft_s, total_s}, the server's times from receiving the request to its first step, to its first
-      token and to its last token, for the slowest choice. In a stream, it comes with the last token.
+    xgpt: {queued_s, ttft_s, total_s}, the seconds from the request's submission to the engine to its first step, to its
+        first token and to its last token, each for the slowest choice. In a stream, it comes with the last token.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def logprobs(self, report: TokenReport) -> dict[str, Any]:
-        """Return what a token adds to each list in a choice's member `logprobs`, by the list's name."""
+        """Return the item that a token adds to each list in a choice's member `logprobs`, by the list's name."""
 
     def failure(self, error: ApiError) -> bytes:
         """Return the event that ends a stream because of an error."""

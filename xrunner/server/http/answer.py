@@ -30,7 +30,7 @@ TOKENS_AT_ONCE = 64
 
 
 class Outputs(EngineOutputs):
-    """A request's outputs, with tokens that are decoded into text for clients."""
+    """A request's outputs. Their tokens are decoded into text for the client."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Outputs(EngineOutputs):
         return submitted
 
     async def next(self) -> list[Delta]:
-        """Return what the next tokens add to a choice, or [] if the choice has ended.
+        """Wait for tokens, and return what they add to a choice, or [] if the choice has ended.
 
         Raises:
             ApiError: no more tokens will come.
@@ -170,7 +170,7 @@ class Outputs(EngineOutputs):
                 yield name, min(begun), max(end or now_s for end in ends)
 
     def timings(self) -> dict[str, float]:
-        """Return the times of the slowest choice, after all choices have ended."""
+        """Return the seconds from submission to each event, for the slowest choice. All choices must have ended."""
         streams = self.streams.values()
         return {
             "queued_s": max(s.started_s - s.submitted_s for s in streams),
@@ -277,10 +277,11 @@ class Answer(Response):
         self._metrics.delivery_s.observe(time.perf_counter() - sampled_s)
 
     async def _events(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events. The head is sent with the first token, so that a failure before the first token can still be
+        """Send events. The headers are sent with the first token, so that a failure before the first token can still be
         answered with an error's status.
 
-        After `HEAD_S` without a token, the head is sent anyway, because proxies and clients close silent connections.
+        After `HEAD_S` without a token, the headers are sent anyway, because proxies and clients close silent
+        connections.
         """
         outputs = self._outputs
         first: Sequence[Token] | ApiError | None = await self._first(send)
@@ -322,8 +323,8 @@ class Answer(Response):
                 await ErrorResponse(failure)(scope, receive, send)
 
     async def _first(self, send: Send) -> Sequence[Token] | ApiError:
-        """Return the first tokens, or the reason why there are none. Meanwhile, send the head after `HEAD_S`, and then
-        comments.
+        """Return the first tokens, or the reason why there are none. Meanwhile, send the headers after `HEAD_S`, and
+        then comments.
         """
         getting = asyncio.ensure_future(self._outputs.inbox.get())
         try:

@@ -64,7 +64,7 @@ class RequestMemory:
         self._budget, self._counted = bodies, 0
 
     def set(self, num_bytes: int) -> None:
-        """Count `num_bytes` for the request instead of the number before. Raises ApiError (503)."""
+        """Count `num_bytes` for the request instead of the previous number. Raises ApiError (503)."""
         counted = max(0, num_bytes - FREE_BYTES)
         self._budget.change(self._account, counted - self._counted)
         self._counted = counted

@@ -63,7 +63,7 @@ _uvicorn.setLevel(logging.ERROR)  # lower levels would log clients' mistakes, wh
 
 
 class Phase(IntEnum):
-    """Phase of a connection. If there are too many connections, those in the first phases are closed first."""
+    """Phase of a connection. If there are too many connections, those in earlier phases are closed first."""
 
     HEAD = 0
     """Waiting for a request's head."""
@@ -153,11 +153,12 @@ class AcceptedSocket(socket.socket):
 class Listener(socket.socket):
     """A listening socket that accepts `most` connections.
 
-    A further connection replaces the connection that has been without a complete request for the longest time. If every
-    connection has a complete request, up to `SURPLUS` more are accepted, which may only send probes.
+    A further connection replaces the one that has waited the longest for a request's headers. If none waits for
+    headers, it replaces the one that has waited the longest for a body. If every connection has a complete request, up
+    to `SURPLUS` more are accepted. They may only send probes.
 
     Args:
-        bound: the bound socket, which this object takes over.
+        bound: the bound socket. This object takes it over.
         most: limit of connections. None means as many as the process can have open.
 
     Raises:

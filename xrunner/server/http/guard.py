@@ -55,7 +55,7 @@ class Guard:
         classes: the plan's classes of requests.
         hosts: accepted host names. None means all (in tests, and behind a proxy that checks names).
         tracer: records requests. None means that requests are not recorded.
-        on_answer: called with the status of each answer, or 0 if the client had left.
+        on_answer: called with the status of each response, or 0 if the client had left.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Guard:
 
 
 def _malformed(headers: Headers) -> ApiError | None:
-    """Return an error for a head that a proxy could interpret differently. The answer closes the connection."""
+    """Return an error for headers that a proxy could interpret differently. The response closes the connection."""
     reason = None
     if "content-length" in headers and "transfer-encoding" in headers:
         reason = "a request must not have both Content-Length and Transfer-Encoding"

@@ -21,7 +21,9 @@ MAX_VARIABLES_BYTES = 256 << 10
 
 
 class Prompts:
-    """Makes prompts for a model. Each method takes the request's record, whose key determines the request's turn."""
+    """Makes prompts for a model. Each method takes the request's `RequestInfo`. Its key decides when it is the
+    request's turn.
+    """
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model

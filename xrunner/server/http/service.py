@@ -137,7 +137,7 @@ class Service:
 
     @asynccontextmanager
     async def _read(self, http: Request, parse: Callable[[bytearray], P]) -> AsyncIterator[tuple[RequestInfo, P]]:
-        """Count and read a request that is answered without the engine. Its memory is counted until the block ends."""
+        """Count a request against its key's limits, and read it. Its memory is counted until the block ends."""
         info, memory = self._begin(http), self._bodies.memory(http)
         try:
             request = parse(await self._bodies.read(http, memory))

@@ -202,7 +202,7 @@ class _Phase(NamedTuple):
 
         Args:
             room, cycle_s: tokens and seconds of a full phase.
-            before: tokens and seconds of a shorter phase, whose seconds are the least result.
+            before: tokens and seconds of a smaller phase. The result is between the seconds of the two phases.
         """
         tokens, seconds = before
         if seconds >= cycle_s:

@@ -1,4 +1,4 @@
-"""Count and measure for /metrics: Prometheus counters, gauges and histograms in a separate registry."""
+"""Define the metrics at /metrics: Prometheus counters, gauges and histograms in a separate registry."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def _goodput(counter: Counter) -> dict[str, dict[str, int]]:
 
 
 class _Processes(Collector):
-    """Exports how much each process of a plan for several devices has sent and computed since its start."""
+    """Exports the sent bytes and the busy seconds of each process, if the plan is for several devices."""
 
     def __init__(self, engine: RemoteEngine) -> None:
         self._engine = engine

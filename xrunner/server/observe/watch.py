@@ -1,5 +1,5 @@
-"""Observe how a served plan performs. When lengths or pace change, have a planner judge the plan, and switch to a
-better one.
+"""Observe how a served plan performs. When lengths or pace change, let a planner judge the plan, and adopt a better
+one.
 
 This module runs in the event loop's thread. Planning (`xgpt.core.schema.Planner`), the test for changes and the summary
 of lengths run elsewhere. The event loop only lists the requests in the window.
@@ -34,8 +34,8 @@ class Ended(NamedTuple):
     """A request whose output was not cut off.
 
     Attributes:
-        latency_s: time from admission to the last token.
-        first_s, whole_s: times from arrival to the first token, and to the last token.
+        latency_s: time from the start of the request's first step to its last token.
+        first_s, whole_s: times from submission to the engine to the first token, and to the last token.
         is_kept: whether the request kept its bounds, or None if it has no bounds.
     """
 
@@ -62,7 +62,9 @@ class Recent:
         return (len(self._ended) - 1) / seconds if len(self._ended) > 1 else None
 
     def figures(self) -> dict[str, float | None]:
-        """Return the live page's figures. A figure is None if no request has ended recently."""
+        """Return the live page's figures. If no request has ended recently, quantiles, shares and the request rate are
+        None.
+        """
         seconds = self._forget()
         ended = [request for _, request in self._ended]
         kept = [request.is_kept for request in ended if request.is_kept is not None]
