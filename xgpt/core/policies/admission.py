@@ -1,12 +1,12 @@
 """Decide which waiting request enters next, with a fair share for each account.
 
-An account is an API key. Without keys, all requests belong to one account. Each account's requests wait in the plan's
-order of admission (see `orders`). The next request comes from the account with the highest priority. Among accounts of
-equal priority, the one with the fewest counted tokens relative to its share comes first. Prompt tokens are counted when
-a request enters, output tokens when they are generated. So two accounts that always have waiting requests get tokens in
-the ratio of their shares, whatever the lengths of their requests. An account cannot save up its share: after a time
-without requests, its count is raised to that of the account served last. Source: Sheng et al., Fairness in serving
-large language models, OSDI 2024 (the virtual token counter), with shares.
+An account is an API key, or one class of a key's requests. Without keys and classes, there is one account. Each
+account's requests wait in the plan's order of admission (see `orders`). The next request comes from the account with
+the highest priority. Among accounts of equal priority, the one with the fewest counted tokens relative to its share
+comes first. Prompt tokens are counted when a request enters, output tokens when they are generated. So two accounts
+that always have waiting requests get tokens in the ratio of their shares. An account cannot save up its share: when it
+is served after a pause, its count is raised to that of the account served last. Source: Sheng et al., Fairness in
+serving large language models, OSDI 2024 (the virtual token counter), with shares.
 
 No order starves a request. A request that has waited longer than `patience_ns` is overdue. The account of an overdue
 request has the highest priority, and every second request that enters from it is its longest-waiting overdue request.
@@ -33,12 +33,12 @@ QueuePlace = Literal["front", "order", "overdue", "back"]
 class Queue:
     """The waiting requests.
 
-    A preempted request that had used no more memory than it was promised waits before all other requests of its account
-    (`push_front`). One that had used more waits after them (`push_back`).
+    A preempted request waits before all other requests of its account (`push_front`), or after them if it had used more
+    memory than it was promised (`push_back`).
 
     Logs must replay exactly. How often an engine calls `head` and `ahead` depends on its clock, so they do not change
-    the queue. Logs do not record the order of arrivals and removals between two admissions, so this order has no
-    effect.
+    the queue. Logs do not record the order of arrivals and removals between two admissions. So the queue does not
+    depend on it.
 
     Args:
         make_order: function that returns the empty order of a new account.
@@ -74,14 +74,14 @@ class Queue:
         """The result of `_choose`, until the queue changes."""
 
     def fresh(self) -> Queue:
-        """Return an empty queue with the settings of this queue."""
+        """Return an empty queue with the same settings."""
         return Queue(self._make_order, self.patience_ns)
 
     def __len__(self) -> int:
         return len(self._returned) + len(self._waiting)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield preempted requests, then all others in the order of arrival."""
+        """Yield preempted requests, the last first, then all others in order of arrival."""
         yield from reversed(self._returned.values())
         yield from self._waiting.values()
 
@@ -98,20 +98,20 @@ class Queue:
         account.add(request, self._number)
 
     def plan(self, begun: Sequence[Job], pace: Pace) -> set[int]:
-        """Under order in-time, decide which waiting requests give way to others. Return the ids of the begun requests
+        """Under order in-time, decide which waiting requests are deferred. Return the ids of the requests in `begun`
         that must pause.
 
         Each account's requests are planned separately, together with the begun requests of all accounts.
 
         Args:
-            begun: requests whose prompts are partly encoded.
+            begun: requests whose prompts are partly prefilled.
         """
         self._next = None
         orders = [account.order for account in self._accounts.values()]
         return set().union(*(order.plan(begun, pace) for order in orders if isinstance(order, InTimeOrder)))
 
     def head_gives_way(self) -> bool:
-        """Return whether the next request gives way to requests that can be in time. The queue must not be empty."""
+        """Return whether the next request is deferred by order in-time. The queue must not be empty."""
         chosen = self._choose()
         order = chosen.account.order
         return chosen.place == "order" and isinstance(order, InTimeOrder) and order.gives_way(chosen.request)
@@ -140,14 +140,16 @@ class Queue:
         return chosen.request
 
     def charge(self, requests: Iterable[Request]) -> None:
-        """Count one output token of each request for its account. Without API keys, do nothing."""
+        """Count one output token of each request towards its account. Accounts without a name are not counted."""
         self._next = None
         for request in requests:
             if request.account.name:
                 self._accounts[request.account.name].charge(request, 1)
 
     def ahead(self, count: int) -> list[Request]:
-        """Return the next `count` requests, or all, in the order in which they would enter if no others arrived."""
+        """Return the next `count` requests (fewer if fewer wait), in the order in which they would enter without new
+        arrivals.
+        """
         accounts = self._accounts
         if len(accounts) == 1 and not self._returned and all(account.order.is_fifo for account in accounts.values()):
             return list(islice(self._waiting.values(), count))
@@ -173,9 +175,9 @@ class Queue:
         return True
 
     def expire(self, now_ns: int) -> list[Request]:
-        """Set the clock. Remove and return all new requests whose deadline has passed.
+        """Set the clock. Remove and return the requests that have never run and whose deadline has passed.
 
-        Source: TCB sec. 5.1: a request fails if it is not scheduled by its deadline.
+        Source: TCB sec. 5.1, where a request fails if it is not scheduled by its deadline.
         """
         if now_ns <= self.now_ns and not self._deadlines:
             return []
@@ -192,11 +194,10 @@ class Queue:
         return expired
 
     def fill_row(self, row_tokens: int, *, goes_on: bool = False) -> list[Request]:
-        """Remove and return, in order, the next requests whose prompts together fit in a batch row of `row_tokens`
-        tokens.
+        """Remove and return the next requests that together fit in a batch row of `row_tokens` prompt tokens.
 
         Args:
-            goes_on: whether the row continues a batch. `put_back` then accepts requests of all rows of the batch.
+            goes_on: whether the row continues a batch. `put_back` then accepts requests of all its rows.
         """
         if not goes_on:
             self._taken.clear()
@@ -228,11 +229,13 @@ class Queue:
         self._waiting = OrderedDict(sorted(self._waiting.items(), key=lambda item: self._numbers[item[0]]))
 
     def order_of(self, name: str) -> Order:
-        """Return the order of an account's new requests."""
+        """Return the queue of an account's requests that have never run."""
         return self._named(name).order
 
     def _account(self, request: Request) -> _Account:
-        """Return the account of a request whose queue the caller is about to change."""
+        """Return a request's account, and forget the result of `_choose`, since the caller is about to change the
+        account.
+        """
         self._next = None
         return self._named(request.account.name)
 
@@ -335,8 +338,8 @@ class _Account:
         return None if oldest is None or oldest[2] >= due_ns else oldest
 
     def choose(self, due_ns: int | None) -> tuple[Request, QueuePlace, int]:
-        """Return the request that enters next, its part of the queue, and the time at which its wait began. The time is
-        0 for parts "front" and "order".
+        """Return the request that enters next, its part of the queue, and the time at which its wait began. For parts
+        "front" and "order", the time is 0.
         """
         if self.front:
             return self.front[0], "front", 0
@@ -418,7 +421,7 @@ def make_queue(
 
     Args:
         row_tokens: number of prompt tokens that fit in a row (das).
-        first_tokens: when first tokens are due, and how long prompts take (in-time).
-        eta: share of a row's requests that das chooses only by utility.
+        first_tokens: bound on TTFT and step times (in-time).
+        eta: share of a row's requests that das chooses only by utility (das).
     """
     return Queue(partial(make_order, order, row_tokens, first_tokens, eta), patience_ns)

@@ -1,10 +1,10 @@
-"""Manage K/V blocks, which are free, in use by one or several requests, or cached for later requests.
+"""Manage K/V blocks. A block is free, in use by one or several requests, or cached for later requests.
 
-A full block of a prompt (or of a prompt and its output) has a key, which is a hash of the block's tokens and of all
-tokens before them. The keys of a sequence's blocks are its chain. If a request's chain begins with keys of existing
-blocks, the request shares these blocks instead of computing them again. A block that no request uses any more stays
-cached until memory is needed. The least recently used block is evicted first. If several blocks were released together,
-the last block of the sequence is evicted first, because a block is useless without the blocks before it.
+A full block of a prompt (or of a prompt and its output) has a key: a hash of its tokens and of all tokens before them.
+The keys of a sequence's blocks are its chain. If a request's chain begins with keys of existing blocks, the request
+shares these blocks instead of computing them again. A block that no request uses any more stays cached until memory is
+needed. The least recently used block is evicted first. If several blocks were released together, the last block of the
+sequence is evicted first, because a block is useless without the blocks before it.
 
 Source: vLLM, which also has hash chains and a queue in order of last use.
 """
@@ -27,8 +27,8 @@ class BlockTable:
 
     Attributes:
         blocks: the numbers of the blocks.
-        found: how many blocks, from the first on, were cached when the request entered.
-        named: how many blocks, from the first on, have a key or the same content as a block with a key.
+        found: number of leading blocks that were cached when the request entered.
+        named: number of leading blocks that have a key, or the same content as a block with a key.
     """
 
     __slots__ = ("blocks", "found", "named")
@@ -39,11 +39,11 @@ class BlockTable:
 
 
 class Found(NamedTuple):
-    """The cached blocks of a chain.
+    """The cached blocks that match the beginning of a chain.
 
     Attributes:
-        blocks: the blocks that hold the first tokens of the chain.
-        num_used: number of these blocks that are in use. Sharing a used block takes no further memory.
+        blocks: the numbers of these blocks, in order.
+        num_used: number of these blocks that are in use. Sharing them takes no further memory.
     """
 
     chain: Chain
@@ -58,8 +58,7 @@ NOTHING = Found((), 0, (), 0)
 class Blocks:
     """The K/V blocks of one lane. All stages of the lane use the same block numbers.
 
-    Every block is free, in use or cached. A request gets a free block. If no block is free, it gets the block that has
-    been cached for longest.
+    A request gets a free block. If no block is free, it gets the block that has been cached for longest.
     """
 
     def __init__(self, count: int) -> None:
@@ -92,7 +91,7 @@ class Blocks:
         return len(self._kept)
 
     def find(self, chain: Chain, most: int) -> Found:
-        """Return the cached blocks, at most `most`, that hold the beginning of a sequence. Nothing changes."""
+        """Return the cached blocks, at most `most`, that match the beginning of a chain. Nothing changes."""
         known = self._found.get(id(chain))
         if known is not None and known.chain is chain and known.most == most:
             return known
@@ -109,7 +108,7 @@ class Blocks:
         return found
 
     def count_own(self, table: BlockTable, others: Sequence[int]) -> int:
-        """Return how many blocks of a table only this request uses. The blocks in `others` do not count."""
+        """Return how many blocks of a table no other request uses. Blocks in `others` do not count."""
         shared, uses = set(others), self._uses
         return sum(uses.get(block, 1) == 1 and block not in shared for block in table.blocks)
 
@@ -124,7 +123,7 @@ class Blocks:
         return BlockTable(found)
 
     def grow(self, table: BlockTable) -> int:
-        """Give a request one more block and return the block's number. A block must be free or cached."""
+        """Give a request one more block and return the block's number. At least one block must be free or cached."""
         if self._free:
             block = self._free.pop()
         elif self._num_touched < self.count:

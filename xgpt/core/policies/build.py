@@ -1,4 +1,4 @@
-"""Build the schedule of a plan. Both the simulated and the real engine start with it."""
+"""Build the schedule of a plan, for the simulated and the real engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xgpt.core.workload import decoding_share
 
 
 def build(plan: Plan) -> Schedule:
-    """Return the schedule of one replica of a plan. It has no requests yet.
+    """Return the schedule, without requests, of one replica of a plan.
 
     Raises:
         InputError: the plan's stages do not match its policy.
@@ -49,11 +49,11 @@ def build(plan: Plan) -> Schedule:
 
 
 def build_rows(plan: Plan, batching: Batching) -> OneLane:
-    """Return the schedule of a plan that runs whole batches in rows. It has no requests yet.
+    """Return the schedule, without requests, of a plan that runs whole batches in rows.
 
     Raises:
-        InputError: the plan does not run whole batches on one device, or rows do not support its model's attention or
-            its eight-bit K/V.
+        InputError: the plan does not run whole batches on one device, or rows do not support its attention or its int8
+            K/V.
     """
     policy = plan.policy
     settings = None if isinstance(policy, WaaSettings) else settings_of(plan, policy)
@@ -89,7 +89,7 @@ def row_tokens(plan: Plan) -> int:
 
 
 def _held(plan: Plan, name: str, other: int) -> int:
-    """Return the value to which the user fixed the variable `name`, or `other` if the user did not fix it."""
+    """Return the user's fixed value of the variable `name`, or `other` if there is none."""
     return other if plan.pinned is None else plan.pinned.fixed.get(name, other)
 
 
@@ -116,9 +116,7 @@ def _slack(plan: Plan, policy: SingleLaneSettings) -> Slack | None:
 
 
 def first_tokens(plan: Plan) -> FirstTokens | None:
-    """Return when first tokens are due by the plan's bound, and how long prompts take. Return None for any order except
-    in-time.
-    """
+    """Return the plan's bound on TTFT with its step times, or None for any order except in-time."""
     if plan.admission.order != "in-time":
         return None
     times, ttft_ns = plan.estimate.step_times, plan.ttft_ns
@@ -132,7 +130,7 @@ def _pool(plan: Plan, stages: Iterable[Stage], *, hold_finished: bool = False) -
 
 
 def pool_of(plan: Plan, num_blocks: int, block_size: int, max_running: int | None, hold_finished: bool = False) -> Pool:
-    """Return a pool without requests that admits requests by the plan's rules.
+    """Return an empty pool that admits requests by the plan's rules.
 
     Args:
         max_running: largest number of running requests. None means any number.
@@ -156,5 +154,5 @@ def queue_of(plan: Plan) -> Queue:
 
 
 def _fewest_blocks(stages: Iterable[Stage]) -> int:
-    """Return the blocks of the stage with the fewest blocks, since every stage needs blocks for every request."""
+    """Return the smallest number of K/V blocks of a stage, since every request needs blocks on every stage."""
     return min(stage.kv_blocks for stage in stages)

@@ -1,7 +1,7 @@
-"""Implement order in-time, with which as many requests as possible get their first token within the bound.
+"""Implement admission order in-time: as many requests as possible get their first token within the bound.
 
-If not all waiting prompts can be encoded in time, as few as possible give way (are encoded later), the longest first.
-This is Moore and Hodgson's algorithm. Partly encoded prompts can give way, too.
+If not all waiting prompts can be prefilled in time, as few as possible are deferred, the longest first. This is Moore
+and Hodgson's algorithm. Partly prefilled prompts can be deferred, too.
 
 Source: J. M. Moore, Management Science 15(1), 1968, pp. 102-109.
 """
@@ -26,12 +26,11 @@ tokens.
 
 
 class Pace(NamedTuple):
-    """The speed at which prompts are encoded while the present requests decode.
+    """The predicted prefill time per prompt token while the present requests decode.
 
     Attributes:
         token_ns: nanoseconds per prompt token, without attention.
-        at_once: number of prompts that the micro-batches of a pipeline encode at the same time, each with `token_ns`
-            per token.
+        at_once: number of prompts that a pipeline's micro-batches prefill concurrently, each at `token_ns` per token.
     """
 
     token_ns: float
@@ -39,8 +38,8 @@ class Pace(NamedTuple):
 
 
 class Job(NamedTuple):
-    """The part of a prompt that is not encoded yet. It has `tokens` tokens, whose attention takes `attention_ns`. The
-    first output token is due at the time `due_ns`.
+    """The part of a prompt that is not prefilled yet: `tokens` tokens, whose attention takes `attention_ns`. The first
+    output token is due at `due_ns`.
     """
 
     due_ns: int
@@ -51,7 +50,7 @@ class Job(NamedTuple):
 
 
 class FirstTokens(NamedTuple):
-    """When first tokens are due, and how long prompts take.
+    """The bound on TTFT, and the step times from which prefill times are predicted.
 
     Attributes:
         ttft_ns: bound on the time from arrival to the first token, for accounts without their own bound.
@@ -67,23 +66,21 @@ class FirstTokens(NamedTuple):
         return request.arrival_ns + (self.ttft_ns if own_ns is None else own_ns)
 
     def latest_ns(self, request: Request) -> int:
-        """Return the latest time at which a request can begin and still be in time, provided that the engine runs
-        nothing else.
-        """
+        """Return the latest start of a request's prefill with which it is in time if the engine runs nothing else."""
         return self.due_ns(request) - self.clock.prompt_ns(request.input_length)
 
     def job(self, request: Request, number: int = -1) -> Job:
-        """Return the part of a request's prompt that is not encoded yet. `number` counts waiting requests in order of
-        arrival, and is -1 for begun prompts.
+        """Return the part of a request's prompt that is not prefilled yet. `number` is a waiting request's position in
+        order of arrival, and -1 for a request whose prefill has begun.
         """
         attention_ns = 1e9 * self.clock.piece(request.encoded, request.context)
         return Job(self.due_ns(request), number, request.id, request.context - request.encoded, attention_ns)
 
     def pace(self, decodes: int, context: int, budget: int | None, slack: Slack | None) -> Pace:
-        """Return the speed at which prompts are encoded in steps that also decode `decodes` requests.
+        """Return the prefill time per prompt token in steps that also decode `decodes` requests.
 
         Args:
-            context: number of tokens to which the decoding requests attend.
+            context: total number of tokens to which the decoding requests attend.
             budget: largest number of tokens of a step. None means any number. Ignored if `slack` is given.
         """
         others_s = self.clock.decodes(decodes, context)
@@ -96,10 +93,10 @@ class FirstTokens(NamedTuple):
 
 
 def that_give_way(jobs: Iterable[Job], now_ns: int, pace: Pace) -> set[int]:
-    """Return the ids of the requests that give way, so that as many others as possible are in time.
+    """Return the ids of the requests to defer so that as many others as possible are in time.
 
     Args:
-        jobs: the parts of prompts that are not encoded yet. The one that is due earliest comes first.
+        jobs: the parts of prompts that are not prefilled yet, sorted by `due_ns`.
     """
     token_ns, at_once = pace
     late: set[int] = set()
@@ -121,11 +118,10 @@ def that_give_way(jobs: Iterable[Job], now_ns: int, pace: Pace) -> set[int]:
 
 
 class InTimeOrder(Order):
-    """The order in-time. Among requests that do not give way, the one that is due earliest enters first. Requests that
-    give way follow in order of arrival.
+    """Admission order in-time: earliest due time first. Deferred requests follow in order of arrival.
 
-    Before each step, `plan` decides which requests give way. A request that arrives later does not give way until the
-    next call. A request that could not be in time even if the engine ran nothing else gives way for good.
+    Before each step, `plan` decides which requests are deferred. A request that arrives later is not deferred until the
+    next call. A request that could not be in time even if the engine ran nothing else stays deferred.
     """
 
     def __init__(self, first_tokens: FirstTokens) -> None:
@@ -133,7 +129,7 @@ class InTimeOrder(Order):
         self.first_tokens = first_tokens
         self._now_ns = 0
         self._jobs: list[Job] = []
-        """Jobs of the requests that could be in time. The one that is due earliest comes first."""
+        """Jobs of the requests that could be in time, sorted by due time."""
         self._of: dict[int, tuple[Job, Request]] = {}
         self._late = SortedOrder()
         self._by_latest: list[Entry] = []
@@ -148,8 +144,8 @@ class InTimeOrder(Order):
                 self._late.add(request, number)
 
     def plan(self, begun: Sequence[Job], pace: Pace) -> set[int]:
-        """Decide which requests give way, and return the ids of the requests in `begun` that must pause. A request must
-        pause if it gives way, or if it is due later than some waiting request that does not give way.
+        """Decide which requests are deferred, and return the ids of the requests in `begun` that must pause. A request
+        must pause if it is deferred, or if it is due later than some waiting request that is not deferred.
         """
         jobs = sorted([*begun, *self._jobs]) if begun else self._jobs
         self._giving_way = that_give_way(jobs, self._now_ns, pace)
@@ -168,7 +164,7 @@ class InTimeOrder(Order):
         return min(late, key=lambda request: self.numbers[request.id])
 
     def gives_way(self, request: Request) -> bool:
-        """Return whether a waiting request gives way to requests that can be in time."""
+        """Return whether a waiting request is deferred in favour of requests that can be in time."""
         return request.id in self._giving_way or request.id in self._late.numbers
 
     def _add(self, request: Request, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Manage the K/V memory of an engine's lanes: the blocks that requests have, and the blocks promised to them."""
+"""Manage the K/V memory of an engine's lanes: blocks that requests have, and blocks promised to them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class KvMemory:
     Args:
         num_blocks: number of blocks of the lane that decodes.
         block_size: tokens of a block.
-        kv: how memory is promised (see `Pool`).
+        kv: "reserve" or "quantile" (see `Pool`).
         encoder: whether an encoder reads the prompts. Memory then also holds the decoder's start token.
         is_whole: whether every request is promised memory for its maximum output, whatever its own `promised_output`.
 
@@ -56,19 +56,21 @@ class KvMemory:
         return whole <= self.decodes.count and prompt <= self.prompts.count
 
     def to_encode(self, request: Request) -> int:
-        """Return how many tokens of a waiting request would be encoded if it entered now (at least one)."""
+        """Return how many uncached tokens of a waiting request would have to be encoded if it entered now (at least
+        one).
+        """
         return request.context - len(self._find(self.prompts, request).blocks) * self.block_size
 
     def prompt_blocks_to_enter(self, request: Request) -> int:
-        """Return how many unused blocks of the lane that encodes a waiting request would take if it entered now."""
+        """Return how many unused blocks a waiting request would take in the lane that encodes if it entered now."""
         return self.blocks_for(request.context) - self._find(self.prompts, request).num_used
 
     def num_missing(self, request: Request, overdrawn: Iterable[BlockTable]) -> int:
-        """Return how many more blocks must become available before a waiting request can enter. The request fits if the
-        number is 0 or less.
+        """Return how many more blocks must become available before a waiting request can enter. It fits if this is 0 or
+        less.
 
         Args:
-            overdrawn: block tables of requests that would be preempted for the waiting request.
+            overdrawn: block tables of requests that may be preempted for the waiting request.
         """
         found = self._find(self.decodes, request)
         missing = self.num_reserved + self._blocks_to_enter(request) - found.num_used - self.decodes.count
@@ -83,7 +85,7 @@ class KvMemory:
         request.table = self.decodes.share(self._find(self.decodes, request).blocks)
 
     def lacks(self, request: Request) -> bool:
-        """Return whether memory still has too few blocks for the promise to a request. Call this after `open`."""
+        """Return whether there are still too few blocks for the promise to a request. Call this after `open`."""
         assert request.table is not None
         return self.num_reserved + request.blocks - request.table.found > self.decodes.count
 
@@ -114,14 +116,14 @@ class KvMemory:
         return self.decodes.grow(request.table)
 
     def num_spare(self, request: Request) -> int:
-        """Return how many further tokens fit in a request's blocks after its next step. The number is negative if that
-        step does not fit.
+        """Return how many further tokens fit in a request's blocks after its next step. It is negative if this step
+        does not fit.
         """
         assert request.table is not None
         return len(request.table.blocks) * self.block_size - self.num_cached(request)
 
     def num_cached(self, request: Request) -> int:
-        """Return how many of a request's tokens have K/V after its next decode step, even if this step is its first."""
+        """Return how many tokens of a request have K/V after its next decode step, which may be its first."""
         return request.context + self.encoder
 
     def leave(self, request: Request) -> None:
@@ -148,7 +150,7 @@ class KvMemory:
             request.prompt_table = None
 
     def name_prompt(self, request: Request) -> None:
-        """Give keys to the computed blocks of a prompt, so that later requests find these blocks."""
+        """Give keys to the full, computed blocks of a prompt, so that later requests find them."""
         if not request.chain:
             return
         count = request.encoded // self.block_size
@@ -158,9 +160,7 @@ class KvMemory:
             self.decodes.name(request.table, request.chain, count)
 
     def name_output(self, request: Request, output: Chain) -> None:
-        """Give keys to those blocks of an ended request whose K/V has been computed, so that later requests find
-        them.
-        """
+        """Give keys to the full, computed blocks of an ended request, so that later requests find them."""
         if request.prompt_table is None and request.table is not None:  # otherwise the request has not begun to decode
             count = (request.context - 1) // self.block_size  # the last token's K/V has not been computed
             self.decodes.name(request.table, request.chain + output, count)

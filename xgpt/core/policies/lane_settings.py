@@ -25,30 +25,28 @@ class LaneSettings:
     Attributes:
         mix: whether a step may both encode and decode.
         encode_every: number of decode iterations between two steps that encode (only without `mix`).
-        encode_tokens: target for the mean number of prompt tokens in a step that encodes. None means no target.
-        carried_batch: planned mean number of decoding requests when a phase begins. It is used with `encode_tokens`.
-        decode_batch: planned mean number of decoding requests after a phase's encode step. It is used with
-            `encode_tokens`.
-        token_budget: largest number of tokens in a step, to which prompts are cut. None means that prompts are never
-            cut.
+        encode_tokens: target mean number of prompt tokens in a step that encodes. None means no target.
+        carried_batch: planned mean number of decoding requests when a phase begins (only with `encode_tokens`).
+        decode_batch: planned mean number of decoding requests after a phase's encode step (only with `encode_tokens`).
+        token_budget: largest number of tokens in a step. Prompts are cut to fit. None means no limit.
         max_batch: largest number of requests in the lane.
         refill_when_empty: whether requests enter only after the whole batch has finished.
         microbatches: number of micro-batches, each with its own rule.
-        reuse_is_planned: whether `encode_tokens` counts only uncached tokens. Otherwise it counts whole prompts, so a
-            step encodes as many requests as planned even if the cache holds some of their tokens.
+        reuse_is_planned: whether `encode_tokens` counts only uncached tokens. Otherwise it counts whole prompts,
+            including cached tokens.
         encode_parts: number of steps in which the prompts of a micro-batch are encoded (only with `refill_when_empty`).
-        ahead: whether a step is scheduled while the previous step runs, as if all requests of the previous step
-            continued (only with `mix` and one micro-batch).
+        ahead: whether a step is scheduled while the previous step runs, on the assumption that no request ends early
+            (only with `mix` and one micro-batch).
         prompts_first: whether prompts are encoded in separate steps, which come before decode steps (only with `mix`).
         whole_prompts: whether prompts are not cut: a prompt waits until a step can take all of it (only with `mix`).
-        batch_wait_steps: number of steps for which prompts wait for more prompts while requests decode (only with
-            `mix`).
+        batch_wait_steps: largest number of steps for which prompts wait for more prompts while requests decode (only
+            with `mix`).
         batch_wait_tokens: once a step would have this number of tokens, prompts wait no longer.
         receive_steps: number of decode steps between two checks for new requests (only with `mix`).
-        slack: limits a step's prompt tokens by the time until running requests are due their next tokens, instead of by
+        slack: limits a step's prompt tokens by the time until running requests' next tokens are due, instead of by
             `token_budget` (only with `mix`).
-        first_tokens: when first tokens are due. Prompts whose first token cannot be in time give way. None means that
-            no prompt gives way.
+        first_tokens: bound on TTFT and step times, with which late prompts are deferred. None means that no prompt is
+            deferred.
     """
 
     mix: bool
@@ -100,10 +98,10 @@ def lane_settings(
 
 
 def as_run_by(engine: EngineSpec | None, settings: LaneSettings, num_stages: int = 1) -> LaneSettings:
-    """Return the settings, adapted to how `engine` (None: any engine) runs steps that both encode and decode.
+    """Return the settings adapted to `engine`: how it runs steps that both encode and decode. None changes nothing.
 
-    An engine schedules ahead only if one step runs at a time, since micro-batches already keep a pipeline busy. Phases
-    and static batches are never scheduled ahead, since they depend on which requests have ended.
+    Steps are scheduled ahead only without a pipeline, since micro-batches already keep a pipeline busy. Phases and
+    static batches are never scheduled ahead, since they depend on which requests have ended.
     """
     if engine is None or not settings.mix:
         return settings

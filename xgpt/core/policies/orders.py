@@ -1,8 +1,8 @@
-"""Implement the orders of admission, which decide which of an account's waiting requests enters next.
+"""Implement the admission orders: which of an account's waiting requests enters next.
 
 This file has first come, first served (fcfs), shortest prompt first (sjf), longest output first (lpt), earliest
 deadline first (edf), and TCB's deadline-aware scheduling (das). `in_time` has order in-time. All orders sort requests
-as they arrive, so the cost of a step depends on the number of requests that enter, not on the number that wait.
+on arrival, so the cost of a step depends on how many requests enter, not on how many wait.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def utility(request: Request) -> float:
 
 
 def deadline(request: Request) -> float:
-    """Return a request's deadline in nanoseconds, or infinite if the request has no deadline."""
+    """Return a request's deadline in nanoseconds, or infinity without a deadline."""
     return math.inf if request.deadline_ns is None else request.deadline_ns
 
 
 class Order(ABC):
-    """A queue of requests that have never run, sorted by the order in which they enter.
+    """A queue of requests that have never run.
 
     Attributes:
         is_fifo: whether requests enter in order of arrival.
-        num_dominant: number of requests in the current row that das chose only by utility.
+        num_dominant: number of requests in the current row that were chosen only by utility (das).
     """
 
     is_fifo = False
@@ -53,7 +53,7 @@ class Order(ABC):
         self._add(request, number)
 
     def drop(self, request: Request) -> None:
-        """Remove a request that leaves the queue or enters out of order."""
+        """Remove a request, which need not be the next one."""
         del self.numbers[request.id]
         self._drop(request)
 
@@ -76,11 +76,11 @@ class Order(ABC):
         return
 
     def state(self) -> Any:
-        """Return the part of the order's state that entering requests change."""
+        """Return the state that changes when requests enter, for `restore`."""
         return None
 
     def restore(self, state: Any) -> None:
-        """Restore a state that `state` has returned."""
+        """Restore a result of `state`."""
         assert state is None
 
     @abstractmethod
@@ -97,7 +97,7 @@ class Order(ABC):
 
 
 class SortedOrder(Order):
-    """An order in which the request with the smallest key enters next. Among equal keys, the first to arrive enters."""
+    """Smallest key first. Among equal keys, the first to arrive enters."""
 
     def __init__(self, key: Callable[[Request], float] | None = None) -> None:
         super().__init__()
@@ -122,11 +122,11 @@ ETA = 0.5
 class DasOrder(Order):
     """Deadline-aware scheduling: TCB Algorithm 1, extended to requests that keep arriving.
 
-    A row holds `row_tokens` prompt tokens. With q = 1 - eta, let s be the number of shortest requests that would fill
-    the row. First, the ceil(eta s) shortest requests enter. Then requests enter whose utility is at least q times the
-    mean utility of the first ones, the earliest deadline first. Last, the shortest of the other requests enter. A
-    request that does not fit in the rest of the row is skipped. If no request fits, the next row begins. For a fixed
-    set of requests, das reaches eta q / (eta q + 1) of the best schedule's utility (Theorem 5.1).
+    A row holds `row_tokens` prompt tokens. Let q = 1 - eta, and let s be the number of shortest requests that fit in
+    the row. First, the ceil(eta s) shortest requests enter. Second come requests whose utility is at least q times the
+    mean utility of the first group, earliest deadline first. Third come the others, shortest first. A request that does
+    not fit in the rest of the row is skipped. If no request fits, the next row begins. For a fixed set of requests, das
+    reaches eta q / (eta q + 1) of the best schedule's utility (Theorem 5.1).
 
     A request that is longer than a row enters once no other request waits.
     """
@@ -201,8 +201,8 @@ class DasOrder(Order):
         return self._heaps[length][0][2]
 
     def _most_urgent(self, longest: int) -> int | None:
-        """Return the length with the earliest deadline among lengths up to `longest`, or None if no waiting request is
-        that short.
+        """Return the prompt length, at most `longest`, of the request with the earliest deadline. None if no waiting
+        request is that short.
         """
         for length in self._changed:
             heap = self._heaps.get(length)
@@ -233,7 +233,7 @@ class DasOrder(Order):
 
 
 class EarliestUpTo:
-    """A tree of minima that finds the length with the earliest deadline among all lengths up to a limit.
+    """A segment tree of minima, which finds the length with the earliest deadline among all lengths up to a limit.
 
     Node i has the children 2i and 2i + 1. The last half of the nodes are the leaves, one for each length.
     """
@@ -255,8 +255,8 @@ class EarliestUpTo:
             tree[node] = _least(tree[2 * node], tree[2 * node + 1])
 
     def up_to(self, limit: int) -> int | None:
-        """Return the length, of those up to `limit`, whose deadline is earliest. Return None if no waiting request is
-        that short.
+        """Return the length, at most `limit`, with the earliest deadline. Return None if no waiting request is that
+        short.
         """
         size = len(self._tree) // 2
         if limit >= size - 1:
@@ -283,7 +283,9 @@ def _least(a: tuple[float, int, int] | None, b: tuple[float, int, int] | None) -
 
 
 def prune(heap: list[Entry], numbers: Mapping[int, int], num_waiting: int) -> None:
-    """Remove requests that no longer wait: from the top of a heap, or from the whole heap if they are most of it."""
+    """Remove requests that no longer wait from the top of a heap, or from the whole heap if they are more than half of
+    it.
+    """
     if len(heap) > 2 * num_waiting + 16:
         heap[:] = [entry for entry in heap if numbers.get(entry[2].id) == entry[1]]
         heapify(heap)
