@@ -1,7 +1,8 @@
-"""Choose where numba stores compiled code: in the user's cache, in a directory for each state of the sources.
+"""Choose where numba stores compiled code: in the user's cache, with a separate directory for each state of the
+sources.
 
-By default, numba stores compiled code next to the source, and checks only whether the function's own file has changed.
-So if a called function in another file changes, the old compiled code would stay in use.
+By default, numba recompiles a function only if the function's own file has changed. So after a change of a called
+function in another file, outdated code would stay in use.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _set(name: str, value: str) -> None:
 
 
 def sources() -> str:
-    """Return a hash of all files whose functions are compiled."""
+    """Return a hash of the content of all files whose functions are compiled."""
     root, found = Path(__file__).parents[2], sha256()
     for room in ROOMS:
         for file in sorted((root / room).rglob("*.py")):
@@ -58,10 +59,10 @@ def sources() -> str:
 
 
 def _directory() -> Path:
-    """Return the directory for this state of the sources, to which only its owner can write.
+    """Return the directory for this state of the sources, after making it writable only for its owner.
 
-    Code in this directory is executed. So the result is `NOWHERE` if the directory, or one of its parents in the cache,
-    belongs to another user.
+    Code in this directory is executed. So return `NOWHERE` if the directory, or one of its parents in the cache,
+    belongs to a user other than this one or root.
     """
     directory = cache_dir() / "compiled" / sources()[:16]
     for folder in (directory.parents[1], directory.parents[0], directory):

@@ -1,8 +1,7 @@
-"""Load compiled code from disk for numba, but never another user's files, and replace unreadable files.
+"""Load numba's compiled code from disk, but never from another user's files. Replace damaged files.
 
-numba unpickles the files that it finds, and unpickling runs code. `compiled_code.set_directory` tells numba the name of
-this module. numba imports the module when it first searches for compiled code. From then on, numba compiles as
-`Library` describes.
+numba unpickles the files that it finds, and unpickling runs code. `compiled_code.set_directory` makes numba import this
+module when it first searches for compiled code. From then on, numba compiles as `Library` describes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _told: set[str] = set()
 
 
 def _tell(path: str, reason: str) -> None:
-    """Warn about a path, but only once."""
+    """Warn about a path, once."""
     if path not in _told:
         _told.add(path)
         logger.warning("compiled code at %s is not used: %s", path, reason)
@@ -38,7 +37,7 @@ def is_ours(path: str | os.PathLike[str]) -> bool:
 
 
 class Locator(caching.UserProvidedCacheLocator):
-    """Stores code in the configured directory, if that directory can be written."""
+    """Stores code in the configured directory if possible."""
 
     def ensure_cache_path(self) -> None:
         """Create the directory if possible."""
@@ -61,7 +60,7 @@ class Files(caching.IndexDataCacheFile):
         return self._read(self._data_path(name), lambda: super(Files, self)._load_data(name))
 
     def _read(self, path: str, read: Any) -> Any:
-        """Return the result of `read`, or None if the file is unreadable or belongs to another user."""
+        """Return the result of `read`, or None if the file is damaged or belongs to another user."""
         try:
             if is_ours(self._cache_path) and is_ours(path):
                 return read()
@@ -96,11 +95,12 @@ _set_env = codegen.JITCPUCodegen.set_env
 
 
 class Library(codegen.JITCodeLibrary):
-    """A function's code, which is optimised and emitted when its address is first needed.
+    """A function's code. It is optimised and emitted only when its address is first needed.
 
     By default numba optimises and emits each function as soon as it is compiled, together with a copy of every function
-    that it calls. So a helper four levels below the function that Python calls is optimised and emitted four times, and
-    only the last copy runs. Here, a function is first linked into its callers, and then optimised together with them.
+    that it calls. So a helper function four levels below the one that Python calls is optimised and emitted four times,
+    and only the last copy runs. Here, a function is first linked into its callers, and then optimised together with
+    them.
     """
 
     _is_emitted = False
@@ -109,7 +109,7 @@ class Library(codegen.JITCodeLibrary):
         """Do nothing, since `_emit` optimises."""
 
     def _finalize_final_module(self) -> None:
-        """Make the code ready to be linked into other code. Code that was loaded from disk is also ready to run."""
+        """Make the code ready to be linked into other code. Code from disk is then also ready to run."""
         if self._shared_module is not None:
             self._is_emitted = True
             super()._finalize_final_module()
@@ -119,7 +119,7 @@ class Library(codegen.JITCodeLibrary):
         self._finalized = True
 
     def _emit(self) -> None:
-        """Make the code ready to run."""
+        """Optimise and emit the code, once, so that it can run."""
         with global_compiler_lock:
             if not self._is_emitted:
                 self._is_emitted = True
@@ -128,7 +128,9 @@ class Library(codegen.JITCodeLibrary):
                 super()._finalize_final_module()
 
     def get_pointer_to_function(self, name: str) -> int:
-        """Return the address of a function. Return 0 for the body of a loop, and if this code has no such function."""
+        """Return the address of a function, or 0 for the body of a parallel loop and for a function that this code
+        lacks.
+        """
         self._ensure_finalized()
         if LOOP_BODY in name:
             return 0
@@ -145,7 +147,7 @@ class Library(codegen.JITCodeLibrary):
 
 
 def set_env(self: Any, env_name: str, env: object) -> None:
-    """Set the environment of a function whose code has been emitted. It cannot be stored earlier."""
+    """Set a function's environment, unless its code has not been emitted yet."""
     if self._engine.is_symbol_defined(env_name):
         _set_env(self, env_name, env)
 

@@ -1,4 +1,4 @@
-"""Define the exceptions. Each class has the exit code with which the command line ends.
+"""Define the exceptions, each with the exit code of the command line.
 
 XgptError (4: a defect of this program)
 ├── InfeasibleError (1: nothing meets the bound)
@@ -29,10 +29,10 @@ class InfeasibleError(XgptError):
 
     Args:
         message: one line that names the constraint that cannot be met.
-        nearest_bound_s: the smallest value of the bound in `binding` that some schedule keeps. None means that no value
-            helps.
-        binding: the constraint that cannot be met, such as "latency_bound_s" or "memory".
-        reason: what takes the time, if the latency bound cannot be kept.
+        nearest_bound_s: the smallest value of the bound `binding` that some schedule keeps. None means that no value
+            helps, or that it is not a bound.
+        binding: name of the constraint that cannot be met, such as "latency_bound_s" or "memory".
+        reason: what takes the time, if a latency bound cannot be kept.
 
     Attributes:
         warnings: reasons why some schedule might meet the constraint after all, one sentence each.
@@ -49,7 +49,7 @@ class InfeasibleError(XgptError):
 
 
 class InputError(XgptError):
-    """A user's value is not accepted or is missing (None). The message names the field, the value and what to do."""
+    """A user's value is not accepted, or is missing (None). The message names the field and what to do."""
 
     exit_code = 2
 
@@ -91,11 +91,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def similar(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the known names that begin with `name` as "X or Y". If there are none, return the nearest name, or "" if
-    none is near.
+    """Return the known names that begin with `name`, as "X or Y". If there are none, return the most similar name, or
+    "" if none is similar.
 
     Args:
-        cutoff: the least similarity of the nearest name, from 0 to 1 (see `difflib`).
+        cutoff: least similarity, from 0 to 1 (see `difflib.get_close_matches`).
     """
     if len(name) > MAX_SHOWN:  # comparing long names takes much time, and ten times their memory
         return ""
@@ -105,8 +105,8 @@ def similar(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def nearest_names(name: str, known: Iterable[str], most: int = 3, cutoff: float = 0.6) -> list[str]:
-    """Return the known names that are most similar to `name`, the nearest first. Names with the same parts in another
-    order, such as 8xh100 and h100x8, count as similar.
+    """Return up to `most` known names: first those with the same parts in any order, such as 8xh100 and h100x8, then
+    those that begin with `name`, then similar ones.
 
     Args:
         cutoff: see `similar`.
@@ -123,7 +123,7 @@ def nearest_names(name: str, known: Iterable[str], most: int = 3, cutoff: float 
 
 
 def reason_of(error: OSError | UnicodeDecodeError) -> str:
-    """Return the reason why a file could not be read or written, or an address not be reached, without its name."""
+    """Return the reason of an error, without the name of the file or address."""
     if isinstance(error, UnicodeDecodeError):
         return "it is not text in UTF-8"
     if error.errno is None or error.errno <= 0 or type(error).__module__ == "ssl":
@@ -132,7 +132,7 @@ def reason_of(error: OSError | UnicodeDecodeError) -> str:
 
 
 def cut(text: str, most: int = MAX_SHOWN) -> str:
-    """Return a text, cut to `most` characters with dots at the end if the text is longer."""
+    """Return a text, cut to `most` characters. A text that was cut ends in dots."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

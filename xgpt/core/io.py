@@ -1,4 +1,4 @@
-"""Read configs by name or path, read and write JSON and YAML as schema types, and write files atomically."""
+"""Find configs by name or path, read JSON and YAML as schema types, and write JSON, step logs and text files."""
 
 from __future__ import annotations
 
@@ -32,16 +32,14 @@ ConfigKind = Literal["models", "devices", "clusters", "engines", "workloads"]
 
 
 def configs_dir() -> Path:
-    """Return the directory of the shipped configs. In a wheel it is inside the package, in a checkout next to the
-    package.
-    """
+    """Return the directory of the shipped configs: in a wheel inside the package, in a checkout next to it."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 
 
 def cache_dir() -> Path:
-    """Return the directory of cached profiles, which is XDG_CACHE_HOME/xgpt or ~/.cache/xgpt."""
+    """Return xgpt's cache directory, XDG_CACHE_HOME/xgpt or ~/.cache/xgpt."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "xgpt"
 
@@ -55,13 +53,13 @@ FILES = (".yaml", ".yml", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".txt", 
 
 
 def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
-    """Return the file for a name on the command line. The name is a shipped config's, or a path.
+    """Return the path of a config, which is given by the name of a shipped config or by a path.
 
     Args:
-        field: the argument that gave the name, for errors. None means that the argument has the kind's name.
+        field: name of the argument, for errors. None means the singular of `kind`.
 
     Raises:
-        InputError: neither a config nor a file has this name. The message lists the shipped configs.
+        InputError: there is neither a shipped config nor a file of this name. The message suggests names.
     """
     shipped = configs_dir() / kind / f"{name}.yaml"
     if "/" not in name and shipped.is_file():
@@ -81,7 +79,7 @@ def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
 
 
 def parse(data: Any, type_: type[T], field: str) -> T:
-    """Return `data`, validated as `type_`. Errors name the data by `field`.
+    """Return `data`, validated as `type_`. Errors call the data `field`.
 
     Raises:
         InputError: `data` is not valid. The message states the first mistake, in one line.
@@ -96,7 +94,7 @@ def load_cluster_yaml(path: Path) -> Any:
     """Return a cluster's document. If the document names a device, the name is replaced by the device's document.
 
     Raises:
-        InputError: there is no such file, or no such device.
+        InputError: a file is missing, unreadable or not YAML, or there is no such device.
     """
     data = load_yaml(path, "cluster")
     if isinstance(data, dict) and isinstance(data.get("device"), str):
@@ -136,7 +134,7 @@ FIELDS_OF_FILES = {
 
 
 def load_json(path: Path, type_: type[T], field: str) -> T:
-    """Return the content of one of xgpt's JSON files, after checking the schema version.
+    """Return the content of one of xgpt's JSON files. Errors call the file's content `field`.
 
     Raises:
         InputError: the file is missing, not JSON, of another kind or schema version, or invalid.
@@ -176,10 +174,10 @@ def load_json(path: Path, type_: type[T], field: str) -> T:
 
 
 def dump_json(value: BaseModel) -> str:
-    """Return the text of one of xgpt's JSON files, after checking that it can be read back.
+    """Return the JSON text of a value, after checking that it can be read back.
 
     Raises:
-        XgptError: the value is not valid, since `Frozen.but` does not check. The message names the field.
+        XgptError: the value is not valid, which `Frozen.but` does not check. The message names the wrong field.
     """
     text = value.model_dump_json(indent=1) + "\n"
     try:
@@ -191,14 +189,14 @@ def dump_json(value: BaseModel) -> str:
 
 
 def sha256(value: BaseModel) -> str:
-    """Return a hash of a value's content. The hash does not depend on how a file is formatted."""
+    """Return the SHA-256 of a value's content, which does not depend on a file's formatting."""
     return hashlib.sha256(value.model_dump_json().encode()).hexdigest()
 
 
 def file_sha256(path: Path) -> str | None:
     """Return the `sha256` of the value in a JSON file, or None if the file cannot be read.
 
-    The file may be from any version of xgpt. A version that adds fields to the value also changes its hash.
+    The file may be from any version of xgpt. In a version with other fields, the same value has another hash.
     """
     try:
         return hashlib.sha256(to_json(json.loads(path.read_bytes()))).hexdigest()
@@ -207,7 +205,7 @@ def file_sha256(path: Path) -> str | None:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a text to a file so that the file has either all of the text or its old content.
+    """Write a text to a file atomically: at any time the file has all of the text or its old content.
 
     Raises:
         MachineError: the file cannot be written.
@@ -228,13 +226,13 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 class StepLogWriter:
-    """Writes the engine's steps, one JSON line each, for `xsimulator.measures` and for replays.
+    """Writes the engine's steps to a file, one JSON line each, for `xsimulator.measures` and for replays.
 
-    If a line cannot be written, for example because the disk is full, the log ends before this line. The engine
-    continues. The file stays locked until the end, so that no other server writes to it.
+    If a line cannot be written, for example because the disk is full, the log ends there, and the engine continues. The
+    file stays locked until `close`, so that no other server writes to it.
 
     Attributes:
-        num_lost: number of steps that were not written.
+        num_lost: number of steps since the first that could not be written.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Describe this machine as a cluster, without torch."""
+"""Describe this machine as a cluster, without importing torch."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ CPU_USABLE_MEMORY = 0.5
 
 
 def detect(num_devices: int | None = None, *, root: Path = Path("/")) -> ClusterSpec:
-    """Return this machine as a cluster of the GPUs that nvidia-smi lists. If there are none, the cluster has the CPU as
-    one device.
+    """Return this machine as a cluster of the GPUs that nvidia-smi lists or, if there are none, of its CPU.
 
     Args:
-        num_devices: number of GPUs, or of CPU devices with equal shares of cores and memory. None means all.
-        root: directory that contains proc and sys.
+        num_devices: number of GPUs, or of CPU devices with equal shares of cores and memory. None means all GPUs, or
+            one CPU device.
+        root: directory that contains proc and sys, for tests.
 
     Raises:
-        MachineError: the machine has fewer GPUs, or fewer cores, than `num_devices`.
+        MachineError: the machine has fewer GPUs or cores than `num_devices` or GPUs of several kinds, or does not state
+            its memory.
     """
     return _detect_gpus(num_devices) or _detect_cpu(num_devices, root)
 
@@ -96,7 +97,7 @@ def _detect_gpus(num_devices: int | None) -> ClusterSpec | None:
 
 
 def _listed(command: str, fields: str) -> list[list[str]]:
-    """Return these fields of each GPU, or nothing if nvidia-smi fails."""
+    """Return these fields of each GPU, or an empty list if nvidia-smi fails."""
     query = [command, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
@@ -108,9 +109,7 @@ def _listed(command: str, fields: str) -> list[list[str]]:
 
 
 def _shipped_cluster_of(device: str) -> ClusterSpec | None:
-    """Return the largest shipped cluster of this kind of device. The cluster's config states rates and links from a
-    datasheet.
-    """
+    """Return the largest shipped cluster of this kind of device, with rates and links from datasheets, or None."""
     documents = [load_cluster_yaml(configs_dir() / "clusters" / f"{n}.yaml") for n in config_names("clusters")]
     clusters = [parse(d, ClusterSpec, d["name"]) for d in documents if "detect" not in d]
     same = [cluster for cluster in clusters if cluster.device.name == device]
@@ -118,14 +117,14 @@ def _shipped_cluster_of(device: str) -> ClusterSpec | None:
 
 
 def slug(name: str) -> str:
-    """Return a product's name in the form of configs, such as a100-sxm4-80gb for "NVIDIA A100-SXM4-80GB"."""
+    """Return a product's name as configs spell it, such as a100-sxm4-80gb for "NVIDIA A100-SXM4-80GB"."""
     words = r"\((r|tm)\)|\b(nvidia|tesla|geforce|blackwell|(server|workstation) edition|cpu|processor)\b|@.*"
     found = re.sub(r"[^a-z0-9]+", "-", re.sub(words, " ", name.lower())).strip("-") or "cpu"
     return GRACE_HOPPER.get(found, found)
 
 
 def num_cores(root: Path = Path("/")) -> int:
-    """Return the number of cores that this process may use, given its affinity and its cgroup's limit on CPU time."""
+    """Return the number of cores that this process may use by its affinity and its cgroup's CPU limit."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for directory in _cgroup_dirs(root, "cpu"):
         written = _read(directory / "cpu.max") or " ".join(
@@ -138,7 +137,7 @@ def num_cores(root: Path = Path("/")) -> int:
 
 
 def _memory_bytes(root: Path) -> int:
-    """Return the bytes of physical memory, or the cgroup's limit if it is lower.
+    """Return the bytes of physical memory, or the cgroup's memory limit if it is lower.
 
     Raises:
         MachineError: the machine does not state its memory.
@@ -164,8 +163,8 @@ def _cpu_model(root: Path) -> str:
 
 
 def _cgroup_dirs(root: Path, controller: str) -> list[Path]:
-    """Return the directories that may state this process's limits: those of its cgroup and of all parent cgroups, in
-    versions 1 and 2.
+    """Return the directories of this process's cgroup and its parents (cgroup versions 1 and 2), which may state
+    limits.
     """
     mount = root / "sys/fs/cgroup"
     directories = [mount, mount / controller]
@@ -180,7 +179,7 @@ def _cgroup_dirs(root: Path, controller: str) -> list[Path]:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a kernel's file. The result is empty if this system does not have the file."""
+    """Return the text of a file in proc or sys, or "" if there is no such file."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:

@@ -25,11 +25,10 @@ def address_text(host: str, port: int | str) -> str:
 
 
 def split_address(text: str, port: int | None = None) -> tuple[str, int]:
-    """Return the host and the port of an address, which may be an IPv6 address in brackets or, without a port, without
-    brackets.
+    """Return the host and the port of an address. An IPv6 address with a port must be in brackets.
 
     Args:
-        port: the port of an address that states none. None means that the address must state its port.
+        port: the default port. None means that the address must state its port.
 
     Raises:
         ValueError: the text is not such an address.
@@ -60,7 +59,7 @@ def interface_of(host: str) -> str | None:
 
 
 def reach(address: str) -> None:
-    """Connect to HOST:PORT, and close the connection.
+    """Check that something listens at HOST:PORT, by connecting once.
 
     Raises:
         OSError: nothing listens at the address, or the connection takes too long.
@@ -70,10 +69,10 @@ def reach(address: str) -> None:
 
 
 def listen_towards(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on this machine's address on the route to another machine.
+    """Return a socket that listens at `port` on this machine's address on the route to `host`.
 
     Raises:
-        MachineError: there is no route.
+        MachineError: there is no route, or `host` does not resolve.
         OSError: the port is taken.
     """
     address = address_towards(host)
@@ -82,13 +81,13 @@ def listen_towards(host: str, port: int) -> socket.socket:
 
 
 def address_towards(host: str, *, named_within_s: float = NAMED_WITHIN_S) -> str:
-    """Return this machine's address on the route to another machine.
+    """Return this machine's address on the route to `host`.
 
     Args:
-        named_within_s: seconds for which to retry if `host` does not resolve yet, as while a pod starts.
+        named_within_s: seconds for which to retry if `host` does not resolve yet, for example while a pod starts.
 
     Raises:
-        MachineError: there is no route.
+        MachineError: there is no route, or `host` does not resolve.
     """
     until = time.monotonic() + named_within_s
     while True:

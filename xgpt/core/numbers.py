@@ -18,7 +18,7 @@ def whole(text: str) -> int:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in a suitable unit, such as "45 s", "12 min", "6 h" or "3.5 days"."""
+    """Return a duration as text in a suitable unit, such as "45 s", "12 min", "6 h" or "3.5 days"."""
     for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
         if seconds < limit:
             return f"{seconds / unit:.3g} {name}"

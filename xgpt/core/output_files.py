@@ -1,9 +1,8 @@
-"""Write a command's files. Each file is written completely or not at all, and never over a user's file.
+"""Write a command's output files, each completely or not at all, and never over a user's file.
 
 A command may replace a file only if xgpt wrote the file and nothing has changed it since. For each written file, the
-cache directory has a record with the path and the SHA-256 of the file's bytes. A file without a record or with other
-bytes counts as the user's. If the cache is lost, every existing file counts as the user's, and commands refuse to
-replace it.
+cache directory has a record: the SHA-256 of its bytes, under a hash of its path. A file without a record, or with other
+bytes, counts as the user's. So if the cache is lost, commands refuse to replace any existing file.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class OutputFile:
     Args:
         path: path of the file. A symbolic link stands for the file to which it points.
         field: the option or argument that names the file, for errors.
-        force: whether to overwrite any file, even a file that the command reads.
+        force: whether to overwrite the user's files and files that the command reads.
         inputs: paths that the command reads. Paths that are not files are ignored.
     """
 
@@ -37,13 +36,13 @@ class OutputFile:
         self._field, self._force, self._inputs = field, force, tuple(inputs)
 
     def check(self, text: str | None = None) -> None:
-        """Raise an error if the file cannot be written, or belongs to the user. Call this before long work.
+        """Check that the file can be written and is not the user's. Call this before long work.
 
         Args:
             text: the text to write, if known. A file with exactly this text may be replaced.
 
         Raises:
-            InputError: the same command reads the file, or xgpt did not write it.
+            InputError: the same command reads the file, xgpt did not write it, or it was changed since.
             MachineError: the file cannot be written.
         """
         check_writable(self.path)
@@ -80,7 +79,7 @@ class OutputFile:
         record(target)
 
     def _create(self, target: Path, text: str) -> None:
-        """Write a new file. If the file system has hard links, this never replaces a file that has just appeared."""
+        """Write a new file. On file systems with hard links, this never replaces a file that has just appeared."""
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as directory:
@@ -98,9 +97,9 @@ class OutputFile:
 
 
 def check_step_log(path: Path, *, force: bool = False) -> None:
-    """Raise an error if a step log would replace a file that is not a step log.
+    """Check that a step log would not replace another kind of file.
 
-    A log grows until its server ends, perhaps by a signal. So the hash of the log's bytes cannot be recorded.
+    A log has no record, since it grows until its server ends, perhaps by a signal.
 
     Raises:
         InputError: the file's first line is not a step.
@@ -136,7 +135,7 @@ def is_recorded(path: Path) -> bool:
 
 
 def check_writable(path: Path) -> None:
-    """Raise MachineError if a file cannot be written. Call this before work that may take minutes."""
+    """Raise MachineError if a file cannot be written. Call this before long work."""
     place = next((parent for parent in path.absolute().parents if parent.exists()), Path("/"))
     if path.is_dir():
         reason = "it is a directory"
@@ -152,9 +151,7 @@ def check_writable(path: Path) -> None:
 
 
 def _why_not_writable(directory: Path) -> str:
-    """Return the reason why no file can be created in a directory, or "" if a file can be created. This creates and
-    deletes a file.
-    """
+    """Return the reason why no file can be created in a directory, or "". This creates and deletes a file."""
     try:
         with tempfile.TemporaryFile(dir=directory):
             return ""

@@ -1,4 +1,4 @@
-"""End processes with their parent, find out whether processes hang or fail too often, and stop on signals."""
+"""End processes with their parent, detect processes that hang or fail too often, and stop on signals."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
 
 def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIGKILL) -> None:
-    """On Linux, make the kernel end this process when the thread that started the process ends.
+    """On Linux, make the kernel send this process a signal when the thread that started it ends.
 
     Args:
-        parent: id of the parent process. If the parent has already ended, this process ends at once.
-        sent: the signal that the kernel sends to this process.
+        parent: id of the parent process. If it has already ended, this process exits at once.
+        sent: the signal.
     """
     if _prctl is not None:
         _prctl(PR_SET_PDEATHSIG, sent, 0, 0, 0)
@@ -32,13 +32,13 @@ def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIG
 
 
 def adopt_orphans() -> None:
-    """On Linux, make this process the parent of its descendants whose own parents end, so that it can wait for them."""
+    """On Linux, make this process adopt its descendants whose own parents end, so that it can wait for them."""
     if _prctl is not None:
         _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def wait_for_children(within_s: float) -> None:
-    """Wait until all children of this process have ended, or until the time is over."""
+    """Wait until all children of this process have ended, but at most `within_s` seconds."""
     until_s = time.monotonic() + within_s
     with suppress(ChildProcessError):  # there are no more children
         while time.monotonic() < until_s:
@@ -47,7 +47,7 @@ def wait_for_children(within_s: float) -> None:
 
 
 def end(process: subprocess.Popen[bytes] | subprocess.Popen[str], within_s: float = 0.0) -> None:
-    """Wait until a process ends, and kill the process if it does not end in time."""
+    """Wait until a process ends. Kill it if it has not ended after `within_s` seconds."""
     try:
         process.wait(within_s)
     except subprocess.TimeoutExpired:
@@ -56,18 +56,16 @@ def end(process: subprocess.Popen[bytes] | subprocess.Popen[str], within_s: floa
 
 
 def is_at_work(process: int) -> bool:
-    """Return whether a thread of a process runs, or waits for a processor or a disk. On systems other than Linux,
-    return False.
+    """Return whether a thread of a process runs, or waits for a core or a disk. Always False except on Linux.
 
-    A process at work may be unable to report that it is alive, because processors are busy or one of its threads has
-    the interpreter's lock. A process that was stopped (SIGSTOP), or whose threads all wait for something else, is not
-    at work.
+    A process at work may fail to report that it is alive, because cores are busy or one of its threads holds the
+    interpreter's lock. A process that was stopped (SIGSTOP) is not at work.
     """
     return bool(_states(process) & {"R", "D"})
 
 
 def _states(process: int) -> set[str]:
-    """Return the states of a process's threads, as letters of /proc/PID/stat, or none if it has ended."""
+    """Return the states of a process's threads, as letters of /proc/PID/stat. Empty if it has ended."""
     states = set()
     with suppress(OSError):  # the process has ended
         for thread in Path(f"/proc/{process}/task").iterdir():
@@ -77,7 +75,7 @@ def _states(process: int) -> set[str]:
 
 
 def children_of(process: int) -> list[int]:
-    """Return the running children of a process. Systems other than Linux give none."""
+    """Return the ids of a process's children. Empty on systems other than Linux."""
     started: list[int] = []
     with suppress(OSError):  # it has ended
         for thread in Path(f"/proc/{process}/task").iterdir():
@@ -86,7 +84,7 @@ def children_of(process: int) -> list[int]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free port at an address of this machine."""
+    """Return a free port on an address of this machine."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
         found.bind((host, 0))
         port: int = found.getsockname()[1]
@@ -94,7 +92,9 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def too_often(failures_s: list[float], most: int, period_s: float) -> bool:
-    """Add a failure now, and return whether more than `most` failures are from the last `period_s` seconds."""
+    """Add the present time to `failures_s`, and return whether more than `most` failures are from the last `period_s`
+    seconds.
+    """
     now_s = time.monotonic()
     failures_s[:] = [*(then_s for then_s in failures_s if now_s - then_s < period_s), now_s]
     return len(failures_s) > most

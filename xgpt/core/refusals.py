@@ -1,4 +1,4 @@
-"""Turn pydantic's validation errors into one line that uses the names in the user's file."""
+"""Turn a pydantic ValidationError into one line with the names in the user's file."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _MUST_BE = {
 
 
 def refusal(error: ValidationError, type_: type[BaseModel], data: Any, field: str = "") -> InputError:
-    """Return the first validation error as an InputError.
+    """Return the first mistake in a ValidationError as an InputError.
 
     Args:
         type_: the expected type of `data`.
-        field: name of `data` in messages, or "" if users know its fields by their own names.
+        field: name of `data` in messages, as a prefix of field names. "" means no prefix.
     """
     first = error.errors()[0]
     kind, value, context = first["type"], first["input"], first.get("ctx", {})
@@ -66,7 +66,7 @@ def refusal(error: ValidationError, type_: type[BaseModel], data: Any, field: st
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the models in a field's annotation, including models within a union, a list or an optional value."""
+    """Yield the models in an annotation, including models within a union, a list or an optional value."""
     annotated = getattr(annotation, "annotation", annotation)
     if isinstance(annotated, type) and issubclass(annotated, BaseModel):
         yield annotated

@@ -1,9 +1,8 @@
-"""Compute which share of a trace's prompts is cached, for caches of any size, from the reuse distances of blocks.
+"""Compute the share of a trace's prompt tokens that caches of any size would hold, from reuse distances of blocks.
 
-In an LRU cache, a request finds a block of an earlier request unless too many other blocks were used in between to fit
-in the cache. Between two uses of a block, each other block counts once, at its first use. So a distance is a number of
-inversions. One pass computes the distances of all blocks. Source: Mattson et al., Evaluation techniques for storage
-hierarchies, 1970.
+In an LRU cache, a request finds a block of an earlier request unless the blocks used in between fill the cache. A
+block's reuse distance is the number of distinct blocks used in between. It equals a number of inversions, so one pass
+computes all distances. Source: Mattson et al., Evaluation techniques for storage hierarchies, 1970.
 """
 
 from __future__ import annotations
@@ -20,15 +19,14 @@ Ints = npt.NDArray[np.int64]
 
 
 class ReuseCurve:
-    """The number of tokens of each prompt that are found in the cache, for caches of any size.
+    """The number of cached tokens of each prompt, as a function of the cache's size.
 
     A request finds only a prefix of its blocks.
 
     Args:
         trace: a trace with prefixes.
         block_size: number of tokens in a K/V block. Only whole blocks are found.
-        inside: number of requests that run at the same time, whose outputs are not cached yet when the next request
-            enters.
+        inside: number of requests that run when a request enters. Their outputs are not cached yet.
     """
 
     def __init__(self, trace: TraceLengths, block_size: int, inside: float = 0.0) -> None:
@@ -49,27 +47,29 @@ class ReuseCurve:
         self._request, self._needed = request, _worst_so_far(request, distance)
 
     def cached(self, tokens: float) -> Ints:
-        """Return how many tokens each request finds in a cache of `tokens` tokens. # [requests]"""
+        """Return how many of its prompt tokens each request finds in a cache of `tokens` tokens. # [requests]"""
         found = np.bincount(self._request[self._needed * self._size < tokens], minlength=len(self.inputs))
         most = (self.inputs - 1) // self._block_size * self._block_size  # the last token is always computed
         return np.minimum(found * self._size // self._block_size * self._block_size, most)
 
     def share(self, tokens: float, begin: int = 0) -> float:
-        """Return the share of prompt tokens that requests from `begin` on find in a cache of `tokens` tokens."""
+        """Return the share of prompt tokens found in a cache of `tokens` tokens, over requests from `begin` on."""
         return float(self.cached(tokens)[begin:].sum() / self.inputs[begin:].sum())
 
     @property
     def most(self) -> float:
-        """The share of prompt tokens that requests find in an unlimited cache."""
+        """The share of prompt tokens found in an unlimited cache."""
         return self.share(np.inf)
 
     def distances(self, quantiles: Sequence[float]) -> list[tuple[float, float]]:
-        """Return pairs (quantile, tokens used between two uses of a block), over the blocks that are reused."""
+        """Return pairs (q, cache size in tokens above which a share q of the reused blocks is found)."""
         needed = self._needed[np.isfinite(self._needed)]
         return [(q, float(np.quantile(needed, q) * self._size)) for q in quantiles if len(needed)]
 
     def sizes(self, count: int) -> Array:
-        """Return cache sizes, in tokens, with which the share grows in equal steps up to its largest value."""
+        """Return at most `count` cache sizes, in tokens, between which the share grows in about equal steps to its
+        largest value.
+        """
         needed = np.sort(self._needed[np.isfinite(self._needed)])
         if not len(needed):
             return np.zeros(1)
@@ -78,10 +78,9 @@ class ReuseCurve:
 
 
 def _whole_outputs(trace: TraceLengths, size: int, block_size: int) -> Ints:
-    """Return for each request how many blocks of `size` tokens are cached when it ends, after the full blocks of its
-    prompt.
+    """Return for each request how many blocks of `size` tokens are cached after its prompt's full blocks when it ends.
 
-    The cache has K/V blocks of `block_size` tokens. If these are smaller than the trace's blocks, the count is rounded.
+    The cache has K/V blocks of `block_size` tokens. If these are smaller than `size`, the count is rounded.
     """
     kept = (trace.input + trace.output - 1) // block_size * block_size - trace.input // size * size
     return np.maximum(0, (kept + (size - 1) // 2) // size)
@@ -90,8 +89,8 @@ def _whole_outputs(trace: TraceLengths, size: int, block_size: int) -> Ints:
 def _distances(
     prompts: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int | None, ...]], inside: float = 0.0
 ) -> tuple[Ints, Array]:
-    """Return, for each block of a prompt, the number of its request and its reuse distance. The reuse distance is the
-    number of other blocks used since the block was last used, or infinite if the block was not used before.
+    """Return for each block of a prompt the number of its request, and its reuse distance: the number of other blocks
+    used since its last use. The distance is infinite for the first use.
 
     A request uses all its blocks when it ends, from the last block of its sequence to the first. When a request begins,
     the outputs of the `inside` requests before it are not cached yet. Blocks without an id are used only once, and
@@ -138,8 +137,8 @@ def _greater_before(values: Ints) -> Ints:
 
 
 def _worst_so_far(request: Ints, distance: Array) -> Array:
-    """Return for each block the greatest distance of this block and of the request's earlier blocks, since a block is
-    found only if all blocks before it are found.
+    """Return for each block the greatest distance among this block and its request's earlier blocks. A block is found
+    only if all blocks before it are found.
     """
     if not len(distance):
         return distance

@@ -1,9 +1,9 @@
-"""Read the blocks that requests of a trace share, in Mooncake's format.
+"""Read the blocks of prompts and outputs that a trace's requests share, in Mooncake's format.
 
-In a line of a trace, `hash_ids` has the ids of the request's blocks of `block_size` tokens. Equal ids mean that all
+In a line of a trace, `hash_ids` has the ids of the prompt's blocks of `block_size` tokens. Equal ids mean that all
 tokens up to the end of the block are equal. `output_hash_ids`, an extension of xgpt, has the ids of the blocks after
-the prompt's full blocks, which contain the rest of the prompt and the output. The next turn of a conversation finds
-these blocks. Source: Qin et al., Mooncake, FAST 2025 (traces).
+the prompt's full blocks, with the rest of the prompt and the output. The next turn of a conversation shares them.
+Source: Qin et al., Mooncake, FAST 2025 (traces).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class TracePrefixes:
     Attributes:
         block_size: number of tokens in a block. The last block of a request may have fewer.
         prompts: for each request, the ids of its prompt's blocks.
-        outputs: for each request, the ids of its blocks from the first block that the prompt does not fill. Empty means
-            that no other request has these blocks.
+        outputs: for each request, the ids of the blocks after the prompt's full blocks. Empty means that no other
+            request has them.
     """
 
     block_size: int
@@ -39,16 +39,16 @@ class TracePrefixes:
     def chain(self, request: int, input_length: int, block_size: int) -> Chain:
         """Return the keys of a prompt's full K/V blocks.
 
-        A K/V block is identified by the trace's block that contains the K/V block's last token. If the trace's blocks
-        are longer than K/V blocks, requests share less than would be possible.
+        A K/V block's key states the trace's block that contains its last token. So if the trace's blocks are longer
+        than K/V blocks, requests may share fewer K/V blocks than in reality.
         """
         return self._keys(self.prompts[request], 0, 0, input_length // block_size, block_size)
 
     def output_chain(self, request: int, input_length: int, output_length: int, block_size: int) -> Chain:
-        """Return the keys of the K/V blocks after the prompt's blocks. The last token has no K/V.
+        """Return the keys of the full K/V blocks after the prompt's full ones. The last token has no K/V.
 
-        If no request continues the output, the blocks get unique keys. An engine caches these blocks too, since it
-        cannot know that no request will find them.
+        If no other request has these blocks, they get unique keys. An engine caches them too, since it cannot know that
+        no request will find them.
         """
         ids, first = self.outputs[request], input_length // self.block_size
         begin, end = input_length // block_size, (input_length + output_length - 1) // block_size
@@ -58,7 +58,9 @@ class TracePrefixes:
         return tuple((of_request | block).to_bytes(8, "big", signed=True) + b"own" for block in range(begin, end))
 
     def _keys(self, ids: tuple[int, ...], offset: int, begin: int, end: int, block_size: int) -> Chain:
-        """Return the keys of the K/V blocks [begin, end). `ids` are the trace's blocks from number `offset` on."""
+        """Return the keys of the K/V blocks [begin, end). `ids` has the ids of the trace's blocks from number `offset`
+        on.
+        """
         keys = []
         for block in range(begin, end):
             id_ = ids[((block + 1) * block_size - 1) // self.block_size - offset]
@@ -77,7 +79,7 @@ def read_ids(where: str, row: Mapping[str, object], input_length: int, output_le
     """Return a line's `hash_ids`.
 
     Raises:
-        InputError: the ids are not whole numbers, or are not as many as the prompt's blocks.
+        InputError: the ids are not whole numbers, or not one for each block.
     """
     size = block_size_of(where, row)
     return _ids(f"{where}, hash_ids", row.get("hash_ids"), -(-input_length // size))
@@ -100,7 +102,7 @@ def block_size_of(where: str, row: Mapping[str, object]) -> int:
     """Return the number of tokens in each of a line's blocks.
 
     Raises:
-        InputError: the number is not a positive whole number.
+        InputError: `block_size` in the line is not a positive whole number.
     """
     size = row.get("block_size", MOONCAKE_BLOCK)
     if isinstance(size, int) and not isinstance(size, bool) and size >= 1:

@@ -1,6 +1,6 @@
-"""Read the rows of a trace in the formats of many tools: CSV, JSON or JSON lines, compressed or not.
+"""Read the rows of a trace as many tools write them: CSV, JSON or JSON lines, with or without gzip.
 
-The table `NAMES` has all known names of columns with lengths and times. The names that a file has identify its format.
+The table `NAMES` has all known names of columns with lengths and times. A file's format is identified by its names.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ _METRIC = re.compile(r"^(# (HELP|TYPE) |[a-zA-Z_:][a-zA-Z0-9_:]*(\{[^}]*\})? [-+
 
 
 class Row(NamedTuple):
-    """A request with the values that its file states.
+    """A request, with the values in its file.
 
     Attributes:
-        where: the file, and the line or entry in it.
-        timestamp: the request's time, or None.
+        where: the file, with the line or entry in it, for errors.
+        timestamp: the request's time as in the file, or None.
         has_failed: whether the HTTP status is an error (400 to 599).
         fields: all fields, if the row is a JSON object.
     """
@@ -115,7 +115,7 @@ def read_text(path: Path, field: str) -> str:
 
 
 def read_rows(path: Path, field: str) -> TraceRows:
-    """Return the requests of a trace in any known format.
+    """Return the requests of a trace, after identifying its format.
 
     Raises:
         InputError: the trace is in no known format. The message names the file, and the line if possible.
@@ -168,7 +168,7 @@ def _csv_rows(path: Path, text: str) -> TraceRows:
 
 
 def _columns(header: list[str]) -> dict[Role, int]:
-    """Return for each role the position of its column."""
+    """Return the position of each role's column."""
     found: dict[Role, tuple[int, int]] = {}
     for position, cell in enumerate(header):
         if (known := _ROLES.get(plain(cell))) is not None and known[1] < found.get(known[0], (len(_ROLES), 0))[0]:
@@ -221,7 +221,7 @@ def _json_rows(path: Path, text: str) -> TraceRows:
 
 
 def _documents(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the JSON documents of a file (the whole file, or one for each line), each with its position."""
+    """Yield the JSON documents of a file (the whole file, or one for each line), each after its position."""
     try:
         yield f"{path}, line 1", json.loads(text)
         return
@@ -237,7 +237,7 @@ def _documents(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _entries(where: str, document: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the requests of a document. The document itself is a request, or it contains requests."""
+    """Yield the requests of a document, each after its position. The document is a request or contains requests."""
     if not isinstance(document, dict):
         raise InputError(where, str(document)[:80], "it must be a JSON object")
     lists = {name: entries for name, entries in document.items() if isinstance(entries, list)}
@@ -303,7 +303,9 @@ def _is_value(role: Role, text: str) -> bool:
 
 
 def _fields(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield names and values without units. Fields of outer objects come first."""
+    """Yield the names and values of fields at any depth, outer objects first. An object with a `value` counts as this
+    value.
+    """
     level: list[Mapping[str, Any]] = [entry]
     while level:
         inner: list[Mapping[str, Any]] = []
@@ -323,7 +325,7 @@ def _fields(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _spans(entries: list[tuple[str, Mapping[str, Any]]]) -> TraceRows:
-    """Return the spans that are requests. A request's span has token counts, and its parent span has none."""
+    """Return the spans that are requests: those with token counts whose parent span has none."""
     rows = {}
     for where, span in entries:
         names = {plain(name) for name, _ in _fields(span)}
@@ -340,7 +342,7 @@ def _spans(entries: list[tuple[str, Mapping[str, Any]]]) -> TraceRows:
 
 
 def _conversations(documents: list[tuple[str, Any]]) -> TraceRows:
-    """Return each answer in ShareGPT's conversations as a request, with all previous turns as the prompt."""
+    """Return one request for each answer in ShareGPT's conversations, with all previous turns as the prompt."""
     rows = []
     for where, document in documents:
         said = 0

@@ -1,4 +1,4 @@
-"""Read traces as lengths and arrival times, and pages of metrics as histograms of lengths.
+"""Read traces (lengths and arrival times of requests) and Prometheus metrics pages (histograms of lengths).
 
 Assumptions about a file, such as the unit of its times, are logged once.
 """
@@ -50,17 +50,17 @@ METRICS = {
 
 
 def is_trace(path: Path) -> bool:
-    """Return whether a file is named like a trace or a page of metrics."""
+    """Return whether a file is a trace or a metrics page, by the suffix of its name."""
     return path.with_suffix("").suffix in SUFFIXES if path.suffix == ".gz" else path.suffix in SUFFIXES
 
 
 def trace_name(path: Path) -> str:
-    """Return the name of a trace's workload, which is the file's name without suffixes."""
+    """Return the name of a trace's workload: the file's name without suffixes."""
     return Path(path.stem).stem if path.suffix == ".gz" else path.stem
 
 
 def read_workload(path: Path, field: str = "workload") -> Workload:
-    """Return the histograms of a trace, or of a page of metrics.
+    """Return the length histograms of a trace or a metrics page.
 
     Raises:
         InputError: see `read_lengths`.
@@ -73,17 +73,16 @@ def read_workload(path: Path, field: str = "workload") -> Workload:
 
 
 def has_requests(path: Path, field: str = "workload") -> bool:
-    """Return whether a file is a trace of requests, not a page of metrics."""
+    """Return whether a file is a trace, not a metrics page."""
     return is_trace(path) and (path.suffix in (".csv", ".jsonl") or not is_metrics(read_text(path, field)))
 
 
 def read_lengths(path: Path, field: str = "workload") -> TraceLengths:
-    """Return the requests of a trace, in order of time if the trace has times. Errors name the trace by `field`.
+    """Return the requests of a trace, in order of time if the trace has times. Errors call the trace `field`.
 
-    Formats and names are those of `xgpt.core.trace_rows`. Requests that failed, or have no input or output tokens, are
-    left out. Times are dates in ISO 8601 (UTC if they have no offset) or numbers. The unit of numbers follows from the
-    column's name (`timestamp_ms`), from the format or, if they count from 1970, from their size. Other numbers are
-    seconds.
+    `trace_rows` reads the formats. Requests that failed, or have no input or output tokens, are left out. Times are
+    dates in ISO 8601 (UTC without an offset) or numbers. The unit of numbers follows from the column's name (such as
+    `timestamp_ms`), from the format or, if they count from 1970, from their size. Other numbers are seconds.
 
     Raises:
         InputError: a value is wrong, or the unit of times is not known. For a wrong value, the message states the line.
@@ -189,7 +188,7 @@ def _in_order(lengths: TraceLengths) -> TraceLengths:
 def _unit(
     path: Path, field: str, name: str, times: list[float], row: Row, prefixes: TracePrefixes | None
 ) -> tuple[str, bool]:
-    """Return the unit of a trace's times, and whether the name or the format of the file states this unit."""
+    """Return the unit of a trace's times, and whether the column's name or the file's format states it."""
     written = plain(name)
     last = written.rpartition("_")[2]
     stated = SPELLINGS.get(last, last)
@@ -256,7 +255,7 @@ def _date_s(text: str) -> float:
 
 
 def _read_metrics(path: Path, text: str, field: str) -> Workload:
-    """Return the lengths in the histograms of a metrics page, spread evenly over each bucket."""
+    """Return the length histograms of a metrics page, with lengths spread evenly over each bucket."""
     histograms = {role: _buckets(text, names) for role, names in METRICS.items()}
     for role, (buckets, _) in histograms.items():
         if not buckets or not max(buckets.values()):
@@ -277,7 +276,7 @@ def _read_metrics(path: Path, text: str, field: str) -> Workload:
 
 
 def _buckets(text: str, names: tuple[str, ...]) -> tuple[dict[float, float], float | None]:
-    """Return a histogram's cumulative counts over all labels, by upper limit, and the histogram's mean."""
+    """Return a Prometheus histogram's cumulative counts by upper limit, summed over labels, and its mean or None."""
     counts: dict[float, float] = {}
     totals = {"sum": 0.0, "count": 0.0}
     for name, kind, labels, value in re.findall(
@@ -293,7 +292,9 @@ def _buckets(text: str, names: tuple[str, ...]) -> tuple[dict[float, float], flo
 
 
 def _spread(buckets: dict[float, float]) -> Histogram:
-    """Return the histogram that has these cumulative counts. Lengths above the last limit count as this limit."""
+    """Return lengths spread evenly over these buckets (cumulative counts by upper limit). Lengths above the last finite
+    limit count as this limit.
+    """
     below, low = 0.0, 0
     weights: dict[int, float] = {}
     for limit, count in sorted(buckets.items()):

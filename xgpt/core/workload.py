@@ -1,5 +1,5 @@
-"""Compute request lengths and arrival times as numpy arrays. Lengths are histograms and samples. Arrivals have one rate
-or several stages, and are a Poisson process or come in bursts.
+"""Compute histograms and samples of request lengths, and arrival times. Arrivals have one rate or several stages, and
+are Poisson or bursty.
 
 Random numbers come from an explicit numpy Generator.
 """
@@ -38,7 +38,7 @@ class TraceLengths(NamedTuple):
         input: numbers of prompt tokens. # [requests]
         output: numbers of output tokens. # [requests]
         timestamp_s: seconds since the first request, or None if the trace has no times. # [requests]
-        prefixes: common prefixes of prompts, or None if not known.
+        prefixes: common prefixes of requests, or None if not known.
     """
 
     input: Ints
@@ -54,7 +54,7 @@ class TraceLengths(NamedTuple):
         return TraceLengths(self.input[places], self.output[places], times, prefixes)
 
     def since(self, seconds: float) -> TraceLengths:
-        """Return the requests from `seconds` on, with times that count from the first of these requests.
+        """Return the requests from time `seconds` on. Their times count from the first of them.
 
         Raises:
             InputError: the trace has no times, or ends before `seconds`.
@@ -78,11 +78,12 @@ class TraceLengths(NamedTuple):
 def histogram(distribution: LengthDistribution) -> Histogram:
     """Return the exact probability of every integer length.
 
-    In a truncated normal distribution, length k has the normal distribution's mass over [k - 1/2, k + 1/2], divided by
-    the mass from min - 1/2 to max + 1/2.
+    In a truncated normal distribution, the probability of length k is the mass over [k - 1/2, k + 1/2], divided by the
+    mass from min - 1/2 to max + 1/2.
 
     Raises:
-        InputError: min is above max, or a normal distribution has no mass between min and max.
+        InputError: min is above max, there are more than `MAX_LENGTHS` lengths, or a normal distribution has no mass
+            between min and max.
     """
     if isinstance(distribution, Histogram):
         return distribution
@@ -129,13 +130,13 @@ def standard_deviation(histogram: Histogram) -> float:
 
 
 def decoding_share(workload: Workload) -> float:
-    """Return the share of requests that decode, because they have more than one output token."""
+    """Return the share of requests with more than one output token. Only these decode."""
     output = workload.output
     return 1 - output.probabilities[0] if output.lengths[0] == 1 else 1.0
 
 
 def quantile(histogram: Histogram, q: float) -> int:
-    """Return the smallest length that at least a share `q` of all lengths does not exceed.
+    """Return the smallest length that at least a share `q` of requests does not exceed.
 
     Raises:
         InputError: q is outside (0, 1].
@@ -150,13 +151,13 @@ def quantile(histogram: Histogram, q: float) -> int:
 def sample(workload: Workload, n: int, rng: np.random.Generator, *, stratified: bool = True) -> tuple[Ints, Ints]:
     """Draw the input and output lengths of `n` requests independently.
 
-    A stratified sample draws requests in runs of 100 (the last run may be shorter). Each run is a Latin hypercube: its
-    k requests take one uniform number from each of k strata of equal probability, in random order. Every request
-    still follows the histogram, but the mean of a run varies far less than the mean of independent draws, so that short
-    simulations can be compared.
+    A stratified sample is drawn in blocks of 100 requests (the last block may be shorter). Each block is a Latin
+    hypercube: its k requests take one uniform number from each of k strata of equal probability, in random order. Every
+    request still follows the histogram, but the mean of a block varies far less than that of independent draws. So
+    short simulations can be compared.
 
     Returns:
-        Inputs and outputs, each [n].
+        Input and output lengths, each [n].
     """
     return (
         _draw(workload.input, n, rng, stratified=stratified),
@@ -190,7 +191,7 @@ def gamma_arrivals(rate: float, n: int, cv: float, rng: np.random.Generator) -> 
         cv: coefficient of variation of the gaps.
 
     Raises:
-        InputError: the rate or the variation is not above 0, or is too large.
+        InputError: `rate` is not above 0 and finite, or `cv` is not above 0 and at most `LARGEST_CV`.
     """
     if not (rate > 0 and math.isfinite(rate)):
         raise InputError("arrival_rate_per_s", rate, "it must be a positive number")
@@ -200,11 +201,11 @@ def gamma_arrivals(rate: float, n: int, cv: float, rng: np.random.Generator) -> 
 
 
 class RateStage(NamedTuple):
-    """A period in which requests arrive at one rate.
+    """A period with one arrival rate.
 
     Attributes:
         rate_per_s: mean requests a second.
-        seconds: length of the period. None means that the period never ends.
+        seconds: duration of the period. None means that it never ends.
     """
 
     rate_per_s: float
@@ -229,7 +230,7 @@ class ArrivalProcess:
         """Return the process with one rate, or with stages of (rate, seconds).
 
         Raises:
-            InputError: a rate or a time is not positive, or a stage before the last stage has no end.
+            InputError: a rate or a duration is not positive and finite, or a stage other than the last has no end.
         """
         given = [(rate, None)] if isinstance(rate, int | float) else list(rate)
         stages = tuple(RateStage(*rate_stage) for rate_stage in given)
@@ -248,7 +249,7 @@ class ArrivalProcess:
         return max(1, round(total)) if math.isfinite(total) else None
 
     def mean_rate(self, n: int) -> float:
-        """Return the mean arrival rate of the first n requests."""
+        """Return the mean arrival rate, requests a second, of the first n requests."""
         seconds = 0.0
         left = float(n)
         for stage in self.stages:
@@ -257,11 +258,11 @@ class ArrivalProcess:
         return n / (seconds + left / self.stages[-1].rate_per_s)
 
     def times(self, n: int, rng: np.random.Generator, share: float = 1.0) -> Floats:
-        """Return the arrival times, in s, of the first n requests at a server that gets this share of all requests. #
-        [n]
+        """Return the arrival times, in seconds, of the first n requests at a server that gets a share of all requests.
+        # [n]
 
         Raises:
-            InputError: the variation is not positive.
+            InputError: `burstiness` is not above 0 and at most `LARGEST_CV`.
         """
         work = gamma_arrivals(1.0, n, self.burstiness, rng)
         rates = np.asarray([share * stage.rate_per_s for stage in self.stages])

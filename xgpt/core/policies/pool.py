@@ -1,7 +1,7 @@
 """Manage the requests of one engine. Each request waits, or runs in a micro-batch.
 
-The simulated and the real engine keep their requests in a `Pool` and change the pool only through a schedule's methods.
-So the schedule depends only on the order of submissions, steps, endings and cancellations.
+The simulated and the real engine change a `Pool` only through a schedule's methods. So the schedule depends only on the
+order of submissions, steps, endings and cancellations.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ decodes. If they do not, it is the only scored prompt of its step.
 class Pool(Running):
     """The requests of an engine and the blocks of their K/V memory.
 
-    Under "reserve", the blocks of a request's prompt and promised output are reserved when the request enters (ORCA
-    Algorithm 1). A request whose maximum output is promised never waits for memory again. A request that exceeds its
-    promise takes more blocks as it grows. When a request within its promise needs memory, requests that exceed their
-    promises are preempted, the last to enter first. A preempted request loses its K/V and waits after all others of its
-    account. When it enters again, its generated tokens are encoded with its prompt, and it is promised the same number
-    of further tokens.
+    Under "reserve", blocks for a request's prompt and promised output are reserved when the request enters (ORCA
+    Algorithm 1). If its maximum output is promised, it never waits for memory again. A request that exceeds its promise
+    takes more blocks as it grows. When memory runs out, such requests are preempted, the last to enter first. A
+    preempted request loses its K/V and waits after all others of its account. When it enters again, its generated
+    tokens are encoded with its prompt, and it is promised the same number of further tokens.
 
     Under "quantile", a request enters with the blocks of its prompt and takes more blocks as it grows. When no block is
     available, the request that entered last is preempted and waits before all others. A request in a running step is
@@ -41,17 +40,17 @@ class Pool(Running):
     Args:
         kv_blocks: number of blocks for all requests.
         block_size: tokens of a block.
-        kv: how memory is promised.
+        kv: how memory is promised: "reserve" or "quantile".
         max_running: largest number of running requests. Under "quantile", it is the number that fits in memory with the
             plan's probability.
         hold_finished: whether finished requests keep their slots until the whole batch has finished (static batching).
-            It is only for "reserve".
+            Only for "reserve".
         waiting: an empty queue for the waiting requests. None means that requests enter in order of arrival.
         encoder: whether an encoder reads the prompts. A preempted request then generates its output tokens again, since
             the encoder cannot read output tokens.
 
     Attributes:
-        forecast: predicts when running steps end and when tokens are due. It is used with slack.
+        forecast: predicts when running steps leave the first stage, and when tokens are due. Used only with slack.
     """
 
     def __init__(
@@ -94,9 +93,7 @@ class Pool(Running):
         self.waiting.patience_ns = other.waiting.patience_ns
 
     def is_shaped_like(self, other: Pool) -> bool:
-        """Return whether requests could move to another pool. They can if both have the same memory, promised in the
-        same way.
-        """
+        """Return whether requests could move to another pool: both have the same memory, promised in the same way."""
         names = ("kv_blocks", "block_size", "kv", "hold_finished", "encode_emits", "prompt_blocks")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
@@ -124,7 +121,7 @@ class Pool(Running):
 
     @property
     def scored_room(self) -> int:
-        """Number of further prompt tokens that the next step may score."""
+        """Number of further prompt tokens whose log probabilities the next step may compute."""
         return max(0, MOST_SCORED - self.num_scored)
 
     def can_ever_fit(self, request: Request) -> bool:
@@ -134,7 +131,9 @@ class Pool(Running):
         self.waiting.push(request)
 
     def expire(self, now_ns: int) -> list[int]:
-        """Remove the waiting requests that have never run and whose deadline has passed. Return their ids."""
+        """Set the clock. Remove the waiting requests that have never run and whose deadline has passed. Return their
+        ids.
+        """
         return [request.id for request in self.waiting.expire(now_ns)]
 
     def cancel(self, id_: int) -> list[int]:
@@ -143,8 +142,7 @@ class Pool(Running):
         A request in a running step stays until that step is settled.
 
         Returns:
-            The ids of the requests whose slots and K/V become free: this request, and finished requests that kept their
-            slots until it ended.
+            The ids of the requests that leave now: this request, and finished requests that kept their slots for it.
         """
         if id_ in self.running:
             if id_ in self._batch_of(id_).held:
@@ -168,7 +166,7 @@ class Pool(Running):
         return self.memory.num_missing(request, (table for table in overdrawn if table is not None)) <= 0
 
     def admit(self, batch: MicroBatch) -> Request | None:
-        """Admit and return the first waiting request. Return None if none waits or the first one cannot enter."""
+        """Admit and return the first waiting request. Return None if there is none or it cannot enter now."""
         if not self.can_admit():
             return None
         request = self.waiting.pop()
@@ -189,14 +187,14 @@ class Pool(Running):
         outputs: Mapping[int, Chain] = NO_CHAINS,
         failed: Collection[int] = (),
     ) -> list[int]:
-        """Record the tokens of an executed step. `finished` are the requests that ended in this step.
+        """Record the tokens of an executed step. `finished` has the ids of the requests that ended in this step.
 
         Args:
             outputs: for requests that ended, the keys of the blocks that follow the prompt's blocks.
             failed: finished requests that ended in an error. Later requests do not share their blocks.
 
         Returns:
-            The requests whose slot and K/V become free.
+            The ids of the requests whose slots and K/V become free.
         """
         if batch.assumed is step:
             batch.assumed = None
@@ -222,7 +220,7 @@ class Pool(Running):
         return freed
 
     def _settle_leaving(self, step: Step) -> list[int]:
-        """Remove the requests that were cancelled while this step ran, and return their ids."""
+        """Remove the cancelled requests whose last running step was this one, and return their ids."""
         gone = self.under_way.take_leaving(step)
         left = [id_ for id_ in gone if id_ in self.running and id_ not in self._batch_of(id_).held]
         for id_ in left:
@@ -230,9 +228,7 @@ class Pool(Running):
         return left
 
     def _end_batch(self) -> list[int]:
-        """If the requests of the whole batch have finished in all micro-batches, free their slots and return their
-        ids.
-        """
+        """Once all requests of the batch have finished in all micro-batches, free their slots and return their ids."""
         if not self.hold_finished or any(batch.decoding or batch.encoding for batch in self.batches):
             return []
         requests = [request for batch in self.batches for request in batch.held.values()]

@@ -13,7 +13,7 @@ from xgpt.core.schema.step_log import Chain
 
 @dataclass(slots=True)
 class Request:
-    """A request as the scheduling rule knows it, with the maximum output but never the true output length."""
+    """What the scheduling rule knows about a request: its maximum output, but never its true output length."""
 
     id: int
     input_length: int
@@ -29,7 +29,7 @@ class Request:
     is_scored: bool = False
     """Whether the engine also computes the log probabilities of the prompt's tokens."""
     encoded: int = 0
-    """Number of prompt tokens encoded so far. After a preemption, they include generated tokens."""
+    """Number of prompt tokens encoded so far. After a preemption, it also counts generated tokens."""
     cached: int = 0
     """Number of tokens whose K/V was cached when the request last entered."""
     first_ns: int | None = None
@@ -53,7 +53,7 @@ class Request:
 
     @property
     def generated(self) -> int:
-        """Number of output tokens so far. The step that encodes the end of the prompt computes the first one."""
+        """Number of output tokens so far."""
         return self.base if self.counter is None else self.base + self.counter.iterations
 
     @generated.setter
@@ -69,12 +69,12 @@ class Request:
 
     @property
     def num_scored(self) -> int:
-        """Number of prompt tokens whose log probabilities are computed while the request is encoded."""
+        """Number of prompt tokens whose log probabilities are computed during prefill."""
         return self.input_length if self.is_scored and not self.generated else 0
 
     @property
     def longest(self) -> int:
-        """Largest number of prompt and output tokens that the request may have."""
+        """Largest possible number of prompt and output tokens."""
         return self.input_length + self.max_output
 
     @property
@@ -99,12 +99,13 @@ class Step(NamedTuple):
     """One iteration of one micro-batch of a lane.
 
     Attributes:
-        encode: the pieces of prompts to encode.
-        decode: the requests to decode by one token.
-        preempted: the requests preempted for this step.
-        transfer: the requests whose K/V moves from the encode lane to the decode lane (only if `lane` is "transfer").
+        encode: the prompt chunks to encode.
+        decode: ids of the requests that decode one token.
+        preempted: ids of the requests preempted for this step.
+        transfer: ids of the requests whose K/V moves from the encode lane to the decode lane (only if `lane` is
+            "transfer").
         lane: the group of workers that executes the step.
-        microbatch: the micro-batch within the lane, from 0.
+        microbatch: number of the micro-batch within the lane, from 0.
         grown: (request, block) pairs for the blocks given to requests since the lane's last step, in order.
     """
 
@@ -118,21 +119,20 @@ class Step(NamedTuple):
 
     @property
     def ids(self) -> Iterator[int]:
-        """Yield the ids of all requests that the step touches."""
+        """Yield the ids of the requests that the step encodes, decodes or transfers."""
         yield from (chunk.id for chunk in self.encode)
         yield from self.decode
         yield from self.transfer
 
 
 class MicroBatch:
-    """Requests that run together, and the number of their running steps.
+    """Requests whose prefill or decode runs in the same steps.
 
-    Every decode step gives a token to each decoding request. So one counter, `iterations`, counts the tokens of all
-    requests. If an event occurs after a given number of a request's tokens, it is stored under the iteration in which
-    it will occur.
+    Every decode step gives a token to each decoding request, so one counter, `iterations`, serves all requests. A check
+    that is due after some tokens of a request is stored under the iteration in which it is due.
 
     Args:
-        decodes: whether the micro-batch has decode steps. Otherwise requests are only encoded in it.
+        decodes: whether the micro-batch has decode steps. Otherwise it only encodes.
 
     Attributes:
         encoding: requests whose prompts are not encoded yet, by id, in order of admission.
@@ -141,9 +141,9 @@ class MicroBatch:
         stopped: requests in `decoding` or `held` that get no further token.
         assumed: the running step whose tokens are already counted, so that the next step can be scheduled.
         iterations: number of decode steps so far.
-        context: number of prompt and output tokens of all requests that get a token in the next decode step.
-        input_tokens: number of prompt tokens of these requests.
-        joining_tokens: number of prompt tokens of these requests, counting only requests without an output token.
+        context: total number of prompt and output tokens of the requests that get a token in the next decode step.
+        input_tokens: total number of prompt tokens of these requests.
+        joining_tokens: total number of prompt tokens of those requests that have no output token yet.
         joined: requests that have begun to decode since the last decode step.
     """
 
@@ -189,8 +189,8 @@ class MicroBatch:
 
     @property
     def next_to_decode(self) -> tuple[int, ...]:
-        """Ids of the requests in the next decode step. Finished requests that keep their slots are among them only
-        while other requests decode.
+        """Ids of the requests in the next decode step, including finished requests that keep their slots. Empty once
+        all requests have finished.
         """
         ids = tuple(self.decoding)
         if self.stopped:
@@ -203,7 +203,7 @@ class MicroBatch:
         """Let a request begin to decode.
 
         Args:
-            num_spare: number of further tokens of the request after which `due` returns it.
+            num_spare: number of further tokens after which `due` returns the request.
         """
         self._num_joined += 1
         request.batch, request.place = self, self._num_joined
@@ -227,7 +227,7 @@ class MicroBatch:
             self._due.clear()
 
     def hold(self, request: Request) -> None:
-        """Keep the slot of a finished request. Steps continue to compute the request up to its maximum output."""
+        """Keep the slot of a finished request. Decode steps include it until its maximum output."""
         self.held[request.id] = self.decoding.pop(request.id)
         if request.generated >= request.max_output:
             self.stop(request)
@@ -251,12 +251,12 @@ class MicroBatch:
         self._due.setdefault(self.iterations + max(num_tokens, 0), []).append((request.place, request))
 
     def due(self) -> list[Request]:
-        """Return the requests to check in this iteration, in the order in which they began to decode."""
+        """Remove and return the requests to check in this iteration, in the order in which they began to decode."""
         entries = self._due.pop(self.iterations, ())
         return [request for place, request in sorted(entries, key=_place) if self.counts(request, place)]
 
     def counts(self, request: Request, place: int) -> bool:
-        """Return whether a request still decodes here that joined this micro-batch as number `place`."""
+        """Return whether the request that joined this micro-batch as number `place` still gets tokens here."""
         return request.counter is self and request.place == place
 
     def _stop_counting(self, request: Request) -> None:

@@ -1,7 +1,7 @@
-"""Choose the replica for a request: the one that has cached the beginning of the prompt, unless it is much busier than
-another one.
+"""Choose the replica for a request: the one that was last sent the prompt's prefix, unless it is much busier than
+another.
 
-This code routes the requests of a server, and the requests of a trace when several replicas are planned or simulated.
+Used by servers, and for traces when several replicas are planned or simulated.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ work is saved (benchmarks.many_replicas).
 
 
 class ReplicaRouter:
-    """Routes a request by two criteria: the number of requests at each replica, and the replica to which the prompt's
-    prefix was last sent.
+    """Routes requests by the number of requests at each replica, and by where the prompt's prefix was last sent.
 
     Args:
         count: number of replicas.
-        slack: a replica that has cached a prompt gets it, unless another replica has fewer requests by more than this
-            number.
+        slack: a replica with the whole prompt's prefix still gets the request if it has up to this many requests more
+            than the replica with the fewest. With a fraction of the prefix, this number is multiplied by the fraction's
+            square.
     """
 
     def __init__(self, count: int, slack: float) -> None:
@@ -45,7 +45,7 @@ class ReplicaRouter:
         return cls(plan.replicas, max(1.0, SLACK * plan.estimate.decode_batch))
 
     def route(self, chain: Chain) -> int:
-        """Return the replica for a request, and count the request there until `leave`."""
+        """Return the number of the replica for a request, and count the request there until `leave`."""
         load, home = self.load, self._home
         least = min(load)
         found = next((count for count in range(len(chain), 0, -1) if chain[count - 1] in home), 0)
@@ -66,10 +66,10 @@ class ReplicaRouter:
 
 
 def share_of_replica(trace: TraceLengths, plan: Plan) -> TraceLengths:
-    """Return the requests of a trace that are routed to the first replica of a plan.
+    """Return the requests of a trace that would be routed to the first replica of a plan.
 
-    The router keeps as many requests running as the plan does: when a further request arrives, the oldest one ends. If
-    the trace has no prefixes, the replicas take turns.
+    As many requests run as in the plan: when a further request arrives, the oldest one ends. If the trace has no
+    prefixes, the replicas take turns.
     """
     prefixes = trace.prefixes
     if plan.replicas == 1:

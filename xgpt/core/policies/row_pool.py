@@ -1,9 +1,9 @@
-"""Manage the requests of an engine that runs whole batches in rows (TCB), and the rows' K/V memory.
+"""Manage the requests and K/V memory of an engine that runs whole batches in rows (TCB).
 
-A batch enters as a whole, and its layout does not change after that (`tcb.lay_out`). Memory is reserved for each slot.
-All slots have equal memory: for the prompts of the longest slot, and for one output of the longest length for each
-request of the fullest slot. A slot's memory is contiguous, so a request that ends frees no memory. Padded and
-concatenated rows keep their memory until the batch has ended. With slots, a slot is freed once all its requests have
+A batch enters as a whole, and its layout does not change after that (`tcb.lay_out`). All slots have equal memory:
+enough for the prompts of the longest slot, plus one output of the largest maximum for each request of the fullest slot.
+A slot's memory is contiguous, so a request that ends frees no memory. Padded and concatenated rows keep their memory
+until the batch has ended. Slots are freed earlier: once all requests of at least a quarter of the remaining slots have
 ended (early memory cleaning, TCB sec. 4.2.2). Then the next batch may enter while the last slots of the previous batch
 still run.
 """
@@ -26,8 +26,8 @@ class _RowBatch:
     """A running batch.
 
     Attributes:
-        present: the requests that have not left.
-        slot: the slot of each request, including requests that have left.
+        present: ids of the requests that have not left.
+        slot: by id, the slot of each request, including requests that have left.
         slot_blocks: number of blocks of a slot.
         blocks: number of blocks of all slots that are not free.
     """
@@ -43,7 +43,7 @@ class _RowBatch:
 
 
 class RowPool(Pool):
-    """A pool of whole batches in rows. The next batch enters once the previous batch has ended or has freed slots.
+    """A pool for whole batches in rows. The next batch may enter once all running batches have freed slots.
 
     Args:
         batching: layout of a batch, other than "flat".
@@ -89,7 +89,7 @@ class RowPool(Pool):
 
     @property
     def takes_batch(self) -> bool:
-        """Whether a batch may enter, because every running batch has begun to free slots."""
+        """Whether a batch may enter: every running batch has freed at least one slot."""
         return all(rows.has_left_slots for rows in self._rows.values())
 
     @property
@@ -97,7 +97,7 @@ class RowPool(Pool):
         return self.kv_blocks - sum(rows.blocks for rows in self._rows.values())
 
     def enter(self, number: int, most: int | None) -> None:
-        """Admit a whole batch of at most `most` requests to an empty micro-batch, limited by the free memory."""
+        """Admit to the empty micro-batch `number` as many requests as fit in free memory, at most `most`."""
         if self.max_running is not None:
             room = self.max_running - self.num_running
             most = room if most is None else min(most, room)
@@ -126,10 +126,10 @@ class RowPool(Pool):
         return members
 
     def _by_algorithm_2(self, most: int | None) -> list[Request]:
-        """Remove the requests of the next batch in slots from the queue, and return them (TCB, Algorithm 2).
+        """Remove the requests of the next batch from the queue by TCB's Algorithm 2 (slots), and return them.
 
-        With order das, a slot is as long as the longest request that das chooses only by utility, and longer requests
-        keep waiting. With other orders, a slot is as long as the longest request.
+        With order das, slots are as long as the longest request that das chooses only by utility. Longer requests keep
+        waiting. With other orders, slots are as long as the longest request.
         """
         chosen: list[Request] = []
         longest = 0
@@ -151,14 +151,16 @@ class RowPool(Pool):
         return members
 
     def make_room(self, batch: MicroBatch) -> None:
-        """Stop requests that have reached their maximum output. Slots already have memory for every output."""
+        """Stop requests that have reached their maximum output. No request needs blocks, since slots have memory for
+        all outputs.
+        """
         for request in batch.due():
             if request.id in batch.held and request.generated >= request.max_output:
                 batch.stop(request)
 
     def _end_batch(self) -> list[int]:
-        """Free the memory of finished requests and return their ids. With slots, a request is freed once all requests
-        of its slot have finished. Without slots, it is freed once its whole batch has finished.
+        """Free the memory of finished requests and return their ids. Without slots, a batch is freed as a whole. With
+        slots, finished slots are freed once they are at least a share `LEAVING_SHARE` of the batch's remaining slots.
         """
         freed: list[int] = []
         for number, rows in list(self._rows.items()):
@@ -190,7 +192,7 @@ class RowPool(Pool):
         self.memory.num_promised = self.kv_blocks - self._free_blocks
 
     def _blocks(self, requests: list[Request]) -> int:
-        """Return the number of blocks that a batch needs."""
+        """Return the number of blocks that these requests need as a batch."""
         layout = lay_out(self.batching, requests, self.layout_tokens)
         answers = layout.most_a_slot * max(request.max_output for request in requests)
         return layout.num_slots * self.memory.blocks_for(layout.slot_tokens + answers)

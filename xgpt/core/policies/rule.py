@@ -1,9 +1,8 @@
-"""Implement the single-lane scheduling rule, which serves rra, orca, chunked and static with different settings.
+"""Implement the single-lane scheduling rule of rra, orca, chunked and static, which differ only in its settings.
 
-The rule decides what the next step encodes and decodes, from the running requests of a micro-batch and the waiting
-requests. A phase is a step that encodes and the decode steps that follow it. The rule reads no clock and draws no
-random numbers. So the same submissions, steps and endings give the same schedule on a simulated clock and on a real
-one.
+From a micro-batch's running requests and the waiting requests, the rule decides what the next step encodes and decodes.
+A phase is a step that encodes, with the decode steps after it. The rule reads no clock and draws no random numbers. So
+the same submissions, steps and endings give the same schedule on a simulated and on a real clock.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class PromptBudget:
         the target."""
 
     def open(self, excess: float = 0.0) -> None:
-        """Begin the next phase. `excess` is the number of requests in decode above the expected number."""
+        """Begin the next phase. `excess` is the number of decoding requests minus its planned mean."""
         target = self._target
         if abs(excess) > self._most_excess:
             target *= 1 - self._adjustment if excess > 0 else 1 + self._adjustment
@@ -58,14 +57,14 @@ class PromptBudget:
         self._credit -= length
 
     def close(self) -> None:
-        """End a phase's encoding early, because no request is left to encode or memory is full. The rest of the token
-        budget is not carried over, since the next phase would then encode a burst.
+        """End a phase's encoding early, because no request waits or memory is full. Unused tokens are not carried over,
+        since the next phase would then encode a burst.
         """
         self._credit = min(self._credit, 0.0)
 
 
 class OneLaneRule:
-    """The scheduling rule of one micro-batch. Its state is the phase and the remaining token budget."""
+    """The scheduling rule of one micro-batch, with the state of its phase."""
 
     def __init__(self, settings: LaneSettings, number: int = 0) -> None:
         self.settings = settings
@@ -79,21 +78,21 @@ class OneLaneRule:
         """Number of consecutive steps for which prompts have waited for more prompts."""
 
     def apply(self, settings: LaneSettings) -> None:
-        """Adopt other settings. The current phase continues, and the token budget is reset."""
+        """Adopt other settings. The current phase continues with a new token budget."""
         self.settings = settings
         self._budget = PromptBudget(settings.encode_tokens or 0.0, settings.decode_batch)
 
     def is_phase_over(self, batch: MicroBatch) -> bool:
-        """Return whether the current phase has had all its decode iterations or has no requests left."""
+        """Return whether the current phase has run all its decode iterations or has no requests left."""
         return not batch.num_running or self._iterations >= self.settings.encode_every
 
     def next_step(self, pool: Pool, batch: MicroBatch, *, may_encode: bool = True) -> Step | None:
         """Admit waiting requests and return the next step. Return None if nothing can run.
 
-        A call that returns None changes nothing, since how often an engine asks in vain depends on its clock.
+        A call that returns None changes nothing, since the number of such calls depends on an engine's clock.
 
         Args:
-            may_encode: whether a phase may begin now.
+            may_encode: whether a phase may begin now. If not, an empty micro-batch gets no step.
         """
         settings = self.settings
         giving_way = (
@@ -125,8 +124,8 @@ class OneLaneRule:
         return Step(encode, decode, preempted, microbatch=self._number, grown=pool.take_grown())
 
     def _decodable(self, pool: Pool, batch: MicroBatch) -> tuple[int, ...]:
-        """Return the ids of the requests to decode. Requests that were cancelled, or that get their last token in the
-        running step, are left out.
+        """Return the ids of the requests to decode, without cancelled requests and those that get their last token in
+        the running step.
         """
         if self.settings.ahead and pool.under_way.leaving:
             for id_ in pool.under_way.leaving.intersection(batch.decoding) - batch.stopped:
@@ -134,9 +133,8 @@ class OneLaneRule:
         return batch.next_to_decode
 
     def _waits_for_others(self, pool: Pool, batch: MicroBatch) -> bool:
-        """Return whether waiting prompts stay out of this step. They do if the engine does not check for new requests
-        now, or if more prompts should be encoded together. The method also counts the consecutive steps in which
-        prompts wait for more prompts.
+        """Return whether waiting prompts stay out of this step: the engine does not check for new requests now, or
+        prompts wait for more prompts. Consecutive steps of such waiting are counted.
         """
         settings = self.settings
         if self._iterations % settings.receive_steps and self._decodable(pool, batch):
@@ -152,7 +150,7 @@ class OneLaneRule:
         return waits
 
     def _give_way(self, first_tokens: FirstTokens, pool: Pool, batch: MicroBatch) -> Collection[int]:
-        """Decide which prompts give way to prompts that can be in time. Return the begun prompts that must pause."""
+        """Decide which prompts are deferred. Return the ids of partly encoded prompts that must pause."""
         settings = self.settings
         # Preempted requests already have their first token.
         begun = [first_tokens.job(r) for each in pool.batches for r in each.encoding.values() if not r.generated]
@@ -160,7 +158,7 @@ class OneLaneRule:
         return pool.waiting.plan(begun, pace)
 
     def _fill(self, pool: Pool, batch: MicroBatch, giving_way: Collection[int]) -> tuple[Chunk, ...]:
-        """Return pieces of prompts that fill the step up to its limit. Admit requests, at most `max_batch` in all."""
+        """Return prompt chunks that fill the step to its limit. Admit requests as needed, up to `max_batch` in all."""
         if self.settings.slack is not None:
             return self._fill_in_time(self.settings.slack, pool, batch, giving_way)
         budget = self.settings.token_budget
@@ -170,7 +168,7 @@ class OneLaneRule:
     def _fill_in_time(
         self, slack: Slack, pool: Pool, batch: MicroBatch, giving_way: Collection[int]
     ) -> tuple[Chunk, ...]:
-        """Return pieces of prompts that end before running requests are due their next tokens."""
+        """Return prompt chunks with which the step ends before running requests' next tokens are due."""
         forecast, now_ns = pool.forecast, pool.now_ns
         num_decodes = len(self._decodable(pool, batch))
         free_ns = forecast.free_ns(now_ns, len(pool.under_way))
@@ -186,8 +184,8 @@ class OneLaneRule:
     def _fill_room(
         self, room: PromptRoom, pool: Pool, batch: MicroBatch, giving_way: Collection[int]
     ) -> tuple[Chunk, ...]:
-        """Return pieces of prompts that fill the step, and admit requests, at most `max_batch` in all. Partly encoded
-        prompts come first, then waiting ones. Prompts that give way come last.
+        """Return prompt chunks that fill the step. Admit requests as needed, up to `max_batch` in all. Partly encoded
+        prompts come first, then waiting ones, then deferred ones.
         """
         chunks: list[Chunk] = []
         begun = list(batch.encoding.values())
@@ -200,7 +198,7 @@ class OneLaneRule:
         return tuple(chunks)
 
     def _go_on(self, room: PromptRoom, pool: Pool, begun: Iterable[Request], chunks: list[Chunk]) -> None:
-        """Add further pieces of partly encoded prompts to `chunks`."""
+        """Add the next chunks of partly encoded prompts to `chunks`."""
         for request in begun:
             if not room.is_open:
                 return
@@ -216,7 +214,7 @@ class OneLaneRule:
     def _admit(
         self, room: PromptRoom, pool: Pool, batch: MicroBatch, chunks: list[Chunk], *, in_time: bool = False
     ) -> None:
-        """Admit requests, and add pieces of their prompts. With `in_time`, stop at the first that gives way."""
+        """Admit requests, and add chunks of their prompts. With `in_time`, stop at the first deferred request."""
         while room.is_open and self.has_slot(batch):
             if in_time and pool.num_waiting and pool.waiting.head_gives_way():
                 return
@@ -232,8 +230,8 @@ class OneLaneRule:
             chunks.append(Chunk(admitted.id, admitted.encoded, room.take(admitted.encoded, end)))
 
     def _holds_next(self, room: PromptRoom, pool: Pool) -> bool:
-        """Return whether the next prompt fits in the rest of the step. A prompt that is longer than any step fits if it
-        may be cut.
+        """Return whether the next prompt fits in the rest of the step. A prompt above the token budget fits if the
+        whole budget does.
         """
         budget = self.settings.token_budget
         return all(
@@ -246,14 +244,14 @@ class OneLaneRule:
         return self.settings.max_batch is None or batch.num_running < self.settings.max_batch
 
     def _part(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
-        """Return the next part of a static batch's prompts to encode. Several parts may run at the same time."""
+        """Return the next part of a static batch's prompts. Several parts may run at the same time."""
         missing = [batch.encoding[id_] for id_ in pool.under_way.untouched(batch.encoding)]
         size = -(-batch.num_running // self.settings.encode_parts)
         return tuple(rest_of_prompt(request) for request in missing[:size])
 
     def prompts_of_phase(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
-        """Admit requests up to the phase's token budget, and return their whole prompts. Tokens above or below the
-        budget are carried over to the next phase.
+        """Admit requests up to the phase's token budget, and return their whole prompts. The difference from the budget
+        is carried over to the next phase, except as `PromptBudget.close` states.
         """
         settings = self.settings
         self._budget.open(len(batch.decoding) - settings.carried_batch)

@@ -10,12 +10,14 @@ from xgpt.core.policies.request import MicroBatch, Request, Step
 
 
 class StepsUnderWay:
-    """The steps that have begun but are not settled yet, and the cancelled requests that leave once they are."""
+    """The steps that have begun but are not settled yet, and the cancelled requests that wait for them."""
 
     def __init__(self) -> None:
         self._steps: list[Step] = []
         self.leaving: set[int] = set()
-        """Requests that were cancelled while a step with them ran. They leave once the step is settled."""
+        """Ids of the requests that were cancelled while a step with them ran. They leave once no running step includes
+        them.
+        """
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -36,12 +38,14 @@ class StepsUnderWay:
         return any(id_ in step.ids for step in self._steps)
 
     def untouched(self, ids: Iterable[int]) -> list[int]:
-        """Return the ids among `ids` whose requests are in no running step."""
+        """Return those of `ids` that are in no running step."""
         touched = {id_ for step in self._steps for id_ in step.ids}
         return [id_ for id_ in ids if id_ not in touched]
 
     def take_leaving(self, step: Step) -> list[int]:
-        """Return the cancelled requests that leave now, because their last running step has been settled."""
+        """Return the ids of the cancelled requests that leave now: `step`, which has just been settled, was their last
+        one.
+        """
         if not self.leaving:
             return []
         gone = [id_ for id_ in step.ids if id_ in self.leaving and not self.touches(id_)]
@@ -61,9 +65,9 @@ class Running:
 
     Attributes:
         encode_emits: whether the step that encodes the end of a prompt also computes the first output token.
-        runs_ahead: whether a step is scheduled while another one runs. It is then not known yet whether a request has
-            ended, but the request stops at its maximum output.
-        running: running requests, in the order in which they entered.
+        runs_ahead: whether a step is scheduled while the previous one runs, so that requests are assumed to continue up
+            to their maximum output.
+        running: by id, running requests in the order in which they entered.
         batches: all micro-batches.
         under_way: running steps, whose results have not been processed yet.
         num_preemptions: number of preemptions so far.
@@ -89,7 +93,7 @@ class Running:
         """By request: the blocks given to it since the last step, in order."""
 
     def add_batches(self, count: int, *, decodes: bool = True) -> tuple[MicroBatch, ...]:
-        """Add `count` empty micro-batches, which share this pool's queue and memory. Return them."""
+        """Add and return `count` empty micro-batches, which share this pool's queue and memory."""
         added = tuple(MicroBatch(decodes=decodes) for _ in range(count))
         self.batches.extend(added)
         return added
@@ -110,7 +114,7 @@ class Running:
 
     @property
     def encoding(self) -> Iterator[int]:
-        """Ids of the requests whose prompts are not completely encoded."""
+        """Ids of the running requests whose prompts are not completely encoded."""
         return (id_ for batch in self.batches for id_ in batch.encoding)
 
     @property
@@ -138,7 +142,7 @@ class Running:
         batch.join(request, num_left if request.table is None else min(self.memory.num_spare(request), num_left))
 
     def make_room(self, batch: MicroBatch) -> None:
-        """Give each decoding request the block of its next token. Preempt requests when no block is available.
+        """Give decoding requests the blocks for their next tokens. Preempt requests when no block is available.
 
         A promised block is given one token early, so that a worker may run a step ahead.
         """
@@ -156,9 +160,9 @@ class Running:
                 batch.recall(request, max(1, min(num_spare, num_left)))
 
     def _grow(self, request: Request, num_spare: int) -> int:
-        """Give a request another block: a promised one or, if the next token would not fit, one beyond the promise.
+        """Give a request a promised block or, if its next token would not fit otherwise, a block beyond the promise.
 
-        Return how many further tokens fit in its blocks after its next step.
+        Return how many further tokens fit in its blocks after its next step, as `KvMemory.num_spare` does.
         """
         memory = self.memory
         if not memory.take_promised(request):
@@ -210,7 +214,7 @@ class Running:
         self.under_way.end(step)
 
     def assume(self, batch: MicroBatch) -> None:
-        """Count the tokens of a micro-batch's running step before it ends, so that the next step can be scheduled."""
+        """Count the tokens of a micro-batch's running step in advance, so that the next step can be scheduled."""
         if batch.assumed is None:
             batch.assumed = self.under_way.last
             self._advance(batch.assumed, batch)
@@ -235,7 +239,7 @@ class Running:
             self.waiting.charge([*emitted, *(request for request in decoding if request is not None)])
 
     def _preempt_last(self) -> None:
-        """Preempt the last request that entered, among those that may be preempted and are in no running step."""
+        """Preempt the request that entered last, among those that may be preempted and are in no running step."""
         is_shared = self.memory.kv == "quantile"
         id_ = next(
             id_

@@ -1,5 +1,5 @@
-"""Define the schedule, which decides the steps of the simulated and the real engine. A schedule has lanes with
-micro-batches, and all micro-batches share one pool of requests.
+"""Define the schedule, which decides the steps of the simulated and the real engine. Its lanes have micro-batches,
+which all share one pool of requests.
 
 An engine submits requests, asks each lane for steps until no step is left, and settles each step once it has been
 executed:
@@ -8,11 +8,10 @@ executed:
         ...                                     # execute it: stage after stage, a lane's steps in order
     freed = schedule.settle(step, finished)     # its tokens exist; requests in `finished` leave
 
-Steps of a lane overlap on the lane's stages. A micro-batch's next step begins only after its previous step has been
-settled, and micro-batches take strict turns. So a pipeline of P stages needs P micro-batches to be always busy. A
-schedule that runs ahead decides the next step while a step runs. Like some engines, such a schedule assumes that every
-request of the running step continues unless it reaches its maximum, so a request that ends early is computed in one
-step too many.
+Steps of a lane overlap on the lane's stages. A micro-batch's next step normally begins only after its previous step has
+been settled, and micro-batches take strict turns. So a pipeline of P stages needs P micro-batches to be always busy. A
+schedule that runs ahead decides the next step while a step runs. It assumes that every request of the running step
+continues up to its maximum output, so a request that ends early is computed in one step too many.
 
  Source: ORCA Algorithm 1 and Figure 8a, ExeGPT Figure 4.
 """
@@ -36,10 +35,10 @@ from xgpt.core.schema.step_log import Chain
 class Schedule(ABC):
     """Decides the steps of a plan.
 
-    The state changes only in `submit`, `cancel`, `expire` and `settle`, and when `next_step` returns a step.
+    The state changes only in `submit`, `cancel`, `expire`, `settle` and `apply`, and when `next_step` returns a step.
 
     Attributes:
-        lanes: the groups of workers that run steps, in the order in which an engine asks for steps.
+        lanes: the groups of workers that run steps, in the order in which an engine asks them for steps.
         stages: the plan's stages, empty without a plan.
     """
 
@@ -61,13 +60,13 @@ class Schedule(ABC):
         """Remove a request now or, if a running step includes the request, once this step is settled.
 
         Returns:
-            The ids of the requests whose slots and K/V become free.
+            The ids of the requests whose slots and K/V become free now.
         """
         return self.pool.cancel(id_)
 
     def expire(self, now_ns: int) -> list[int]:
-        """Remove waiting requests whose deadline has passed, and return their ids. Call this before asking for
-        steps.
+        """Remove waiting requests that have never run and whose deadline has passed. Return their ids. Call this before
+        `next_step`.
         """
         return self.pool.expire(now_ns)
 
@@ -78,8 +77,8 @@ class Schedule(ABC):
             other: the other plan's schedule, without requests.
 
         Returns:
-            False, and nothing changes, if the plans differ in lanes, stages, micro-batches or memory, since such a
-            change needs an empty engine.
+            Whether the settings were adopted. They are not if the plans differ in lanes, stages, micro-batches or
+            memory, since such a change needs an empty engine.
         """
         return False
 
@@ -88,9 +87,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def next_step(self, lane: LaneName) -> Step | None:
-        """Return the lane's next step, which then counts as running. If the lane must wait, return None and change
-        nothing.
-        """
+        """Return the lane's next step, which then counts as running, or None if the lane must wait."""
 
     @abstractmethod
     def settle(
@@ -100,16 +97,16 @@ class Schedule(ABC):
         outputs: Mapping[int, Chain] = NO_CHAINS,
         failed: Collection[int] = (),
     ) -> list[int]:
-        """Record the tokens of an executed step. `finished` are the requests that ended in this step.
+        """Record the tokens of an executed step. `finished` has the ids of the requests that ended in this step.
 
-        Steps of one lane are settled in the order in which they began.
+        Call this for a lane's steps in the order in which they began.
 
         Args:
             outputs: for requests that ended, the keys of the blocks that follow the prompt's blocks (see `Blocks`).
             failed: finished requests that ended in an error. Later requests do not share their blocks.
 
         Returns:
-            The ids of the requests whose slots and K/V become free.
+            The ids of the requests whose slots and K/V become free now.
         """
 
     @abstractmethod
@@ -123,7 +120,7 @@ class Schedule(ABC):
         return [*self.encoded(step), *step.decode] if self.pool.encode_emits else list(step.decode)
 
     def encoded(self, step: Step) -> list[int]:
-        """Return the ids of the requests whose prompts end in this step."""
+        """Return the ids of the requests whose prompts are completely encoded in this step."""
         running = self.pool.running
         return [chunk.id for chunk in step.encode if chunk.start + chunk.length == running[chunk.id].context]
 
@@ -183,8 +180,8 @@ class OneLane(Schedule):
         return None
 
     def _can_run_ahead(self, batch: MicroBatch) -> bool:
-        """Return whether the next step can be scheduled while a step runs. If it can, count the tokens of the running
-        step.
+        """Return whether the next step can be scheduled while a step runs. To decide this, count the running step's
+        tokens.
         """
         if not self.settings.ahead or batch.steps_under_way > 1:
             return False
@@ -206,7 +203,9 @@ class OneLane(Schedule):
         return self._batches[step.microbatch]
 
     def _may_encode(self, number: int) -> bool:
-        """Return whether micro-batch `number` may begin its next phase: all others must have ended the present one."""
+        """Return whether micro-batch `number` may begin its next phase: no other micro-batch is still in the present
+        one.
+        """
         if self.settings.mix or self.settings.refill_when_empty or len(self._rules) == 1:
             return True
         phase = self._rules[number].phase
@@ -214,7 +213,7 @@ class OneLane(Schedule):
         return all(rule.phase > phase or rule.is_phase_over(batch) for rule, batch in pairs)
 
     def _refill(self) -> None:
-        """If the previous static batch has left, admit the next one, and spread it evenly over the micro-batches."""
+        """Once the previous static batch has left, admit the next one, and spread it evenly over the micro-batches."""
         if self.pool.running:
             return
         pool, count = self.pool, len(self._batches)
@@ -230,7 +229,7 @@ class OneLane(Schedule):
         self._turn = 0
 
     def _has_more_to_encode(self, batch: MicroBatch) -> bool:
-        """Return whether a static batch has further prompts to encode. They need not wait for the running steps."""
+        """Return whether a static batch has prompts that no step encodes yet. They need not wait for running steps."""
         if not self.settings.refill_when_empty:
             return False
         return bool(batch.encoding and self.pool.under_way.untouched(batch.encoding))

@@ -1,6 +1,4 @@
-"""Limit the prompt tokens of a step. The limit is a token budget, or the time until running requests are due their next
-tokens.
-"""
+"""Limit the prompt tokens of a step, by a token budget or by the time until running requests' next tokens are due."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from xgpt.core.schema import SlackBudget, StepTimes
 
 
 class StepClock:
-    """Predicts how long a step takes, from a plan's `step_times`."""
+    """Predicts how long a step takes through all stages, from a plan's `step_times`."""
 
     def __init__(self, times: StepTimes) -> None:
         self._tokens, self._tokens_s = times.tokens, times.tokens_s
@@ -24,11 +22,11 @@ class StepClock:
         self._decode_s, self._context_s = times.decode_s, times.context_s
 
     def tokens(self, count: int) -> float:
-        """Return how many seconds a step takes with `count` tokens, without attention."""
+        """Return the seconds of a step with `count` tokens, without attention."""
         return _at(self._tokens, self._tokens_s, count)
 
     def most_tokens(self, seconds: float) -> int:
-        """Return the largest number of tokens for which a step takes at most `seconds`, without attention."""
+        """Return the largest number of tokens with which a step takes at most `seconds`, without attention."""
         counts, times = self._tokens, self._tokens_s
         i = min(bisect_right(times, seconds), len(times) - 1) - 1
         if i < 0:
@@ -41,11 +39,11 @@ class StepClock:
         return self._decode_s * count + self._context_s * context
 
     def piece(self, start: int, end: int) -> float:
-        """Return how many seconds attention takes for tokens [start, end) of a prompt."""
+        """Return the seconds of attention for tokens [start, end) of a prompt."""
         return _at(self._prompts, self._prompts_s, end) - _at(self._prompts, self._prompts_s, start)
 
     def prompt_ns(self, length: int) -> int:
-        """Return how many nanoseconds a step takes that encodes one whole prompt and nothing else."""
+        """Return the nanoseconds of a step that encodes one whole prompt and nothing else."""
         return round(1e9 * (self.tokens(length) + self.piece(0, length)))
 
 
@@ -58,7 +56,7 @@ class Slack(NamedTuple):
     """A plan's slack budget, with the plan's step times and bound.
 
     Attributes:
-        tpot_ns: planned nanoseconds per output token.
+        tpot_ns: nanoseconds per output token after which tokens are due: `budget.share` of the plan's bound.
         num_stages: number of stages of the lane.
         num_microbatches: number of micro-batches of the lane, which take strict turns.
     """
@@ -70,39 +68,39 @@ class Slack(NamedTuple):
     num_microbatches: int = 1
 
     def due_ns(self, first_ns: int, generated: int, own_ns: int | None = None) -> int:
-        """Return when a request is due its next token, if it had its first token at `first_ns` and has `generated`
-        tokens.
+        """Return the time at which the next token of a request is due. The request had its first token at `first_ns`
+        and has `generated` tokens.
 
         Args:
-            own_ns: the account's own bound on the time per token. None means the plan's bound.
+            own_ns: the account's own bound on the nanoseconds per token. None means the plan's bound.
         """
         return first_ns + self.token_ns(own_ns) * (generated + self.budget.behind_tokens)
 
     def token_ns(self, own_ns: int | None = None) -> int:
-        """Return a request's planned nanoseconds per output token. `due_ns` explains `own_ns`."""
+        """Return a request's `tpot_ns`. `due_ns` explains `own_ns`."""
         return self.tpot_ns if own_ns is None else round(self.budget.share * own_ns)
 
     def of_microbatch(self, count: int) -> Slack:
-        """Return the budget of one micro-batch, with its share of the tokens."""
+        """Return the slack budget for one of `count` micro-batches, with its share of the tokens."""
         least, most = (max(1, n // count) for n in (self.budget.least_tokens, self.budget.most_tokens))
         budget = self.budget.but(least_tokens=least, most_tokens=most)
         return self._replace(budget=budget, num_microbatches=count)
 
     @property
     def equal_ns(self) -> float:
-        """Nanoseconds that a step takes through all stages, if all micro-batches' steps are equally long."""
+        """Nanoseconds that each step may take through all stages if all steps are equally long."""
         return self.tpot_ns * self.num_stages / max(self.num_stages, self.num_microbatches)
 
     def step_s(self, own_ns: float, others_ns: Sequence[float]) -> float:
-        """Return the seconds that a step may take through all stages.
+        """Return the seconds that a step may take through all stages so that no token is late.
 
-        Micro-batches take turns, and all steps except this one are assumed to be equally long. The next step belongs to
-        another micro-batch. The next step begins once this step has left the first stage, and ends after this step.
+        Micro-batches take turns, and all other steps are assumed to take `equal_ns`. The next micro-batch's step begins
+        once this step has left the first stage, and ends after this step.
 
         Args:
-            own_ns: time until a request of the micro-batch is due its next token, counted from when the first stage is
-                free. Infinite if no request decodes.
-            others_ns: the same time for each other micro-batch, in the order of their turns.
+            own_ns: nanoseconds from when the first stage is free until the earliest next token of this micro-batch is
+                due. Infinite if no request decodes.
+            others_ns: the same for each other micro-batch, in the order of their turns.
         """
         stages, equal_ns = self.num_stages, self.equal_ns
         left_ns = own_ns
@@ -112,13 +110,12 @@ class Slack(NamedTuple):
         return left_ns / 1e9
 
     def even_tokens(self, to_encode: Iterable[int]) -> int:
-        """Return the largest number of prompt tokens that a step may take so that each other micro-batch can get an
-        equal part.
+        """Return the largest number of prompt tokens of a step with which each other micro-batch can get as many.
 
         If one step encoded all prompts, stages would be idle during the turns of the other micro-batches.
 
         Args:
-            to_encode: number of tokens to encode of each waiting or partly encoded prompt.
+            to_encode: for each waiting or partly encoded prompt, the number of tokens not encoded yet.
         """
         count, most = self.num_microbatches, self.budget.most_tokens
         if count == 1:
@@ -147,8 +144,8 @@ class LaneForecast:
         """
 
     def first_due_ns(self, batch: MicroBatch, now_ns: int, slack: Slack) -> float:
-        """Return the earliest time at which a request of a micro-batch is due a token that no running step computes.
-        Return infinity if no request decodes.
+        """Return the earliest due time of a micro-batch's tokens, except tokens that a running step computes. Return
+        infinity if no request decodes.
         """
         coming = batch.steps_under_way if batch.assumed is None else 0
         further = batch.iterations + coming + slack.budget.behind_tokens
@@ -178,7 +175,7 @@ class LaneForecast:
         batch.joined.clear()
 
     def restart(self, batch: MicroBatch) -> None:
-        """Discard a micro-batch's due times after a change of settings, so that they are computed again."""
+        """Discard a micro-batch's due times after a change of settings. They are computed again."""
         self._due.pop(batch, None)
         batch.joined[:] = batch.decoding.values()
 
@@ -186,7 +183,7 @@ class LaneForecast:
         """Return the time at which the first stage can begin a step that is scheduled at `now_ns`.
 
         Args:
-            num_under_way: number of steps that have begun but have not ended.
+            num_under_way: number of steps that have begun but not ended.
         """
         while len(self._begun) > num_under_way:
             self._begun.popleft()
@@ -196,12 +193,12 @@ class LaneForecast:
         return max(now_ns, free_ns)
 
     def begin(self, now_ns: int, seconds: float, num_stages: int) -> None:
-        """Record that a step is scheduled now."""
+        """Record that a step is scheduled now, with a predicted time of `seconds` through all stages."""
         self._begun.append((now_ns, round(1e9 * seconds / num_stages)))
 
 
 class PromptRoom(Protocol):
-    """Limits the prompt tokens that can still be added to a step."""
+    """The room for further prompt tokens in a step."""
 
     @property
     def is_open(self) -> bool:
@@ -211,13 +208,13 @@ class PromptRoom(Protocol):
         """Return whether a whole prompt of `length` tokens can be added."""
 
     def take(self, start: int, end: int) -> int:
-        """Add tokens [start, end) of a prompt to the step, or only the first ones if not all fit. Return the number of
-        added tokens. It is at least one, since `is_open` must be true.
+        """Add tokens [start, end) of a prompt to the step, or as many of the first ones as fit. Return the number of
+        added tokens. Call this only if `is_open`, so that at least one token fits.
         """
 
 
 class TokenRoom:
-    """A limit on the number of prompt tokens. None means no limit."""
+    """Room for a number of prompt tokens. None means no limit."""
 
     def __init__(self, left: int | None) -> None:
         self._left = left
@@ -238,12 +235,12 @@ class TokenRoom:
 
 
 class TimeRoom:
-    """A limit on the time of a step. The slack budget's least and largest numbers of prompt tokens also apply.
+    """Room by the predicted time of a step, within the slack budget's least and largest numbers of prompt tokens.
 
     Args:
-        spare_s: seconds that the step may take.
-        decodes, context: number of requests that the step decodes, and number of tokens to which they attend.
-        even: once the step has this number of prompt tokens, it takes no further prompt.
+        spare_s: seconds that the step may take through all stages.
+        decodes, context: number of requests that the step decodes, and total number of tokens to which they attend.
+        even: number of prompt tokens from which on the step takes no further prompt.
     """
 
     def __init__(self, slack: Slack, spare_s: float, decodes: int, context: int, even: int) -> None:

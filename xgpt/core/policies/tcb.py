@@ -1,8 +1,8 @@
-"""Arrange a batch in rows of equal length: padded requests, concatenated requests, or rows divided into slots.
+"""Arrange a batch in rows of equal length, by padding, by concatenation, or in slots.
 
-TCB and its baselines use these layouts. TNB pads each request to the longest one. TTB (TurboTransformers) does the same
-in batches of requests with similar lengths. TCB concatenates several requests in each row of fixed length, or in each
-slot, which is a separate part of a row.
+TCB and its baselines use these layouts. TNB pads each request to the longest one. TTB (TurboTransformers) does so
+within batches of similar lengths. TCB concatenates several requests in each row of fixed length, or in each slot. A
+slot is a separate part of a row.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Place(NamedTuple):
 class RowBatch:
     """The layout of a batch: `num_slots` slots of `slot_tokens` tokens each, and `slots_per_row` slots in a row.
 
-    A request's tokens attend only to the request's own tokens, but attention is computed over whole slots. `places` are
-    in the order of slots.
+    A request's tokens attend only to the request's own tokens, but attention is computed over whole slots. `places` is
+    sorted by slot.
     """
 
     num_slots: int
@@ -44,7 +44,7 @@ class RowBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of prompt tokens that are computed, padding included."""
+        """Number of prompt tokens that are computed, including padding."""
         return self.num_slots * self.slot_tokens
 
     @property
@@ -54,10 +54,10 @@ class RowBatch:
 
 
 def lay_out(batching: Batching, requests: Sequence[Request], row_tokens: int) -> RowBatch:
-    """Return the layout of a batch. Equal requests in the same order give equal layouts.
+    """Return the layout of a batch. It depends only on the requests, their order, and the other arguments.
 
-    A row has `row_tokens` prompt tokens, or as many as the longest prompt if that is more. A slot is as long as the
-    longest prompt, so every request fits in a slot.
+    A padded row or a slot is as long as the longest prompt. Other rows are at most as long as the larger of
+    `row_tokens` and the longest prompt.
     """
     if batching == "padded":
         return padded_rows(requests)
@@ -71,9 +71,7 @@ def lay_out(batching: Batching, requests: Sequence[Request], row_tokens: int) ->
 
 
 def filled_rows(requests: Sequence[Request], row_tokens: int) -> list[list[Request]]:
-    """Return rows of at most `row_tokens` prompt tokens. Each request, the longest first, goes to the first row in
-    which it fits.
-    """
+    """Pack requests into rows of at most `row_tokens` prompt tokens, first-fit decreasing."""
     rows: list[list[Request]] = []
     room: list[int] = []
     for one in sorted(requests, key=lambda one: -one.input_length):
@@ -87,24 +85,22 @@ def filled_rows(requests: Sequence[Request], row_tokens: int) -> list[list[Reque
 
 
 def padded_rows(requests: Sequence[Request]) -> RowBatch:
-    """Return a layout with one request in each row, padded to the length of the longest. Source: TCB's TNB, Figure
-    1(a).
-    """
+    """Return a layout with one request in each row, padded to the longest. Source: TNB in TCB, Figure 1(a)."""
     places = tuple(Place(one.id, row, 0, one.input_length) for row, one in enumerate(requests))
     return RowBatch(len(requests), max(one.input_length for one in requests), 1, places)
 
 
 def concatenated_rows(rows: Sequence[Sequence[Request]]) -> RowBatch:
-    """Return a layout with concatenated requests in rows that are as long as the fullest row. Source: TCB sec. 4.1."""
+    """Return a layout with concatenated requests, in rows as long as the fullest one. Source: TCB sec. 4.1."""
     return RowBatch(len(rows), max(_tokens(row) for row in rows), 1, places_of(rows))
 
 
 def even_rows(rows: Sequence[Sequence[Request]], row_tokens: int) -> list[list[Request]]:
-    """Return rows with the same requests, spread so that all rows have about the same number of requests.
+    """Return rows with the same requests, spread so that all rows have about equally many.
 
-    This saves time: a decode step takes as long as if every row had as many requests as the fullest row, and das puts
-    the shortest requests, thus the most, in the first row. Requests are dealt back and forth over the rows, the longest
-    first. If a row would then exceed `row_tokens`, the rows stay as they are.
+    A decode step takes as long as if every row had as many requests as the fullest one. Without spreading, the row with
+    the shortest requests would have the most. Requests are dealt back and forth over the rows, the longest first. If a
+    row would then exceed `row_tokens`, the rows stay as they are.
     """
     ordered = sorted((one for row in rows for one in row), key=lambda one: -one.input_length)
     dealt: list[list[Request]] = [[] for _ in rows]

@@ -1,10 +1,10 @@
-"""Implement the two-lane scheduling rule of waa, under which one group of workers encodes and another one decodes.
+"""Implement the two-lane scheduling rule of waa: one group of workers encodes, another one decodes.
 
-The encode lane starts a batch of prompts once the whole batch fits within the limit on requests. Once its requests have
-their first tokens, the batch waits until its K/V is moved to the decode lane. "Transfer" steps move K/V. One runs at a
-time, and it moves all batches that were encoded since the previous one began. Then the requests join the micro-batch of
-the decode lane whose turn it is, but not before the buffer time has passed since their encode step began. The buffer
-time is counted in decode iterations, because a rule reads no clock. Source: ExeGPT sec. 4.1, 5.2, Figure 4 (b) and (c).
+The encode lane starts a batch of prompts once the whole batch fits within the limit on requests. After that, a
+"transfer" step moves the batch's K/V to the decode lane. One transfer step runs at a time, and it moves all batches
+that were encoded since the previous one began. Then the requests join the decode micro-batch whose turn it is, but not
+before the buffer time has passed since their encode step began. The buffer time is counted in decode iterations,
+because a rule reads no clock. Source: ExeGPT sec. 4.1, 5.2, Figure 4 (b) and (c).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class TwoLaneSettings:
     """The scheduling rule's settings for a waa plan.
 
     Attributes:
-        encode_tokens: mean number of prompt tokens of an encode batch.
-        encode_stages: number of stages of the encode lane, and number of batches that it runs at the same time.
-        encode_blocks: number of K/V blocks of the encode lane, which hold prompts until their K/V has been moved.
+        encode_tokens: target mean number of prompt tokens of an encode batch.
+        encode_stages: number of stages of the encode lane, which runs as many batches at the same time.
+        encode_blocks: number of K/V blocks of the encode lane. They hold prompts until their K/V has been moved.
         max_decode_batch: largest number of requests in encode, transfer and decode together.
         decode_batch: planned mean number of decoding requests.
-        adjustment: if the number of decoding requests differs from its mean by more than this share, encode batches are
-            made smaller or larger by this share. 0 means never.
+        adjustment: if the number of decoding requests differs from `decode_batch` by more than this share, encode
+            batches are made smaller or larger by this share. 0 means never.
         decode_microbatches: number of micro-batches of the decode lane.
         buffer_iterations: least number of decode iterations between the start of an encode batch and its first decode
             step.
@@ -56,12 +56,14 @@ class TwoLaneSettings:
     reuse_is_planned: bool = False
 
     def budget(self) -> PromptBudget:
-        """Return the budget of prompt tokens for encode batches."""
+        """Return the token budget of encode batches."""
         return PromptBudget(self.encode_tokens, self.decode_batch, self.adjustment)
 
 
 class TwoLane(Schedule):
-    """The schedule of waa. A request that enters gets blocks of the pool, which are in the decode lane."""
+    """The schedule of waa. The pool's blocks are those of the decode lane, and a request gets them when it enters the
+    encode lane.
+    """
 
     lanes: tuple[LaneName, ...] = ("decode", "transfer", "encode")
 
@@ -190,7 +192,7 @@ class TwoLane(Schedule):
         return count
 
     def _excess(self) -> float:
-        """Return by how much the number of decoding requests exceeds its mean. Without `adjustment` the result is 0."""
+        """Return the number of decoding requests minus its planned mean, or 0 without `adjustment`."""
         return self._num_decoding() - self.settings.decode_batch if self.settings.adjustment else 0.0
 
     def _length(self, request: Request) -> int:
@@ -198,7 +200,7 @@ class TwoLane(Schedule):
         return self.pool.memory.to_encode(request) if self.settings.reuse_is_planned else request.context
 
     def _encode_blocks_with(self, count: int) -> int:
-        """Return how many blocks of the encode lane are in use once `count` more prompts have entered."""
+        """Return how many blocks of the encode lane would be in use after `count` more prompts have entered."""
         memory = self.pool.memory
         return memory.prompts.num_used + sum(map(memory.prompt_blocks_to_enter, self.pool.waiting.ahead(count)))
 
@@ -233,15 +235,15 @@ class TwoLane(Schedule):
         return None
 
     def _join(self, batch: MicroBatch) -> None:
-        """Let requests with moved K/V join a micro-batch until it has its equal share of all decoding requests."""
+        """Let requests whose K/V has been moved join a micro-batch, up to its equal share of all decoding requests."""
         share = -(-self._num_decoding() // len(self._decode))
         for request in self._ready()[: max(0, share - batch.num_running)]:
             self._joins_at.pop(request.id, None)
             self.pool.move(request, batch)
 
     def _ready(self) -> list[Request]:
-        """Return the requests with moved K/V whose buffer time has passed. If no request decodes, return all requests
-        with moved K/V, since without iterations the buffer time would never pass.
+        """Return the requests whose K/V has been moved and whose buffer time has passed. If no request decodes, ignore
+        the buffer time, since without iterations it would never pass.
         """
         arrived = list(self._arrived.decoding.values())
         if not self._joins_at or not any(batch.num_running for batch in self._decode):
