@@ -40,12 +40,12 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 
 
 def usable_backends(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Return the backends that run on a device, the fastest first."""
+    """Return the attention backends that run on a device in this dtype, the fastest first."""
     return [name for name, backend in BACKENDS.items() if backend.supports(device, dtype)]
 
 
 def default_backend(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the fastest backend that runs on a device."""
+    """Return the fastest attention backend that runs on a device in this dtype."""
     return usable_backends(device, dtype)[0]
 
 
@@ -203,7 +203,8 @@ def whole_worker(
     device: torch.device,
     grammars: Grammars | None = None,
 ) -> Worker:
-    """Return a worker of a whole model. On a GPU, decode steps are captured and launched ahead of the engine's loop.
+    """Return a worker of a whole model. On a GPU, decode steps are captured as CUDA graphs, and launched ahead of the
+    engine's loop.
 
     Args:
         dtype: dtype of keys and values.

@@ -63,8 +63,9 @@ def _usable_cores() -> list[int]:
 
 
 def _keep_to(cores: Sequence[Sequence[int]]) -> bool:
-    """Pin each thread of the team to its core. Return False if no OpenMP library with GNU's interface runs torch's
-    threads."""
+    """Pin thread i of the team to `cores[i]`. Return False if no OpenMP library with GNU's interface runs torch's
+    threads.
+    """
     if len(cores) == 1:
         os.sched_setaffinity(0, cores[0])
         return True

@@ -71,7 +71,7 @@ class Engine:
         executor: the current executor of steps.
         scores_prompts: whether log probabilities of prompts are available.
         on_refused: called in `step`'s thread with the reason if another plan cannot be deployed.
-        on_begin: called in `step`'s thread when a step begins, with the requests that start in the step.
+        on_begin: called in `step`'s thread when a step begins, with the requests that start in it.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class Executor(Protocol):
         """
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
-        """Add a request whose prompt is about to be encoded.
+        """Add a request whose prompt is encoded next.
 
         Args:
             table: the request's blocks in the lane that encodes it. Its first `table.found` blocks already contain K/V.
@@ -73,7 +73,8 @@ class Executor(Protocol):
         """Start a step after the earlier steps of its lane, and return without waiting for it."""
 
     def collect(self) -> tuple[Step, dict[int, int]] | None:
-        """Wait until a step ends. Return the next token of each request that decoded, or whose prompt has been encoded.
+        """Wait until a step ends. Return the step, and the next token of each request that decoded or finished its
+        prefill.
 
         Steps of one lane end in the order in which they began. Return None if `interrupt` was called before a step
         ended.
@@ -141,7 +142,7 @@ class OneAtATime(ABC):
 
     @abstractmethod
     def execute(self, step: Step) -> dict[int, int]:
-        """Run one step. Return the next token of each request that decoded, or whose prompt has been encoded."""
+        """Run one step. Return the next token of each request that decoded or finished its prefill."""
 
     def begin(self, step: Step) -> None:
         self._begun.append(step)

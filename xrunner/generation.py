@@ -122,8 +122,8 @@ class Generation:
 
     @property
     def is_scored(self) -> bool:
-        """Return whether the request's prompt is scored. If it was preempted after generating tokens, its scores have
-        been reported already.
+        """Return whether log probabilities of the prompt must be computed. If the request was preempted after
+        generating tokens, they have been reported already.
         """
         return self.sampling.prompt_logprobs is not None and not self.num_resumed
 

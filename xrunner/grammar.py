@@ -91,10 +91,10 @@ def any_of(opened: Mapping[str, dict[str, Any]]) -> str:
 
 
 def whole_grammar(answer: str, begin: str = "", end: str = "", *, is_open: bool = False) -> str:
-    """Return the grammar of an output that may begin with reasoning, and then follows a rule.
+    """Return the grammar of an output: reasoning, if there is any, and then the rule `answer`.
 
     Args:
-        answer: rules, of which `answer` describes what follows the reasoning.
+        answer: Lark rules. The rule `answer` matches the output after the reasoning.
         begin, end: Lark terms of the marks around reasoning, or empty.
         is_open: whether the output begins within reasoning. The output must then end the reasoning.
     """
@@ -111,11 +111,11 @@ def whole_grammar(answer: str, begin: str = "", end: str = "", *, is_open: bool 
 
 
 def tagged_grammar(trigger: str | int, called: str, free: Collection[int] = ()) -> str:
-    """Return the grammar of text in which a rule applies after each trigger.
+    """Return the grammar of free text in which the rule `called` follows each trigger.
 
     Args:
         trigger: text, or the id of a special token.
-        called: rules, of which `called` describes what follows the trigger.
+        called: Lark rules. The rule `called` matches the text after a trigger.
         free: tokens that are not text, and that may occur anywhere in the text.
     """
     if isinstance(trigger, int):
@@ -126,10 +126,10 @@ def tagged_grammar(trigger: str | int, called: str, free: Collection[int] = ()) 
 
 
 def opened_grammar(opened: Mapping[str, dict[str, Any]], free: Collection[int]) -> str:
-    """Return the grammar of text in which each of several openings is followed by a value of its JSON schema and "}".
+    """Return the grammar of free text in which a value of its JSON schema and "}" follow each opening.
 
     Args:
-        opened: schemas by openings. All other text is free.
+        opened: schemas by openings.
         free: tokens that are not text, and that may occur anywhere in the text.
     """
     rules = [f"tag: {' | '.join(f'tag_{number}' for number in range(len(opened)))}"]

@@ -258,7 +258,7 @@ def materialise(places: Sequence[tuple[nn.Module, str]], dtype: torch.dtype, dev
 
 
 def join(model: Model, group: Group) -> None:
-    """Make a part's group add up its partial sums."""
+    """Add hooks that add up the partial sums of the group's ranks."""
 
     def add_up(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
         return group.add_up(output)
@@ -270,7 +270,7 @@ def join(model: Model, group: Group) -> None:
 
 
 def _drop_biases(model: Model, part: Part) -> None:
-    """Keep a bias on only one of the ranks whose results are added."""
+    """Keep a bias on only one of the ranks whose results are added up."""
     for module in _reduced(model):
         match module:
             case Linear() if part.rank:

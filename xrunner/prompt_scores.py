@@ -15,7 +15,7 @@ from xrunner.sampling import logprobs_of
 
 
 class PromptScores:
-    """The scores of running requests' prompts so far."""
+    """The log probabilities of running requests' prompt tokens so far (their scores)."""
 
     def __init__(self) -> None:
         self._scores: dict[int, list[Logprobs]] = {}
@@ -47,7 +47,7 @@ class PromptScores:
             self._scores[id_] += scores
 
     def take(self, id_: int) -> tuple[Logprobs, ...]:
-        """Return the scores of a prompt that has been encoded, and forget them."""
+        """Return the scores of a prompt whose prefill has finished, and forget them."""
         return tuple(self._scores.pop(id_, ()))
 
 

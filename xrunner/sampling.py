@@ -100,8 +100,8 @@ class Sampler:
         return not ruled.any() and constrained.isdisjoint(rows.tolist())
 
     def clocks(self, rows: np.ndarray, positions: np.ndarray) -> Tensor | None:
-        """Return the random numbers to add to logits, for rows whose only setting is a temperature. Return None if all
-        rows are greedy.
+        """Return the noise to add to logits, for rows whose only setting is a temperature. Return None if all rows are
+        greedy.
 
         The arguments are those of `__call__`.
 
@@ -301,7 +301,7 @@ def highest(logits: Tensor) -> Tensor:
 
 
 def _draw(scores: Tensor, settings: np.ndarray, positions: np.ndarray, noise: Tensor) -> Tensor:
-    """Draw one token a row, after temperature, top-k, top-p and min-p.
+    """Draw one token per row, after temperature, top-k, top-p and min-p.
 
     Args:
         scores: # float32 [rows, vocab]
@@ -329,8 +329,8 @@ def _is_cut(settings: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def _lowest_kept(scores: Tensor, settings: np.ndarray, width: int = CANDIDATES) -> Tensor:
-    """Return each row's lowest score that passes top-k, min-p, and top-p among the scores that pass top-k. Equal scores
-    all pass.
+    """Return the lowest score in each row that top-k, top-p and min-p keep. Top-p applies to the scores that top-k
+    keeps. Equal scores are all kept.
 
     Args:
         scores: the highest of each row is 0. # float32 [rows, vocab]
@@ -357,8 +357,7 @@ def _lowest_kept(scores: Tensor, settings: np.ndarray, width: int = CANDIDATES) 
 
 
 def clocks_of(keys: np.ndarray, noise: Tensor) -> Iterator[Tensor]:
-    """Return random numbers such that the token with the highest sum of log weight and random number is a sample drawn
-    by weight.
+    """Return Gumbel noise: the token with the highest sum of log weight and noise is a sample drawn by weight.
 
     Each number is the negative logarithm of an exponentially distributed time, the token's clock. If a clock's rate is
     the token's weight, the probability that this clock is the shortest is in proportion to the weight. A token's clock
@@ -384,12 +383,12 @@ def clocks_of(keys: np.ndarray, noise: Tensor) -> Iterator[Tensor]:
 
 
 def token_noise(vocab_size: int) -> Tensor:
-    """Return random bits of each token, the same on every machine. # int32 [vocab]"""
+    """Return random bits for each token, the same on every machine. # int32 [vocab]"""
     return torch.from_numpy(_mix(np.arange(vocab_size, dtype=np.uint64)).astype(np.uint32).view(np.int32))
 
 
 def keys_of(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return random bits of each pair of a seed and a position. # uint64 [rows]
+    """Return random bits for each pair of a seed and a position. # uint64 [rows]
 
     Source: SplitMix64's output function (Steele, Lea, Flood 2014), once over the seed and once with the position.
     """

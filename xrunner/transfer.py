@@ -90,8 +90,8 @@ def encoder_output_pieces(senders: dict[int, Part], receivers: dict[int, Part]) 
 class EncoderOutputs:
     """The encoder outputs that a worker sends or receives, by request. # each [prompt tokens, hidden]
 
-    Received outputs are stored only when the worker executes the transfer's order, after all earlier steps in the
-    queue. If a request was preempted, this order first makes the worker release it and adopt it again.
+    Received outputs are stored only when the worker executes the transfer's command, after all earlier steps in the
+    queue. If a request was preempted, the worker then first releases it and adopts it again.
     """
 
     def __init__(self, encoder_outputs: dict[int, Tensor], hidden_size: int, dtype: torch.dtype) -> None:

@@ -165,7 +165,7 @@ class Worker(OneAtATime):
                     self.encoder_outputs |= zip(ids, output.split(lengths), strict=True)
 
     def execute(self, step: Step, *, encoder_ran: bool = False) -> dict[int, int]:
-        """Run one step. Return the next token of each request that decoded, or whose prompt has been encoded.
+        """Run one step. Return the next token of each request that decoded or finished its prefill.
 
         A step with more tokens than a slice runs slice by slice, so that activations fit into the memory planned for
         them.

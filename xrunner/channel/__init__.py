@@ -12,7 +12,7 @@ Interface of an engine in the front (`RemoteEngine`; used by one thread; only `r
     listen          passes the records of steps to a function
     pool, uses      the engine's requests, its K/V memory, and the work of each of its processes
     takes_seeds, scores_prompts             what the engine can do
-    resumes, repeats                        how a lost engine's request continues in another engine
+    resumes, repeats                        how a lost engine's request continues: after its last token, or anew
     restart         ends the old engine, and starts a new one without requests
 
 `step` raises `EngineLost` if the engine's process has died or hangs. Every `ALIVE_S` seconds, an engine reports that it

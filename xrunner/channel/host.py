@@ -56,7 +56,7 @@ class HostedEngine(Protocol):
 
     Attributes:
         on_refused: called with the reason if a new plan cannot be deployed and the previous plan continues.
-        on_begin: called with the requests that a step starts, when the step begins.
+        on_begin: called when a step begins, with the requests that start in it.
     """
 
     takes_seeds: bool

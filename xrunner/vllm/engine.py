@@ -110,7 +110,7 @@ class Instances:
         return None if self._followers is None else self._followers.why_ended()
 
     def is_at_work(self) -> bool:
-        """Return whether a host runs or waits for a processor, according to the operating system."""
+        """Return whether one of the processes runs or waits for a processor, according to the operating system."""
         return any(is_at_work(child) for reader in self._readers for child in children_of(reader.process.pid))
 
     def end(self, within_s: float) -> None:

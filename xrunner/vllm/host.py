@@ -115,7 +115,7 @@ def takes_seeds() -> bool:
 
 def sampling_params(message: Submit) -> SamplingParams:
     """Return vLLM's sampling parameters for a request. vLLM ends the request at stop tokens. The scheduler handles the
-    other properties.
+    request's other properties.
     """
     request = message.generation
     fields = {

@@ -1,8 +1,8 @@
 """Read function calls that models write in free text, in the formats that chat templates describe.
 
-A format has grammar rules (Lark, as llguidance reads it) for the text that may follow its trigger, and a reader for
-this text. If the tokenizer has special tokens for a format's marks, the model writes these tokens: the grammar refers
-to them by id, and outputs show them as text.
+A format provides grammar rules (Lark, as llguidance reads it) for the text after its trigger, and a reader of this
+text. If the tokenizer has special tokens for a format's marks, the model writes these tokens: the grammar refers to
+them by id, and outputs show them as text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CallFormat(ABC):
         marks: texts for which a tokenizer may have special tokens.
         special: ids of the tokenizer's special tokens for these marks.
         free: ids of tokens that are not text. A model may write each of them anywhere.
-        arguments: name of the member of a call's JSON object that contains the arguments.
+        arguments: name of the member of a call's JSON object that holds the arguments.
     """
 
     trigger: str
@@ -76,11 +76,11 @@ class CallFormat(ABC):
         return f"{value}\n" if schemas is None else f"{value} | calls\n{self.only(schemas)}"
 
     def only(self, schemas: Schemas) -> str:
-        """Return the rule `calls`, which matches calls with their marks, and the rules that it needs."""
+        """Return the rule `calls` for calls with their marks, and the rules that it needs."""
         return f"calls: ({self.terms(self.trigger)} called)+\n{self.rules(schemas)}\n"
 
     def rules(self, schemas: Schemas) -> str:
-        """Return the rule `called`, which follows the trigger, and the rules that it needs."""
+        """Return the rule `called` for the text after the trigger, and the rules that it needs."""
         raise NotImplementedError
 
     @property

@@ -52,7 +52,8 @@ class OutputForm:
         calls: the format of calls.
         marks: marks around reasoning. None means that the model shows no reasoning, or the format of calls includes
             reasoning.
-        thought: how the output after a given prompt may begin. None means that the output has no reasoning.
+        thought: the reasoning with which the output after a given prompt may begin. None means that the output has no
+            reasoning.
         tokens: ids of the tokens with which the marks are written.
     """
 
@@ -81,7 +82,7 @@ class OutputForm:
         return replace(self, calls=self.calls.within(vocab_size))
 
     def after(self, prompt: str) -> OutputForm:
-        """Return the form of the output after a prompt."""
+        """Return the form of the output that follows `prompt`."""
         return replace(self, thought=thought_after(prompt, self.marks))
 
     def shown(self, choice: ToolChoice) -> frozenset[int]:

@@ -84,7 +84,7 @@ class ClientTool(msgspec.Struct):
 
 
 class Choosing(msgspec.Struct):
-    """The field `tool_choice`: whether functions are called."""
+    """The field `tool_choice`: whether functions may or must be called. `name`: the function that must be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None

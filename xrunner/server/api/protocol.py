@@ -5,7 +5,8 @@ In addition to OpenAI's fields a request may carry:
     top_k, min_p: further limits on the distribution.
     repetition_penalty: a factor for the logits of tokens in the prompt or the output, as in vLLM.
     ignore_eos: continue to max_tokens, whatever tokens are generated.
-    min_tokens: accepted if it equals max_tokens, so that the output cannot end earlier. Load generators send this.
+    min_tokens: for load generators. Above 1, it is accepted only with ignore_eos, without stop strings and tokens, or
+      if it equals max_tokens.
     stop_token_ids: tokens that end an output.
     include_stop_str_in_output: leave the stop string in the text.
     output_length: exact number of output tokens, for benchmarks. The schedule knows only max_tokens.
@@ -14,8 +15,7 @@ In addition to OpenAI's fields a request may carry:
     truncate_prompt_tokens: keep this many tokens at the end of a prompt. -1 keeps all that fit.
     skip_special_tokens: only true is accepted, since special tokens are never shown.
     deadline_s: seconds from the request's arrival after which an incomplete answer ends with 504, deadline_exceeded.
-        The header X-Deadline-S has
-      the same effect, and the shorter time counts.
+      The header X-Deadline-S has the same effect, and the shorter time counts.
     add_generation_prompt, chat_template_kwargs (chat): variables of the template, as is `reasoning_effort`.
     continue_final_message (chat): whether the answer continues the last message.
 
@@ -430,7 +430,7 @@ class ChatMessage(msgspec.Struct):
 
 
 def _check_parts(messages: Sequence[ChatMessage]) -> None:
-    """Refuse messages with too many parts, or with too much embedded JSON. Raises ApiError (400)."""
+    """Refuse messages with too many parts, or with too much JSON in their fields. Raises ApiError (400)."""
     num_parts = len(messages)
     if num_parts <= MAX_PARTS:
         num_parts += sum(len(one.tool_calls or ()) for one in messages)

@@ -52,7 +52,7 @@ class Thought(NamedTuple):
 
 
 def thought_after(prompt: str, marks: Marks | None) -> Thought | None:
-    """Return how the output after a prompt may begin, or None if it begins without reasoning."""
+    """Return the reasoning with which the output after a prompt may begin, or None if it begins without reasoning."""
     if marks is None or (end := prompt.rstrip()).endswith(marks.end):
         return None
     return Thought(marks, end.endswith(marks.begin.rstrip()))

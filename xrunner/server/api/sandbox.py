@@ -1,7 +1,7 @@
 """Render chat templates in a process with limited memory, `python sandbox.py`, which `rendering` starts.
 
 Templates come with checkpoints and are not trusted. Jinja's sandbox allows them no files or private attributes. A limit
-protects the machine's memory. The process that waits for an answer kills this process if it takes too long. This module
+protects the machine's memory. The process that has started this one kills it if an answer takes too long. This module
 imports no other module of xgpt. Messages are JSON, each preceded by its length in eight bytes.
 """
 

@@ -159,8 +159,8 @@ class Outputs(EngineOutputs):
         return min(oldest_s, time.perf_counter())
 
     def _phases(self) -> Iterator[tuple[str, float, float]]:
-        """Yield the phases (waiting, encoding, decoding). Each phase lasts from its start in the first choice to its
-        end in the last choice.
+        """Yield name, start and end of the phases waiting, encoding (prefill) and decoding. Each lasts from its start
+        in the first choice to its end in the last choice.
         """
         now_s = time.perf_counter()
         times = [(s.submitted_s, s.started_s, s.first_token_s, s.last_token_s) for s in self.streams.values()]

@@ -1,4 +1,4 @@
-"""Estimate when a further request would be answered, from waiting requests and the engine's pace."""
+"""Estimate when a further request would be complete, from the waiting requests and the engine's pace."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ class Backlog:
         slowness: float,
         entered: Container[int] = (),
     ) -> float | None:
-        """Return the seconds until `num_outputs` further outputs of an account are complete, or None if the plan has no
-        prediction.
+        """Return the estimated seconds until `num_outputs` further outputs of an account are complete, or None if the
+        plan has no prediction.
 
         The estimate is the time until the first phase that can admit the last output, plus the planned latency. Prompts
         count with the planned mean length, because a long prompt would otherwise never be accepted. A full phase takes
@@ -198,7 +198,7 @@ class _Phase(NamedTuple):
     num_tokens: int
 
     def length_s(self, room: float, cycle_s: float, before: tuple[int, float]) -> float:
-        """Return the phase's length in seconds, by interpolation between two phases.
+        """Return the phase's length in seconds, interpolated between a smaller phase and a full one.
 
         Args:
             room, cycle_s: tokens and seconds of a full phase.

@@ -1,4 +1,5 @@
-"""Send OpenTelemetry traces: a span for each request for tokens, with its waiting, encoding and decoding.
+"""Send OpenTelemetry traces: a span for each request for tokens, with its phases: waiting, encoding (prefill) and
+decoding.
 
 This module is imported only if traces are enabled, and needs the extra `otel`.
 """
