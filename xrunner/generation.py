@@ -1,4 +1,4 @@
-"""Define a request in the form in which the engine gets it, and the tokens that the engine returns."""
+"""Define the requests that the engine receives, and the tokens that it returns."""
 
 from __future__ import annotations
 

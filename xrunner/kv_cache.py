@@ -23,7 +23,7 @@ class KvCache:
         device: the device of the blocks, even if a stage has no decoder layer.
         layers: one tensor for each layer.
             # [2 (K, V), num_blocks, num_kv_heads, block_size, head_dim]
-            Latent attention has one vector for each token, which is both key and value: [1, num_blocks, 1, block_size,
+            Latent attention stores one vector for each token, as both key and value: [1, num_blocks, 1, block_size,
             kept]. In eight bits, head_dim is SCALE_BYTES larger, since each token's numbers are followed by their scale
             (`numbers_of`).
     """

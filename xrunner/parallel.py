@@ -122,7 +122,7 @@ class Part:
     @property
     def kv_heads(self) -> Share:
         """K/V heads that this rank caches. They are the rank's share of the heads. If there are more ranks than heads,
-        the share is one head, which other ranks cache too.
+        the share is one head. Other ranks cache the same head.
         """
         total = self.spec.num_kv_heads
         if self.degree <= total:

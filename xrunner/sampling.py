@@ -167,7 +167,7 @@ class Sampler:
     def __call__(
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, dict[int, Logprobs]]:
-        """Return the next tokens, with NO_TOKEN for a row for which none can be chosen.
+        """Return the next tokens. A row for which none can be chosen gets NO_TOKEN.
 
         Args:
             logits: # [sampled, vocab]

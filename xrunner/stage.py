@@ -34,7 +34,7 @@ class StageModel:
     In an encoder-decoder, the first decoder layer needs the output of the last encoder layer, so a step with prompts
     goes through the pipeline twice. The first pass is `run_encoder`. At its end, the last stage sends the encoder's
     output to every other stage. The second pass is the call of this object. Under WAA, each lane does one of the two
-    passes, and the encode lane's output is transferred to every stage of the decode lane, which gets it by
+    passes, and the encode lane's output is transferred to every stage of the decode lane. Each stage gets it by
     `take_encoder_output`.
     """
 

@@ -19,7 +19,7 @@ from xrunner.parallel import Part
 
 
 class Piece(NamedTuple):
-    """A piece that one worker sends to another: some heads of some layers, as [first, end) in the model's numbering.
+    """K/V that one worker sends to another: some heads of some layers, as [first, end) in the model's numbering.
 
     An encoder's output is sent as a whole.
     """
@@ -55,8 +55,8 @@ class Cargo(Protocol):
 
 
 def pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
-    """Return the pieces to send. Each receiver gets every part only once. If several ranks have the same head, the
-    receivers are divided among these ranks.
+    """Return the pieces of K/V to send. Each receiver gets each K/V head of its layers only once. If several ranks have
+    the same head, the receivers are divided among these ranks.
     """
     found = []
     for receiver, there in receivers.items():
@@ -139,7 +139,7 @@ class CachePart:
             layer[:, index, heads] = contents.to(layer.device)
 
     def take_in(self, count: int) -> None:
-        """Do nothing, since `write` has filled the blocks, which no step reads before the transfer has ended."""
+        """Do nothing: `write` has filled the blocks, and no step reads them before the transfer has ended."""
 
     def empty(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
         num_blocks = sum(len(request.blocks) for request in requests)

@@ -72,7 +72,7 @@ class EngineEnd(Generic[T]):
         return self._socket.fileno()
 
     def send(self, message: object) -> None:
-        """Send a message. If the front has gone, the next `receive` raises EOFError."""
+        """Send a message. If the front has closed the channel, the next `receive` raises EOFError."""
         with self._lock, suppress(OSError):
             self._socket.sendall(_frame(message))
 
@@ -80,7 +80,7 @@ class EngineEnd(Generic[T]):
         """Return the next message, or None if none comes in time.
 
         Raises:
-            EOFError: the front has gone.
+            EOFError: the front has closed the channel.
         """
         end_s = time.monotonic() + timeout_s
         while not self._received:

@@ -92,8 +92,8 @@ each other's barriers.
 class EngineHost:
     """An engine at its end of a channel.
 
-    Call `run` in one thread and `read` in another. Both return when the front has gone, or when the engine has failed.
-    A failure is reported to the front.
+    Call `run` in one thread and `read` in another. Both return when the front has closed the channel, or when the
+    engine has failed. A failure is reported to the front.
     """
 
     def __init__(self, end: EngineEnd[Down], build: Build) -> None:

@@ -30,7 +30,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
-    """Remove a request whose client has gone."""
+    """Remove a request whose client has disconnected."""
 
     id: int
 

@@ -59,7 +59,7 @@ class Submission:
 
     Attributes:
         inbox: receives the outputs' tokens.
-        bounds: bounds of the API key.
+        bounds: the API key's latency bounds, by which goodput is counted.
         end_s: time by which the outputs must be complete, on the clock of `time.perf_counter`. Infinite means never.
         has_deadline: whether the client has set `end_s`.
         read_s: time at which the whole body had arrived, on the same clock.
@@ -106,7 +106,7 @@ class TokenStream:
 
 
 class EngineClient:
-    """Submits requests to an engine, and delivers their tokens, from `start` to `stop`, which closes the engine.
+    """Submits requests to an engine, and delivers their tokens, from `start` to `stop`. `stop` closes the engine.
 
     All methods run in the event loop's thread. A lost engine is restarted (`lasting_engine`).
 

@@ -74,7 +74,7 @@ class Handover:
         return new
 
     def forget(self, id_: int) -> None:
-        """Forget a request that has ended, or whose client has gone."""
+        """Forget a request that has ended, or whose client has disconnected."""
         self._ledger.forget(id_)
         del self._losses[id_]
         if self._tried == id_:
@@ -139,7 +139,7 @@ OnStep = Callable[[list[Token], list[StepRecord]], None]
 
 
 class LastingEngine:
-    """Runs an engine from `start` to `stop`, which closes the engine. All methods run in the event loop's thread.
+    """Runs an engine from `start` to `stop`. `stop` closes the engine. All methods run in the event loop's thread.
 
     If the engine's process dies or hangs, the engine is restarted on the last plan under which a step has ended, and
     requests continue after their last tokens (`Handover`). The engine is also restarted for a plan with another number

@@ -28,8 +28,8 @@ class Limits:
     """Limits beyond which requests are refused.
 
     Attributes:
-        max_waiting: number of outputs that may wait for their first step. Further outputs get 429, unless their API key
-            has fewer waiting outputs than its share of this number.
+        max_waiting: largest number of outputs that may wait for their first step. Further outputs get 429, unless their
+            API key has fewer waiting outputs than its share of this number.
         answer_within_s: promised seconds from a request's submission to the engine to its last token. A request that
             would take longer, according to the plan and the recent pace, gets 429. None means no promise.
         request_timeout_s: seconds from the arrival of a request's headers after which the request ends with 504. None

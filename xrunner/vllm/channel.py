@@ -75,8 +75,7 @@ class VllmEnd(EngineEnd[Down]):
 
 
 class Lanes:
-    """The front's end of all lanes' connections, which presents hosts and engine cores as one engine
-    (`FrontConnection`).
+    """The front's end of all lanes' connections. It presents hosts and engine cores as one engine (`FrontConnection`).
 
     Args:
         directory: directory of this run.
@@ -232,5 +231,5 @@ class Lanes:
 
 
 def _is_warm_up(record: StepRecord) -> bool:
-    """Return whether a step is a host's warm-up, which runs before the host accepts requests."""
+    """Return whether a step belongs to a host's warm-up. The warm-up runs before the host accepts requests."""
     return WARM_UP in record.decode or any(id_ == WARM_UP for id_, _, _ in record.encode)

@@ -39,7 +39,7 @@ class Launch:
     """The model, arguments and environment variables with which one lane's vLLM is started.
 
     Attributes:
-        sizes: the arguments that are the same for any program that starts vLLM.
+        sizes: `arguments` without those that only `xrunner.vllm.host` needs.
         kv_blocks, block_size: number and size of K/V blocks for all requests together.
     """
 

@@ -58,7 +58,7 @@ class Instances:
     `xrunner.channel.remote.FarEnd`.
 
     Args:
-        launches: returns how to start each process, given the directory of this run, which no other user can enter.
+        launches: returns how to start each process, given this run's directory. No other user can enter this directory.
         connect: builds the front's end of the channel, given the directory and a function that returns whether a
             process has ended.
         followers: the other machines of a single vLLM, all of which must connect before it starts. None means that

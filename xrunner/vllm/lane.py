@@ -42,7 +42,7 @@ class VllmRoom:
     """vLLM's limits on requests.
 
     Attributes:
-        num_blocks: number of K/V blocks, which have `block_size` tokens even if the plan has another size.
+        num_blocks: number of K/V blocks. A block has `block_size` tokens, whatever the plan's block size.
         max_running: largest number of concurrent requests.
     """
 

@@ -102,7 +102,7 @@ class LoggedScheduler(Scheduler):
         return outputs
 
     def _told(self, outputs: dict[int, Any]) -> tuple[list[Token], dict[int, dict[str, Any]]]:
-        """Return the step's results for each unfinished request: its tokens, and where its K/V are."""
+        """Return the step's tokens, and where the K/V of requests are. Requests that have been removed are left out."""
         tokens: list[Token] = []
         transfers: dict[int, dict[str, Any]] = {}
         for of_client in outputs.values():

@@ -99,8 +99,9 @@ def started(command: Sequence[str], packages: Path, variables: dict[str, str]) -
 
 
 def preload(vllm_python: str) -> dict[str, str]:
-    """Return the variable that loads Intel's OpenMP, with which vLLM's CPU kernels are fastest, if this library is next
-    to this Python."""
+    """Return the variable that preloads Intel's OpenMP, if the environment of `vllm_python` has this library. vLLM's
+    CPU kernels are fastest with it.
+    """
     library = Path(vllm_python).parent.parent / "lib" / "libiomp5.so"
     return {"LD_PRELOAD": str(library)} if library.is_file() else {}
 

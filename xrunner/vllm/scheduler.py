@@ -39,11 +39,11 @@ class _Execution:
     """The execution of a step of the rule, in several vLLM steps if vLLM executes fewer tokens in one step.
 
     Attributes:
-        missing: requests that vLLM has not yet completely scheduled for this step, each with the number of tokens that
-            will have been computed at the step's end.
-        pieces: number of unfinished vLLM steps for this step.
-        record: the record of those vLLM steps of this step that have been executed.
-        number, settled: as in the step log, in which these vLLM steps are one step.
+        missing: requests that vLLM has not yet completely scheduled for this step. For each, the number of its tokens
+            that will be computed when the step ends.
+        pieces: number of scheduled vLLM steps of this step that have not ended.
+        record: the joined records of the vLLM steps that have ended.
+        number, settled: as in the step log, where these vLLM steps count as one step.
     """
 
     step: Step

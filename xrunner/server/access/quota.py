@@ -71,7 +71,7 @@ class Quota:
 
 
 class _Bucket:
-    """A token bucket with the capacity of one minute, which fills evenly.
+    """A token bucket. It holds at most the limit for one minute, and fills evenly.
 
     A cost above the capacity is taken once the bucket is full. The bucket's level then becomes negative.
     """

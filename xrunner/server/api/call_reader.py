@@ -64,8 +64,8 @@ class CallList:
         return self._calls[: self._most]
 
     def pieces(self) -> list[CallPiece]:
-        """Return what the output has added to its function calls since this method was last called: at most one piece
-        for each function call.
+        """Return the additions to function calls since the last call of this method: at most one piece for each
+        function call.
         """
         found: list[CallPiece] = []
         for piece in self._pieces:
@@ -108,7 +108,7 @@ class Calls:
             self._state = "opening"
 
     def push(self, piece: str) -> str:
-        """Return the text that may be sent now."""
+        """Read a piece of the output. Return the text that may be sent now."""
         self._unread.append(piece)
         if self._state == "whole" and not self._may_end_with(piece):
             return ""

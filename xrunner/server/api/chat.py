@@ -1,4 +1,4 @@
-"""Turn chats into prompts with the checkpoint's own template, which is rendered as Hugging Face's tokenizers do it."""
+"""Turn chats into prompts with the checkpoint's template, rendered in the same way as by Hugging Face's tokenizers."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class ChatTemplate:
         """Return the prompt, in which special tokens are written as text.
 
         Args:
-            messages: messages, whose contents are texts or lists of parts of the type `text`.
+            messages: messages. The content of each is a text, or a list of parts of the type `text`.
             continue_final_message: whether the prompt ends with the content of the last message, so that the model
                 continues it.
             variables: further variables of the template.

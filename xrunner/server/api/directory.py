@@ -62,7 +62,7 @@ def read_settings(checkpoint: Path) -> dict[str, Any]:
 
 
 def token_text(token: object) -> str | None:
-    """Return the text of a special token, which is a string or an object that contains the text."""
+    """Return a special token's text, or None. `token`: the text, or an object that contains it."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

@@ -32,7 +32,7 @@ class ChatReader:
         return self._thought is not None and self._thought.is_thinking
 
     def push(self, piece: str, *, is_end: bool = False) -> Said:
-        """Return what may be sent after a piece of the output. If `is_end`, return all the rest."""
+        """Read a piece of the output. Return the reasoning and the text that may be sent now: the rest if `is_end`."""
         said = Said("", piece) if self._thought is None else self._thought.push(piece, is_end=is_end)
         if self._calls is None:
             return said

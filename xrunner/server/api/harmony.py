@@ -110,7 +110,7 @@ class HarmonyReader:
         return not self._in_head and self._shows == "reasoning"
 
     def push(self, piece: str, *, is_end: bool = False) -> Said:
-        """Return what may be sent after a piece of the output. If `is_end`, return all the rest."""
+        """Read a piece of the output. Return the reasoning and the text that may be sent now: the rest if `is_end`."""
         self._held += piece
         said: dict[str, list[str]] = {"reasoning": [], "text": [], "call": []}
         while self._held:
@@ -146,7 +146,7 @@ class HarmonyReader:
             self._shows = "reasoning" if channel.startswith("analysis") else "text"
 
     def _body(self, *, is_end: bool) -> str:
-        """Read the content of a message, up to its end if the end has arrived. Return the text to show."""
+        """Read the content of a message, up to its end if that has arrived. Return the text to show."""
         found = [(at, mark) for mark in ENDS if (at := self._held.find(mark)) >= 0]
         if found:
             at, mark = min(found)

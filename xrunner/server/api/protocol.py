@@ -655,7 +655,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /tokenize, in vLLM's format, which asks for the token ids of a text or a chat."""
+    """The body of POST /tokenize, in vLLM's format. It asks for the token ids of a text or a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -681,7 +681,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /detokenize, which asks for the text of token ids."""
+    """The body of POST /detokenize. It asks for the text of token ids."""
 
     model: str | None = None
     tokens: list[TokenId]

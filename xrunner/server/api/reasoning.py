@@ -79,7 +79,7 @@ class ThoughtReader:
         return self._state in ("begun", "thinking")
 
     def push(self, piece: str, *, is_end: bool = False) -> Said:
-        """Return what may be sent after a piece of the output. If `is_end`, return all the rest."""
+        """Read a piece of the output. Return the reasoning and the text that may be sent now: the rest if `is_end`."""
         if self._state == "text":
             return Said("", piece)
         self._held += piece

@@ -1,4 +1,4 @@
-"""Render templates in separate processes (`sandbox`), which are killed if they take too long."""
+"""Render templates in separate processes (`sandbox`). A process that takes too long is killed."""
 
 from __future__ import annotations
 

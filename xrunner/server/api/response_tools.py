@@ -49,7 +49,7 @@ TEXT_ARGUMENT: dict[str, Any] = {
 
 
 class CustomFormat(msgspec.Struct, omit_defaults=True):
-    """The form of a custom tool's input, which the model reads in the tool's description."""
+    """The format of a custom tool's input. The model reads about it in the tool's description."""
 
     type: str
     syntax: str | None = None

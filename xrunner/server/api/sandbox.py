@@ -1,4 +1,4 @@
-"""Render chat templates in a process with limited memory, `python sandbox.py`, which `rendering` starts.
+"""Render chat templates in a process with limited memory. `rendering` starts it as `python sandbox.py`.
 
 Templates come with checkpoints and are not trusted. Jinja's sandbox allows them no files or private attributes. A limit
 protects the machine's memory. The process that has started this one kills it if an answer takes too long. This module

@@ -41,7 +41,7 @@ class TextCodec:
         form: the form of the model's outputs: reasoning, function calls.
         eos_token_id: the tokenizer's end token, which may differ from the model's. None means that the tokenizer has
             none.
-        added: ids of the tokens that are not text, which a model may write anywhere.
+        added: ids of the tokens that are not text. A model may write them anywhere.
         longest_token: number of characters in the longest token. A text of n tokens is at most n times as long.
     """
 
@@ -149,7 +149,7 @@ class Detokenizer:
 
     Args:
         shown: special tokens that are shown as text.
-        context: preceding tokens, whose text was already returned.
+        context: preceding tokens. Their text was returned earlier.
     """
 
     def __init__(self, codec: TextCodec | None, shown: Collection[int] = (), context: Sequence[int] = ()) -> None:
@@ -291,5 +291,5 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """The first of the names, which messages use."""
+        """The first of the names. Messages to clients use this one."""
         return self.names[0]

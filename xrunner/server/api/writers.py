@@ -215,7 +215,7 @@ class Writer(AnswerWriter):
 
 
 class LogprobsJson:
-    """The object `logprobs` of a choice as JSON text, which takes a tenth of the memory of the objects."""
+    """The object `logprobs` of a choice, as JSON text. The text takes a tenth of the memory of the objects."""
 
     def __init__(self, writer: AnswerWriter) -> None:
         self._writer = writer

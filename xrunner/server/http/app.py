@@ -148,7 +148,9 @@ async def _say_nothing(_: Request, __: Exception) -> Response:
 
 
 def _route(path: str, value_of: Callable[[Request], Any], media_type: str = "application/json") -> Route:
-    """Return a GET route for a value, which may be awaitable. Bytes are sent unchanged, and other values as JSON."""
+    """Return a GET route. `value_of` returns its value, or an awaitable. Bytes are sent unchanged, other values as
+    JSON.
+    """
 
     async def show(http: Request) -> Response:
         value = value_of(http)

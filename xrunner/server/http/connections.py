@@ -1,4 +1,4 @@
-"""Limit the number of connections and the time of each, and choose which connection to close for a new one."""
+"""Limit the number of connections, and the time of each. If there are too many, choose one to close."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ class Recent:
         }
 
     def _forget(self) -> float:
-        """Drop requests that ended more than `RECENT_S` ago. Return the seconds in which the others ended, at least
-        `LEAST_S`.
+        """Drop requests that ended more than `RECENT_S` ago. Return the length in seconds, at least `LEAST_S`, of the
+        period in which the others ended.
         """
         now_s = time.perf_counter()
         while self._ended and self._ended[0][0] < now_s - RECENT_S:
@@ -108,8 +108,8 @@ class Watch:
 
     Attributes:
         history: decisions and failed judgements, the latest last.
-        judging_since: time (ISO 8601, UTC) since which the planner has been judging the plan. None means that it is not
-            judging now.
+        judging_since: time (ISO 8601, UTC) at which the present judgement of the plan began. None means that there is
+            none.
     """
 
     def __init__(self, plan: Plan, planner: Planner | None = None) -> None:
@@ -159,7 +159,9 @@ class Watch:
 
     @property
     def planned_under_s(self) -> float | None:
-        """The wider latency bound under which re-planning found the running plan, or None for the plan's own bound."""
+        """The wider latency bound, in seconds, under which re-planning found the running plan. None means the plan's
+        own bound.
+        """
         for decision in reversed(self.history):
             if isinstance(decision, Decision) and decision.action != "keep" and decision.best is not None:
                 return decision.planned_under_s if decision.best.policy == self.plan.policy else None
