@@ -1,4 +1,6 @@
-"""Attention backends: base.py has their interface, reference.py their definition. `xrunner.build` chooses one."""
+"""Attention backends. base.py has their interface, reference.py the reference implementation. `xrunner.build` chooses
+one.
+"""
 
 from __future__ import annotations
 

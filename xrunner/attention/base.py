@@ -1,5 +1,4 @@
-"""Define the contract between models, workers and attention backends: the batch of a step, and the result that a
-backend computes.
+"""Define the contract between models, workers and attention backends: a step's batch, and what a backend computes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ the batch has fewer.
 class Batch:
     """The input of one step: the tokens of all sequences, concatenated (ORCA's selective batching).
 
-    Sequences that decode come first, one token each. Pieces of prompts follow. All tensors lie on the model's device.
+    Decoding sequences come first, with one token each. Prompt chunks follow. All tensors are on the model's device.
 
     Attributes:
         token_ids: # int64 [tokens]
@@ -32,17 +31,16 @@ class Batch:
         context_len: number of tokens to which each sequence's last token attends, including itself. # int32 [sequences]
         block_tables: blocks of each sequence, in order. Padding is arbitrary. # int32 [sequences, max blocks]
         logit_rows: indices of the tokens whose logits are computed. # int64 [sampled]
-        num_decodes: number of sequences with one token. They come first.
-        max_query_len: length of the longest piece of a prompt, or 1 if there are no prompts.
-        counts: number of decodes, and number of all sequences. It is set only in captured steps, in which the host does
-            not know these numbers and `num_decodes` is 0. # int32 [2]
-        prompt_len: only for encoder-decoders: how many of each sequence's first tokens the encoder reads. # int32
-            [sequences]
-        first_key: index of the first token to which each sequence attends. None means 0 for all. # int32 [sequences]
+        num_decodes: number of decoding sequences.
+        max_query_len: length of the longest prompt chunk, or 1 if there are no prompts.
+        counts: number of decoding sequences, and of all sequences. Set only in steps captured as a CUDA graph, where
+            the host does not know these numbers. `num_decodes` is then 0. # int32 [2]
+        prompt_len: number of leading tokens of each sequence that the encoder reads. None in decoder-only models. #
+            int32 [sequences]
+        first_key: index of the first key that each sequence's queries see. None means 0 for all. # int32 [sequences]
         both_ways: whether each token attends to its whole sequence, and not only to earlier tokens.
-        highest_only: whether only the highest logit of each row must be right.
-        added: numbers to add to the logits before the highest is chosen. None means no numbers. # float32 [sampled,
-            vocab]
+        highest_only: whether only each row's argmax of the logits is needed.
+        added: numbers to add to the logits. None means that nothing is added. # float32 [sampled, vocab]
     """
 
     token_ids: Tensor
@@ -63,7 +61,7 @@ class Batch:
 
 
 class PositionBias(NamedTuple):
-    """The numbers that each head adds to scores, by the distance between query and key.
+    """The numbers that each head adds to scores, indexed by the distance between query and key.
 
     Attributes:
         values: `values[head, center + query - key]`, for all distances in a batch. # float32 [heads, places]
@@ -75,14 +73,15 @@ class PositionBias(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How a layer scores a query against a key, and which of the visible keys it leaves out.
+    """How a layer's attention computes scores, and which keys its window excludes.
 
     Attributes:
         scale: factor for the product of query and key. None means head_dim ** -0.5.
-        softcap: limit c of scaled products, which become c tanh(product / c). None means no limit.
-        bias: position bias, added after the soft cap, in models whose heads do not share keys and values.
+        softcap: soft cap c. A scaled product x becomes c tanh(x / c). None means no cap.
+        bias: position bias, added after the soft cap. Only for models whose heads do not share keys and values.
         window: number of last tokens to which a token attends, including itself. None means all visible tokens.
-        sinks: one more score for each head, which is in the softmax but adds no value. # float32 [heads]
+        sinks: attention sinks: one additional score per head. It takes part in the softmax but has no value. # float32
+            [heads]
     """
 
     scale: float | None = None
@@ -92,7 +91,7 @@ class Scoring(NamedTuple):
     sinks: Tensor | None = None
 
     def scale_of(self, head_dim: int) -> float:
-        """Return the factor for products of queries and keys with this many dimensions."""
+        """Return the scale, or its default for heads with this many dimensions."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
 
@@ -101,14 +100,14 @@ PLAIN = Scoring()
 
 
 class Sequences(NamedTuple):
-    """The properties in which the sequences of a batch differ.
+    """The lengths and the blocks of each sequence in a batch.
 
     Attributes:
         query_len: number of the sequence's tokens in this step. # int32 [sequences]
         context_len: number of the sequence's tokens in the cache after this step. # int32 [sequences]
-        block_tables: blocks of each sequence, perhaps more than this step needs. # int32 [sequences, blocks]
-        prompt_len: only for encoder-decoders: number of the sequence's tokens that the encoder reads. # int32
-            [sequences]
+        block_tables: blocks of each sequence, in order. There may be more than this step needs. # int32 [sequences,
+            blocks]
+        prompt_len: see `Batch`. # int32 [sequences]
     """
 
     query_len: np.ndarray
@@ -126,11 +125,11 @@ def make_batch(
     wants_logits: np.ndarray | None = None,
     device: torch.device | None = None,
 ) -> Batch:
-    """Return a batch from the properties in which sequences differ. The batch's other fields follow from these.
+    """Return the batch of these tokens and sequences. Positions, cache slots and offsets are computed from `sequences`.
 
     Args:
         token_ids: tokens of all sequences, one after the other. # int64 [tokens]
-        wants_logits: whether the logits of each sequence's last token are computed. None means that all are.
+        wants_logits: whether to compute the logits of each sequence's last token. None means to compute them for all.
             # bool [sequences]
         device: the model's device. None means the CPU.
     """
@@ -162,12 +161,12 @@ def make_batch(
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device without waiting until the device has finished earlier work."""
+    """Copy a tensor to a device without waiting for the device's earlier work."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def pack(arrays: dict[str, np.ndarray]) -> Tensor:
-    """Return all arrays in one buffer, so that a single copy moves them to a device. # uint8 [bytes]"""
+    """Join arrays in one buffer, so that a single copy moves all of them to a device. # uint8 [bytes]"""
     packed = np.empty(sum(_padded_bytes(array) for array in arrays.values()), dtype=np.uint8)
     begin = 0
     for array in arrays.values():
@@ -177,7 +176,7 @@ def pack(arrays: dict[str, np.ndarray]) -> Tensor:
 
 
 def unpack(packed: Tensor, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
-    """Return the tensors that `pack` joined, as views of the received buffer."""
+    """Undo `pack`: return views of the buffer. Only the names, shapes and dtypes of `arrays` are used."""
     tensors, begin = {}, 0
     for name, array in arrays.items():
         dtype = torch.from_numpy(array[:0]).dtype
@@ -187,7 +186,7 @@ def unpack(packed: Tensor, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
 
 
 def _padded_bytes(array: np.ndarray) -> int:
-    """Return the size rounded up to 16 bytes, the unit in which kernels read."""
+    """Return the array's size in bytes, rounded up to a multiple of 16, so that the next array is aligned."""
     return -(-array.nbytes // 16) * 16
 
 
@@ -195,8 +194,8 @@ class AttentionBackend(ABC):
     """Computes attention over a paged cache. A backend has no state, so one object serves all layers.
 
     Attributes:
-        capturable: whether a decode batch can be captured in a CUDA graph, because no data is read back from the
-            device, and launches depend only on shapes.
+        capturable: whether a decode batch can be captured in a CUDA graph. Then no data may be read back from the
+            device, and launches may depend only on shapes.
     """
 
     capturable: ClassVar[bool] = False
@@ -216,16 +215,16 @@ class AttentionBackend(ABC):
         batch: Batch,
         scoring: Scoring = PLAIN,
     ) -> Tensor:
-        """Write `k` and `v` into the cache, then return each token's attention over the keys that are visible to it.
+        """Write `k` and `v` into the cache. Then return the attention of each query over the keys visible to it.
 
         Query head h reads key head h // (heads / kv_heads).
 
         Args:
             q: queries, which need not be contiguous. # [tokens, heads, head_dim]
-            k, v: keys and values of the tokens in `batch.cache_slots`. In self-attention these are the query tokens. In
-                cross-attention they are the tokens of the encoder's new output. # [tokens, kv_heads, head_dim]
-            cache: one layer of `KvCache.layers`. It already contains the sequences' earlier tokens, perhaps in fewer
-                bits than the queries. If keys are also the values, `v` is not read.
+            k, v: keys and values to write to `batch.cache_slots`. In self-attention, their tokens are those of the
+                queries. In cross-attention, they are the tokens of new prompts. # [tokens, kv_heads, head_dim]
+            cache: one element of `KvCache.layers`, with the K/V of earlier tokens. They may have fewer bits than the
+                queries. In latent attention, where keys are also the values, `v` is not read.
             scoring: the layer's scoring.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Compute attention directly from its definition. Every other backend must agree with it."""
+"""The reference implementation of attention. Every other backend must agree with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xrunner.kv_cache import read_kv, write_kv
 
 
 class ReferenceAttention(AttentionBackend):
-    """Attention in plain torch, sequence by sequence, on any device and in any dtype. The softmax is in float32."""
+    """Attention in plain torch, one sequence at a time, on any device and in any dtype. The softmax is in float32."""
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> bool:
@@ -47,10 +47,11 @@ def gather_kv(cache: Tensor, table: Tensor, context: int) -> Tensor:
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scoring: Scoring) -> Tensor:
-    """Return the attention of a sequence's last tokens. # q [n, heads, dim], keys [context, kv_heads, dim] -> like q
+    """Return the attention of n queries of one sequence over its keys. # q [n, heads, dim], keys [context, kv_heads,
+    dim] -> like q
 
     Args:
-        hidden: True if a key is hidden from a query, or outside the attention window. # bool [n, context]
+        hidden: True if a query does not see a key. None means that all keys are visible. # bool [n, context]
     """
     group = q.shape[1] // keys.shape[1]
     keys = keys.repeat_interleave(group, dim=1)
@@ -71,7 +72,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scori
 
 
 def causal_mask(num_queries: int, context: int, device: torch.device, window: int | None = None) -> Tensor:
-    """Return whether each token of a context is hidden from each of the context's last `num_queries` tokens.
+    """Return whether each key is hidden from each query. The queries are the last `num_queries` tokens of the context.
     # bool [num_queries, context]
     """
     query = torch.arange(context - num_queries, context, device=device)[:, None]
@@ -80,7 +81,8 @@ def causal_mask(num_queries: int, context: int, device: torch.device, window: in
 
 
 def bias_of(bias: PositionBias, num_queries: int, context: int) -> Tensor:
-    """Return the position bias between the last tokens of a context and all its tokens. # [heads, num_queries,
-    context]"""
+    """Return the position bias between the last `num_queries` tokens of a context and all its tokens. # [heads,
+    num_queries, context]
+    """
     key = torch.arange(context, device=bias.values.device)
     return bias.values[:, bias.center + key[context - num_queries :, None] - key]

@@ -1,4 +1,4 @@
-"""Model families, one in each file, built from the shared blocks of layers.py, and the table of family names."""
+"""The model families by name. Each family has its own file and consists of the blocks in layers.py."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ FAMILIES: dict[str, type[Model]] = {
 
 
 def family_of(spec: ModelSpec) -> type[Model]:
-    """Return the class of a model's family.
+    """Return the model class that runs the family of `spec`.
 
     Raises:
-        InputError: this version does not run the family, or not with weights of so few bits.
+        InputError: xgpt's own engine does not run the model's family, or not its quantisation.
     """
     if spec.family not in FAMILIES:
         raise InputError("model.family", spec.family, f"xgpt's own engine runs only {', '.join(sorted(FAMILIES))}")

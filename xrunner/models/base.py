@@ -18,12 +18,12 @@ from xrunner.models.layers import Attend, Embedding, Empty, Head, LayerNorm, Lin
 
 
 class DecoderLayer(nn.Module):
-    """Computes attention, then the feed-forward block. Each block's input goes through a norm. The block's output is
-    added to the input as it was before the norm.
+    """Computes attention, then the feed-forward block. Each block reads the hidden states through a norm, and adds its
+    output to the hidden states.
 
     Args:
         norm: builds a norm.
-        norms_results: whether each of the two blocks is also followed by a norm (Gemma).
+        norms_results: whether the output of each block goes through another norm before it is added (Gemma).
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class DecoderLayer(nn.Module):
 
 
 def attend_to(attend: Attend, rows: Tensor, q: Tensor, k: Tensor, v: Tensor, *, scoring: Scoring) -> Tensor:
-    """Return the attention results for these rows."""
+    """Compute the attention of a layer. Return only the results of the tokens in `rows`."""
     return attend(q, k, v, scoring=scoring)[rows]
 
 
@@ -64,25 +64,25 @@ class Model(nn.Module):
     """Maps a batch to logits. Each family defines the blocks, and the names of their weights in checkpoints.
 
     Attributes:
-        decoder_start: tokens with which an encoder-decoder's decoder starts after each prompt. Such a prompt cannot be
-            cut, because the encoder reads all of it at once.
+        decoder_start: tokens that an encoder-decoder's decoder processes first. Empty for decoder-only models. The
+            prompts of an encoder-decoder cannot be cut into chunks, because the encoder reads a whole prompt at once.
         norm: the type of all norms.
-        norms_results: whether a layer's two blocks are also followed by norms.
+        norms_results: see `DecoderLayer`.
         checkpoint_layers: the name in checkpoints of each list of layers in this class.
-        checkpoint_names: the name in checkpoints of each module in this class, or several names if the module fuses
-            several projections. Modules of a layer are named relative to the layer ("layers.*." precedes the names
-            here). Modules that are not listed have the same name in checkpoints. In both names, * stands for the number
-            of an expert.
-        checkpoint_stacked: for each parameter that a checkpoint stores for all experts in one tensor, the tensor's
-            name. Such tensors are indexed by expert and have matrices as [in, out].
-        checkpoint_copies: tensors that a checkpoint may store more than once, and the names of the copies.
+        checkpoint_names: the name in checkpoints of each module in this class. A module that fuses several projections
+            has several names. A layer's modules have keys such as "layers.*.attention", and their names are relative to
+            the layer. Modules that are not listed have the same name in checkpoints. "experts.*" in keys and names
+            stands for each expert.
+        checkpoint_stacked: for each parameter of an expert, the name of the tensor in which a checkpoint stores it for
+            all experts. The tensor's first index is the expert. Matrices are [in, out].
+        checkpoint_copies: for each tensor that a checkpoint may store more than once, the names of its copies.
         checkpoint_transposed: whether a checkpoint stores the projections of its layers as [in, out].
         first_modules: modules that only the first stage of a pipeline needs.
         last_modules: modules that only the last stage of a pipeline needs.
         has_embedding, has_head: whether this is a pipeline's first stage, and whether it is the last.
         runs_decoder: False for an encoder whose decoder runs elsewhere.
-        first_layers: for each list of layers, the number that the checkpoint gives to the list's first layer. It is 0
-            for a list that is not named here.
+        first_layers: for each list of layers, the checkpoint's number of the list's first layer. Other lists begin at
+            0.
     """
 
     decoder_start: tuple[int, ...] = ()
@@ -111,19 +111,20 @@ class Model(nn.Module):
         return self.norm(empty, self.spec.hidden_size, self.spec.norm_eps)
 
     def layer(self, empty: Empty, layer: int) -> DecoderLayer:
-        """Return a new layer. If a family's layers are not attention followed by a feed-forward block, this method
-        returns a subclass of `DecoderLayer` whose `forward` calls `attend_to` if `rows` are given."""
+        """Return a new layer. A family whose layers have another structure overrides this method. Its layer is a
+        subclass of `DecoderLayer`, whose `forward` must call `attend_to` if `rows` are given.
+        """
         attention, mlp = self.attention(empty, layer), self.mlp(empty, layer)
         return DecoderLayer(partial(self._norm, empty), attention, mlp, norms_results=self.norms_results)
 
     def scoring(self, layer: int) -> Scoring:
-        """Return how a layer scores queries against keys."""
+        """Return the scale, soft cap and window of a layer's attention."""
         spec = self.spec
         window = None if layer in spec.full_attention_layers else spec.sliding_window
         return Scoring(spec.score_scale, spec.score_softcap, window=window)
 
     def rotary(self, empty: Empty, layer: int) -> Rotary:
-        """Return the rotary embedding of a layer's queries and keys. Layers with the same rotation share it."""
+        """Return the rotary embedding of a layer's queries and keys. Layers that rotate equally share one object."""
         spec = self.spec
         if spec.sliding_rope_theta is not None and self.scoring(layer).window is not None:
             spec = spec.but(rope_theta=spec.sliding_rope_theta, rope_scaling=None)
@@ -131,7 +132,7 @@ class Model(nn.Module):
 
     @abstractmethod
     def attention(self, empty: Empty, layer: int) -> nn.Module:
-        """Return the attention block of one layer. `layer` counts from the first layer of this part."""
+        """Return the attention block of one layer. `layer` is 0 for the first layer of this pipeline stage."""
 
     @abstractmethod
     def mlp(self, empty: Empty, layer: int) -> nn.Module:
@@ -147,8 +148,8 @@ class Model(nn.Module):
     ) -> Tensor:
         """Run one step. Return the logits of `batch.logit_rows`. # [sampled, vocab]
 
-        In a pipeline, every stage except the first starts from the hidden states that it has `received`, and every
-        stage except the last returns hidden states. # [tokens, hidden]
+        In a pipeline, every stage except the last returns hidden states. The next stage gets them as `received`. #
+        [tokens, hidden]
         """
 
     def prepack(self, dtype: DType = "float32", layouts: Mapping[str, str] | None = None) -> None:
@@ -157,12 +158,12 @@ class Model(nn.Module):
             projection.prepack(dtype, layouts)
 
     def projections(self) -> Iterator[Linear]:
-        """Yield every matrix by which activations are multiplied."""
+        """Yield all linear layers."""
         return (module for module in self.modules() if isinstance(module, Linear))
 
     def checkpoint_parameters(self, name: str) -> tuple[str, ...]:
-        """Return the names of the parameter `name` in checkpoints. There are several if the parameter fuses several
-        tensors."""
+        """Return the names in checkpoints of the parameter `name`. A fused parameter has several.
+        """
         if name == "lm_head.weight" and self.spec.tie_embeddings:
             name = "token_embedding.weight"  # the last stage may have no layers, only the head
         module, _, leaf = name.rpartition(".")
@@ -188,7 +189,7 @@ class DecoderModel(Model):
     """A decoder-only model: embedding, layers, head.
 
     `layers[i](hidden, batch, attend)` maps [tokens, hidden] to the same shape. `attend` is any `layers.Attend`. After
-    the last layer's attention, only tokens whose logits are needed remain, such as the last token of a prompt.
+    the last layer's attention, tokens whose logits are not needed are dropped.
     """
 
     last_modules = ("final_norm", "lm_head")

@@ -1,10 +1,10 @@
-"""Define what encoder-decoder families have in common. They have the interface of a decoder-only model.
+"""Run encoder-decoders behind the interface of decoder-only models.
 
-In a batch, a sequence that is encoded consists of its whole prompt and the decoder's first token. A sequence that
-decodes consists of its last token. In the cache, a prompt's slots hold the keys and values of cross-attention, which
-are computed once. The slots after the prompt's hold the keys and values of the decoder's self-attention. So a request
-takes as many blocks as in a decoder-only model, and frees all of them at once. The encoder's own keys and values are
-used within one layer of one step, and have separate blocks.
+In a batch, a new sequence consists of its whole prompt and the decoder's start token. A decoding sequence consists of
+its last token. In the cache, a prompt's slots hold the keys and values of cross-attention, which are computed once. The
+slots after the prompt's hold the keys and values of the decoder's self-attention. So a request takes as many blocks as
+in a decoder-only model. The keys and values of the encoder's self-attention are needed only within one layer of one
+step, and are in a temporary cache.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ READING_BLOCK = 16
 
 
 class CrossLayer(nn.Module):
-    """Computes attention to the decoder's tokens, attention to the encoder's tokens, and the feed-forward block, each
-    after a norm."""
+    """A decoder layer: self-attention, cross-attention to the encoder's output, and the feed-forward block. Each reads
+    the hidden states through a norm.
+    """
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class CrossLayer(nn.Module):
     def forward(
         self, hidden: Tensor, memory: Tensor | None, batch: Batch, attend: Attend, cross_attend: Attend
     ) -> Tensor:
-        """Run the layer. `attend` attends to the decoder's tokens, `cross_attend` to the encoder's.
+        """Run the layer. `attend` computes self-attention, `cross_attend` cross-attention.
         # [tokens, hidden] -> same
         """
         hidden = hidden + self.attention(self.attention_norm(hidden), batch.positions, attend)
@@ -106,8 +107,8 @@ class EncoderDecoderModel(Model):
     def forward(
         self, batch: Batch, cache: KvCache, backend: AttentionBackend, received: Tensor | None = None
     ) -> Tensor:
-        """Run one step. Return the logits of all sequences, since every sequence decodes or has its whole prompt in the
-        step. # [sequences, vocab]
+        """Run one step. Return the logits for each sequence's next token. There is always one, since prompts are never
+        cut. # [sequences, vocab]
         """
         assert received is None, (
             "`run` needs the whole model: run a stage by `encode` and `decode`, since prompts pass all encoder stages "
@@ -118,7 +119,7 @@ class EncoderDecoderModel(Model):
     def encode(self, batch: Batch, backend: AttentionBackend, received: Tensor | None = None) -> Tensor | None:
         """Run the encoder over a step's prompts, which are concatenated. Return None if the step has no prompts.
 
-        A stage that is not the last returns hidden states for the next stage. # [prompt tokens, hidden]
+        Stages except the last return hidden states for the next stage. # [prompt tokens, hidden]
         """
         assert batch.prompt_len is not None
         lengths = batch.prompt_len[batch.num_decodes :]
@@ -132,10 +133,10 @@ class EncoderDecoderModel(Model):
         return self.encoder.final_norm(hidden) if self.has_head else hidden
 
     def encoder_attention(self, lengths: Tensor, backend: AttentionBackend, hidden: Tensor) -> Attend:
-        """Return the attention function of all encoder layers, for prompts of these lengths.
+        """Return the attention function that all encoder layers use, for prompts of these lengths.
 
         Args:
-            hidden: a tensor with the dtype and device of keys and values.
+            hidden: any tensor. Keys and values get its dtype and device.
         """
         batch = reading_batch(lengths)
         num_blocks = int(batch.block_tables.max()) + 1
@@ -154,7 +155,7 @@ class EncoderDecoderModel(Model):
         """Run the decoder over one token of each sequence.
 
         Args:
-            memory: the encoder's output in this step. # [prompt tokens, hidden]
+            memory: the encoder's output for this step's prompts. None if there are none. # [prompt tokens, hidden]
             received: hidden states from the previous stage, if this is not the first. # [sequences, hidden]
 
         Returns:
@@ -181,7 +182,7 @@ class EncoderDecoderModel(Model):
 
 
 def biased(backend: AttentionBackend, cache: Tensor, batch: Batch, bias: PositionBias) -> Attend:
-    """Return a layer's attention function, with the position bias that all layers of the stack share."""
+    """Return a layer's attention function, which adds `bias` to the scores."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *, scoring: Scoring) -> Tensor:
         return backend.forward(q, k, v, cache, batch, scoring._replace(bias=bias))
@@ -190,22 +191,24 @@ def biased(backend: AttentionBackend, cache: Tensor, batch: Batch, bias: Positio
 
 
 def own_tokens(batch: Batch) -> Batch:
-    """Return the batch for self-attention. In it, each sequence has one decoder token, which attends to the sequence's
-    decoder tokens so far.
+    """Return the batch for the decoder's self-attention. Each sequence has one query: its last decoder token. It
+    attends to the sequence's decoder tokens and not to the prompt.
     """
     return replace(_one_each(batch, _last(batch)), first_key=batch.prompt_len)
 
 
 def recalling(batch: Batch) -> Batch:
-    """Return the batch for cross-attention: one token of each sequence attends to the prompt, and the keys and values
-    of new prompts are written.
+    """Return the batch for cross-attention. Each sequence has one query, which attends to the prompt. The keys and
+    values of new prompts are written.
     """
     assert batch.prompt_len is not None
     return replace(_one_each(batch, _is_prompt(batch)), context_len=batch.prompt_len)
 
 
 def reading_batch(lengths: Tensor) -> Batch:
-    """Return a batch of whole prompts in consecutive blocks, for the encoder's attention. # int32 [prompts]"""
+    """Return the batch for the encoder's attention: whole prompts of these lengths, in consecutive blocks. # int32
+    [prompts]
+    """
     length = lengths.cpu().numpy()
     num_blocks = -(-length // READING_BLOCK)
     tables = (np.cumsum(num_blocks) - num_blocks)[:, None] + np.arange(num_blocks.max())

@@ -1,4 +1,4 @@
-"""Implement a mixture of experts: a router, and the feed-forward blocks among which it chooses.
+"""Implement a mixture of experts: a router and the experts, which are feed-forward blocks.
 
 Each expert is a separate block, so that its weights are read, cut and packed like the weights of any other block. A
 rank may hold some of the experts, or a slice of every expert. The ranks' results are added.
@@ -17,13 +17,15 @@ from xrunner.models.layers import Empty, GatedMlp, parameter
 
 
 def of_one_expert(spec: ModelSpec) -> ModelSpec:
-    """Return the model with one expert's feed-forward block in place of all experts."""
+    """Return the model's spec with the feed-forward size of one expert."""
     assert spec.experts is not None
     return spec.but(ffn_size=spec.experts.ffn_size)
 
 
 class Router(nn.Module):
-    """Scores each expert for each token in the dtype of the activations, even if products have another dtype."""
+    """Chooses experts for each token. Scores are computed in the dtype of the activations, even if other products have
+    another dtype.
+    """
 
     def __init__(self, empty: Empty, spec: ModelSpec, *, bias: bool) -> None:
         super().__init__()
@@ -54,8 +56,9 @@ class Router(nn.Module):
         return chosen, weights * experts.weight_scale
 
     def _within_best_groups(self, rated: Tensor) -> Tensor:
-        """Return ratings that are minus infinity for experts outside a token's best groups. # [tokens, experts] ->
-        same"""
+        """Return the ratings, with minus infinity for experts outside each token's best groups. # [tokens, experts] ->
+        same
+        """
         groups = rated.unflatten(-1, (self.of.num_groups, -1))
         looked_at = 1 if self.e_score_correction_bias is None else 2
         best = groups.topk(looked_at, dim=-1).values.sum(dim=-1).topk(self.of.active_groups, dim=-1).indices
@@ -64,8 +67,8 @@ class Router(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """The weighted sum of the outputs of the experts that the router chooses, plus the output of the shared experts, to
-    which every token goes.
+    """Sums the outputs of each token's experts, with the router's weights, and adds the output of the shared experts.
+    Every token goes through the shared experts.
 
     Args:
         block: builds one expert.
@@ -86,7 +89,7 @@ class MixtureOfExperts(nn.Module):
         self._first, self._last = first, last
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Run each chosen expert once, over all of its tokens together. # [tokens, hidden] -> same"""
+        """Run each chosen expert once, over all tokens that chose it. # [tokens, hidden] -> same"""
         chosen, weights = self.router(hidden)
         of_expert, order = chosen.flatten().sort(stable=True)
         begin, *ends = torch.searchsorted(

@@ -1,4 +1,4 @@
-"""gpt-oss: experts with biases and limited gates, windows in every second layer, an attention sink for each head.
+"""gpt-oss: experts with biases and clamped gates, windows in every second layer, an attention sink for each head.
 
 Source: arXiv 2508.10925. Weights in four bits (mxfp4) are not supported: checkpoints must have a floating-point dtype.
 """
@@ -19,8 +19,9 @@ GAIN, LIMIT = 1.702, 7.0
 
 
 class LimitedMlp(GatedMlp):
-    """down((up(x) + 1) gate(x) sigmoid(1.702 gate(x))). The values of gate and up are limited. Their columns alternate
-    in one weight."""
+    """down((up(x) + 1) gate(x) sigmoid(1.702 gate(x))). The values of gate and up are clamped. Their outputs alternate
+    in one weight.
+    """
 
     takes_turns: ClassVar[bool] = True
 

@@ -1,8 +1,7 @@
-"""Implement multi-head latent attention. The cache stores one vector for each token, from which every head's K/V could
-be computed.
+"""Implement multi-head latent attention. The cache stores one vector per token instead of every head's K/V.
 
-The matrices that would compute K/V are instead applied to the queries and to the results. So attention runs on the
-stored vectors, as if all heads shared one key that is also the value. Source: DeepSeek-V2 (arXiv 2405.04434) sec. 2.1.
+The matrices that expand a vector into K/V are applied to the queries and to the results instead. So attention runs on
+the stored vectors: all heads share one key, which is also the value. Source: DeepSeek-V2 (arXiv 2405.04434) sec. 2.1.
 """
 
 from __future__ import annotations
@@ -27,11 +26,10 @@ class HeadProjections(nn.Module):
 
 
 class LatentSelfAttention(nn.Module):
-    """Self-attention over two stored vectors for each token: the latent vector, and a key rotated to the token's
-    position.
+    """Self-attention over each token's stored vector: a latent part, and a key that is rotated to the token's position.
 
     Args:
-        scoring: the layer's scoring. The scale is for a head's whole query and key.
+        scoring: the layer's scoring. Its default scale is that of spec.head_dim, not of the stored vector.
     """
 
     def __init__(self, empty: Empty, spec: ModelSpec, *, rotary: Rotary, scoring: Scoring) -> None:
@@ -74,5 +72,5 @@ class LatentSelfAttention(nn.Module):
 
 
 def _side_by_side(x: Tensor) -> Tensor:
-    """Move dimensions 2 i to the first half and 2 i + 1 to the second. Products of queries and keys do not change."""
+    """Move even dimensions to the first half and odd dimensions to the second."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

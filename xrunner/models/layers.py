@@ -1,4 +1,4 @@
-"""The blocks of which every model family consists. No block has code for parallelism.
+"""The blocks that model families consist of. None has code for parallelism.
 
 Each block takes the argument `empty`, a function that allocates a parameter: `torch.empty` with dtype and device bound.
 The parameters' values are loaded later (weights.py).
@@ -27,7 +27,7 @@ Empty = Callable[..., Tensor]
 
 
 class Attend(Protocol):
-    """Computes the attention of one layer in one step, and owns the layer's keys and values."""
+    """Computes the attention of one layer in one step. The function has access to the layer's cache."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scoring: Scoring) -> Tensor:
         """Return the attention of each query. # q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens,
@@ -45,7 +45,7 @@ class Linear(nn.Module):
     Args:
         out_features: output size of each fused part. A checkpoint stores the parts separately.
         activation: one of `ACTIVATIONS`. A gate halves the number of outputs.
-        weight: a weight to share (a tied head). None means that the block allocates its own.
+        weight: an existing weight to use (a tied head). None means that the block allocates one.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class Linear(nn.Module):
     def prepack(self, dtype: DType = "float32", layouts: Mapping[str, str] | None = None) -> None:
         """Pack the weight as the device's kernels need it, if that is faster (see `xrunner.packing.choice.pack`).
 
-        The original weight is then freed. A tied weight stays in the embedding, and its packed copy takes as much
-        memory again.
+        The original weight is then freed, unless it is tied. A tied weight stays in the embedding, so its packed copy
+        takes additional memory.
         """
         if self.weight is not None and (packed := pack(self.weight.data, self.activation, dtype, layouts)) is not None:
             self._packed = packed
@@ -101,7 +101,8 @@ class Head(Linear):
         """Return the logits. # [rows, in] -> [rows, vocab]
 
         Args:
-            highest_only: whether only the highest logit of each row must be right. No other logit may be above it.
+            highest_only: whether only each row's argmax is needed. Other logits may then be wrong, but are never
+                higher.
             added: numbers to add to the logits. # [rows, vocab]
         """
         if highest_only and self._highest is not None:
@@ -154,14 +155,13 @@ class Embedding(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding: dimension d rotates together with dimension d + half, in Hugging Face's order of
-    weights. If a model's spec has a `rotary_dim`, the dimensions after it do not rotate.
+    """Rotary position embedding. Dimension d is paired with dimension d + half, as in Hugging Face's checkpoints. If a
+    model's spec has a `rotary_dim`, only the first `rotary_dim` dimensions rotate.
 
     Layers that share one object share a step's angles, since computing angles takes longer than rotating a few rows.
-    Angles are computed for each step and not stored, since a table for the whole context of Llama 3.1 would take 64
-    MiB.
+    There is no table of angles: for the whole context of Llama 3.1 it would take 64 MiB.
 
-    Source: RoFormer (arXiv 2104.09864). See the scalings' own types.
+    Source: RoFormer (arXiv 2104.09864).
     """
 
     frequencies: Tensor  # float32 [dimensions that turn / 2], radians a position
@@ -193,11 +193,13 @@ class Rotary(nn.Module):
         return turned
 
     def begin_step(self) -> None:
-        """Forget the last step's angles, since the same tensor may contain other positions in this step."""
+        """Forget the last step's angles. The same tensor may contain other positions in this step."""
         self._last = None
 
     def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, computed once for a step's positions. # two of [tokens, dim / 2]"""
+        """Return the cosines and sines of the positions' angles. They are computed once per step. # two of [tokens, dim
+        / 2]
+        """
         if self._last is not None and self._last[0] is positions:
             return self._last[1:]
         angles = positions[:, None] * self.frequencies
@@ -207,15 +209,15 @@ class Rotary(nn.Module):
 
 
 def _frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
-    """Return the angle in radians by which each pair of dimensions rotates per position, and the factor for rotated
-    vectors. # float32 [pairs]
+    """Return each pair's frequency in radians per position, and the factor by which rotated vectors are multiplied. #
+    float32 [pairs]
 
-    If a pair rotates many times within the trained context, its frequency does not change. If the pair rotates about
-    once or less, its frequency is divided by `factor`. Frequencies of other pairs are interpolated, by the number of
-    rotations (Llama 3.1) or by the pair's index (YaRN).
+    Linear scaling divides all frequencies by `factor`. Llama 3.1's scaling and YaRN divide only those of pairs that
+    rotate about once or less within the trained context. They do not change pairs that rotate many times. In between,
+    they interpolate by the number of rotations (Llama 3.1) or by the pair's index (YaRN).
 
     Raises:
-        InputError: this version does not support the scaling.
+        InputError: this kind of `rope_scaling` is not supported.
     """
     dim = spec.head_dim if spec.rotary_dim is None else spec.rotary_dim
     frequencies = spec.rope_theta ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
@@ -245,11 +247,12 @@ def _frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
 
 
 class RelativeBias(nn.Module):
-    """Returns the number that each head adds to a score: one value for each bucket of distances from query to key.
+    """T5's position bias: a number that each head adds to a score. Distances from query to key fall into buckets, and
+    each bucket has one number per head.
 
-    Half of the buckets contain one distance each. The others contain increasingly many distances, and the last one all
-    distances above its lower limit. If both directions are visible, each direction has half of the buckets. Source: T5
-    (arXiv 1910.10683) sec. 2.1.
+    Half of the buckets contain one distance each. The others contain increasingly many distances, the last one all
+    longer distances. In a bidirectional encoder, each direction has half of the buckets. Source: arXiv 1910.10683 sec.
+    2.1.
     """
 
     def __init__(self, empty: Empty, spec: ModelSpec, *, bidirectional: bool) -> None:
@@ -261,7 +264,7 @@ class RelativeBias(nn.Module):
         """Buckets of all distances, by the number of tokens in the longest sequence (a power of two)."""
 
     def forward(self, distance: Tensor) -> Tensor:
-        """Return the bias of each distance: key position minus query position. # int64 [...] -> [..., heads]"""
+        """Return the bias of each distance (key position minus query position). # int64 [...] -> [..., heads]"""
         return F.embedding(self.bucket(distance), self.weight)
 
     def of_places(self, longest: int) -> PositionBias:
@@ -274,7 +277,7 @@ class RelativeBias(nn.Module):
         return PositionBias(values.t().float().contiguous(), center)
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """Return the bucket of each distance: key position minus query position. # int64 [...] -> same"""
+        """Return the bucket of each distance (key position minus query position). # int64 [...] -> same"""
         num_buckets, first = self.weight.shape[0], torch.zeros_like(distance)
         if self.bidirectional:
             num_buckets //= 2
@@ -291,12 +294,12 @@ class RelativeBias(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Self-attention and its projections. `attend` computes the attention and owns the cache.
+    """Self-attention and its projections. The attention itself is computed by `attend`, an argument of `forward`.
 
     Args:
-        rotary: rotates queries and keys to their positions. None means that the embedding has added positions.
+        rotary: rotates queries and keys to their positions. None means that positions are encoded elsewhere.
         qk_norm: the type of norm on each head's query and key (Qwen3, Gemma 3). None means no norm.
-        scoring: the layer's scoring. Attention sinks are weights of this block.
+        scoring: the layer's scoring. Its sinks, if the model has any, are a parameter of this block.
     """
 
     def __init__(
@@ -350,7 +353,8 @@ class CrossAttention(nn.Module):
         self.out = Linear(empty, size, spec.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor, memory: Tensor | None, attend: Attend) -> Tensor:
-        """Attend to the encoder's output. `memory` is the encoder's output for new prompts.
+        """Attend to the encoder's output. `memory` is its part for new prompts. Earlier prompts' keys and values are
+        cached.
         # [tokens, hidden], [encoder tokens, hidden] -> [tokens, hidden]
         """
         q = self.q(hidden).unflatten(-1, (-1, self.head_dim))
@@ -383,8 +387,8 @@ class GatedMlp(nn.Module):
     """down(activation(gate(x)) * up(x)), gate and up fused. Source: GLU variants (arXiv 2002.05202).
 
     Attributes:
-        takes_turns: whether the columns of gate and up alternate in one stored tensor. The fused projection then
-            applies no activation function.
+        takes_turns: whether the outputs of gate and up alternate in the stored weight. The subclass then applies the
+            activation function.
     """
 
     takes_turns: ClassVar[bool] = False

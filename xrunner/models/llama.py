@@ -15,10 +15,10 @@ from xrunner.models.layers import Empty, GatedMlp, RmsNorm, SelfAttention
 
 
 class LlamaModel(DecoderModel):
-    """Llama, and the options of families with its shape.
+    """Llama, with options for similar families.
 
     Attributes:
-        norms_heads: whether each head's query and key are normalised.
+        norms_heads: whether each head's query and key go through a norm.
         has_out_bias: whether attention's output projection has a bias if the others have one.
     """
 

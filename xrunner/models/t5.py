@@ -1,4 +1,4 @@
-"""T5, and T5 1.1 and Flan-T5, which have gates: relative positions, RMS norm before each block, no biases.
+"""T5, T5 1.1 and Flan-T5: relative positions, RMS norm before each block, no biases. The latter two have gates.
 
 Source: arXiv 1910.10683.
 """
@@ -14,7 +14,7 @@ from xrunner.models.layers import UNSCALED, Empty, GatedMlp, Mlp, RmsNorm, SelfA
 
 
 def _layer_names(stack: str, mlp: int) -> dict[str, tuple[str, ...]]:
-    """Return the checkpoint names of a stack's modules. `mlp`: number of each layer's feed-forward sublayer."""
+    """Return the checkpoint names of a stack's modules. `mlp` is the index of the feed-forward block within a layer."""
     place, dense = f"{stack}.layers.*", f"layer.{mlp}.DenseReluDense"
     return {
         f"{stack}.position_bias": (f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias",),
