@@ -1,12 +1,12 @@
-"""CPU kernels, compiled by numba. `LAYOUTS` has the ways to pack weights. `BACKENDS` has the attention backends.
+"""CPU kernels, compiled by numba. `LAYOUTS` lists weight layouts. `BACKENDS` lists attention backends.
 
 Other packages import only these two tables. Without numba, both are empty, and the engine uses only torch.
 
-`layouts` names the ways to pack a weight: `panels` multiply in vector registers (AVX-512), `matrix_panels` in Intel's
-matrix registers (AMX), and `highest` finds the highest logit. `attention` computes a step's attention: `decodes`
-handles queries that share their keys with no other query. `prompts` handles queries that share keys, in tiles that stay
-in vector registers (`tiles`) or in matrix registers (`amx`). Inner loops are LLVM vector instructions or assembly
-(`simd`), because compilers move sums from registers to memory.
+`layouts` lists the weight layouts: `panels` multiplies in vector registers (AVX-512), `matrix_panels` in Intel's matrix
+registers (AMX). `highest` finds each row's argmax. `attention` computes a step's attention. `prompts` handles queries
+that share keys, in tiles that stay in vector registers (`tiles`) or in matrix registers (`amx`). `decodes` handles all
+other queries. Inner loops are LLVM vector instructions or assembly (`simd`), because a compiler would keep sums in
+memory.
 """
 
 from __future__ import annotations

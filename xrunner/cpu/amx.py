@@ -1,9 +1,9 @@
-"""Multiply bfloat16 numbers in the processor's matrix registers (AMX), with sums in float32. Numba calls these
-functions.
+"""Multiply bfloat16 numbers in the processor's matrix registers (AMX), with sums in float32, in functions that
+numba-compiled kernels call.
 
-A register holds 16 rows of 64 bytes. A product multiplies 16 x 32 numbers by 32 x 16 numbers. The second operand has
-pairs of rows: each element of an even row is followed by the element of the next row. Queries are lanes, as in `simd`,
-in one or two registers.
+A register holds 16 rows of 64 bytes. One instruction multiplies a 16 x 32 matrix by a 32 x 16 matrix. In the second
+matrix, two rows are interleaved: element i of an even row is followed by element i of the next row. As in `tiles`, each
+lane is a query. Lanes fill one or two registers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SUMS, ROWS, LANES = ((0, 1), (2, 3)), (4, 5), (6, 7)
 
 @cache
 def is_available(numbers: str = "bf16") -> bool:
-    """Return whether the processor has matrix registers and the system lets this process use them.
+    """Return whether the processor has matrix registers and the operating system lets this process use them.
 
     Args:
         numbers: type of the numbers to multiply, "bf16" or "int8".
@@ -65,7 +65,7 @@ class Registers:
         self.builder.call(function, arguments)
 
     def load(self, register: int, array: ir.Value, stride: ir.Value) -> None:
-        """Load rows that lie `stride` bytes apart."""
+        """Load 16 rows, each `stride` bytes after the previous one."""
         self.call("tileloadd64", _byte(register), self._bytes(array), stride)
 
     def store(self, register: int, array: ir.Value, stride: ir.Value) -> None:
@@ -75,7 +75,7 @@ class Registers:
         self.call("tilezero", _byte(register))
 
     def multiply_all(self) -> None:
-        """Add the products of all rows and all lanes to the sums."""
+        """Multiply the registers with rows by the registers with lanes, and add the products to the sums."""
         for i in range(2):
             for half in self.halves:
                 self.call("tdpbf16ps", _byte(SUMS[i][half]), _byte(ROWS[i]), _byte(LANES[half]))
@@ -90,7 +90,7 @@ class Registers:
 
 @inlined
 def configure(typing_context: Any, shapes: Any) -> Any:
-    """Set the shapes of this thread's registers. # uint8 [64]"""
+    """Configure this thread's registers. `shapes` has the operand of ldtilecfg. # uint8 [64]"""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         registers = Registers(builder, 0)
@@ -102,7 +102,7 @@ def configure(typing_context: Any, shapes: Any) -> Any:
 
 @inlined
 def release(typing_context: Any) -> Any:
-    """Empty this thread's registers."""
+    """Release this thread's registers."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         Registers(builder, 0).call("tilerelease")
@@ -113,7 +113,7 @@ def release(typing_context: Any) -> Any:
 
 @inlined
 def pair_rows(typing_context: Any, rows: Any, pairs: Any, count: Any, lanes: Any) -> Any:
-    """Round rows of lanes to bfloat16, in pairs of rows. Then store the rounding errors in the same form.
+    """Round to bfloat16 and interleave pairs of rows. Then do the same to the rounding errors.
 
     # rows float32 [count, lanes] -> pairs [2, count / 2, lanes]
     """
@@ -143,7 +143,9 @@ def score_keys(
     head_dim: Any,
     lanes: Any,
 ) -> Any:
-    """Compute dot products of queries, as stored by `pair_rows`, with two groups of 16 keys. # -> scores [32, lanes]"""
+    """Compute dot products of queries with two groups of 16 keys. `pairs` are queries from `pair_rows`. # -> scores
+    [32, lanes]
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         pairs, keys, scores = pointers(context, builder, signature, values, 3)
@@ -181,9 +183,9 @@ def add_values(
     head_dim: Any,
     lanes: Any,
 ) -> Any:
-    """Add weights^T * values to sums, over 32 dimensions of the values.
+    """Add weights^T * values to sums, for 32 dimensions of the values.
 
-    # weights: pairs [16 * num_steps, lanes], values as stored by `turn_values`, from a byte offset on, sums [32, lanes]
+    # weights: pairs [16 * num_steps, lanes]; values: from `turn_values`, from byte `from_values` on; sums [32, lanes]
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
@@ -215,7 +217,7 @@ def add_values(
 def turn_values(
     typing_context: Any, values: Any, places: Any, turned_values: Any, first: Any, begin: Any, end: Any, head_dim: Any
 ) -> Any:
-    """Transpose the values of 32 keys from `first` on, so that each row is a dimension. Sixteen rows fill a register.
+    """Transpose the values of 32 keys from `first` on. Each row is then a dimension, and 16 rows fill a register.
 
     Keys outside `begin` to `end` become zero.
 
@@ -264,7 +266,9 @@ def soften(
     num_keys: Any,
     lanes: Any,
 ) -> Any:
-    """Do `tiles.soften` for an even number of keys; weights are rounded to bfloat16. # -> pairs [keys / 2, lanes]"""
+    """Do as `tiles.soften` for an even number of keys, but write the weights to `pairs` as bfloat16. # -> pairs [keys /
+    2, lanes]
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         scores, pairs, highest, total, shrink = pointers(context, builder, signature, values, 5)
@@ -300,15 +304,15 @@ def soften(
 
 
 def _quarters(*ends: int) -> list[int]:
-    """Return a shuffle mask that chooses elements within each quarter. 0 to 3 are elements of the same quarter of the
-    first register, and 4 to 7 those of the second.
+    """Return a shuffle mask that chooses elements within each quarter. In `ends`, 0 to 3 are the elements of the first
+    register's quarter, and 4 to 7 those of the second register's.
     """
     return [4 * quarter + end % 4 + SQUARE * (end // 4) for quarter in range(4) for end in ends]
 
 
 def _runs(*quarters: int) -> list[int]:
-    """Return a shuffle mask of whole quarters of the first register (0 to 3) and of the second (4 to 7), in the given
-    order."""
+    """Return a shuffle mask that chooses whole quarters: 0 to 3 are the first register's, 4 to 7 the second's.
+    """
     return [4 * quarter + i for quarter in quarters for i in range(4)]
 
 
@@ -316,7 +320,7 @@ _EVEN, _ODD = _runs(0, 2, 4, 6), _runs(1, 3, 5, 7)
 
 
 def _turned(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
-    """Return the transpose of 16 vectors of 16 elements of 32 bits."""
+    """Transpose a 16 x 16 matrix of 32-bit elements, given as its rows."""
 
     def exchange(a: ir.Value, b: ir.Value, mask: list[int]) -> ir.Value:
         return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(ir.IntType(32), SQUARE), mask))
@@ -339,7 +343,7 @@ def _turned(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
 
 
 def _halves(builder: ir.IRBuilder, array: ir.Value) -> ir.Value:
-    """Return the same memory as 16-bit numbers."""
+    """Return a pointer to the same memory as 16-bit numbers."""
     return builder.bitcast(array, ir.IntType(16).as_pointer())
 
 

@@ -1,9 +1,8 @@
-"""Compute attention on a CPU with numba, directly from K/V blocks in float32, bfloat16 or eight bits.
+"""Compute attention on a CPU with numba, directly from K/V blocks in float32, bfloat16 or int8.
 
-Rows of a sequence that read the same K/V head form spans (`prompts`). Each thread computes the next span when it is
-free. A span takes time in proportion to its context, whether it belongs to a whole prompt or to a later piece. If the
-heads of a decode that share a K/V head are too few to fill a tile, the decode's queries are computed one at a time
-(`decodes`; see benchmarks/attention.py).
+Queries of one sequence that read the same K/V head are divided into spans (`prompts`). A free thread takes the next
+span. A span's time is proportional to its context. If too few heads share a K/V head to fill a tile, the queries of
+decodes are computed one at a time (`decodes`; see benchmarks/attention.py).
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ _NO_SCALES = np.zeros(0, dtype=np.float32)
 
 
 class _Places(NamedTuple):
-    """A batch in the form that the kernel takes. `first_key` is empty if all keys are visible."""
+    """A batch as the kernel takes it. `first_key` is empty if the batch has none."""
 
     query_start: np.ndarray
     context_len: np.ndarray
@@ -71,8 +70,8 @@ class _Places(NamedTuple):
 
 
 class _StridedRows(NamedTuple):
-    """Queries, keys or values with any strides. Without this type, numba would compile again for each layout of an
-    array, which takes seconds.
+    """Queries, keys or values with any strides. Numba compiles anew for each array layout, which takes seconds. With
+    this type, it compiles once.
 
     # values [elements]: element d of head h of token t is values[t * token_stride + h * head_stride + d]
     """
@@ -84,8 +83,8 @@ class _StridedRows(NamedTuple):
 
 
 class NumbaAttention(AttentionBackend):
-    """Attention by online softmax over paged blocks, on CPUs: queries in float32, keys and values in float32, bfloat16
-    or int8.
+    """Attention on CPUs, by online softmax over paged blocks. Queries are float32. Keys and values are float32,
+    bfloat16 or int8.
 
     The kernels run on as many threads as torch.
     """
@@ -140,15 +139,17 @@ class NumbaAttention(AttentionBackend):
 
 
 def suits_matrices(cache: Tensor) -> bool:
-    """Return whether the processor has matrix registers, and heads and blocks fill them."""
+    """Return whether attention over this cache can run in matrix registers: the processor has them, K/V are bfloat16,
+    and blocks and heads fill whole registers.
+    """
     block_size, head_dim = cache.shape[3:]
     whole = block_size % amx.SQUARE == 0 and head_dim % amx.DEPTH == 0
     return cache.dtype == torch.bfloat16 and whole and amx.is_available()
 
 
 def _rows(x: Tensor) -> _StridedRows:
-    """Return a tensor in which the elements of each head and the heads of each decode are contiguous: a view if
-    possible, else a copy. # x [tokens, heads, head_dim]
+    """Return a tensor in which each token's heads are contiguous: a view if possible, else a copy. # x [tokens, heads,
+    head_dim]
     """
     num_tokens, num_heads, head_dim = x.shape
     if x.stride(2) != 1 or x.stride(1) != head_dim:
@@ -158,7 +159,7 @@ def _rows(x: Tensor) -> _StridedRows:
 
 
 def _stored(cache: np.ndarray, x: np.float32) -> Any:
-    """Return a number as the cache stores it: float32, or bfloat16 rounded to nearest, ties to even."""
+    """Convert a number to the cache's type: float32, or bfloat16 (rounded to nearest, ties to even)."""
 
 
 @overload(_stored, strict=False)
@@ -176,7 +177,7 @@ def _(cache: Any, x: Any) -> Any:
 
 
 def _keep(x: Any, cache: np.ndarray, scales: np.ndarray, place: int, scale_place: int, head_dim: int) -> None:
-    """Store a token's key or value. If it has a scale, store the scale `scale_place` bytes after the start."""
+    """Store a token's key or value at element `place`. In an int8 cache, store its scale at byte `scale_place`."""
 
 
 @overload(_keep, strict=False)
@@ -201,7 +202,7 @@ def _(x: Any, cache: Any, scales: Any, place: Any, scale_place: Any, head_dim: A
 
 
 def _lose(cache: np.ndarray, scales: np.ndarray, place: int, scale_place: int, head_dim: int) -> None:
-    """Make a value NaN."""
+    """Fill a token's value with NaN."""
 
 
 @overload(_lose, strict=False)
@@ -324,7 +325,7 @@ def _all_finite(x, count):
 
 @njit(nogil=True, **INNER)
 def _rules(scored, h, group):
-    """Return the part of a `Scored` that concerns one K/V head."""
+    """Return the rules of one K/V head, from the rules of all heads."""
     return Rules(
         scored.scale * LOG2_E,
         scored.softcap * LOG2_E,
@@ -338,7 +339,7 @@ def _rules(scored, h, group):
 
 @njit(nogil=True, **INNER)
 def _spans(query_start, group, room):
-    """Return, for each span of at most `room` rows, its sequence and its first row within that sequence.
+    """Divide each sequence's rows into spans of at most `room` rows. Return each span's sequence and first row.
 
     # int32 [spans], int32 [spans]
     """
@@ -355,7 +356,7 @@ def _spans(query_start, group, room):
 
 @njit(nogil=True, **INNER)
 def _aligned(size):
-    """Return memory that begins at a cache line. # float32 [size]"""
+    """Allocate an array that begins at a cache line. # float32 [size]"""
     memory = np.empty(size + 16, dtype=np.float32)
     first = -address(memory) % 64 // 4
     return memory[first : first + size]

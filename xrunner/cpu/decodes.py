@@ -1,7 +1,7 @@
-"""Compute attention for one decoding query at a time. Memory limits the speed, so K/V are read in the order of
-addresses.
+"""Compute attention for one decoding query at a time. The memory's bandwidth limits the speed, so K/V are read in the
+order of addresses.
 
-The module also has types and constants that every CPU kernel uses, for keys, scoring and the softmax.
+Other attention kernels also use this module's types and constants.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ LINE_BYTES = 64
 
 
 class Keys(NamedTuple):
-    """The keys of one sequence and K/V head, in blocks. Keys from `earliest` up to, but not including, `context` are
-    visible.
+    """The keys of one sequence, in blocks, from K/V head `head` on. Keys [earliest, context) are visible.
 
     Attributes:
-        scales: the cache's memory as float32 numbers, used only if the cache has eight bits.
+        scales: the same memory viewed as float32, from which an int8 cache's scales are read. Else empty.
     """
 
     cache: np.ndarray
@@ -44,7 +43,7 @@ class Keys(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """A `Scoring` as kernels take it. Absent arrays are empty, and an absent cap or window is 0."""
+    """A `Scoring` as kernels take it. None becomes an empty array, or 0 for the cap and the window."""
 
     scale: np.float32
     softcap: np.float32
@@ -56,7 +55,7 @@ class Scored(NamedTuple):
 
 @njit(nogil=True, fastmath=True, error_model="numpy", **INNER)
 def limit(scores, count, cap):
-    """Limit the first scores to between -cap and cap: cap tanh(score / cap)."""
+    """Apply the soft cap to the first `count` scores: cap tanh(score / cap)."""
     for i in range(count):
         small = exp(np.float32(-2.0) * abs(scores[i]) / cap)
         limited = cap * (np.float32(1.0) - small) / (np.float32(1.0) + small)
@@ -67,14 +66,13 @@ def limit(scores, count, cap):
 def decode(q, keys, num_kv_heads, scored, acc, floats):
     """Compute one token's attention over some K/V heads: acc = softmax(q K^T) V.
 
-    Within a block the heads lie one after the other, so memory is read in order: block by block, and head by head
-    within a block.
+    A block stores its heads one after the other, so the loops go over blocks, then over the heads of a block.
 
     Args:
-        q, acc: queries and results, whose head_dim must be a multiple of LINE. # [num_kv_heads * group, head_dim]
-        keys: keys of the first head, in blocks whose size must be a multiple of LINE.
-        floats: scratch memory: each head's weights for a line of keys, and their sums. # [2 * num_kv_heads * group *
-            LINE]
+        q, acc: queries and results. head_dim must be a multiple of LINE. # [num_kv_heads * group, head_dim]
+        keys: keys of the first head. The block size must be a multiple of LINE.
+        floats: scratch memory for each query head's weights of a line of keys, and the sums of these weights. # [2 *
+            num_kv_heads * group * LINE]
     """
     cache, scales, first_head, table, earliest, context, _ = keys
     num_heads, head_dim = q.shape
@@ -134,8 +132,8 @@ def decode(q, keys, num_kv_heads, scored, acc, floats):
 
 
 def _heads_at_once(cache: np.ndarray, num_kv_heads: int) -> Any:
-    """Return the number of K/V heads whose products are computed before the softmax of the first head. With several
-    heads, no softmax waits for a product. In float32 this number is 1, because memory is the limit.
+    """Return the number of K/V heads whose scores are computed before the first head's softmax, so that the softmax
+    does not wait for scores. It is 1 in float32, where the memory's bandwidth is the limit.
     """
 
 
@@ -145,8 +143,9 @@ def _(cache: Any, num_kv_heads: Any) -> Any:
 
 
 def _scale_line(cache: np.ndarray, scales: np.ndarray, numbers: np.ndarray, place: int) -> None:
-    """Multiply a line of numbers by the scales of keys or values that begin at byte `place`, if the cache has
-    scales."""
+    """Multiply a line of numbers, one per key, by the scales at byte `place` and after. Do nothing if the cache has no
+    scales.
+    """
 
 
 @overload(_scale_line, strict=False)
@@ -161,15 +160,15 @@ def _(cache: Any, scales: Any, numbers: Any, place: Any) -> Any:
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _fetch(cache, start, count):
-    """Prefetch all cache lines of some elements, since processors do not read ahead from one block to the next."""
+    """Prefetch the cache lines of `count` elements. Processors do not prefetch across blocks."""
     for line in range(0, count, LINE_BYTES // cache.itemsize):
         fetch(cache, start + line)
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy", **INNER)
 def _adjust(scores, scored, head, distance):
-    """Scale a line of scores for a softmax in powers of two, and add the layer's bias. `distance` is the distance from
-    the query to the first key.
+    """Scale a line of scores for a softmax in powers of two, apply the soft cap and add the bias. `distance` is the
+    query's position minus the first key's.
     """
     for i in range(LINE):
         scores[i] *= scored.scale * LOG2_E
@@ -182,7 +181,7 @@ def _adjust(scores, scored, head, distance):
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _add(weights, values, sums, from_values, from_sums, shrink, begin, end, head_dim):
-    """Set sums = shrink * sums + the weighted values of keys from `begin` to `end`."""
+    """Set sums = shrink * sums + the weighted sum of the values of keys [begin, end)."""
     d = 0
     while d + 4 * LINE <= head_dim:
         add_rows(weights, values, sums, from_values + d, from_sums + d, shrink, begin, end, head_dim, 4, LINE)

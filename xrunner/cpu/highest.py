@@ -1,9 +1,9 @@
-"""Find the highest of many sums exactly, starting from a product in eight bits.
+"""Find the argmax of a matrix product exactly, starting from the product in eight bits.
 
 Greedy sampling needs only the highest logit, and an output head for 150,000 tokens has a quarter of a small model's
-weights. The head's product in eight bits reads a quarter of the bytes, and its error is bounded for each output. By
-this bound, only some tens of outputs can be the highest. These are then multiplied in float32. So the chosen token is
-the same as with a whole product in float32.
+weights. In eight bits, the head's product reads a quarter of the bytes, and each output's error has a bound. By this
+bound, only some tens of outputs can be the highest. They are computed again in float32. So the chosen token is that of
+the product in float32.
 
 Source: the bound is the Cauchy-Schwarz inequality. For screening before exact products, see Teflioudi et al., LEMP
 (SIGMOD 2015).
@@ -40,14 +40,14 @@ _ROUNDING = 2.0**-20
 
 
 class Screen:
-    """Multiplies by a weight when only each row's highest sum is needed.
+    """Multiplies by a weight if only each row's argmax is needed.
 
-    The weight is read in place. Only its copy in eight bits takes additional memory.
+    The weight is not copied. Only `rounded` takes additional memory.
 
     Args:
         weight: the weight. # float32 [out, in]
-        rounded: multiplies by a copy of the weight in eight bits, whose rows are rounded by `quantise`.
-        whole: multiplies by the whole weight in float32, for rows in which too many outputs can be the highest.
+        rounded: multiplies by the weight as rounded by `quantise`.
+        whole: multiplies by the weight in float32. Used for rows in which too many outputs can be the highest.
     """
 
     def __init__(self, weight: Tensor, rounded: PackedLinear, whole: PackedLinear) -> None:
@@ -60,13 +60,13 @@ class Screen:
         self._rest = self._left = 0
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """Return sums whose argmax in each row equals that of the float32 sums. Other sums of the row may be wrong, but
-        are never higher.
+        """Return sums with the same argmax in each row as the float32 product. A row's other sums may be wrong, but are
+        never higher.
 
         # float32 [rows, in] -> [rows, out]
 
         Args:
-            added: numbers to add to the sums before the highest is chosen. # float32 [rows, out]
+            added: numbers to add to the product. # float32 [rows, out]
         """
         if self._left or not self._is_bounded:
             self._left = max(self._left - 1, 0)
@@ -96,8 +96,9 @@ class Screen:
 
 
 def _errors(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each output the norm of its weights' rounding errors, and the norm of its rounded weights. # float32
-    [out]"""
+    """Return two norms for each output: of its weights' rounding errors (with an allowance for float32's own), and of
+    its rounded weights. # float32 [out]
+    """
     rounded, scales = quantise(weight)
     kept = rounded * scales[:, None]
     norms = kept.norm(dim=1)
@@ -106,7 +107,7 @@ def _errors(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @njit(**(OPTIONS | {"fastmath": True}), **INNER)
 def _highest(sums: Any, norm: Any, lost: Any, errors: Any, norms: Any) -> Any:
-    """Return an upper bound on a row's highest sum, or a lower bound if `norm` and `lost` are negative."""
+    """Return an upper bound on a row's highest exact sum. With negative `norm` and `lost`, return a lower bound."""
     highest = sums[0] + (norm * errors[0] + lost * norms[0])
     for i in range(len(sums)):
         highest = max(highest, sums[i] + (norm * errors[i] + lost * norms[i]))
@@ -125,10 +126,11 @@ def _dot(a: Any, b: Any) -> Any:
 def _rescore(
     sums: Any, x: Any, norm: Any, lost: Any, weight: Any, errors: Any, norms: Any, most: Any, added: Any
 ) -> Any:
-    """Replace the sums of a row's candidates by sums in float32. Return whether there were at most `most` candidates.
+    """Replace the sums of a row's candidates by sums in float32. Return False if there are more than `most` candidates,
+    or if the norm of x is not finite.
 
     Args:
-        added: numbers that were added to the sums, or empty.
+        added: numbers that `sums` already include, or empty.
     """
     if not np.isfinite(norm * norm):
         return False  # without this check there would be no bound, since fastmath assumes finite numbers

@@ -1,4 +1,4 @@
-"""List the weight layouts of xgpt's own kernels by name, the fastest first."""
+"""List the weight layouts of xgpt's own CPU kernels by name. Each dtype's first available layout is the default."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def _activated(product: PackedLinear, activation: str) -> PackedLinear:
 
 
 def _in_panels(pack: Callable[..., PackedLinear], activation: str) -> PackedLinear:
-    """Return a function that multiplies and applies the activation function. The most usual gate is applied within the
-    panels themselves.
+    """Return a function that multiplies and applies the activation function. The kernel itself applies SiLU gates.
     """
     return pack(gated=True) if activation == GATES["silu"] else _activated(pack(), activation)
 
@@ -31,14 +30,15 @@ def _panels(weight: Tensor, activation: str) -> PackedLinear:
 
 
 def _bfloat16_panels(weight: Tensor, activation: str) -> PackedLinear:
-    """Return a function that multiplies by a weight in bfloat16. Activations are rounded, too. Sums, bias and
-    activation function are float32."""
+    """Return a function that multiplies in bfloat16: weights and activations are rounded. Sums, bias and activation
+    function are float32.
+    """
     return _in_panels(partial(panels.pack_bfloat16, weight.bfloat16()), activation)
 
 
 def _int8_panels(weight: Tensor, activation: str) -> PackedLinear:
-    """Return a function that multiplies by a weight in eight bits, with scales for outputs and for rows of activations.
-    Sums have 32 bits."""
+    """Return a function that multiplies in int8, with a scale per output and per row of activations. Sums are int32.
+    """
     return _in_panels(partial(panels.pack_int8, *quantise(weight)), activation)
 
 

@@ -1,13 +1,13 @@
 """Multiply eight-bit numbers in a processor's matrix registers (AMX).
 
-oneDNN's products of few rows read a weight at half the memory's bandwidth, and round inputs and scale sums in separate
-passes. Here rows are rounded in one pass, sums are scaled as they leave the registers, and the next panel's weights are
-prefetched between this panel's multiplications.
+If there are few rows, oneDNN reads a weight at only half the memory's bandwidth. It also rounds inputs and scales sums
+in separate passes. Here rows are rounded in one pass, sums are scaled as they leave the registers, and the next panel's
+weights are prefetched between this panel's multiplications.
 
-A weight is stored in panels of WIDTH outputs, and a panel line by line: a line holds four consecutive inputs of each
-output. Sixteen lines of sixteen outputs fill a register. The sums of up to GROUP rows by WIDTH outputs stay in
-registers while all inputs are multiplied. Rows are rounded into a buffer whose rows are padded with zeros to a multiple
-of STEP bytes. The threads are torch's OpenMP threads, as in attention.
+A weight is divided into panels of WIDTH outputs, and a panel into lines. A line holds each output's weights of four
+consecutive inputs. Sixteen lines of sixteen outputs fill a register. The sums of up to GROUP rows by WIDTH outputs stay
+in registers while all inputs are multiplied. Rounded rows are padded with zeros to a multiple of STEP bytes. The
+threads are torch's OpenMP threads, as in attention.
 
 Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18, and Intel's optimisation
 reference manual, chapter 20 (blocking).
@@ -63,7 +63,7 @@ iteration prefetches SOON_LINES cache lines from SOON. After the loop, ROWS rows
 
 
 def is_available() -> bool:
-    """Return whether the processor has matrix registers and the system lets this process use them."""
+    """Return whether int8 products can run in the processor's matrix registers."""
     return amx.is_available("int8")
 
 
@@ -103,8 +103,8 @@ def _rounded(x: Tensor, width: int, num_rows: int) -> tuple[np.ndarray, np.ndarr
 
     Args:
         x: rows to round. # float32 [rows, in]
-        width: width of the result, in which zeros follow the numbers.
-        num_rows: number of rows of the result. The rows after the last row of x are undefined.
+        width: width of the result. Zeros follow the numbers of x.
+        num_rows: number of rows of the result. Rows beyond those of x are undefined.
 
     Returns:
         uint8 [num_rows, width], and each row's scale, float32 [num_rows].
@@ -124,7 +124,7 @@ _ROUND = compiled(_round, fastmath={"contract"})
 
 
 def _run(rows: np.ndarray, panels: np.ndarray, packed: Any, y: np.ndarray) -> None:
-    """Compute all outputs. # packed: scales of rows and of outputs, bias"""
+    """Compute all outputs, panels divided among threads. # packed: scales of rows and of outputs, bias"""
     count = num_threads()
     # Allocated here: compiled code would free an array once it has taken its address.
     scratch = np.empty((count, SCRATCH), dtype=np.uint8)
@@ -150,7 +150,7 @@ def _multiply_shared(rows: Any, panels: Any, packed: Any, y: Any, scratch: Any) 
 
 @njit(**OPTIONS, **INNER)
 def _multiply(arrays: Any, packed: Any, scratch: Any, first: Any, last: Any) -> None:
-    """Compute the outputs in panels from `first` to `last`.
+    """Compute the outputs of panels [first, last).
 
     Args:
         packed: scales of rows and of outputs, bias.
@@ -189,7 +189,9 @@ def _multiply(arrays: Any, packed: Any, scratch: Any, first: Any, last: Any) -> 
 
 @njit(**OPTIONS, **INNER)
 def _configure(config: Any, num_rows: Any) -> None:
-    """Configure the registers: sums and inputs have `num_rows` rows, weights 16. # uint8 [64 or more]"""
+    """Write a register configuration into `config`: sums and inputs have `num_rows` rows, weights 16. # uint8 [64 or
+    more]
+    """
     config[:64] = 0
     config[0] = 1
     for register in range(8):
@@ -198,7 +200,7 @@ def _configure(config: Any, num_rows: Any) -> None:
 
 
 def _assembled(code: Callable[[bool], list[str]]) -> Any:
-    """Return functions that run the assembly on an array of arguments, for one register of rows and for two."""
+    """Return two functions that run the assembly on an array of arguments: for one register of rows, and for two."""
 
     @inlined
     def run(typing_context: Any, arguments: Any, two: Any) -> Any:
@@ -223,7 +225,9 @@ _OVERWRITTEN = (
 
 
 def _multiplication(two: bool) -> list[str]:
-    """Return the inner loop. # %rdi: the arguments; tmm0 to tmm3: sums; tmm4, tmm5: inputs; tmm6, tmm7: weights"""
+    """Return the inner loop in assembly. # %rdi: the arguments; tmm0 to tmm3: sums; tmm4, tmm5: inputs; tmm6, tmm7:
+    weights
+    """
     rows = (0, 1) if two else (0,)
     sums = [(f"%tmm{2 * row + half}", row, half) for row in rows for half in (0, 1)]
     starts = ("%rsi", "%r8")

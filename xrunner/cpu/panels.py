@@ -1,17 +1,17 @@
-"""Multiply by a weight while reading it from memory, on processors with AVX-512.
+"""Multiply by a weight while reading it from memory (AVX-512).
 
-MKL and oneDNN alternate between reading weights and multiplying. With 8 to 64 rows, the two take about the same time,
-so MKL and oneDNN reach only half of the memory's bandwidth. Here the next slice of weights is prefetched between this
-slice's multiplications.
+MKL and oneDNN alternate between reading weights and multiplying. With 8 to 64 rows, reading and multiplying take about
+the same time, so these libraries reach only half of the memory's bandwidth. Here the next slice of weights is
+prefetched between this slice's multiplications.
 
-A weight is stored in the order in which it is read: in blocks of up to DEEPEST inputs. A block is stored in panels of
-WIDTH outputs, and a panel input by input. An input has four bytes: one number in float32, two in bfloat16, four in
-eight bits, which the processor's dot-product instructions multiply together. If the numbers have fewer bits than
-float32, one call rounds the rows, multiplies them and scales the sums. The sums of up to GROUP rows by WIDTH outputs
-stay in registers. A compiler would not keep them there, so the inner loop is in assembly. A slice of a panel stays in a
-cache while all groups of rows are multiplied by it. A block of the rows' inputs stays in the second-level cache while
-it is multiplied by all panels. Panels of gates alternate with panels of gated outputs: a gate is applied before its
-sums leave the cache, so only half as much is written. The threads are torch's OpenMP threads, as in attention.
+A weight is stored in the order in which it is read: blocks of up to DEEPEST inputs, then panels of WIDTH outputs, then
+inputs. An "input" has four bytes: one float32 number, two bfloat16 or four int8 numbers, which one dot-product
+instruction multiplies together. For bfloat16 and int8, one call rounds the rows, multiplies them and scales the sums.
+The sums of up to GROUP rows by WIDTH outputs stay in registers. A compiler would not keep them there, so the inner loop
+is in assembly. A slice of a panel stays in a cache while all groups of rows are multiplied by it. A block of the rows'
+inputs stays in the second-level cache while it is multiplied by all panels. Panels of gates alternate with panels of
+gated outputs. A gate is applied while its sums are in a cache, so only half as much is written. The threads are torch's
+OpenMP threads, as in attention.
 
 Source: K. Goto and R. van de Geijn, Anatomy of High-Performance Matrix Multiplication (2008).
 """
@@ -74,7 +74,7 @@ values at BEGIN. Each iteration prefetches SOON_LINES lines from SOON."""
 
 
 def is_available(dtype: str = "float32") -> bool:
-    """Whether this processor has the instructions.
+    """Return whether this processor has the instructions for products in `dtype`.
 
     Args:
         dtype: "float32", "bfloat16" or "int8".
@@ -88,8 +88,8 @@ def pack(weight: Tensor, *, gated: bool = False) -> PackedLinear:
     """Return a function of x and b that computes x W^T + b. # float32 [out, in]
 
     Args:
-        gated: whether the first half of the outputs gates the second half (see `scalars.gated`), which halves the
-            number of outputs.
+        gated: whether the first half of the outputs gates the second half (see `scalars.gated`). The result then has
+            half as many outputs.
     """
     return _packed(weight, None, None, FLOAT32, gated=gated)
 
@@ -116,7 +116,8 @@ class PanelOutputs:
     """The layout of a product's outputs in whole panels. Panels of gates alternate with panels of gated outputs.
 
     Attributes:
-        number, width: number of outputs after gating, and this number rounded up to whole panels.
+        number: number of outputs after gating.
+            width: the same, rounded up to whole panels.
     """
 
     def __init__(self, number: int, *, gated: bool) -> None:
@@ -126,7 +127,9 @@ class PanelOutputs:
         self._no_bias = np.zeros(self._parts * self.width, dtype=np.float32)
 
     def in_panels(self, of_outputs: Tensor) -> Tensor:
-        """Return rows of outputs in the order of panels, padded with zeros. # [out, ...] -> [panels * WIDTH, ...]"""
+        """Sort rows, one per output, into the order of panels, padded with zeros. # [out, ...] -> [panels * WIDTH,
+        ...]
+        """
         if self._parts == 1 and self.number == self.width:
             return of_outputs
         rest = of_outputs.shape[1:]
@@ -139,11 +142,11 @@ class PanelOutputs:
 
 
 def _packed(weight: Tensor, scales: Tensor | None, begin: Tensor | None, kind: int, *, gated: bool) -> PackedLinear:
-    """Return a function that multiplies by a weight of this kind. # [out, in]
+    """Return a function that multiplies by a weight [out, in].
 
     Args:
         scales: scale of each output. # [out]
-        begin: initial value of each sum, as bits of the sums' type. None means the bias. # [out]
+        begin: initial value of each output's sum, as bits of the sums' type. None means the bias. # [out]
     """
     outputs = PanelOutputs(len(weight), gated=gated)
     panels, block = _laid_out(outputs.in_panels(weight))
@@ -186,8 +189,7 @@ def _block_depth(depth: int) -> int:
 
 
 def _run(x: np.ndarray, packed: Any, y: np.ndarray, block: int, how: tuple[bool, int]) -> None:
-    """Compute all outputs. # packed: panels, initial sums, scales of outputs, bias; how: whether outputs are gated, and
-    the kind
+    """Compute all outputs. # packed: panels, initial sums, scales of outputs, bias; how: gated, kind
     """
     inputs, count = (x, _NO_SCALES), num_threads()
     if count == 1:
@@ -251,7 +253,7 @@ def _round_shared(rows: Any, rounded: Any, how: Any, num_threads: Any) -> None:
 
 @njit(**OPTIONS, **INNER)
 def _round(rows: Any, rounded: Any, how: Any, first: Any, last: Any) -> None:
-    """Round the rows from `first` to `last`. Eight-bit results become unsigned, as the instruction requires."""
+    """Round rows [first, last). Eight-bit results become unsigned, as the instruction requires."""
     x, bits = rows
     numbers, scale = rounded
     size = 1 if how[1] == INT8 else 2
@@ -265,7 +267,7 @@ def _round(rows: Any, rounded: Any, how: Any, first: Any, last: Any) -> None:
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _multiply(inputs: Any, packed: Any, y: Any, block: Any, how: Any, first: Any, last: Any) -> None:
-    """Compute the outputs in panels from `first` to `last`.
+    """Compute the outputs of panels [first, last).
 
     Args:
         inputs: rows, and their scales.
@@ -304,7 +306,7 @@ def _multiply(inputs: Any, packed: Any, y: Any, block: Any, how: Any, first: Any
 
 @njit(**OPTIONS, **INNER)
 def _scale(sums: Any, width: Any, count: Any, of_panel: Any) -> None:
-    """Convert a panel's sums from int32 bits to float32 in place, scale them and add the bias."""
+    """Convert a panel's int32 sums to float32 in place, scale them and add the bias."""
     of_outputs, bias, of_rows = of_panel
     for i in range(count):
         of_row = of_rows[i]
@@ -315,7 +317,7 @@ def _scale(sums: Any, width: Any, count: Any, of_panel: Any) -> None:
 
 @njit(**OPTIONS, **INNER)
 def _apply_gates(sums: Any, width: Any, count: Any, results: Any, results_width: Any) -> None:
-    """Apply a panel of gates to the next panel."""
+    """Apply a panel of gates to the next panel, and write the results."""
     for i in range(count):
         for d in range(WIDTH):
             results[i * results_width + d] = gated(sums[i * width + d], sums[i * width + WIDTH + d])
@@ -323,12 +325,12 @@ def _apply_gates(sums: Any, width: Any, count: Any, results: Any, results_width:
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _pass_slice(arrays: Any, rows: Any, width: Any, inputs: Any, how: Any, arguments: Any) -> None:
-    """Multiply all groups of some rows by a slice of a panel. Each group prefetches its share of the next slice.
+    """Multiply rows, one group after the other, by a slice of a panel. Each group prefetches its share of the next
+    slice.
 
     Args:
         arrays: the inputs, the start of the slice, the initial sums, and the sums, whose rows lie `width` apart.
-        inputs: index of the first and of the last input, and the number of inputs in every slice except the last one of
-            a block.
+        inputs: begin and end of the slice's inputs, and the number of inputs in a full slice.
     """
     x, panel, begin, sums = arrays
     row, count = rows
@@ -405,7 +407,7 @@ def _assembly(num_rows: int, instruction: str) -> str:
         return f"{instruction} {', '.join(factors)}, {total}"
 
     def multiply(count: int, lines: int = 0) -> list[str]:
-        """Return code that multiplies by `count` inputs and advances, with `lines` prefetches in between."""
+        """Return code that multiplies `count` inputs, prefetches `lines` lines in between, and advances."""
         code = []
         for step in range(count):
             code += [f"vmovups {128 * step}(%rdx), %zmm0", f"vmovups {128 * step + 64}(%rdx), %zmm1"]
@@ -420,12 +422,12 @@ def _assembly(num_rows: int, instruction: str) -> str:
         return [*code, f"add $$128 * {count}, %rdx", *(f"add $$4 * {count}, {start}" for start in starts)]
 
     def spread(lines: int) -> list[str]:
-        """Return code for all iterations. Each iteration prefetches `lines` lines."""
+        """Return the loop for the case in which each iteration prefetches `lines` lines."""
         turn = [f"9{lines}:", *multiply(STEPS, lines), f"add $${64 * lines}, %r11", "dec %r13", f"jnz 9{lines}b"]
         return [f"cmp $${lines}, %r12", f"jne 8{lines}f", *turn, "jmp 5f", f"8{lines}:"]
 
     def each_sum(place: int, stride: int) -> list[str]:
-        """Return code that moves sums row by row, to or from the memory at `place`."""
+        """Return code that loads all sums from the address in argument `place`, or stores them there."""
         code = [f"mov {argument(place)}, %r11", f"mov {argument(stride)}, %r12"]
         for pair in sums:
             for offset, total in zip((0, 64), pair, strict=True):

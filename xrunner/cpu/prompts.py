@@ -1,12 +1,14 @@
-"""Compute attention of tokens that share keys: prompts, and decodes whose heads share K/V heads.
+"""Compute attention for queries that share keys: those of prompts, and those of decodes if several heads share a K/V
+head.
 
 Up to 32 queries that read the same K/V head form a tile. They are ordered by token: all heads of one token, then all
-heads of the next. Several tiles of one sequence form a span. The tiles of a span read a piece of the sequence's keys
-one after the other, so that the keys are converted (to float32, or transposed for matrix registers) only once.
+heads of the next. Several tiles of one sequence form a span. A span goes over the sequence's keys in pieces, and all
+its tiles read a piece before the next. So a piece is converted (to float32, or transposed for matrix registers) only
+once per span.
 
-Products are float32 in vector registers (`tiles`). If keys are bfloat16 and the processor has matrix registers,
-products are bfloat16 with sums in float32 (`amx`). Each query is then split into two bfloat16 numbers, which together
-keep 16 bits. Weights are rounded to one bfloat16 number.
+Products are computed in float32 in vector registers (`tiles`). If keys are bfloat16 and the processor has matrix
+registers, they are computed in bfloat16 with sums in float32 (`amx`). Each number of a query is then split into two
+bfloat16 numbers, with 16 bits of precision together. Weights are rounded to one bfloat16 number.
 """
 
 from __future__ import annotations
@@ -32,15 +34,17 @@ KEYS_AT_ONCE = {WIDE: 8, NARROW: 16}
 
 
 class Vectors(NamedTuple):
-    """Settings of attention in float32: the number of keys in a piece, and the largest number of tiles in a span."""
+    """Settings of attention in vector registers: the number of keys in a piece, and the largest number of tiles in a
+    span.
+    """
 
     piece: int
     tiles: int = 8
 
 
 class Matrices(NamedTuple):
-    """Settings of attention in bfloat16 with matrix registers: the number of keys in a piece, a multiple of
-    `amx.DEPTH`, and the largest number of tiles in a span."""
+    """The same settings for matrix registers. `piece` must be a multiple of `amx.DEPTH`.
+    """
 
     piece: int
     tiles: int = 8
@@ -62,12 +66,12 @@ def _(way: Any, piece: Any) -> Any:
 
 
 class RowSpan(NamedTuple):
-    """Some rows of a sequence. A row is a pair (token, head of the group). Here and below, arrays are pointers
-    (`simd.at`).
+    """Some rows of a sequence. A row is the query of one token and one head of a group. Here and below, arrays are
+    pointers (`simd.at`).
 
     Attributes:
-        queries, results: queries and results of the group at the sequence's first token of this step. Those of other
-            tokens and heads follow at the given strides, in elements.
+        queries, results: pointers to the query and the result of the sequence's first token in this step and the
+            group's first head. Other tokens and heads follow at the given strides, in elements.
         num_tokens: tokens of the sequence in this step.
         group: number of heads that share the K/V head.
         first, num_rows: index of the span's first row among the sequence's rows, and the span's number of rows.
@@ -84,12 +88,11 @@ class RowSpan(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The keys and values of one sequence and K/V head. Keys at positions from `earliest` up to, but not including,
-    `length` are visible.
+    """The keys and values of one sequence and K/V head. Keys [earliest, length) are visible.
 
     Attributes:
-        cache: the K/V head in the first block. Values lie `to_values` elements after their keys.
-        scales: the cache's memory as float32 numbers, used only if the cache has eight bits.
+        cache: pointer to the K/V head in the pool's first block. A value is `to_values` elements after its key.
+        scales: the same memory viewed as float32, from which an int8 cache's scales are read.
         stride: number of elements from the start of one block to the start of the next.
     """
 
@@ -106,12 +109,13 @@ class Context(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """A `Scoring` with factors for a softmax in powers of two instead of powers of e. An absent cap, window, bias or
-    sinks is 0.
+    """The `Scoring` of one K/V head. Its scale and cap are for a softmax in powers of two instead of powers of e. An
+    absent cap or window is 0.
 
     Attributes:
-        bias: bias of the K/V head, by query position minus key position. Each head has its own keys.
-        sinks: sinks of the heads in the group.
+        bias: the head's position bias, indexed by query position minus key position. Only for models whose heads do not
+            share keys.
+        sinks: the sinks of the heads that share the K/V head.
     """
 
     scale: np.float32
@@ -128,13 +132,13 @@ class ThreadScratch(NamedTuple):
 
     Attributes:
         tiles: queries, sums and softmax state. # float32 [tiles, tile_floats]
-        scores: a piece's scores, then its weights as pairs of bfloat16 numbers, then the factors for earlier weights. #
-            float32 [score_floats]
+        scores: three arrays: a piece's scores, its weights as pairs of bfloat16 numbers, and the factors for earlier
+            sums. # float32 [score_floats]
         keys: keys and values of a piece in float32, or transposed values. # float32 [2, piece, head_dim]
-        limits: number of keys that each row sees. # int32 [tiles * WIDE]
-        places: positions of the rows of queries, and of results. # int64 [2, tiles * WIDE]
-        key_places: positions from which the piece's keys and values are read. # int64 [2, piece]
-        soon: positions of the next piece's keys in the cache. # int64 [piece]
+        limits: index after the last key that each row sees. # int32 [tiles * WIDE]
+        places: index of each row's first element in queries, and in results. # int64 [2, tiles * WIDE]
+        key_places: index of the first element of each of the piece's keys, and values. # int64 [2, piece]
+        soon: the same in the cache for the next piece's keys. # int64 [piece]
     """
 
     tiles: Any
@@ -148,7 +152,7 @@ class ThreadScratch(NamedTuple):
 
 
 def begin_products(way: Any) -> None:
-    """Prepare this thread's registers for spans."""
+    """Configure this thread's matrix registers, if `way` uses them."""
 
 
 @overload(begin_products, strict=False)
@@ -159,7 +163,7 @@ def _(way: Any) -> Any:
 
 
 def end_products(way: Any) -> None:
-    """Release this thread's registers."""
+    """Release this thread's matrix registers, if `way` uses them."""
 
 
 @overload(end_products, strict=False)
@@ -171,13 +175,13 @@ def _(way: Any) -> Any:
 
 @register_jitable
 def tile_floats(head_dim):
-    """Return the size of a tile: queries and sums, highest scores, sums of weights."""
+    """Return the size of a tile in float32 numbers: queries, sums, highest scores, sums of weights."""
     return (2 * head_dim + 2) * WIDE
 
 
 @register_jitable
 def score_floats(way):
-    """Return the size of a piece's scores, its weights as pairs, and the factors for earlier weights."""
+    """Return the size of `ThreadScratch.scores`, in float32 numbers."""
     return (way.piece + way.piece // 2 + 1) * WIDE
 
 
@@ -191,7 +195,7 @@ def space_floats(way, num_tiles, head_dim):
 
 @njit(nogil=True, **INNER)
 def make_space(way, num_tiles, head_dim, memory):
-    """Divide memory of `space_floats` numbers into a `ThreadScratch`."""
+    """Build a `ThreadScratch` in memory of `space_floats` numbers."""
     scores = num_tiles * tile_floats(head_dim)
     keys = scores + score_floats(way)
     limits = keys + 2 * way.piece * head_dim
@@ -210,7 +214,7 @@ def make_space(way, num_tiles, head_dim, memory):
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def attend(way, span, context, rules, space):
-    """Compute the attention of a span's queries over the keys of its head."""
+    """Compute the attention of a span's queries over the keys in `context`."""
     group, first, num_rows = span.group, span.first, span.num_rows
     limits, places, results = space.limits, space.places, at(space.places, space.num_tiles * WIDE)
     num_tiles = (num_rows + WIDE - 1) // WIDE
@@ -253,8 +257,8 @@ def attend(way, span, context, rules, space):
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def place_keys(context, begin, end, most, places):
-    """Write the cache positions of at most `most` keys, from key `begin` to the end of the block that contains key `end
-    - 1`. Return the number of keys.
+    """Write into `places` where keys are in the cache, from key `begin` to the end of the block that contains key `end
+    - 1`, but at most `most` keys. Return their number.
     """
     block_size = context.block_size
     count = min(most, max((end + block_size - 1) // block_size * block_size - begin, 0))
@@ -269,8 +273,8 @@ def place_keys(context, begin, end, most, places):
 
 
 def ask(context: Context, places: np.ndarray, begin: int, end: int, behind: int) -> None:
-    """Prefetch the cache lines that lie `behind` elements after the positions from `begin` to `end`. Processors do not
-    read ahead from one block to the next.
+    """Prefetch the vectors that begin `behind` elements after places [begin, end). Processors do not prefetch across
+    blocks.
     """
 
 
@@ -332,11 +336,11 @@ def _end_tile(way, span, head_dim, rules, space, tile, lanes):
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _pass(way, context, rules, space, span, piece, lanes):
-    """Compute the attention of a tile's queries to a piece of keys.
+    """Compute the attention of a tile's queries over a piece of keys.
 
     Args:
-        piece: four numbers: the tile, the position of the piece's first key in the sequence, the number of keys in the
-            piece, and how many keys and values of the next piece to prefetch meanwhile.
+        piece: four numbers: the tile, the index of the piece's first key in the sequence, the number of keys in the
+            piece, and the number of the next piece's keys to prefetch, together with their values.
     """
     literally(lanes)
     tile, before, num_held, asks_for = piece
@@ -366,7 +370,7 @@ def _pass(way, context, rules, space, span, piece, lanes):
 
 
 def _pair_queries(way: Any, queries: np.ndarray, scratch: np.ndarray, head_dim: int, lanes: int) -> None:
-    """Split a tile's queries, lane by lane, into the numbers that the products multiply."""
+    """Split each number of a tile's queries into two bfloat16 numbers, if products are in bfloat16."""
 
 
 @overload(_pair_queries, strict=False, prefer_literal=True)
@@ -389,8 +393,8 @@ def _(way: Any, queries: Any, scratch: Any, head_dim: Any, lanes: Any) -> Any:
 def _prepare(
     way: Any, context: Context, space: ThreadScratch, before: int, num_held: int, begin: int, end: int
 ) -> None:
-    """Convert a piece's keys and values to the format of the products. The result is undefined for keys outside `begin`
-    to `end`.
+    """Convert a piece's keys and values to the format of the products. The result is undefined for keys outside [begin,
+    end).
     """
 
 
@@ -431,7 +435,7 @@ def _(way: Any, context: Any, space: Any, before: Any, num_held: Any, begin: Any
 
 
 def _scale(context: Context, space: ThreadScratch, piece: int, before: int, num_held: int) -> None:
-    """Multiply a piece's keys and values, converted to float32, by their scales, if there are any."""
+    """Multiply the converted keys and values of a piece by their scales. Do nothing if the cache has no scales."""
 
 
 @overload(_scale, strict=False)
@@ -472,10 +476,10 @@ def _score(
     bounds: tuple[int, int],
     lanes: int,
 ) -> None:
-    """Score a tile's queries against keys from `begin` to `end` of a piece. Further keys may be scored as well.
+    """Compute the scores of a tile's queries and keys [begin, end) of a piece. Keys next to these may be scored, too.
 
     Args:
-        bounds: the number of the piece's keys, and the number of the next piece's keys to prefetch.
+        bounds: number of keys in the piece, and number of the next piece's keys to prefetch.
     """
 
 
@@ -518,7 +522,7 @@ def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, num_k
 
 @njit(nogil=True, **INNER)
 def _is_one_run(places, count, stride):
-    """Return whether rows are contiguous in memory, which is possible even if they are in several blocks."""
+    """Return whether `count` rows are contiguous in memory, even across blocks."""
     steps = 0
     for i in range(1, count):
         steps += places[i] - places[i - 1] == stride
@@ -526,7 +530,7 @@ def _is_one_run(places, count, stride):
 
 
 def _read(context: Any, space: Any) -> Any:
-    """Return where a piece's keys and values are read as float32."""
+    """Return the memory that holds a piece's keys and values in float32: the cache itself, or scratch memory."""
 
 
 @overload(_read, strict=False)
@@ -537,10 +541,10 @@ def _(context: Any, space: Any) -> Any:
 def _add(
     way: Any, context: Context, space: ThreadScratch, tile: int, begin: int, end: int, asks_for: int, lanes: int
 ) -> None:
-    """Add the values from `begin` to `end` of a piece to a tile's sums, weighted by the softmax of the scores.
+    """Add values [begin, end) of a piece to a tile's sums, weighted by the softmax of the scores.
 
     Args:
-        asks_for: how many of the next piece's values to prefetch.
+        asks_for: number of the next piece's values to prefetch.
     """
 
 

@@ -1,4 +1,4 @@
-"""Functions of single numbers and rows that kernels call: exponentials, gates, and rounding to fewer bits."""
+"""Functions that kernels call for a number or a row: exponentials, gates, and rounding to fewer bits."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ INNER: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 @njit(inline="always")
 def exp(x):
-    """Return e^x for x <= 0, with a relative error of 1e-7. A polynomial is used, because the library's function is not
-    vectorised."""
+    """Return e^x for x <= 0, with a relative error of 1e-7. It is a polynomial, since compilers do not vectorise the
+    library's function.
+    """
     x = max(x, np.float32(-87.0))
     t = x * np.float32(1.4426950408889634)
     whole = np.floor(t + np.float32(0.5))
@@ -47,7 +48,7 @@ def gated(a: Any, b: Any) -> Any:
 
 @njit(**OPTIONS, **INNER)
 def largest_bits(bits: Any) -> Any:
-    """Return the bits of the number with the largest magnitude, without its sign. # int32 [n]"""
+    """Return the bits of the largest magnitude among float32 numbers given as bits. # int32 [n]"""
     highest = np.int32(0)
     for d in range(len(bits)):
         highest = max(highest, np.int32(bits[d] & MAGNITUDE))
@@ -62,7 +63,7 @@ def number(bits: Any) -> Any:
 
 @njit(**OPTIONS, **INNER)
 def quantise_row(x: Any, bits: Any, rounded: Any) -> Any:
-    """Round a row to eight bits. Return its scale."""
+    """Round a row to int8. Return its scale."""
     highest = largest_bits(bits)
     if highest >= INFINITE:
         rounded[:] = 0
@@ -87,7 +88,9 @@ def _round_row(bits: Any, rounded: Any) -> None:
 
 @njit(**OPTIONS, **INNER)
 def round_row(x: Any, bits: Any, rounded: Any, size: Any) -> Any:
-    """Round a row to numbers of `size` bytes, pad it with zeros, and return its scale. # float32, int32, uint8"""
+    """Round a row to numbers of `size` bytes (bfloat16 or int8) and pad it with zeros. Return its scale. # float32,
+    int32, uint8
+    """
     depth = len(x)
     rounded[depth * size :] = 0
     if size == 1:

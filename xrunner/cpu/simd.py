@@ -1,14 +1,14 @@
-"""Inner loops of the CPU kernels over 16 or 32 float32 lanes, as LLVM vector instructions for numba to call.
+"""Inner loops over 16 or 32 float32 lanes, as LLVM vector instructions that numba-compiled kernels call.
 
-This module has the parts of which all loops consist, and the loops for a query that shares its keys with no other
-query. The lanes of these loops are the query's dimensions. `tiles` has the loops whose lanes are queries. Keys and
-values may be bfloat16, stored as uint16, or int8: loading converts them to float32.
+This module has the parts of all loops, and the loops for a query that shares its keys with no other query. In these
+loops, the lanes are dimensions of the query. In the loops of `tiles`, they are queries. Keys and values may be bfloat16
+(stored as uint16) or int8. Loading converts them to float32.
 
-LLVM's own vectoriser uses half an AVX-512 register and keeps accumulators in memory. In loops that are written out,
-each accumulator stays in a register. On narrower registers LLVM splits a vector into several.
+LLVM's own vectoriser uses half an AVX-512 register and keeps accumulators in memory. Here each accumulator stays in a
+register. On processors with narrower registers, LLVM splits each vector.
 
-An array is passed with the index of its first element and must be C-contiguous. `lanes` and other counts by which loops
-are unrolled must be constants where the function is called.
+Arrays must be C-contiguous. `from_x` is the index at which array x begins. `lanes` and other counts by which loops are
+unrolled must be constants where the function is called.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ _PAIRS = (
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """Return a function that numba can call, with the parameters of `function` except the first. It compiles to the
-    instructions that the inner function `generate` of `function` appends.
+    """Return a function that numba can call, with the parameters of `function` except `typing_context`. `function`
+    returns a signature and `generate`, which appends the instructions.
     """
     return intrinsic(prefer_literal=True)(function)
 
@@ -82,7 +82,7 @@ def dot_keys(
     head_dim: Any,
     lanes: Any,
 ) -> Any:
-    """Compute dot products of one query with `lanes` (16) contiguous keys. `head_dim` is a multiple of `lanes`.
+    """Compute dot products of one query with `lanes` (16) contiguous keys. `head_dim` must be a multiple of `lanes`.
 
     # query [dim], keys [lanes, dim] -> scores [lanes]
     """
@@ -120,11 +120,11 @@ def dot_keys(
 def soften_keys(
     typing_context: Any, scores: Any, totals: Any, from_totals: Any, highest: Any, begin: Any, end: Any, lanes: Any
 ) -> Any:
-    """Take one step of the online softmax of a query over `lanes` keys. Only keys from `begin` to `end` are visible.
+    """Take one step of a query's online softmax over `lanes` keys. Only keys [begin, end) are visible.
 
-    Scores become weights, computed as powers of two. Totals sum them lane by lane.
+    Scores are overwritten by weights, which are powers of two. The weights are added to `totals`, lane by lane.
 
-    # scores [lanes], totals [lanes] -> the highest score so far, the factor for all earlier weights
+    # scores [lanes], totals [lanes] -> the highest score so far, the factor for all earlier sums
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
@@ -162,7 +162,7 @@ def add_rows(
     num_vectors: Any,
     lanes: Any,
 ) -> Any:
-    """Set sums = shrink * sums + the weighted values of keys from `begin` to `end`, for `num_vectors` vectors of
+    """Set sums = shrink * sums + the weighted sum of the values of keys [begin, end), for `num_vectors` * `lanes`
     dimensions.
 
     # weights [keys], values [keys, head_dim], sums [num_vectors * lanes]
@@ -190,8 +190,8 @@ def add_rows(
 def widen(
     typing_context: Any, halves: Any, wide: Any, from_halves: Any, offset: Any, num_vectors: Any, lanes: Any
 ) -> Any:
-    """Convert `num_vectors` vectors of numbers with fewer bits to float32. The numbers begin `offset` elements after
-    the start of each array.
+    """Convert `num_vectors` vectors of bfloat16 or int8 numbers to float32. `offset` is added to the start of both
+    arrays.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
@@ -207,9 +207,9 @@ def widen(
 
 @inlined
 def at(typing_context: Any, array: Any, first: Any) -> Any:
-    """Return a pointer to an element of an array, or of an earlier pointer. The pointer keeps no array alive.
+    """Return a pointer to element `first` of an array or pointer. The pointer does not keep the array alive.
 
-    Numba counts references to an array atomically wherever the array is passed on, which is too slow for inner loops.
+    Passing an array makes numba count its references atomically. This is too slow for inner loops.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
@@ -233,7 +233,7 @@ def take_next(typing_context: Any, counter: Any) -> Any:
 
 @inlined
 def address(typing_context: Any, array: Any) -> Any:
-    """Return the address of the first element, in bytes. # int64"""
+    """Return the address of the array's first element. # int64"""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         (place,) = pointers(context, builder, signature, values, 1)
@@ -260,7 +260,7 @@ def fetch(typing_context: Any, array: Any, element: Any) -> Any:
 
 
 class Emit:
-    """Appends vector instructions to a function. Arrays are indexed by whole vectors."""
+    """Appends vector instructions to a function. Index i of an array means its i-th whole vector."""
 
     def __init__(self, builder: ir.IRBuilder, lanes: int) -> None:
         self.builder = builder
@@ -272,13 +272,13 @@ class Emit:
         return ir.Constant(self.type, [value] * self.lanes)
 
     def variables(self, count: int) -> list[ir.Value]:
-        """Return variables that start at zero."""
+        """Return variables for vectors, initially zero."""
         return [cgutils.alloca_once_value(self.builder, self.constant(0.0)) for _ in range(count)]
 
     @contextmanager
     def shrunk_sums(self, sums: ir.Value, factor: ir.Value, count: int) -> Iterator[list[ir.Value]]:
-        """Yield the first vectors of an array, multiplied by a factor, as variables. The caller adds to them, and they
-        are written back after the block.
+        """Yield variables with the first `count` vectors of an array, multiplied by a factor. At the end of the `with`
+        block, they are written back.
         """
         totals = self.variables(count)
         for number, total in enumerate(totals):
@@ -313,12 +313,12 @@ class Emit:
         return self.fill(self.builder.load(self.builder.gep(array, [int64(element)])))
 
     def fill(self, scalar: ir.Value) -> ir.Value:
-        """Return a number in all lanes."""
+        """Return a vector with this number in all lanes."""
         one = self.builder.insert_element(ir.Constant(self.type, ir.Undefined), scalar, int64(0))
         return self.builder.shuffle_vector(one, one, ir.Constant(self.integers, [0] * self.lanes))
 
     def spread_integer(self, number: ir.Value) -> ir.Value:
-        """Return an int64 in all lanes, as int32."""
+        """Return a vector with this int64 in all lanes, as int32."""
         small = self.builder.trunc(number, ir.IntType(32))
         one = self.builder.insert_element(ir.Constant(self.integers, ir.Undefined), small, int64(0))
         return self.builder.shuffle_vector(one, one, ir.Constant(self.integers, [0] * self.lanes))
@@ -331,12 +331,14 @@ class Emit:
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
     def reduction(self, what: str) -> ir.Function:
-        """Return LLVM's reduction of all lanes to one number."""
+        """Return LLVM's intrinsic that reduces all lanes to one number."""
         kind = ir.FunctionType(ir.FloatType(), [self.type])
         return cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.vector.reduce.{what}.v{self.lanes}f32")
 
     def sums(self, vectors: list[ir.Value]) -> ir.Value:
-        """Return the sums over the lanes of 16 vectors, in their order, with 15 additions in all."""
+        """Return a vector whose lane i is the sum over the lanes of vector i, for 16 vectors. This takes 15
+        additions.
+        """
         for halves in _PAIRS:
             masks = [ir.Constant(self.integers, list(half)) for half in halves]
             pairs = zip(vectors[::2], vectors[1::2], strict=True)
@@ -346,23 +348,25 @@ class Emit:
         return vectors[0]
 
     def is_between(self, begin: ir.Value, end: ir.Value) -> ir.Value:
-        """Return for each lane whether a number is at least the first bound and below the second."""
+        """Return whether each lane's index is in [begin, end)."""
         numbers = ir.Constant(self.integers, list(range(self.lanes)))
         bounds = [self.spread_integer(bound) for bound in (begin, end)]
         not_before = self.builder.icmp_signed(">=", numbers, bounds[0])
         return self.builder.and_(not_before, self.builder.icmp_signed("<", numbers, bounds[1]))
 
     def rounded(self, x: ir.Value) -> ir.Value:
-        """Return numbers rounded to bfloat16, ties to the larger."""
+        """Return numbers rounded to bfloat16, ties away from zero."""
         return self.builder.bitcast(self._cut(self._raised(x)), self.type)
 
     def halves(self, even: ir.Value, odd: ir.Value) -> ir.Value:
-        """Return both numbers, rounded to bfloat16, side by side in each lane, as float32 bits."""
+        """Round both vectors to bfloat16. Each lane of the result has the number of `even` in its lower half and that
+        of `odd` in its upper half.
+        """
         low = self.builder.lshr(self._raised(even), ir.Constant(self.integers, [16] * self.lanes))
         return self.builder.bitcast(self.builder.or_(low, self._cut(self._raised(odd))), self.type)
 
     def _raised(self, x: ir.Value) -> ir.Value:
-        """Return the bits plus half of bfloat16's last bit, so that dropping the lower bits rounds."""
+        """Return the bits plus half a unit of bfloat16's last bit. Dropping the lower bits then rounds."""
         return self.builder.add(
             self.builder.bitcast(x, self.integers), ir.Constant(self.integers, [0x8000] * self.lanes)
         )
@@ -371,7 +375,7 @@ class Emit:
         return self.builder.and_(bits, ir.Constant(self.integers, [0xFFFF0000] * self.lanes))
 
     def exp2(self, x: ir.Value, *, roughly: bool = False) -> ir.Value:
-        """Return 2^x for x <= 0, but at least 2^-126. The integer part of x is added to the exponent's bits.
+        """Return 2^x for x <= 0, but at least 2^-126.
 
         The relative error is 1e-7, or about 1e-4 if `roughly`.
         """
@@ -390,7 +394,7 @@ class Emit:
 
 
 def pointers(context: Any, builder: ir.IRBuilder, signature: Any, values: Any, count: int) -> list[ir.Value]:
-    """Return the data addresses of the first `count` arguments, which are arrays or pointers."""
+    """Return pointers to the data of the first `count` arguments, which are arrays or pointers."""
     pairs = zip(signature.args[:count], values[:count], strict=True)
     return [
         value if isinstance(kind, types.CPointer) else context.make_array(kind)(context, builder, value).data
@@ -403,12 +407,12 @@ def int64(value: int) -> ir.Constant:
 
 
 def append_assembly(builder: ir.IRBuilder, place: ir.Value, code: str, overwritten: Iterable[str]) -> None:
-    """Append assembly to a function that is being compiled, for registers that a compiler does not manage. The code
-    reads its arguments from an array of int64, whose address is in %rdi.
+    """Append assembly to a function that is being compiled. It reads its arguments from an array of int64, whose
+    address is in %rdi.
 
     Args:
         place: address of the array.
-        overwritten: registers other than %rdi that the code overwrites, and other state that it changes.
+        overwritten: what the code changes: registers except %rdi, memory, flags.
     """
     kind = ir.FunctionType(ir.VoidType(), [place.type])
     constraints = ",".join(["{rdi}", *[f"~{{{name}}}" for name in overwritten]])
@@ -416,7 +420,7 @@ def append_assembly(builder: ir.IRBuilder, place: ir.Value, code: str, overwritt
 
 
 def argument(number: int) -> str:
-    """Return the assembly operand for an element of the array of arguments."""
+    """Return the assembly operand of an element of this array of arguments."""
     return f"{8 * number}(%rdi)"
 
 

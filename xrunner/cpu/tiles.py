@@ -1,6 +1,6 @@
-"""Implement the inner loops over a piece's keys in vector registers (see `simd`). The lanes are a tile's queries.
+"""Inner loops over keys in vector registers (see `simd`). Each lane is a query of a tile.
 
-Scores and weights are stored key by key, queries and sums dimension by dimension.
+Layouts: scores and weights are [keys, lanes]. Queries and sums are [dim, lanes].
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def score_keys(
     num_keys: Any,
     lanes: Any,
 ) -> Any:
-    """Compute dot products with contiguous keys. # queries [dim, lanes], keys [keys, dim] -> scores [keys, lanes]"""
+    """Compute dot products of a tile's queries with `num_keys` contiguous keys. # queries [dim, lanes], keys [keys,
+    dim] -> scores [keys, lanes]
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         arrays = pointers(context, builder, signature, values, 3)
@@ -68,9 +70,10 @@ def add_values(
     num_dims: Any,
     lanes: Any,
 ) -> Any:
-    """Set sums = shrink * sums + weights^T * values, over `num_dims` dimensions of the values of keys from `first` on.
+    """Set sums = shrink * sums + weights^T * values, for `num_keys` keys from `first` on and `num_dims` dimensions.
 
-    # weights [keys, lanes], shrink [lanes], places of the values' rows int64 [keys], sums [num_dims, lanes]
+    # weights [keys, lanes], shrink [lanes], places (index of each value's first element) int64 [keys], sums [num_dims,
+    lanes]
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
@@ -93,10 +96,10 @@ def add_values(
 def soften(
     typing_context: Any, scores: Any, highest: Any, total: Any, shrink: Any, first: Any, num_keys: Any, lanes: Any
 ) -> Any:
-    """Take one step of the online softmax in powers of two: scores become weights. # scores [keys, lanes]
+    """Take one step of the online softmax in powers of two. Scores are overwritten by weights. # scores [keys, lanes]
 
-    The step covers keys from `first` on. `highest` rises to the highest score so far, `total` sums the weights, and
-    `shrink` becomes the factor for all earlier weights. # each [lanes]
+    The step is over `num_keys` keys from `first` on. It updates `highest` (the highest score so far) and `total` (the
+    sum of weights so far), and sets `shrink` to the factor for all earlier sums. # each [lanes]
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
@@ -126,10 +129,10 @@ def soften(
 def hide(
     typing_context: Any, scores: Any, limits: Any, before: Any, begin: Any, end: Any, window: Any, lanes: Any
 ) -> Any:
-    """Hide scores from `begin` to `end` if a lane cannot see the key. A lane sees no key from its limit on, and none
-    more than `window` positions before the limit.
+    """Hide the scores of keys [begin, end) that a lane does not see. A lane sees the last `window` keys before its
+    limit.
 
-    # scores [keys, lanes] of keys from the sequence's `before`-th on, limits int32 [lanes]
+    # scores [keys, lanes], of which the first is key `before` of the sequence; limits int32 [lanes]
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
@@ -149,7 +152,9 @@ def hide(
 
 @inlined
 def rescale(typing_context: Any, sums: Any, factors: Any, count: Any, lanes: Any) -> Any:
-    """Multiply sums by a factor for each lane, unless all factors are one. # sums [count, lanes], factors [lanes]"""
+    """Multiply each lane's sums by the lane's factor, unless all factors are one. # sums [count, lanes], factors
+    [lanes]
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         sums, factors = pointers(context, builder, signature, values, 2)
