@@ -1,5 +1,4 @@
-"""Define the contract between models, workers and attention backends: a step's batch, and what a backend computes.
-"""
+"""Define the contract between models, workers and attention backends: a step's batch, and what a backend computes."""
 
 from __future__ import annotations
 

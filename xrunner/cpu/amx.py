@@ -311,8 +311,7 @@ def _quarters(*ends: int) -> list[int]:
 
 
 def _runs(*quarters: int) -> list[int]:
-    """Return a shuffle mask that chooses whole quarters: 0 to 3 are the first register's, 4 to 7 the second's.
-    """
+    """Return a shuffle mask that chooses whole quarters: 0 to 3 are the first register's, 4 to 7 the second's."""
     return [4 * quarter + i for quarter in quarters for i in range(4)]
 
 

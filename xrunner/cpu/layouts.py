@@ -20,8 +20,7 @@ def _activated(product: PackedLinear, activation: str) -> PackedLinear:
 
 
 def _in_panels(pack: Callable[..., PackedLinear], activation: str) -> PackedLinear:
-    """Return a function that multiplies and applies the activation function. The kernel itself applies SiLU gates.
-    """
+    """Return a function that multiplies and applies the activation function. The kernel itself applies SiLU gates."""
     return pack(gated=True) if activation == GATES["silu"] else _activated(pack(), activation)
 
 
@@ -37,8 +36,7 @@ def _bfloat16_panels(weight: Tensor, activation: str) -> PackedLinear:
 
 
 def _int8_panels(weight: Tensor, activation: str) -> PackedLinear:
-    """Return a function that multiplies in int8, with a scale per output and per row of activations. Sums are int32.
-    """
+    """Return a function that multiplies in int8, with a scale per output and per row of activations. Sums are int32."""
     return _in_panels(partial(panels.pack_int8, *quantise(weight)), activation)
 
 

@@ -189,8 +189,7 @@ def _block_depth(depth: int) -> int:
 
 
 def _run(x: np.ndarray, packed: Any, y: np.ndarray, block: int, how: tuple[bool, int]) -> None:
-    """Compute all outputs. # packed: panels, initial sums, scales of outputs, bias; how: gated, kind
-    """
+    """Compute all outputs. # packed: panels, initial sums, scales of outputs, bias; how: gated, kind"""
     inputs, count = (x, _NO_SCALES), num_threads()
     if count == 1:
         _multiply_all(inputs, packed, y, block, how)

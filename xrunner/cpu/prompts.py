@@ -43,8 +43,7 @@ class Vectors(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """The same settings for matrix registers. `piece` must be a multiple of `amx.DEPTH`.
-    """
+    """The same settings for matrix registers. `piece` must be a multiple of `amx.DEPTH`."""
 
     piece: int
     tiles: int = 8

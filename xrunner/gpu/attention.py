@@ -1,9 +1,10 @@
-"""Compute attention on GPUs in Triton, for pieces of prompts and for decodes. The contexts of decodes are split.
+"""Compute attention on GPUs in Triton, for prompt chunks and for decodes. A decode's context may be split among
+programs.
 
 No data is read back from the device, and every launch depends only on shapes, so a step can be captured in a CUDA
-graph. A captured step must be right for any batch of its shape, so its kernels read from `Batch.counts` which sequences
-decode and which are pieces of prompts. Position biases, attention in both directions, windows, sinks, soft caps and
-latent keys run in plain torch. Triton is imported only when the backend is built, so that no other code needs it.
+graph. A captured step runs any batch of its shape, so its kernels read the number of decodes from `Batch.counts`.
+Models with position biases, attention in both directions, windows, sinks, soft caps or latent attention use plain torch
+instead. Triton is imported only when the backend is built, so that no other code needs it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LEAST_DOT = 16
 
 
 class Tile(NamedTuple):
-    """The numbers of query rows and of keys that a program processes at a time, and options for the compiler."""
+    """The numbers of query rows and of keys that a program processes at a time, and Triton's launch options."""
 
     rows: int
     keys: int
@@ -141,8 +142,9 @@ class TritonAttention(AttentionBackend):
         *,
         is_decode: bool = False,
     ) -> None:
-        """Compute attention for all pieces of prompts or all decodes. If decodes are split, write partial results and
-        weights."""
+        """Compute attention for all prompt chunks, or for all decodes. If several splits are in use, write each one's
+        result and the logarithm of its sum of weights into `split`.
+        """
         num_kv_heads, block_size, head_dim = cache.shape[2:]
         group = q.shape[1] // num_kv_heads
         first = 0 if is_decode else batch.num_decodes
@@ -187,8 +189,8 @@ class TritonAttention(AttentionBackend):
 
 
 def prompt_tile(head_dim: int, dtype: torch.dtype, group: int) -> Tile:
-    """Return the tile for pieces of prompts: the largest tile that compiles for a Hopper GPU without spilling
-    registers. Its speed has not been measured.
+    """Return the tile for prompt chunks: the largest that compiles for a Hopper GPU without spilling registers. Its
+    speed has not been measured.
     """
     if dtype == torch.float32:
         tile = Tile(64 if head_dim <= 64 else 32, 32, 8, 2)
@@ -198,17 +200,19 @@ def prompt_tile(head_dim: int, dtype: torch.dtype, group: int) -> Tile:
 
 
 def decode_tile(head_dim: int, dtype: torch.dtype, group: int) -> Tile:
-    """Return the tile for decodes: a sequence's queries of one K/V head. Its speed has not been measured."""
+    """Return the tile for decodes. Its rows are a sequence's queries that read one K/V head. Its speed has not been
+    measured.
+    """
     wide = dtype == torch.float32 or head_dim > 128
     return Tile(max(LEAST_DOT, power_of_two(group)), 32 if wide else 64, 4, 3)
 
 
 def num_splits(num_tiles: int, most_keys: int, keys: int, num_processors: int) -> int:
-    """Return the number of parts, a power of two, into which to split a decode's context to keep the device busy.
+    """Return the number of splits of each decode's context that keeps the device busy, a power of two.
 
     Args:
-        num_tiles: sequences times K/V heads.
-        most_keys: number of keys in the widest block table, since actual contexts are not read from the device.
+        num_tiles: number of decodes times K/V heads.
+        most_keys: number of keys that fit in a row of the block tables. Actual contexts are not read from the device.
         keys: number of keys in a tile. A split has at least two tiles.
     """
     wanted = PROGRAMS_A_PROCESSOR * num_processors // num_tiles
@@ -216,15 +220,16 @@ def num_splits(num_tiles: int, most_keys: int, keys: int, num_processors: int) -
 
 
 def dot_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of products: float32 in place of bfloat16 on GPUs before Ampere, whose tensor cores do not
-    support bfloat16."""
+    """Return the dtype of products. It is float32 instead of bfloat16 on CPUs and on GPUs before Ampere, whose tensor
+    cores do not support bfloat16.
+    """
     if dtype == torch.bfloat16 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
         return torch.float32
     return dtype
 
 
 def _most_decodes(batch: Batch) -> int:
-    """Return the largest number of sequences that may decode: in a captured step with prompts, all sequences."""
+    """Return the number of decodes, or an upper bound in captured steps with prompts: the number of sequences."""
     return batch.num_decodes if batch.counts is None else len(batch.context_len)
 
 
@@ -236,5 +241,5 @@ def _num_processors(device: torch.device) -> int:
 
 
 def padded_dim(head_dim: int) -> int:
-    """Return the number of a head's dimensions, padded to a power of two."""
+    """Return `head_dim` rounded up to a power of two, at least `LEAST_DOT`."""
     return max(LEAST_DOT, power_of_two(head_dim))

@@ -1,7 +1,7 @@
-"""Run each small operation of a layer on a GPU as one fused kernel.
+"""Fuse rotary embeddings and gates into one GPU kernel each.
 
-Apart from reading weights, a decode step consists mostly of launches. In plain torch, a rotation takes about ten
-launches for queries and as many for keys, each for microseconds of work.
+Apart from reading weights, a decode step spends most of its time on launches. In plain torch, rotating queries takes
+about ten launches, each for microseconds of work, and rotating keys takes as many.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GATE_BLOCK = 1024
 
 @functools.cache
 def runs_on(device_type: str) -> bool:
-    """Return whether the kernels run on a device, as they do on a GPU if triton is installed."""
+    """Return whether the kernels run on this type of device: a GPU, with triton installed."""
     return device_type == "cuda" and importlib.util.find_spec("triton") is not None
 
 

@@ -1,8 +1,8 @@
-"""Capture steps as CUDA graphs, one for each size: a replay is one launch instead of hundreds.
+"""Capture a CUDA graph of a step for each of several batch sizes. A replay is one launch instead of hundreds.
 
-A captured step reads its batch from fixed memory. A batch is copied to that memory and padded to the next captured
-size. A decode batch is padded with rows that belong to no request and use a separate K/V block. A step with prompts is
-padded with tokens that belong to no sequence. Source: vLLM's and nano-vllm's decode graphs.
+A captured step reads its batch at fixed addresses. So a batch is copied there and padded to the next captured size:
+decode batches with sequences of no request, whose K/V are in a separate block, and batches with prompts with tokens of
+no sequence. Source: vLLM's and nano-vllm's decode graphs.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ step computes.
 
 
 class Capture(Protocol):
-    """Captures a step, on a GPU as a CUDA graph."""
+    """Captures a step, for example as a CUDA graph."""
 
     def __call__(self, run: Callable[[], object]) -> Callable[[], None]:
-        """Run the step once. Return a function that runs it again with the present contents of its inputs."""
+        """Run the step at least once. Return a function that runs it again with the current contents of its inputs."""
 
 
 class GraphedModel:
-    """Runs a model's captured steps. It is called like the model.
+    """A model whose steps are captured. It is called like the model. Batches that fit no captured step run without a
+    graph.
 
     Args:
-        cache: the K/V cache. The cache has one block more than the pool: the last block is for tokens that belong to no
-            request.
-        most_tokens: longest sequence, which sets the width of block tables.
-        sizes: sizes of decode batches, ascending.
-        mixed_sizes: numbers of tokens of steps with prompts, ascending.
+        cache: the K/V cache. Its last block is not in the pool: padding tokens use it.
+        most_tokens: number of tokens of the longest possible sequence.
+        sizes: sizes of decode batches to capture, ascending.
+        mixed_sizes: numbers of tokens of steps with prompts to capture, ascending.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class GraphedModel:
                 steps.capture(capture, run)
 
     def __call__(self, batch: Batch, cache: KvCache, backend: AttentionBackend) -> Tensor:
-        """Return the logits, which the next replay overwrites. # [sampled, vocab]"""
+        """Return the logits. The next replay overwrites them. # [sampled, vocab]"""
         steps = self._decodes if batch.num_decodes == len(batch.context_len) else self._mixed
         if not steps.has_room(batch):
             return self.model(batch, cache, backend)
@@ -94,20 +94,20 @@ class GraphedModel:
 
 
 def size_of(count: int, sizes: tuple[int, ...]) -> int:
-    """Return the smallest size that is at least `count`. The largest size must be at least `count`."""
+    """Return the smallest of `sizes` that is at least `count`. There must be one."""
     return sizes[bisect_left(sizes, count)]
 
 
 class _Captured:
-    """Steps captured in several sizes. Either all consist only of decodes, or they may have any sequences. They read
-    their batch at fixed addresses.
+    """Steps captured in several sizes, either of decodes only, or of any sequences (`is_mixed`). All read their batch
+    at the same addresses.
 
-    Padding rows decode the first token of the last block. K/V of tokens that belong to no sequence are written there,
-    too.
+    K/V of padding tokens are written to the first slot of the last block.
 
     Args:
         sizes: numbers of tokens, ascending.
-        sequences, num_blocks: largest number of sequences of a batch, and of blocks of a sequence.
+        sequences: largest number of sequences in a batch.
+            num_blocks: largest number of blocks of a sequence.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class _Captured:
             self._replays[size] = capture(partial(run, self._first(size)))
 
     def replay(self, batch: Batch) -> None:
-        """Run the step of a batch for which `has_room` is true."""
+        """Run the captured step for this batch. `has_room` must be true."""
         size = size_of(len(batch.token_ids), self._sizes)
         self._fill(batch, size)
         self._replays[size]()
@@ -156,7 +156,7 @@ class _Captured:
         )
 
     def _first(self, size: int) -> Batch:
-        """Return the batch of the first `size` tokens, with at most that many sequences."""
+        """Return the first `size` tokens and sequences of the fixed batch as views."""
         whole = self._batch
         count = min(size, len(whole.context_len))
         return Batch(
@@ -173,7 +173,7 @@ class _Captured:
         )
 
     def _fill(self, batch: Batch, size: int) -> None:
-        """Copy a batch to the first positions. The other tokens of the first `size` belong to no sequence."""
+        """Copy a batch to the fixed addresses, and pad it to `size` tokens."""
         whole, num_tokens = self._batch, len(batch.token_ids)
         count, width = batch.block_tables.shape
         whole.token_ids[:num_tokens] = batch.token_ids
@@ -199,7 +199,7 @@ class _Captured:
 
 
 class CudaCapture:
-    """Captures steps as CUDA graphs that share one memory pool. Only one graph runs at a time."""
+    """Captures steps as CUDA graphs that share one memory pool. So only one of them may run at a time."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -216,7 +216,9 @@ class CudaCapture:
 
 @contextmanager
 def _side_stream() -> Iterator[None]:
-    """Enter a second stream, and make the current stream wait for it at the end, as torch requires before a capture."""
+    """Run the block on a second stream, for which the current stream then waits. torch requires this before a
+    capture.
+    """
     current, side = torch.cuda.current_stream(), torch.cuda.Stream()
     side.wait_stream(current)
     with torch.cuda.stream(side):

@@ -1,9 +1,9 @@
 """Triton kernels of `attention` and `fused`. This module needs triton.
 
-One attention kernel serves decodes and pieces of prompts. A program computes a tile of queries that read one K/V head,
-with a row for each (token, head of the group). It goes over the sequence's blocks with an online softmax in powers of
-two. Sources: FlashAttention-2 (arXiv 2307.08691); Flash-Decoding for the split along the context; PagedAttention (arXiv
-2309.06180) for the blocks.
+One attention kernel serves decodes and prompt chunks. A program computes a tile of queries that read one K/V head. A
+row is the query of one token and one head. The program goes over the sequence's blocks with an online softmax in powers
+of two. Sources: FlashAttention-2 (arXiv 2307.08691); Flash-Decoding for the split along the context; PagedAttention
+(arXiv 2309.06180) for the blocks.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ def attend_kernel(
     PROGRAMS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Compute a tile of queries' attention to one split of the sequence's keys. Grid: tiles, K/V heads, splits.
+    """Compute the attention of a tile of queries over one split of the sequence's keys. Grid: tiles, K/V heads, splits.
 
-    The sequences are the decodes, or those from `first_sequence` on. The grid of a captured step is large enough for
-    any batch of this size, and programs that the batch does not need return immediately.
+    The sequences are the decodes (IS_DECODE), or those from `first_sequence` on. In a captured step, the grid is large
+    enough for any batch of this size. Programs that the batch does not need return immediately.
     """
     TOKENS: tl.constexpr = 1 if IS_DECODE else ROWS // GROUP
     kv_head, split = tl.program_id(1), tl.program_id(2)
@@ -170,7 +170,9 @@ def _go_over(
     DOT: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """Add keys [begin, end) to the sums. Without a mask, every row sees all of these keys."""
+    """Process keys [begin, end): update the sums and the softmax state. Without IS_MASKED, every row must see all these
+    keys.
+    """
     d = tl.arange(0, PADDED_DIM)
     in_head = d < HEAD_DIM
     for start in range(begin, end, KEYS):
@@ -217,8 +219,8 @@ def combine_kernel(
     PROGRAMS: tl.constexpr,
     IS_CAPTURED: tl.constexpr,
 ):
-    """Combine a decode's splits into its result. The grid has pairs (decode, head). In a captured step, it is large
-    enough for the largest number of decodes.
+    """Combine the results of a decode's splits for one head. Grid: pairs (decode, head), in a captured step for the
+    largest number of decodes.
     """
     row = tl.program_id(0).to(tl.int64)
     sequence = row // NUM_HEADS
@@ -243,9 +245,9 @@ def combine_kernel(
 
 @triton.jit
 def _tile(num_tiles, first_sequence, query_start, num_sequences, TOKENS: tl.constexpr, IS_DECODE: tl.constexpr):
-    """Return a program's sequence and its first token. Each decode has one tile. Pieces of prompts have tiles of TOKENS
-    tokens. If n tokens precede sequence i, its first tile has number n // TOKENS + i. So some tiles may be empty, but
-    no count has to be read from the device.
+    """Return the sequence and the first token of a program's tile. A decode has one tile. A prompt chunk has tiles of
+    TOKENS tokens. If n tokens precede sequence i, its first tile has number n // TOKENS + i. Some tiles may be empty,
+    but the host need not know the lengths.
     """
     if IS_DECODE:
         return first_sequence + tl.program_id(0), 0
@@ -259,14 +261,14 @@ def _tile(num_tiles, first_sequence, query_start, num_sequences, TOKENS: tl.cons
 
 @triton.jit
 def _splits_in_use(num_decodes, splits, NUM_KV_HEADS: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Return how many of the launched splits are used: as many as keep the device busy."""
+    """Return the number of splits that keeps the device busy, at most the number that was launched."""
     tiles = tl.maximum(num_decodes, 1) * NUM_KV_HEADS
     return tl.minimum(tl.maximum(PROGRAMS // tiles, 1), splits)
 
 
 @triton.jit
 def _share(context, splits, split, most, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr):
-    """Return the keys [begin, end) of a split, or all keys if the context is not split."""
+    """Return the bounds [begin, end) of a split's keys, or of all keys if the context is not split."""
     if IS_SPLIT:
         share = tl.cdiv(tl.cdiv(context, splits), KEYS) * KEYS
         return split * share, tl.minimum(split * share + share, most)
@@ -281,7 +283,7 @@ def _first_tile(sequence, query_start, TOKENS: tl.constexpr):
 
 @triton.jit
 def _sequence_of(tile, query_start, num_sequences, TOKENS: tl.constexpr):
-    """Return the last sequence whose tiles begin at or before this tile."""
+    """Return the last sequence whose first tile is at or before this tile."""
     low, high = 0, num_sequences - 1
     while low < high:
         middle = (low + high + 1) // 2
@@ -321,7 +323,7 @@ def rotate_kernel(
 
 @triton.jit
 def gate_kernel(x, out, width, BLOCK: tl.constexpr):
-    """Gate some columns of a token. Grid: tokens, blocks of columns."""
+    """Compute silu(first half) * second half for a block of a token's columns. Grid: tokens, blocks of columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -162,8 +162,7 @@ class Model(nn.Module):
         return (module for module in self.modules() if isinstance(module, Linear))
 
     def checkpoint_parameters(self, name: str) -> tuple[str, ...]:
-        """Return the names in checkpoints of the parameter `name`. A fused parameter has several.
-        """
+        """Return the names in checkpoints of the parameter `name`. A fused parameter has several."""
         if name == "lm_head.weight" and self.spec.tie_embeddings:
             name = "token_embedding.weight"  # the last stage may have no layers, only the head
         module, _, leaf = name.rpartition(".")

@@ -1,1 +1,1 @@
-"""Weights packed once for a CPU's products: base.py has the contract, choice.py the layouts to choose from."""
+"""Matrix products on CPUs with weights that are packed once. base.py has the contract, choice.py the layouts."""

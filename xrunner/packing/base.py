@@ -1,4 +1,4 @@
-"""Define the contract of products with packed weights: how a CPU stores a weight, and the call that multiplies by
+"""Define the contract of matrix products with packed weights: the layout of a weight, and the call that multiplies by
 it.
 """
 
@@ -27,16 +27,16 @@ the row may be wrong, but are never higher. # float32 [rows, in], [rows, out] ->
 
 
 class WeightLayout(NamedTuple):
-    """A way to store a weight on a CPU. Activations and results are float32, whatever the dtype of the products.
+    """A way to store a weight on a CPU, and the functions that use it. Inputs and results are float32, whatever the
+    dtype of the products.
 
     Attributes:
         dtype: dtype of the products.
-        is_available: whether this processor and this torch support the layout.
-        pack: returns a function that multiplies by a float32 weight [out, in] and applies the activation function of
-            the given name.
-        pack_highest: returns a function that finds each row's highest sum with a copy of the weight in this layout,
-            given the float32 weight [out, in] and the function that multiplies by it. None means that the layout is not
-            used for this.
+        is_available: returns whether this processor and this torch support the layout.
+        pack: packs a float32 weight [out, in]. Returns a function that multiplies by it and applies the named
+            activation function.
+        pack_highest: packs a float32 weight [out, in], given also the function that multiplies by it in float32.
+            Returns a function that finds each row's argmax. None means that the layout is not used for this.
     """
 
     dtype: DType

@@ -1,8 +1,7 @@
-"""List the layouts of a weight by name (those of xgpt's own kernels and of torch's libraries), and choose among
-them.
+"""List the weight layouts by name, of xgpt's own kernels and of torch's libraries, and choose among them.
 
-Which layout is fastest differs between processors: `fastest` compares them. torch's libraries are MKL and
-oneDNN. Plain F.linear rearranges a weight in every call, which takes 10% (256 rows) to 60% (8 rows) of its time.
+Which layout is fastest depends on the processor: `fastest` compares them. torch's libraries are MKL and oneDNN. Without
+packing, F.linear rearranges the weight in every call, which takes 10% (256 rows) to 60% (8 rows) of the call's time.
 """
 
 from __future__ import annotations
@@ -68,10 +67,9 @@ def _with_onednn_bfloat16(weight: Tensor, activation: str) -> PackedLinear:
 
 
 def _with_onednn_int8(weight: Tensor, activation: str) -> PackedLinear:
-    """Return a function that multiplies by a weight in eight bits, with a scale for each output. Each call rounds its
-    activations, with a scale for each row.
+    """Return a function that multiplies in int8, with a scale per output. Each call rounds x, with a scale per row.
 
-    Sums are exact in 32 bits. Scales, bias and activation function are float32.
+    Sums are int32. Scales, bias and activation function are float32.
     """
     numbers, scales = quantise(weight)
     packed = torch.ops.onednn.qlinear_prepack(numbers, None)
@@ -91,8 +89,8 @@ def _with_onednn_int8(weight: Tensor, activation: str) -> PackedLinear:
 
 @cache
 def _int8_is_exact() -> bool:
-    """Return whether the largest sums of products in eight bits are right. On processors without instructions for such
-    products, pairs of products saturate at 16 bits.
+    """Return whether oneDNN's int8 products are exact. On processors without int8 dot-product instructions, the sum of
+    two products saturates at 16 bits.
     """
     if not torch.backends.mkldnn.is_available():
         return False
@@ -113,7 +111,7 @@ LAYOUTS: dict[str, WeightLayout] = cpu.LAYOUTS | _OF_TORCH
 
 
 def layouts_of(dtype: DType) -> list[str]:
-    """Return the layouts that are available for products in this dtype."""
+    """Return the names of the layouts that are available here for products in this dtype."""
     return [name for name, layout in LAYOUTS.items() if layout.dtype == dtype and layout.is_available()]
 
 
@@ -125,11 +123,12 @@ def shape_name(shape: Shape) -> str:
 def pack(
     weight: Tensor, activation: str, dtype: DType = "float32", layouts: Mapping[str, str] | None = None
 ) -> PackedLinear | None:
-    """Return a function that multiplies by a weight [out, in], or None if the weight is not on a CPU, or no layout is
-    available for the dtype.
+    """Return a function that multiplies by a weight [out, in]. Return None if the weight is not float32 on a CPU, or if
+    no layout is available for `dtype`.
 
     Args:
-        layouts: layout to use for each shape, by `shape_name`. Layouts that are not available here are ignored.
+        layouts: the layout for each shape, by `shape_name`. If it is missing or not available here, the first available
+            layout is used.
     """
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return None
@@ -141,12 +140,12 @@ def pack(
 
 
 def pack_highest(weight: Tensor, whole: PackedLinear, layouts: Mapping[str, str] | None = None) -> HighestLinear | None:
-    """Return a function that computes only each row's highest sum exactly, or None if the whole product is used
-    instead.
+    """Return a function that computes only each row's argmax exactly. Return None if `layouts` names no layout for
+    this.
 
     Args:
         whole: multiplies by the same weight in float32.
-        layouts: under `HEAD`, the layout of a copy of the weight in eight bits.
+        layouts: has the name of an int8 layout under `HEAD`.
     """
     name = (layouts or {}).get(HEAD)
     if name is None or name not in layouts_of("int8"):
@@ -175,14 +174,14 @@ was last used.
 
 
 def fastest(shapes: Collection[Shape], dtype: DType, *, is_brief: bool = False) -> dict[str, str]:
-    """Return the fastest layout for each shape of weight, or {} if only one is available.
+    """Return the name of the fastest layout for each shape of weight, or {} if fewer than two are available.
 
     A weight is stored once, so one layout serves all numbers of rows. For each number in ROWS, a layout's time is
-    divided by the fastest layout's time. The layout with the lowest mean of these ratios is chosen. If several tie, the
-    first of LAYOUTS is chosen, so that repeated measurements give the same choice.
+    divided by the fastest layout's time, and the layout with the lowest mean ratio is chosen. Of several within `TIE`,
+    it is the first of LAYOUTS, so that repeated measurements agree.
 
     Args:
-        is_brief: whether to measure at fewer numbers of rows, and fewer times at each, because the machine is busy.
+        is_brief: whether to measure fewer numbers of rows, and each fewer times, because the machine is busy.
     """
     names = layouts_of(dtype)
     if len(names) < 2:
@@ -196,11 +195,11 @@ def fastest(shapes: Collection[Shape], dtype: DType, *, is_brief: bool = False) 
 
 
 def fastest_head(shape: Shape, layouts: Mapping[str, str], *, is_brief: bool = False) -> dict[str, str]:
-    """Return, under `HEAD`, the eight-bit layout with which the highest sum is found fastest. Return {} if float32 is
-    as fast.
+    """Return, under `HEAD`, the name of the int8 layout that finds each row's argmax fastest. Return {} if none is
+    clearly faster than float32.
 
     Args:
-        layouts: layouts of the products in float32, as `pack` takes them.
+        layouts: layouts of the float32 products, by `shape_name`.
     """
     weight = torch.randn(shape)
     whole = pack(weight, "none", "float32", layouts)
@@ -219,7 +218,9 @@ def fastest_head(shape: Shape, layouts: Mapping[str, str], *, is_brief: bool = F
 def mean_times(
     products: Mapping[str, Callable[..., Tensor]], shape: Shape, *, is_brief: bool = False
 ) -> dict[str, float]:
-    """Return for each product the mean over ROWS of its time divided by the fastest product's time."""
+    """Return each product's mean ratio of its time to the fastest product's time, over the numbers of rows that are
+    measured.
+    """
     others = torch.ones(EVICTING)
     rows = [n for n in ROWS[:: 2 if is_brief else 1] if n == 1 or n * shape[0] * shape[1] <= MOST_PRODUCT]
     repeats = 2 if is_brief else REPEATS
@@ -228,8 +229,8 @@ def mean_times(
 
 
 def _timed(products: Mapping[str, Callable[..., Tensor]], x: Tensor, others: Tensor, repeats: int) -> dict[str, float]:
-    """Return each product's least time with x. Products take turns. Before each, `others` is read, so that the weights
-    leave the cache.
+    """Return each product's shortest time with x, in seconds. Products take turns. Before each call, `others` is read,
+    so that the weights leave the cache.
     """
     best = dict.fromkeys(products, float("inf"))
     for repeat in range(1 + repeats):
