@@ -4,8 +4,8 @@
     plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8)
 
 `xgpt` connects four packages: `xprofiler` measures step times, `xsimulator` predicts a schedule's figures, `xscheduler`
-finds the best schedule under a bound, and `xrunner` executes the schedule. `xgpt.api` documents the functions, which
-are loaded when they are first used.
+finds the best schedule under a latency bound, and `xrunner` executes the schedule. `xgpt.api` documents the functions.
+They are loaded when they are first used.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Provide the Python API: one function for each command, with typed keyword arguments. `import xgpt` imports them.
+"""The Python API: one function for each command, with typed keyword arguments. The package `xgpt` offers all of them.
 
 Functions print nothing, never exit, and raise only `XgptError`. Times are in seconds, rates are per second, lengths are
-in tokens, and prices are for one device for an hour. A plan is a `Plan` or the path of its plan.json; models, clusters
-and workloads are shipped names, paths of files, or objects of `xgpt.core.schema`.
+in tokens, and prices are per device and hour. A plan is a `Plan` or the path of its plan.json; models, clusters and
+workloads are shipped names, paths of files, or objects of `xgpt.core.schema`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _takes(request: type[RequestBase]) -> Callable[[F], F]:
 
 
 def _documented(command: str, known: Collection[str]) -> str:
-    """Return docstring lines about the fields of a command's request that are not in `known`."""
+    """Return docstring lines that describe the fields of a command's request, except the fields in `known`."""
     lines = []
     for field in FIELDS.get(command, ()):
         if field["name"] not in known:
@@ -121,7 +121,7 @@ def _documented(command: str, known: Collection[str]) -> str:
 
 @_takes(PlanRequest)
 def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **asked: Unpack[PlanKeywords]) -> Plan:
-    """Return the plan with the highest throughput under a latency bound, with a proof of its gap to the optimum.
+    """Return the plan with the highest throughput under a latency bound. The plan states its proven gap to the optimum.
 
     >>> import xgpt
     >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -138,7 +138,7 @@ def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **a
     Raises:
         InputError: an argument is not accepted, or cannot be combined with another argument.
         InfeasibleError: no schedule keeps the bounds; the error states the nearest bound that can be kept.
-        MachineError: this machine cannot be measured, or cannot run the plan that was made for it.
+        MachineError: this machine cannot be measured, or cannot run the plan made for it.
     """
     return solve(latency_bound_s=latency_bound_s, progress=progress, **asked).best
 
@@ -203,17 +203,17 @@ def autoscale(
     stop: Event | None = None,
     **asked: Unpack[AutoscaleKeywords],
 ) -> Recommendation | None:
-    """Recommend how many replicas of each kind a fleet needs now, and publish the numbers as a Prometheus metric.
+    """Recommend how many replicas of each kind a fleet needs now, and publish these numbers as a Prometheus metric.
 
         xgpt.autoscale("fleet.json", scrape=["http://127.0.0.1:8000"], on_note=print)
         xgpt.autoscale("fleet.json", arrival_rate_per_s=12, once=True).replicas
 
-    The function runs until `stop` is set or, in the main thread, until SIGTERM or SIGINT. It then returns the last
-    recommendation, or None if there was no recommendation.
+    The function runs until `stop` is set or, in the main thread, until SIGTERM or SIGINT. With `once`, it stops after
+    the first recommendation. It returns the last recommendation, or None if there was none.
 
     Args:
-        fleet: the plan of a day, or the path of its fleet.json.
-        on_note: called with a line of text for each reading of the load.
+        fleet: a day's fleet, or the path of its fleet.json.
+        on_note: called with a line of text after each reading of the load.
         stop: event that ends the function. None means that only signals end the function.
         **asked
 
@@ -265,7 +265,7 @@ def compare(
         latency_bound_s: see `plan`.
         progress: called with (done, total, what is being done).
         on_start: called with each plan before the plan is measured.
-        on_found: called with the result before looser bounds are tried and plans are measured.
+        on_found: called with the preliminary result, before looser bounds are tried and before plans are measured.
         **asked
 
     Raises:
@@ -286,7 +286,7 @@ def compare(
 
 @_takes(ProfileRequest)
 def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileKeywords]) -> Profile:
-    """Return a profile with step times that are measured here, computed from a datasheet, or imported.
+    """Return a profile. Its step times are measured on this machine, computed from a datasheet, or imported.
 
     >>> import xgpt
     >>> profile = xgpt.profile(model="llama-3.1-8b", cluster="h200x1")
@@ -298,7 +298,7 @@ def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileKeywords
         **asked
 
     Raises:
-        InputError: a model, cluster or table is not known, or the model cannot run in this dtype on the devices.
+        InputError: a model, cluster or imported table is not known, or the devices cannot run the model in this dtype.
         MachineError: this machine cannot be measured.
     """
     from xgpt.served_profile import as_served
@@ -311,8 +311,8 @@ def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileKeywords
 def simulate(plan: Plan | PathLike, *, keep_steps: bool = False, **asked: Unpack[SimulateKeywords]) -> Simulated:
     """Run a plan on the simulated engine, request by request, and return the result.
 
-    A replay (`own_times`) of over 20,000 requests is simulated by counts if possible, which takes only seconds but
-    returns no steps.
+    A replay (`own_times`) of over 20,000 requests is simulated by counts of requests if possible. This takes only
+    seconds but returns no steps.
 
     >>> import xgpt
     >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -322,7 +322,7 @@ def simulate(plan: Plan | PathLike, *, keep_steps: bool = False, **asked: Unpack
     (True, True)
 
     Args:
-        keep_steps: whether to return the steps of such a replay, too. The simulation then takes about 0.6 ms for each
+        keep_steps: whether to return steps for such a long replay, too. The simulation then takes about 0.6 ms per
             request.
         **asked
 
@@ -371,7 +371,8 @@ def simulate(plan: Plan | PathLike, *, keep_steps: bool = False, **asked: Unpack
 def calibrate(
     plan: Plan | PathLike, measured: Sequence[PathLike], **asked: Unpack[CalibrateKeywords]
 ) -> CalibratedLoads:
-    """Fit a plan's profile and engine to benchmarks of a server that ran the plan, and return them with their errors.
+    """Fit a plan's profile and engine to benchmarks of a server that ran the plan. Return both, with their prediction
+    errors.
 
         xgpt.calibrate("plan.json", ["vllm-bench.json"]).profile
 
@@ -407,8 +408,8 @@ def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywo
     (1000, False)
 
     Args:
-        lengths: a trace (CSV, JSON lines), or the URL of a running server. The server's current plan and observed
-            lengths are then used.
+        lengths: a trace (CSV, JSON lines), or the URL of a running server. With a URL, the server's current plan and
+            the lengths that it has observed are used.
         **asked
 
     Raises:
@@ -435,7 +436,7 @@ def bench(target: Plan | PathLike, *, progress: Progress | None = None, **asked:
         report = xgpt.bench("plan.json", num_requests=100).report
 
     Args:
-        target: a plan, which a separate process serves during the measurement, or the URL of an endpoint.
+        target: a plan, or the URL of an endpoint. A separate process serves the plan during the measurement.
         progress: called with (done, total, what is being done).
         **asked
 
@@ -488,7 +489,8 @@ def bench(target: Plan | PathLike, *, progress: Progress | None = None, **asked:
 
 
 def export(plan: Plan | FleetPlan | PathLike, to: Target) -> dict[str, str]:
-    """Return, by file name, the files that start a plan or a fleet on another machine or platform.
+    """Return the files that start a plan or a fleet on another machine or platform. Keys are file names, values are
+    contents.
 
     >>> import xgpt
     >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -503,7 +505,8 @@ def export(plan: Plan | FleetPlan | PathLike, to: Target) -> dict[str, str]:
             xgpt's engine or vLLM on Kubernetes; "dynamo", "llm-d": vLLM on these platforms.
 
     Raises:
-        InputError: the plan does not fit its devices, is for another engine, or the target cannot run it.
+        InputError: the plan needs more memory than its devices have, is for another engine, or the target cannot run
+            it.
     """
     from xgpt.exporting.export import export
     from xgpt.exporting.fleet import fleet_files
@@ -564,7 +567,7 @@ def ui(*, port: int = 0, on_ready: Callable[[str], None] = lambda url: None) -> 
 
 
 def doctor() -> list[Finding]:
-    """Examine this machine; return findings, with advice on problems that make measurements unreliable.
+    """Examine this machine, and return findings. They include problems that make measurements unreliable, with advice.
 
     >>> import xgpt
     >>> len(xgpt.doctor()) > 0
@@ -589,7 +592,8 @@ def serve(
         xgpt.serve("plan.json", port=8001, replan=False)
 
     Args:
-        on_note: called with lines of text about what is started or, in a dry run, about what this machine lacks.
+        on_note: called with a line of text about each process that starts or, in a dry run, about what this machine
+            lacks.
         **asked
 
     Raises:
@@ -610,7 +614,7 @@ def served(plan: Plan | PathLike, *, engine: EngineKind = "xgpt", replan: bool =
 
     Args:
         engine: engine that runs the plan.
-        replan: whether the server switches to better plans when lengths change.
+        replan: whether the server switches to a better plan when request lengths change.
 
     Yields:
         url: the server's URL.
@@ -628,7 +632,7 @@ def served(plan: Plan | PathLike, *, engine: EngineKind = "xgpt", replan: bool =
 
 
 def _arrivals(load: LoadFields, default: int, burstiness: float = 1.0) -> tuple[ArrivalProcess | None, int]:
-    """Return the arrival process of a load, or None for saturation, and the number of requests to measure."""
+    """Return a load's arrival process (None: saturation), and the number of requests to measure."""
     rates = load.arrival_rate_per_s
     arrivals = None if rates is None else ArrivalProcess.at(rates, burstiness)
     of_stages = None if arrivals is None else arrivals.num_requests

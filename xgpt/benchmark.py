@@ -74,14 +74,14 @@ class Load:
     """The requests with which a plan or an endpoint is measured.
 
     Attributes:
-        num_requests: number of measured requests. Further requests are sent to keep the load steady.
-        workload: lengths of the requests. None means the plan's lengths or, for an endpoint, the workload
-            summarization.
+        num_requests: number of measured requests. A plan gets further requests, which keep its load steady.
+        workload: lengths of the requests. None means the plan's lengths or, for an endpoint, those of the workload
+            named summarization.
         arrivals: the arrival process. None means a closed loop.
-        stream: whether answers are streamed. A plan's figures come from the engine's log either way. A client that
-            reads token by token on the same machine lengthens decode steps on two cores by a tenth.
+        stream: whether responses are streamed. A plan's figures come from the engine's log either way. On a machine
+            with two cores, a client that reads token by token lengthens decode steps by a tenth.
         concurrency: number of requests that are outstanding at an endpoint in a closed loop.
-        ca_file: certificate authorities for an https endpoint (PEM). None means the system's.
+        ca_file: PEM file with the certificate authorities for an https endpoint. None means the system's.
     """
 
     num_requests: int = 300
@@ -97,7 +97,7 @@ class Benched:
     """The result of `bench`.
 
     Attributes:
-        report: predicted and measured figures of a plan, or the client's figures of an endpoint.
+        report: predicted and measured figures of a plan, or the figures that the client measured at an endpoint.
         steps: the steps that the plan's engine executed.
         profile: the plan's profile, fitted to these steps, or None if not requested.
     """
@@ -119,10 +119,10 @@ def bench(
     saturated: bool = False,
     progress: Progress = silent,
 ) -> Benched:
-    """Measure a plan, which a separate process serves on this machine, or the endpoint at a URL.
+    """Measure a plan, or the endpoint at a URL. A separate process on this machine serves the plan.
 
-    A plan that was made for arrivals is measured at its predicted arrival rate, unless the load states an arrival rate
-    or the profile is not on this machine.
+    A plan made for arrivals is measured at its predicted arrival rate, with three exceptions: the load states a rate,
+    `saturated` is set, or the profile is not on this machine.
 
     Args:
         seed: seed of the requests.
@@ -130,7 +130,7 @@ def bench(
         profile: the plan's profile. None means the copy on this machine.
         calibrate: whether to fit the profile to the measured steps.
         saturated: whether to keep requests always waiting, even if the plan was made for arrivals.
-        progress: called with the number of finished requests and the number of all requests.
+        progress: called with the number of finished requests, the number of measured requests, and a description.
 
     Raises:
         MachineError: the server does not start or dies, or the endpoint does not answer.
@@ -171,7 +171,7 @@ def bench_plan(
     """Serve the plan in a separate process, send it sampled requests over HTTP, and read the engine's step log.
 
     Without arrivals, enough requests are outstanding to keep the engine saturated, and the prediction is the plan's
-    estimate. With arrivals, or for another workload than the plan's, the prediction comes from a simulation of the same
+    estimate. With arrivals, or if the workload is not the plan's, the prediction comes from a simulation of the same
     requests.
 
     Args:
@@ -194,7 +194,7 @@ def _tell(progress: Progress, load: Load, takes: str, ended: int) -> None:
     """Report how many requests of a load have ended.
 
     Args:
-        takes: how long the load takes if requests arrive at a rate, as in "at least 4 s".
+        takes: how long an open loop takes, as text such as "at least 4 s".
     """
     arrivals, what = load.arrivals, f"serving {load.num_requests} requests"
     if arrivals is not None:
@@ -203,7 +203,7 @@ def _tell(progress: Progress, load: Load, takes: str, ended: int) -> None:
 
 
 class Drawn(NamedTuple):
-    """The requests of a load. `arrivals_s` is zero in a closed loop. # each [requests]"""
+    """The lengths and arrival times of a load's requests. `arrivals_s` is zero in a closed loop. # each [requests]"""
 
     inputs: Ints
     outputs: Ints
@@ -212,8 +212,8 @@ class Drawn(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """The result of `replayed`: the requests, the client's results, the seconds for which each worker was busy, and the
-    executed steps.
+    """The result of `replayed`: the requests, the client's results, how many seconds each worker was busy, and the
+    executed steps. Busy times are known only for pipelines of xgpt's engine.
     """
 
     drawn: Drawn
@@ -235,7 +235,7 @@ def replayed(
     """Serve the plan in a separate process, and send it the requests of a load over HTTP.
 
     Args:
-        drawn: the requests. None means the result of `draw`, which includes further requests to keep the load steady.
+        drawn: the requests. None means the result of `draw`.
 
     Raises:
         MachineError: the server does not start, or dies, or all requests fail.
@@ -269,7 +269,8 @@ def replayed(
 
 
 def draw(plan: Plan, load: Load, rng: np.random.Generator) -> Drawn:
-    """Draw the lengths and arrivals of a load.
+    """Draw a load's requests at random, including further ones that keep the load steady until the last measured one
+    ends.
 
     Raises:
         InputError: the requests do not fit into the plan's memory.
@@ -285,7 +286,7 @@ def draw(plan: Plan, load: Load, rng: np.random.Generator) -> Drawn:
 
 
 def _requests(plan: Plan, drawn: Drawn, rng: np.random.Generator, *, closed: bool) -> list[ClientRequest]:
-    """Return the drawn requests, with prompts of random tokens."""
+    """Return the requests to send. Their prompts are random tokens."""
     return [
         ClientRequest(
             prompt_ids=rng.integers(0, plan.model.vocab_size, int(length)).tolist(),
@@ -306,7 +307,7 @@ def _report(
     results: Sequence[ClientResult],
     busy_s: Mapping[str, float],
 ) -> BenchReport:
-    """Return measured figures, their predictions, and their predictions at the measured pace."""
+    """Return measured figures, predictions, and predictions for the measured pace of steps."""
     workload, arrivals = load.workload or plan.workload, load.arrivals
     measured = read_log(plan, workload, log, load.num_requests, saturated=arrivals is None)
     times = None if arrivals is None else times_of(plan, log, load.num_requests)
@@ -381,7 +382,9 @@ def _core_waits(
     within: Sequence[StepRecord],
     steps: Paces,
 ) -> CoreWaits | None:
-    """Return how long steps waited for cores, and the measured and predicted ITL without these waits."""
+    """Return how long steps waited for cores, and the p99 ITL without these waits, measured and predicted. Return None
+    if the log does not state waits.
+    """
     if any(record.core_wait_ns is None for record in within):
         return None
     waited_ns = [record.core_wait_ns or 0 for record in within]
@@ -397,8 +400,8 @@ def _core_waits(
 
 
 def _claimed(plan: Plan, load: Load) -> dict[str, float]:
-    """Return the plan's own figures if the load is the plan's workload at saturation. Otherwise return an empty
-    dictionary.
+    """Return the figures of the plan's estimate if the load is the plan's workload at saturation. Otherwise return
+    nothing.
     """
     if load.arrivals is not None or load.workload != plan.workload:
         return {}
@@ -406,7 +409,7 @@ def _claimed(plan: Plan, load: Load) -> dict[str, float]:
 
 
 def _simulated(plan: Plan, profile: Profile | None, load: Load, drawn: Drawn, pace: float) -> dict[str, float]:
-    """Simulate the sent requests with steps `pace` times as long as in the plan, and return the figures."""
+    """Simulate the sent requests, and return the figures. Steps take `pace` times as long as the plan predicts."""
     assert profile is not None and load.workload is not None
     closed = load.arrivals is None
     slower = plan.profile.but(slowdown=pace * plan.profile.slowdown)
@@ -419,7 +422,7 @@ def _simulated(plan: Plan, profile: Profile | None, load: Load, drawn: Drawn, pa
 
 
 def _figures(measured: Measured, times: RequestTimes | None) -> dict[str, float]:
-    """Return figures by name. If requests arrive at a rate, times count from arrival."""
+    """Return figures by name. With `times`, the times of requests count from arrival."""
     found = {name: float(getattr(measured, name)) for name in FIGURES}
     if times is not None:
         del found["ttft_s"]
@@ -433,7 +436,7 @@ def bench_url(url: str, load: Load, rng: np.random.Generator, progress: Progress
     Requests arrive at the load's rate. If the load has no rate, `concurrency` requests are always outstanding.
 
     Raises:
-        InputError: `ca_file` contains no certificate, or XGPT_API_KEY is not a key.
+        InputError: the load's `ca_file` contains no certificate, or XGPT_API_KEY is not a valid key.
         MachineError: nothing answers at the URL, or every request failed.
     """
     workload, num_requests = load.workload, load.num_requests
@@ -487,12 +490,13 @@ def served(
     replan: bool = False,
     options: Sequence[str] = (),
 ) -> Iterator[str]:
-    """Run `xgpt serve` in a separate process, on a free port, until the `with` block ends, and yield its URL.
+    """Run `xgpt serve` in a separate process, on a free port, and yield its URL. The process ends with the `with`
+    block.
 
     Args:
-        directory: directory in which to write the plan.
+        directory: where to write plan.json.
         replan: whether the server may switch to other plans.
-        options: further options of `xgpt serve`.
+        options: further command-line options for `xgpt serve`.
     """
     plan_path = directory / "plan.json"
     plan_path.write_text(dump_json(plan))

@@ -1,9 +1,9 @@
 """Fit a plan's step times to a user's results of `vllm bench serve`, AIPerf, guidellm or genai-perf.
 
-Each measured load is simulated with its lengths and its clients or arrival rate. Three values are fitted together to
-the mean TTFT and the mean time between tokens: a factor on all step times, a constant for each step, and a request's
-time outside the engine's loop. If there are several loads, every second one is left out of the fit and shows the fit's
-error.
+Each measured load is simulated with its own lengths, and with its number of clients or its arrival rate. Three values
+are fitted to the mean TTFT and the mean time between tokens: a factor on all step times, a constant time added to each
+step, and a request's time outside the engine's loop. If there are several loads, every second one is left out of the
+fit. The fit's error is measured on these.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ Figures = tuple[float, float, float]
 
 
 class MeasuredLoad(NamedTuple):
-    """The measurements of a benchmark at one load.
+    """What a benchmark measured at one load.
 
     Attributes:
         inputs, outputs: tokens of each request, or a single mean if the file states only a mean.
-        clients, rate_per_s: number of concurrent clients, or requests that are sent each second.
-        throughput_rps, ttft_s, tpot_s: completed requests a second, mean TTFT, and mean time between tokens.
+        clients, rate_per_s: number of concurrent clients, or rate at which requests are sent. The other one is None.
+        throughput_rps, ttft_s, tpot_s: completed requests per second, mean TTFT, and mean time between tokens.
         variation: coefficient of variation of the gaps between arrivals.
     """
 
@@ -69,7 +69,7 @@ class MeasuredLoad(NamedTuple):
 
     @property
     def workload(self) -> Workload:
-        """The lengths as histograms."""
+        """The request lengths, as histograms."""
         lengths = (histogram_of(np.maximum(1, np.rint(tokens)).astype(int)) for tokens in (self.inputs, self.outputs))
         return Workload(name=self.source, input=next(lengths), output=next(lengths))
 
@@ -83,9 +83,9 @@ class CalibratedLoads:
     """A profile fitted to measured loads.
 
     Attributes:
-        engine: the plan's engine (or the profile's, if the plan has no engine), with the fitted time of a request
-            outside its loop.
-        output: the fitted values, and the errors before and after the fit.
+        engine: the plan's engine or, if the plan has none, the profile's. It contains the fitted time of a request
+            outside the engine's loop.
+        output: the fitted values, and the prediction errors before and after the fit.
     """
 
     profile: Profile
@@ -94,7 +94,8 @@ class CalibratedLoads:
 
 
 def calibrate(plan: Plan, profile: Profile, loads: Sequence[MeasuredLoad]) -> CalibratedLoads:
-    """Return the plan's profile and engine, fitted to measured loads, with the errors before and after the fit.
+    """Fit a plan's profile and engine to measured loads. Return both, with the prediction errors before and after the
+    fit.
 
     Raises:
         InputError: a load has requests that do not fit into the plan's memory.
@@ -126,10 +127,11 @@ def _errors(predicted: Sequence[float], load: MeasuredLoad) -> dict[str, float]:
 
 
 def _fit(plan: Plan, profile: Profile, loads: Sequence[tuple[MeasuredLoad, Figures]]) -> Figures:
-    """Fit and return a factor on all times, a constant for each step, and a request's time outside the engine's loop.
+    """Fit and return three values: a factor on all step times, seconds added to each step, and a request's seconds
+    outside the engine's loop.
 
-    The fit minimises the squared logarithmic errors of mean TTFT and mean time between tokens over all loads. If
-    several values fit equally well, those nearest to the profile's values are chosen.
+    The fit minimises, over all loads, the squared logarithmic errors of mean TTFT and mean time between tokens. Among
+    values that fit equally well, it prefers those that change the profile least.
     """
     assert plan.engine is not None
     gap_s, first_s = (float(np.mean([load.figures[i] for load, _ in loads])) for i in (2, 1))
@@ -165,13 +167,13 @@ def _fit(plan: Plan, profile: Profile, loads: Sequence[tuple[MeasuredLoad, Figur
 
 
 def _bare_engine(profile: Profile) -> EngineSpec:
-    """Return an engine without settings, named after the engine in which a profile was measured."""
+    """Return an engine without settings, with the name of the engine in which a profile was measured."""
     framework, version = profile.engine or "xgpt", profile.engine_version or "1"
     return EngineSpec(name=f"{framework}-{version}", framework=framework, version=version)
 
 
 def slowed(profile: Profile, pace: float, step_s: float) -> Profile:
-    """Return the profile with all times multiplied by `pace`, and with `step_s` added to each step."""
+    """Return the profile with all step times multiplied by `pace`. Then `step_s` is added to each step."""
     found = profile.slowed(pace)
     overhead = found.overhead.but(seconds=tuple(step_s + s for s in found.overhead.seconds))
     text = f"all steps x{pace:.4g} and {1e3 * step_s:.3g} ms each, fitted to a user's benchmark"
@@ -179,7 +181,7 @@ def slowed(profile: Profile, pace: float, step_s: float) -> Profile:
 
 
 def with_path(plan: Plan, path_s: float) -> Plan:
-    """Return the plan with `path_s` added to the time before its engine receives a request."""
+    """Return the plan with `path_s` added to the time that a request takes to reach its engine."""
     if plan.engine is None or not path_s:
         return plan
     sources = plan.engine.sources | {"before_admission_s": "fitted to a user's benchmark (xgpt calibrate)"}
@@ -188,7 +190,7 @@ def with_path(plan: Plan, path_s: float) -> Plan:
 
 
 def predicted(plan: Plan, profile: Profile, load: MeasuredLoad) -> Figures:
-    """Simulate a plan under a load, and return the figures `NAMES`."""
+    """Simulate a plan under a load. Return throughput, mean TTFT and mean time between tokens."""
     count = min(MOST_REQUESTS, max(REQUESTS, 4 * (load.clients or 0)))
     run = run_simulation(plan, profile, load.workload, count, load.arrivals, 0, clients=load.clients)
     times = run.times
@@ -233,7 +235,7 @@ def read_loads(path: Path) -> list[MeasuredLoad]:
 
 
 def _failures(data: dict[str, Any]) -> str:
-    """Return the end of a message with the first error that a result states."""
+    """Return the end of an error message: the first error that a benchmark's result lists."""
     errors = data.get("errors")
     first = next((str(each) for each in errors if each), "") if isinstance(errors, list) else ""
     return f"; the first error: {cut(' '.join(first.split()))}" if first else ": see the errors of the benchmark"
@@ -281,7 +283,7 @@ def _of_vllm(data: dict[str, Any], name: str) -> MeasuredLoad:
 
 
 def _of_nvidia(data: dict[str, Any], name: str) -> MeasuredLoad:
-    """Return the load in a result of AIPerf or genai-perf, which use the same names for figures."""
+    """Return the load in a result of AIPerf or genai-perf. Both use the same names for figures."""
 
     def mean(key: str) -> float:
         figure = data[key]
@@ -299,7 +301,7 @@ def _of_nvidia(data: dict[str, Any], name: str) -> MeasuredLoad:
 
 
 def _found(config: Any, key: str) -> float | None:
-    """Return the number under a key at any depth of a configuration, or None if there is no such number."""
+    """Return the first number other than 0 under a key, at any depth of a configuration, or None if there is none."""
     if not isinstance(config, dict):
         return None
     value = config.get(key)

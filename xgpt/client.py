@@ -1,7 +1,7 @@
-"""Send requests to a completions endpoint, and record when each token arrives. This is the load client.
+"""The load client: send requests to a completions endpoint, and record when each token arrives.
 
-The client shares the machine with the measured engine. To save time it uses plain HTTP (`xgpt.connection`), parses the
-event stream itself, and decodes only the fields that this module uses.
+The client shares the machine with the measured engine. To save processor time, it uses h11 directly
+(`xgpt.connection`), parses the event stream itself, and decodes only the fields that it uses.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ class ClientRequest:
 
     Attributes:
         prompt_ids: token ids of the prompt.
-        output_length: number of tokens after which the output ends. None means that the model or `max_tokens` ends the
-            output.
-        max_tokens: limit on output tokens that the request states to the server.
+        output_length: exact number of output tokens. None means that the model or `max_tokens` ends the output.
+        max_tokens: limit on output tokens, as sent to the server.
         send_at_s: when to send the request, in seconds from the start of the replay, or None in a closed loop.
     """
 
@@ -46,7 +45,9 @@ class ClientRequest:
 
 
 class ServerTimes(msgspec.Struct):
-    """Times that the server measured: seconds from receiving a request to its first step, first token, last token."""
+    """Times that the server measured: seconds from its receipt of a request to the first step, the first token, and the
+    last token.
+    """
 
     queued_s: float
     ttft_s: float
@@ -59,15 +60,15 @@ class ClientResult:
 
     Attributes:
         send_s: time at which the request was sent.
-        token_s: time at which each token arrived or, if the server sends no token ids, each chunk of text. Tokens that
-            arrive in one read of the socket have the same time.
+        token_s: time at which each token arrived. If the server sends no token ids, the entries are for chunks of text.
+            Tokens from the same read of the socket have the same time.
         token_ids: the tokens, if the server sends them.
-        usage_tokens: number of tokens that the answer's `usage` states, or None.
-        end_s: time at which the answer was complete or the request had failed.
-        server: times that the server measured, or None if the request failed.
-        error: the reason why the request failed, on one line, or None.
-        is_lost: whether the request failed because the server stopped sending. In a closed loop, the client that sent
-            it then sends no more.
+        usage_tokens: number of output tokens that the response's `usage` states, or None.
+        end_s: time at which the response was complete or the request failed.
+        server: times that the server measured, or None if it reported none. Only xgpt's server reports them.
+        error: why the request failed, on one line, or None if it did not fail.
+        is_lost: whether the request failed because the server stopped answering. In a closed loop, the client that sent
+            this request then sends no more.
     """
 
     send_s: float
@@ -85,7 +86,7 @@ class ClientResult:
 
     @property
     def tokens_from(self) -> TokensFrom:
-        """The source of the number of tokens: token ids, usage, or chunks of text."""
+        """What `num_tokens` counts: token ids, the tokens in `usage`, or chunks of text."""
         if self.token_ids:
             return "token_ids"
         return "chunks" if self.usage_tokens is None else "usage"
@@ -138,20 +139,21 @@ async def replay(
     api_key: str | None = None,
     progress: Callable[[int], None] = lambda ended: None,
 ) -> list[ClientResult]:
-    """Send requests to the server at `url` (without /v1), read the answers, and return results in the same order.
+    """Send requests to the server at `url` (without /v1), and read the responses. Return results in the order of the
+    requests.
 
     Args:
-        concurrency: number of outstanding requests in a closed loop, in which the client sends a request whenever
-            another ends. None means an open loop, in which each request is sent at its `send_at_s`.
-        stream: whether answers are streamed. Complete answers take less time of client and server.
-        enough: number of finished requests after which a closed loop stops. Results of requests that still run are left
-            out.
+        concurrency: number of outstanding requests in a closed loop, where each end of a request causes the next one to
+            be sent. None means an open loop, where each request is sent at its `send_at_s`.
+        stream: whether responses are streamed. Without streams, client and server need less processor time.
+        enough: number of finished requests after which a closed loop stops. The requests that still run then have no
+            result.
         ca_file, api_key: see `Connection`.
         progress: called with the number of finished requests whenever a request ends.
 
     Raises:
-        InputError: `concurrency` is below 1, or requests have `send_at_s` in a closed loop, or have none in an open
-            loop.
+        InputError: `concurrency` is below 1, a request of a closed loop has `send_at_s`, or a request of an open loop
+            has none.
         MachineError: no server answers at `url`. (Errors of single requests are in their results.)
     """
     if concurrency is not None and concurrency < 1:
@@ -276,8 +278,8 @@ class _Client:
         return result
 
     def _ending(self, request: ClientRequest) -> dict[str, Any]:
-        """Return the fields that tell the server after how many tokens to end the output. xgpt's own server hides this
-        number from its schedule. Other servers get it as the request's limit.
+        """Return the request's fields that set the output's length. xgpt's server does not tell its scheduler this
+        length. Other servers get the length as `max_tokens`.
         """
         if self._model.owned_by == "xgpt":
             return {"output_length": request.output_length}
@@ -332,7 +334,8 @@ TIMEOUT_S = 10.0
 
 
 def busy_of_workers(url: str) -> dict[str, float]:
-    """Return for each worker the seconds for which it has executed steps. This waits until all workers have reported.
+    """Return how many seconds each worker has executed steps since its start. This first waits long enough for every
+    worker to report.
 
     Raises:
         MachineError: the server does not answer.

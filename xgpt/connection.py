@@ -1,4 +1,4 @@
-"""Define the load client's HTTP/1.1 connections, with h11's protocol over asyncio's streams.
+"""HTTP/1.1 connections of the load client: h11 for the protocol, and asyncio's streams for the network.
 
 The load client shares the machine with the measured engine, and on a few cores it takes time from the engine. A request
 takes 1.6 ms of a core's time with httpx, and 0.6 ms with this module.
@@ -31,9 +31,10 @@ Failure = (OSError, h11.ProtocolError)
 
 @cache
 def tls_context(ca_file: Path | None = None) -> ssl.SSLContext:
-    """Return a TLS context that trusts these authorities or, by default, those in SSL_CERT_FILE or the system's.
+    """Return a TLS context that trusts the authorities in `ca_file`. None means those in SSL_CERT_FILE or else the
+    system's.
 
-    It is cached, since making one reads the certificates of a hundred authorities.
+    The context is cached, since creating one reads the certificates of about a hundred authorities.
 
     Raises:
         InputError: the file contains no certificate.
@@ -59,10 +60,10 @@ def own_api_key() -> str | None:
 
 
 async def within(seconds: float, work: Awaitable[T], late: str) -> T:
-    """Return the result of `work`.
+    """Await `work` for at most this time, and return its result.
 
     Raises:
-        TimeoutError: the work takes longer than `seconds`. The message begins with `late`.
+        TimeoutError: `work` takes longer than `seconds`. The message begins with `late`.
     """
     try:
         async with asyncio.timeout(seconds):
@@ -72,17 +73,18 @@ async def within(seconds: float, work: Awaitable[T], late: str) -> T:
 
 
 class Connection:
-    """A connection to one server, for one request at a time.
+    """A connection to one server. It carries one request at a time.
 
-    The connection is opened for the first request, and again after an answer that was not read completely.
+    The connection is opened for the first request. It is opened again if the server has closed it, or if the previous
+    response was not read completely.
 
     Args:
-        url: URL of the server, including a prefix of its paths if there is one.
-        ca_file: certificate authorities for an https server. None means the system's.
+        url: URL of the server. A path in it becomes a prefix of all requests' paths.
+        ca_file: certificate authorities for an https server. None means the default of `tls_context`.
         api_key: key to send to the server, or None.
 
     Raises:
-        InputError: the URL is not an http or https URL, or the file contains no certificate.
+        InputError: `url` is not an http or https URL, or `ca_file` contains no certificate.
     """
 
     def __init__(self, url: str, ca_file: Path | None = None, api_key: str | None = None) -> None:
@@ -105,7 +107,10 @@ class Connection:
         self._http: h11.Connection
 
     async def ask(self, method: str, path: str, body: bytes = b"") -> int:
-        """Send a request with a JSON body, and return the status of the answer. Raises one of `Failure`."""
+        """Send a request with a JSON body, and return the response's status.
+
+        Raises OSError or h11.ProtocolError if the request fails (see `Failure`).
+        """
         if self._writer is None or self._http.our_state is not h11.IDLE or self._reader.at_eof():
             self.close()
             opening = asyncio.open_connection(*self._address, ssl=self._tls)
@@ -127,11 +132,11 @@ class Connection:
         return event.status_code
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """Return the status and the body of an answer. Raises one of `Failure`."""
+        """Send a GET request, and return the response's status and body. Errors are as in `ask`."""
         return await self.ask("GET", path), await self.read_all()
 
     async def read(self) -> bytes | None:
-        """Return the next piece of the answer's body, or None at its end. Raises one of `Failure`."""
+        """Return the next part of the response's body, or None at its end. Errors are as in `ask`."""
         event = await self._next()
         if isinstance(event, h11.Data):
             return bytes(event.data)
@@ -140,7 +145,7 @@ class Connection:
         return None
 
     async def read_all(self) -> bytes:
-        """Return the rest of the answer's body. Raises one of `Failure`."""
+        """Return the rest of the response's body. Errors are as in `ask`."""
         pieces = []
         while (piece := await self.read()) is not None:
             pieces.append(piece)

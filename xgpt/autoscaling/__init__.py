@@ -1,1 +1,1 @@
-"""Recommend the number of a fleet's replicas from the live load, and publish the number for an autoscaler."""
+"""Recommend from the live load how many replicas a fleet needs, and publish this number for an autoscaler."""

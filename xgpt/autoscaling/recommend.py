@@ -1,4 +1,4 @@
-"""Recommend the number of a fleet's replicas in real time, as a published metric, or over a simulated day."""
+"""Recommend how many replicas a fleet needs: in real time, as a published metric, or over a simulated day."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ WANTED, READY, NEED, AT = (
 def autoscale(
     fleet: FleetPlan, request: AutoscaleRequest, on_note: Callable[[str], None], stop: Event | None = None
 ) -> Recommendation | None:
-    """Recommend and publish numbers of replicas until `stop` is set. Return the last recommendation, or None.
+    """Recommend and publish numbers of replicas until `stop` is set. Return the last recommendation, or None if there
+    was none.
 
     Raises:
         InputError: `scrape` names a kind that the fleet does not have.
@@ -84,7 +85,7 @@ class _Live:
     """Reads the live load, and recommends numbers of replicas.
 
     Attributes:
-        began_s: start of the planned day on the monotonic clock.
+        began_s: time on the monotonic clock at which the planned day began.
     """
 
     fleet: FleetPlan
@@ -100,7 +101,7 @@ class _Live:
         self._recent: deque[tuple[float, ScrapedTraffic]] = deque()
 
     def once(self, stop: Event) -> Recommendation | None:
-        """Return the first recommendation from the live load."""
+        """Return one recommendation. With `scrape`, it needs two readings of the load."""
         found, note = self.look()
         if self.request.scrape:  # arrivals are counted between two readings
             if self.ready is None:
@@ -137,8 +138,8 @@ class _Live:
         return f"recommended for {found.need_per_s:.3g} requests/s: {wanted}"
 
     def _lengths(self, now_s: float, traffic: ScrapedTraffic) -> tuple[float | None, float | None, int]:
-        """Return the mean input and output length of recent requests, and the number of these requests. The means are
-        None if there are too few.
+        """Return the mean input length and the mean output length of recent requests, and how many of them have ended.
+        The means are None if there are too few requests.
         """
         self._recent.append((now_s, traffic))
         while self._recent[0][0] < now_s - LENGTHS_S:
@@ -153,7 +154,7 @@ class _Live:
 
 
 class _Metrics:
-    """The metrics that are published for a fleet."""
+    """The metrics published for a fleet. Calling the object sets them."""
 
     def __init__(self, fleet: FleetPlan, port: int, registry: CollectorRegistry) -> None:
         self.port = port
@@ -170,7 +171,7 @@ class _Metrics:
         self._at = Gauge(AT, "Unix time at which the replicas were recommended, in seconds.", registry=registry)
 
     def __call__(self, found: Recommendation, ready: tuple[int, ...] | None) -> None:
-        """Publish a recommendation."""
+        """Set the metrics to a recommendation and to the number of replicas of each kind that answered."""
         for labels, wanted, count in zip(self._labels, found.replicas, ready or (0,) * len(self._labels), strict=True):
             self._wanted.labels(*labels).set(wanted)
             self._ready.labels(*labels).set(count)
@@ -180,7 +181,7 @@ class _Metrics:
 
 @contextmanager
 def _published(fleet: FleetPlan, request: AutoscaleRequest) -> Iterator[_Metrics]:
-    """Serve metrics at the request's host and port, and yield the function that sets them to a recommendation.
+    """Serve metrics at the request's host and port. Yield the object that sets them to a recommendation.
 
     Raises:
         MachineError: the port cannot be opened.
@@ -201,11 +202,11 @@ def _published(fleet: FleetPlan, request: AutoscaleRequest) -> Iterator[_Metrics
 
 
 def began_at(clock_s: float, day_begins: str | None) -> float:
-    """Return the start of the planned day, in seconds on the clock of `clock_s` (UTC): the last time at which the time
-    of day was `day_begins`, or now if that is None.
+    """Return the start of the planned day, in seconds on the clock of `clock_s`: the latest moment at which the time of
+    day was `day_begins`. If that is None, the day starts now.
 
     Args:
-        day_begins: a time of day, as HH:MM.
+        day_begins: a time of day in UTC, as HH:MM.
     """
     if day_begins is None:
         return clock_s
@@ -215,8 +216,8 @@ def began_at(clock_s: float, day_begins: str | None) -> float:
 
 
 def device_limits(fleet: FleetPlan) -> list[DeviceLimit]:
-    """Return the limit on how many of this machine's devices the replicas use together, as a list. It is empty if no
-    replica runs here.
+    """Return a list with one limit: how many of this machine's devices the replicas may use together. The list is empty
+    if no replica runs on this machine.
     """
     local = [number for number, kind in enumerate(fleet.kinds) if kind.plan.cluster.is_local]
     if not local:
@@ -227,7 +228,7 @@ def device_limits(fleet: FleetPlan) -> list[DeviceLimit]:
 
 
 def fleet_name(fleet: FleetPlan) -> str:
-    """Return a name for a fleet that Kubernetes accepts, with only letters, digits and dashes."""
+    """Return a fleet's name in the form that Kubernetes accepts: only letters, digits and dashes."""
     return Names.of(fleet.kinds[0].plan).name[:40].rstrip("-")
 
 
@@ -236,9 +237,9 @@ class SimulatedFleet:
     """The result of a simulated day on which the fleet followed recommendations.
 
     Attributes:
-        day: the times at which replicas ran, and the cost.
-        share_kept: share of requests that keep bounds tightened by the headroom.
-        share_within: share of requests that keep the full bounds.
+        day: the time at which each replica ran, and the day's cost.
+        share_kept: share of requests that keep the bounds after the bounds are tightened by the headroom.
+        share_within: share of requests that keep the original bounds.
     """
 
     day: RecommendedDay
@@ -248,7 +249,7 @@ class SimulatedFleet:
 
     @property
     def figures(self) -> dict[str, float]:
-        """All figures by name."""
+        """All figures of the day, by name."""
         return {
             "requests": self.num_requests,
             "share_kept": self.share_kept,

@@ -33,7 +33,7 @@ AT_ONCE = 16
 
 
 class Counts(NamedTuple):
-    """A replica's counters since the replica's start.
+    """A replica's counters, which start at 0 when the replica starts, and its waiting requests.
 
     Attributes:
         arrived: number of accepted requests.
@@ -56,16 +56,16 @@ NOTHING = Counts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class ScrapedTraffic(NamedTuple):
-    """The requests that arrived and ended at all replicas between two readings.
+    """The traffic of all replicas between two readings of their metrics.
 
     Attributes:
-        seconds: time since the last reading that any replica answered. 0 means that there was no such reading.
+        seconds: time since the previous reading that a replica answered. 0 means that there was no such reading.
         num_requests: number of requests that arrived.
         ended: number of ended requests.
         prompt_tokens: number of prompt tokens of the requests that arrived.
         output_tokens: number of generated tokens.
         waiting: number of requests that wait now.
-        ready: number of replicas of each kind that answered. # [kinds]
+        ready: for each kind, how many replicas answered the latest reading. # [kinds]
     """
 
     seconds: float
@@ -78,7 +78,8 @@ class ScrapedTraffic(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The URL of replicas of one kind. There is a replica at each address of the URL's host.
+    """The URL of replicas of one kind. With http, each address of the URL's host is a replica. With https, the host is
+    one replica.
 
     Attributes:
         kind: index of the kind in the fleet.
@@ -90,7 +91,7 @@ class Target(NamedTuple):
 
 
 def target_of(text: str, kinds: Sequence[str]) -> Target:
-    """Return the target in a text of the form KIND=URL. KIND may be left out if the fleet has only one kind.
+    """Return the target that a text of the form KIND=URL names. KIND may be left out if the fleet has only one kind.
 
     Raises:
         InputError: the kind is not known, or the URL is not an http or https URL.
@@ -129,10 +130,10 @@ class LoadReader:
         self._read_s: float | None = None
 
     def read(self, now_s: float) -> ScrapedTraffic | None:
-        """Read all replicas. Return the requests since the last reading that any replica answered. Return None if none
-        answers.
+        """Read the metrics of all replicas. Return the traffic since the previous reading that a replica answered, or
+        None if no replica answers now.
 
-        The first reading counts no arrivals.
+        The first reading only starts the counts: its traffic is 0.
 
         Args:
             now_s: the present time on a monotonic clock.
@@ -155,9 +156,10 @@ class LoadReader:
         return ScrapedTraffic(seconds, arrived, ended, prompt, output, waiting, by_kind)
 
     def _addresses(self) -> Iterator[tuple[int, str]]:
-        """Yield the kind and URL of each replica. A host name that does not resolve yields nothing.
+        """Yield the kind and the URL of each replica. Skip host names that do not resolve.
 
-        If a host has IPv4 and IPv6 addresses, only the IPv4 addresses count, so that no replica counts twice.
+        If a host has both IPv4 and IPv6 addresses, only the IPv4 addresses are used. Otherwise a replica would count
+        twice.
         """
         for kind, url in self._targets:
             parts = urlsplit(url)
@@ -177,7 +179,7 @@ class LoadReader:
         return kind, url, None if text is None else read_counts(text)
 
     async def _page(self, url: str) -> str | None:
-        """Return a page, or None if the answer is an error, is too long, or takes longer than `TIMEOUT_S`."""
+        """Return a page's text, or None if the response is an error, is too long, or takes longer than `TIMEOUT_S`."""
         page = bytearray()
         with suppress(httpx.HTTPError, TimeoutError):
             async with (
@@ -218,10 +220,11 @@ def read_counts(text: str) -> Counts | None:
 
 
 def _recent(before: tuple[float, Counts] | None, now_s: float, counts: Counts, seconds: float) -> list[float]:
-    """Return the requests that arrived and ended at a replica in the last `seconds`, and their tokens.
+    """Return four numbers for a replica and the last `seconds`: requests that arrived, requests that ended, prompt
+    tokens, and output tokens.
 
-    Requests are assumed to be spread evenly over the time since the replica's last reading. After a start or restart of
-    the replica, they are spread over the time since then.
+    Requests are assumed to be spread evenly over the time since the replica's previous reading or, if the replica has
+    started since, over the time since its start.
     """
     since_s, base = (math.inf, NOTHING) if before is None else (now_s - before[0], before[1])
     if base.ended > counts.ended or before is None:
