@@ -1,5 +1,5 @@
-"""Make a planning problem from a request: resolve its names, find or make a profile, and read how often drafts are
-accepted, from shares or from a server's metrics page.
+"""Make a planning problem from a request: resolve names, find or measure a profile, and read the acceptance of drafts.
+The acceptance is given as shares or by a server's metrics page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from xsimulator.lengths import Reused
 
 
 def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
-    """Return a request's planning problem. The profile is given, cached, measured or computed.
+    """Return a request's planning problem. Its profile is the given one, a cached one, or a newly measured or computed
+    one.
 
     Raises:
         InputError: a name is not known, a file is broken, or the profile does not belong to the request.
@@ -71,8 +72,8 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
 
 
 def _speculation(request: PlanRequest, model: ModelSpec) -> Speculation | None:
-    """Return the settings of speculative decoding, or None if the request has no draft. By default, there are as many
-    draft tokens as `acceptance` has shares, or `FEW_AHEAD` for a single share.
+    """Return the settings of speculative decoding, or None if the request has no draft. If the request does not state
+    the number of draft tokens, it is the number of shares in `acceptance`, or `FEW_AHEAD` for a single share.
 
     Raises:
         InputError: fields are missing or cannot be combined, or the model does not support such drafts.
@@ -113,10 +114,10 @@ def _speculation(request: PlanRequest, model: ModelSpec) -> Speculation | None:
 
 
 def _shared_prefix(request: PlanRequest, model: ModelSpec, workload: Workload, block_size: int) -> Reused | None:
-    """Return the prefix reuse if all prompts have a common prefix, or None if they have none.
+    """Return the prefix reuse if the request states a prefix that all prompts share. Otherwise return None.
 
     Raises:
-        InputError: a common prefix cannot be combined with the model, the objective or the workload.
+        InputError: `shared_prefix` cannot be combined with the model, the objective or the workload.
     """
     tokens, constraint = request.shared_prefix, request.constraint
     if not tokens:
@@ -148,7 +149,7 @@ def _shared_prefix(request: PlanRequest, model: ModelSpec, workload: Workload, b
 
 
 def _with_classes(request: PlanRequest) -> Constraint:
-    """Return the constraint, with the classes of the workload's file.
+    """Return the request's constraint, with the classes in the workload's file added.
 
     Raises:
         InputError: the request states bounds, but classes have their own bounds.
@@ -164,7 +165,7 @@ def _with_classes(request: PlanRequest) -> Constraint:
 
 
 def _model(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:
-    """Return the model, the local directory of its weights, and the checkpoint as a plan names it."""
+    """Return the model, the local directory of its weights or None, and the checkpoint's name in a plan or None."""
     model = request.model
     if isinstance(model, ModelSpec):
         if request.config is not None:
@@ -240,15 +241,16 @@ SGLANG = "sglang:spec_accept_length"
 
 
 def shares_of(given: float | tuple[float, ...] | str, tokens: int | None) -> tuple[float, ...]:
-    """Return the shares of steps in which at least one draft token is accepted, at least two, and so on.
+    """Return one share for each draft position. Entry i is the share of steps in which at least i + 1 draft tokens are
+    accepted.
 
     Args:
-        given: several shares; one probability, for a draft token whose predecessors were all accepted; or a metrics
-            page.
+        given: these shares; or the path of a metrics page; or one number: the probability that a draft token is
+            accepted if all previous ones are.
         tokens: number of draft tokens, or None if not known.
 
     Raises:
-        InputError: the acceptance is malformed.
+        InputError: `given` is not between 0 and 1, or the metrics page counts no drafts.
     """
     if isinstance(given, tuple):
         return given
@@ -264,10 +266,10 @@ def _constant(share: float, positions: int) -> tuple[float, ...]:
 
 
 def from_metrics(path: Path) -> tuple[float, ...]:
-    """Return the acceptance of each draft token from a metrics page of vLLM or SGLang.
+    """Read a metrics page of vLLM or SGLang, and return the same shares as `shares_of`.
 
-    vLLM counts drafts, and accepted tokens by position. SGLang states only the mean number of tokens in a step, from
-    which the same share is computed for all positions.
+    vLLM counts drafts, and accepted tokens by position. SGLang states only the mean number of tokens per step. All
+    positions then get the same probability of acceptance.
 
     Raises:
         InputError: the file does not exist, or the page counts no drafts.
@@ -301,5 +303,5 @@ def from_metrics(path: Path) -> tuple[float, ...]:
 
 
 def _share_of(tokens_per_step: float) -> float:
-    """Return the share p for which 1 + p + p^2 + ... is the mean number of tokens in a step."""
+    """Return the probability p of acceptance for which a step has this many tokens on average: 1 + p + p^2 + ..."""
     return max(0.0, 1 - 1 / max(tokens_per_step, 1.0))

@@ -1,5 +1,5 @@
-"""Make plans for a request: choose cluster and devices, plan each policy, and simulate arrival rates. Plan a day's
-fleet for a request, by building a problem for each cluster.
+"""Make plans for a request: choose cluster and devices, plan each policy, and simulate arrival rates. Also plan a day's
+fleet, with a problem for each cluster.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Planned:
     Attributes:
         problem: the problem on the chosen cluster and devices.
         plans: each policy's best plan, the best of all first.
-        choices: the clusters that were compared, the cheapest first.
-        planning_s: seconds that planning for the chosen cluster took.
-        ahead: value of the objective for each number of draft tokens that was tried. 0 means no draft.
-        why_not_fewer: the reason why fewer devices are not enough. "" means that the user gave the number of devices.
+        choices: the compared clusters with their devices and prices, the cheapest first.
+        planning_s: duration of planning for the chosen cluster, in seconds.
+        ahead: the objective's value by number of draft tokens, for the numbers that were tried. 0 means no draft.
+        why_not_fewer: why fewer devices are not enough. "" means that the user gave the number of devices.
     """
 
     request: PlanRequest
@@ -72,8 +72,8 @@ class Planned:
         return self.problem.cluster.num_devices > 1 and not one_way
 
     def best_uneven(self) -> Plan | None:
-        """Return the best plan if stages that vLLM cannot run are considered, too. Return None if the search has
-        already considered them.
+        """Search again with stages that vLLM cannot run, too, and return the best plan. Return None if the search has
+        already included them, or if the request or the profile names an engine.
         """
         problem = self.problem
         if not problem.even or problem.engine is not None or problem.profile.engine is not None:
@@ -83,8 +83,8 @@ class Planned:
     def best_uniform(self) -> Plan | None:
         """Return the best plan on equal stages, without rra and waa, or None if no such plan keeps the bound.
 
-        If the best plan of these policies already has equal stages, it is returned. Otherwise there is a separate
-        search.
+        If the best plan of the other policies already has equal stages, it is returned. Otherwise a separate search
+        finds the plan.
         """
         all_tried = set(UNIFORM_KINDS) <= set(POLICY_GROUPS.get(self.request.policy, ()))
         of_kinds = (plan for plan in self.plans.values() if plan.policy.kind in UNIFORM_KINDS)
@@ -126,9 +126,11 @@ def _plan_each(request: PlanRequest, progress: Progress | None = None) -> PlanEa
 def _with_best_draft(
     request: PlanRequest, problem: Problem, progress: Progress | None
 ) -> tuple[Problem, dict[str, Plan], dict[int, float]]:
-    """Return the problem and each policy's best plan with the best number of draft tokens, and `Planned.ahead`.
+    """Find the best number of draft tokens. Return the problem and each policy's best plan with this number, and
+    `Planned.ahead`.
 
-    Numbers of draft tokens are tried from 0 upwards until two numbers in a row gain nothing.
+    Numbers are tried from 0 upwards, until two in a row gain nothing. If the request states the number, only that is
+    used.
     """
     most, plans_of = problem.speculation, _plan_each(request, progress)
     if most is None or request.speculative_tokens is not None:
@@ -154,8 +156,8 @@ def _with_best_draft(
 
 
 def _annotate(plans: dict[str, Plan], problem: Problem, trace: TraceLengths | None) -> dict[str, Plan]:
-    """Return the plans with their arrival rates. The best plan also gets ranges for its figures, and the assumptions on
-    which it depends.
+    """Return the plans with their arrival rates added. The best plan also gets ranges for its figures, the cost of
+    mixed steps at which another policy is better, and warnings.
     """
     plans = with_capacities(plans, problem.profile)
     best = with_mixing_edge(plans, problem.profile)
@@ -175,7 +177,7 @@ RANGED = ("latency_s", "ttft_s", "itl_p99_s")
 
 
 def _with_ranges(plan: Plan) -> Plan:
-    """Return the plan with ranges for its figures at the usual paces of this machine."""
+    """Return the plan with ranges for its figures. They follow from the usual range of pace on this machine."""
     fast, slow = usual(plan.cluster.device.name, plan.profile.engine)
     estimate = plan.estimate
     ranges = {"throughput_rps": (estimate.throughput_rps / slow, estimate.throughput_rps / fast)}
@@ -186,7 +188,9 @@ def _with_ranges(plan: Plan) -> Plan:
 
 
 def _range_of_rate(plan: Plan, fast: float, slow: float) -> tuple[float, float] | None:
-    """Return the arrival rate's range if steps take `fast` to `slow` times as long as predicted, or None if unknown."""
+    """Return the range of the arrival rate if steps take `fast` to `slow` times as long as predicted, or None if not
+    known.
+    """
     found = plan.estimate.capacity
     if found is None or found.rate_under_tighter_per_s is None or found.rate_under_looser_per_s is None:
         return None
@@ -197,7 +201,9 @@ def _range_of_rate(plan: Plan, fast: float, slow: float) -> tuple[float, float] 
 
 
 def _with_likely_ranges(plan: Plan, cell: Cell) -> Plan:
-    """Return the plan with ranges for its figures, derived from prediction errors on similar published measurements."""
+    """Return the plan with ranges for its figures. They follow from the prediction errors on similar published
+    measurements.
+    """
     efficiency = plan.cluster.device.efficiency
     borrowed = plan.engine is not None and bool(plan.engine.borrowed)
     borrowed |= plan.profile.source == "analytic" and (efficiency is None or efficiency.like is not None)
@@ -232,7 +238,7 @@ def _with_busy_machine_warning(plan: Plan, problem: Problem) -> Plan:
 
 
 def _resolve(request: PlanRequest, progress: Progress | None) -> tuple[Problem, tuple[ClusterChoice, ...], str]:
-    """Return the problem on the chosen cluster and devices, all clusters that were compared, and why fewer devices are
+    """Return the problem on the chosen cluster and devices, all compared clusters, and the reason why fewer devices are
     not enough.
     """
     check_held(request.policy, request.fix)
@@ -256,7 +262,7 @@ def _resolve(request: PlanRequest, progress: Progress | None) -> tuple[Problem, 
 
 
 def plan_fleet_of(day: Day, request: FleetRequest, progress: Progress | None = None) -> FleetPlan:
-    """Return the cheapest fleet for a day. `day` has already been read: `request.trace` is ignored.
+    """Return the cheapest fleet for `day`. `request.trace` is ignored, since `day` has been read already.
 
     Raises:
         InputError: an argument is not accepted.

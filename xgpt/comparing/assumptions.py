@@ -1,4 +1,6 @@
-"""Compute how a plan's gain changes with assumptions: the cost of mixed steps, the pace, lengths and bursts."""
+"""Compute how a plan's gain over the current deployment depends on assumptions: the cost of mixed steps, the pace of
+steps, request lengths, and bursts of arrivals.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,12 @@ BURSTS = 2.0
 
 
 class Assumption(NamedTuple):
-    """An assumption that differs from the plan's.
+    """An assumption that differs from the plan's own.
 
     Attributes:
-        mixing: change of the engine's cost of mixed steps.
+        mixing: number added to the engine's `mixing`: the share by which prompts in a step slow its decodes.
         pace: factor on step times.
-        workload: other lengths. None means the plan's.
+        workload: other request lengths. None means the plan's.
     """
 
     name: str
@@ -44,7 +46,7 @@ class Assumption(NamedTuple):
 
 
 def assumptions(workload: Workload, trace: TraceLengths | None) -> list[Assumption]:
-    """Return alternative assumptions. Each differs from the plan's in one way."""
+    """Return alternative assumptions. Each differs in one way from the plan's assumptions."""
     varied = [
         Assumption(f"mixed steps slow decodes by {100 * abs(change):.0f} percentage points {word}", mixing=change)
         for change, word in zip(MIXING, ("less", "more"), strict=True)
@@ -70,8 +72,8 @@ def _scaled(lengths: Histogram, factor: float) -> Histogram:
 
 
 def changes(plan: Plan, profile: Profile, among: Sequence[Assumption]) -> list[float]:
-    """Return the factors by which a plan's rate changes: under each assumption in closed form, then under bursts by
-    simulation.
+    """Return the factors by which a plan's rate changes: one for each assumption, in closed form, and a last one for
+    bursts, by simulation.
     """
     now = _closed(plan, profile, Assumption("as planned"))
     if now <= 0:
@@ -85,7 +87,9 @@ def changes(plan: Plan, profile: Profile, among: Sequence[Assumption]) -> list[f
 def ranges(
     plans: Mapping[str, Plan], profile: Profile, current: Plan, current_profile: Profile, trace: TraceLengths | None
 ) -> dict[str, RangeOutput]:
-    """Return the range of each plan's gain per device over the current deployment."""
+    """Return the range of each plan's gain per device over the current deployment. Assumptions vary within
+    `assumptions`.
+    """
     among = assumptions(current.workload, trace)
     names = [*(each.name for each in among), f"gaps between arrivals vary {BURSTS:g} times as much"]
     now = np.asarray(changes(current, current_profile, among))
@@ -99,12 +103,14 @@ def ranges(
 
 
 def keeps_current(gains: Mapping[str, RangeOutput]) -> bool:
-    """Return whether the current deployment should be kept, because no plan gains under every assumption."""
+    """Return whether to keep the current deployment. It is kept if every plan loses under some assumption."""
     return bool(gains) and max(each.least for each in gains.values()) < 1
 
 
 def _closed(plan: Plan, profile: Profile, under: Assumption) -> float:
-    """Return the objective of a plan with unchanged settings under an assumption, in closed form."""
+    """Compute in closed form the objective's value that a plan reaches under an assumption. The plan's settings are not
+    changed.
+    """
     engine = plan.engine or load_engine("xgpt")
     engine = engine.but(mixing=max(0.0, engine.mixing + under.mixing))
     problem = replace(Problem.of(plan, profile.slowed(under.pace)), engine=engine)

@@ -53,18 +53,19 @@ OnStart = Callable[[Plan], None]
 
 @dataclass(frozen=True)
 class Compared:
-    """The best plan of every policy under one bound, and how the current deployment compares.
+    """The best plan of every policy under one bound, compared with the current deployment if one is given.
 
     Attributes:
         plans: the best plan of each policy, the best of all first.
-        relaxed: the best plan under each looser latency bound, in s. The key None means no bound.
-        current: the current deployment with its predicted figures, as a plan, or None if no deployment was given.
+        relaxed: the best plan under each looser latency bound. Keys are bounds in s, and None means no bound.
+        current: a plan with the current deployment's settings and predicted figures, or None if no deployment was
+            given.
         notes: assumptions about the current deployment.
-        ranges: the range of each policy's gain per device over the current deployment, over all assumptions.
+        ranges: for each policy, the lowest and the highest gain per device over the current deployment under all
+            assumptions.
         measured: for each policy, the figures of its plan that were measured on this machine.
-        answer: lines of text on whether the current deployment's settings cause late requests at the recorded arrival
-            times.
-        kept: options of the current deployment's command that stay in the command of a plan.
+        answer: lines of text that say whether a log's late requests come from the current deployment's settings.
+        kept: options of the current deployment's command that a plan's command repeats.
     """
 
     plans: dict[str, Plan]
@@ -83,13 +84,13 @@ class Compared:
 
     @property
     def keeps_current(self) -> bool:
-        """Whether the current deployment should be kept, because no plan gains under every assumption."""
+        """Whether to keep the current deployment, because every plan loses under some assumption."""
         return keeps_current(self.ranges)
 
     @property
     def gain(self) -> GainOutput | None:
-        """The best plan's gain over the current deployment. None means that no deployment was given, or that it keeps
-        the bounds at no rate.
+        """The best plan's gain over the current deployment. None means that no deployment was given, or that the
+        deployment keeps the bounds at no arrival rate.
         """
         return None if self.current is None else gain_of(self.best, self.current)
 
@@ -103,13 +104,15 @@ def compare(
     on_start: OnStart = lambda plan: None,
     on_found: Callable[[Compared], None] = lambda found: None,
 ) -> Compared:
-    """Find each policy's best plan. If requested, score the current deployment and measure the plans on this machine.
+    """Find each policy's best plan. If requested, predict the current deployment's figures, and measure the plans on
+    this machine.
 
     Args:
-        current: the command of the current deployment, or a Compose file, pod or Helm values that start it.
+        current: the command that starts the current deployment, or a Compose file, pod or Helm values with this
+            command.
         measured: the load with which each plan is measured. None means that no plan is measured.
         seed: seed of the requests in `measured`.
-        on_found: called with the result before looser bounds are tried and plans are measured.
+        on_found: called with the preliminary result, before looser bounds are tried and before plans are measured.
 
     Raises:
         InputError: a name is not known, plans to measure are for another machine, or the current deployment cannot
@@ -191,7 +194,9 @@ def compare(
 
 
 def _front_note(current: Plan, num_servers: int | None) -> list[str]:
-    """Return a note if a deployment's API servers handle fewer requests a second than its devices, or nothing."""
+    """Return a note if a deployment's API servers handle fewer requests per second than its devices. Otherwise return
+    nothing.
+    """
     most = inf if num_servers is None else most_rate(current, num_servers)
     if most >= rate_of(current):
         return []
@@ -203,8 +208,8 @@ def _front_note(current: Plan, num_servers: int | None) -> list[str]:
 
 
 def _what_holds(plans: dict[str, Plan], gains: dict[str, RangeOutput], kind: str) -> list[str]:
-    """Return up to two notes on worst cases. One says that the plan `kind` gains more in its worst case than the first
-    plan. The other says that no plan gains in its worst case.
+    """Return up to two notes on worst cases: that the plan `kind` gains more in its worst case than the first plan
+    does, and that no plan gains in its worst case.
     """
     first, lines = next(iter(plans)), []
     if kind != first:
@@ -221,8 +226,8 @@ def _what_holds(plans: dict[str, Plan], gains: dict[str, RangeOutput], kind: str
 
 
 def engine_name(current: CurrentEngine) -> str:
-    """Return the name of the shipped engine that is closest to the deployment's. This is the newest version up to the
-    deployment's or, if there is none, the oldest version.
+    """Return the name of the shipped engine with which to score a deployment: the newest version that is not newer than
+    the deployment's or, if there is none, the oldest version.
     """
     if current.version is None:
         return load_engine(current.framework).name
@@ -232,12 +237,12 @@ def engine_name(current: CurrentEngine) -> str:
 
 
 def _runs_in(current: CurrentEngine, engine: EngineSpec) -> bool:
-    """Return whether a deployment runs in some version of this engine."""
+    """Return whether a deployment's engine is this engine, in any version."""
     return engine.framework == load_engine(engine_name(current)).framework
 
 
 def types_of(problem: Problem, current: CurrentEngine) -> tuple[DType, DType]:
-    """Return the data types of weights and K/V of a deployment on GPUs."""
+    """Return the data types of a GPU deployment: that of weights and that of K/V."""
     dtype = current.dtype or problem.model.default_dtype
     return dtype, current.kv_dtype or ("bfloat16" if dtype == "float8" else dtype)
 
@@ -245,7 +250,7 @@ def types_of(problem: Problem, current: CurrentEngine) -> tuple[DType, DType]:
 def _as_run(
     request: PlanRequest, problem: Problem, current: CurrentEngine, progress: Progress | None = None
 ) -> Problem:
-    """Return the problem with step times for the current deployment's engine, data types and devices."""
+    """Return the problem for the current deployment's engine, data types and devices, with step times for these."""
     if problem.cluster.device.type != "gpu" or request.profile is not None:
         return problem
     changes: dict[str, Any] = {}
@@ -268,18 +273,16 @@ def _has_types(problem: Problem, current: CurrentEngine) -> bool:
 
 
 def score_current(problem: Problem, current: CurrentEngine, longest: int | None = None) -> Plan:
-    """Return a plan with the settings and the predicted figures of a running engine, which chunks prompts and allocates
-    K/V as requests grow.
+    """Return a plan with the settings and the predicted figures of a running engine. The engine is assumed to chunk
+    prompts, and to allocate K/V as requests grow.
 
     Args:
-        longest: tokens of the workload's longest request. None means the sum of the longest input and the longest
-            output.
+        longest: length of the workload's longest request in tokens, input and output together. None means the longest
+            input plus the longest output.
 
     Raises:
-        InputError: the engine needs more devices than the cluster has, runs in another dtype than the plans, or rejects
-            requests of the workload.
-        InfeasibleError: the model does not fit on the devices, or K/V memory cannot hold the longest request that the
-            engine accepts, so that the engine does not start.
+        InputError: as in `check_current`, or the engine uses drafts with pipeline stages.
+        InfeasibleError: the model does not fit on the devices, or K/V memory cannot hold the longest request.
     """
     check_current(problem, current, longest)
     if current.drafts is None:
@@ -319,8 +322,8 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
 
 
 def gain_of(best: Plan, current: Plan) -> GainOutput | None:
-    """Return a plan's gain over the current deployment, or None if the deployment keeps the bounds at no arrival
-    rate.
+    """Return a plan's gain in arrival rate over the current deployment, or None if the deployment keeps the bounds at
+    no arrival rate.
     """
     if rate_of(current) <= 0:
         return None
@@ -334,7 +337,7 @@ def gain_in_words(best: Plan, current: Plan, range_: RangeOutput | None = None) 
     """Return a sentence that compares the arrival rates of a plan and the current deployment, in total and per device.
 
     Args:
-        range_: range of the gain per device over all assumptions, or None if not known.
+        range_: lowest and highest gain per device under all assumptions, or None if not known.
     """
     gain = gain_of(best, current)
     if gain is None:
@@ -352,11 +355,11 @@ def _in_words(gain: RangeOutput) -> str:
 
 
 def _check_room(current: CurrentEngine, problem: Problem, holds: float, longest: int) -> None:
-    """Check that the deployment would start with a context that is long enough for the workload.
+    """Check that the deployment's K/V memory lets it start, and holds the workload's longest request.
 
     Args:
-        holds: tokens of the longest request that fits into K/V memory alone.
-        longest: tokens of the workload's longest request.
+        holds: length in tokens of the longest request that fits into an otherwise empty K/V memory.
+        longest: length in tokens of the workload's longest request.
 
     Raises:
         InfeasibleError: K/V memory is too small.
@@ -378,8 +381,9 @@ def check_current(problem: Problem, current: CurrentEngine, longest: int | None 
     """Check that the current deployment can be compared with plans for the same requests.
 
     Raises:
-        InputError: the deployment needs more devices than the cluster has, serves another model, runs in data types
-            without step times, or rejects requests of the workload.
+        InputError: the deployment needs more devices than the cluster has, serves another model, has data types for
+            which step times are not known, has a division of experts that cannot be scored, or rejects requests of the
+            workload.
     """
     cluster, lengths = problem.cluster, problem.workload
     check_model(current, problem.model.name)
@@ -424,8 +428,8 @@ def _longest(problem: Problem) -> int:
 
 
 def relax(problem: Problem, search: SearchMethod, plan: Plan) -> dict[float | None, Plan]:
-    """Return the best plan under each looser latency bound, in s. The key None means no bound. Return nothing if there
-    is no latency bound.
+    """Return the best plan under each looser latency bound. Keys are bounds in s, and None means no bound. Return
+    nothing if the problem has no latency bound.
 
     Args:
         plan: the best plan under the original bound. It keeps every looser bound, too.
@@ -450,11 +454,12 @@ def measure_each(
     rng: np.random.Generator,
     on_start: OnStart = lambda plan: None,
 ) -> dict[str, BenchReport]:
-    """Run each plan on the same engine, one after the other, with the same load.
+    """Measure each plan in xgpt's engine on this machine, one after the other, under the same kind of load. Return
+    reports by policy.
 
     Args:
         profile: the profile of all plans.
-        on_start: called with each plan before the plan runs, so that a caller can show its prediction first.
+        on_start: called with each plan before the plan runs. A caller can then show the prediction first.
     """
     reports = {}
     for kind, plan in plans.items():

@@ -19,13 +19,14 @@ class CurrentEngine:
     """The settings of a current deployment.
 
     Attributes:
-        num_stages: number of pipeline stages of a replica, with `tp_degree` devices each.
-        ep_degree: number of devices, of one or several replicas, among which the experts of a layer are divided.
+        num_stages: number of pipeline stages of a replica. Each stage has `tp_degree` devices.
+        ep_degree: number of devices among which a layer's experts are divided. The devices may belong to several
+            replicas.
         max_num_seqs: largest number of requests in a step.
         max_num_batched_tokens: largest number of tokens in a step.
         usable_memory: share of a device's memory that the engine uses. None means the default of the engine's version.
-        max_model_len: tokens of the longest request that the engine accepts. None means the model's context.
-        shortens: whether the engine lowers `max_model_len` if a request of this length does not fit into K/V memory.
+        max_model_len: length in tokens of the longest request that the engine accepts. None means the model's context.
+        shortens: whether the engine lowers `max_model_len` to what fits into K/V memory.
         dtype: data type in which the engine runs. None means the data type in the model's config.
         kv_dtype: data type of K/V. None means `dtype`.
         quantization: the quantisation that the command names, or None.
@@ -33,12 +34,13 @@ class CurrentEngine:
         framework: name of the engine, as in configs/engines.
         version: the engine's version, from the image's tag, or None if not known.
         model: the model that the command names, or None.
-        cuts_prompts: whether a step may encode a part of a prompt.
-        drops_windows: whether keys and values outside the attention window of a layer are freed.
-        text_only: whether the model's encoders of images and sound are not loaded.
+        cuts_prompts: whether a step may prefill a chunk of a prompt.
+        drops_windows: whether the engine frees keys and values that have left a layer's attention window.
+        text_only: whether the engine leaves out the model's encoders of images and sound.
         drafts: settings of speculative decoding, or None.
-        kept: options of the command that do not change in the command of a plan.
-        schedules_ahead: whether a step is scheduled while the step before it runs. None means the engine's default.
+        kept: options of the command that a plan's command repeats.
+        schedules_ahead: whether the engine schedules a step while the previous step runs. None means the engine's
+            default.
         api_servers: number of API servers, or None if not known.
     """
 
@@ -71,7 +73,7 @@ class CurrentEngine:
         return self.tp_degree * self.num_stages * self.replicas
 
     def step_tokens(self, context: int) -> int:
-        """Return the largest number of tokens in a step. If prompts are not chunked, a step can hold the longest
+        """Return the largest number of tokens in a step. If prompts are not chunked, this is at least the longest
         request.
 
         Args:
@@ -81,7 +83,7 @@ class CurrentEngine:
         return max(self.max_num_batched_tokens, longest)
 
     def as_started(self, engine: EngineSpec) -> EngineSpec:
-        """Return the engine, with the settings that the command changes."""
+        """Return the engine with the settings that the deployment's command sets."""
         changes: dict[str, Any] = {}
         if self.schedules_ahead is not None:
             changes["schedules_ahead"] = self.schedules_ahead
@@ -94,13 +96,15 @@ class CurrentEngine:
 
 
 def is_model(served: str, name: str) -> bool:
-    """Return whether the served model may be the model `name`. It may be if its name contains all parts of `name`."""
+    """Return whether the model `served` may be the model `name`: whether `served` contains all words and numbers of
+    `name`.
+    """
     parts = set(re.findall(r"[a-z]+|[\d.]+[bmk]?", name.lower().rpartition("/")[2]))
     return parts <= set(re.findall(r"[a-z]+|[\d.]+[bmk]?", served.lower().rpartition("/")[2]))
 
 
 def check_model(current: CurrentEngine, name: str) -> None:
-    """Check that a command names no Hub model other than the model of the plans.
+    """Check that a command names the model of the plans, if it names a model by its Hub id.
 
     Raises:
         InputError: the command names another model. (A path, or a name without an owner, may be any model.)
@@ -128,8 +132,8 @@ NEUTRAL = frozenset(
 
 
 class Drafts(NamedTuple):
-    """An engine's speculative decoding: method, number of draft tokens in a step, and the draft's checkpoint (None: the
-    model's own).
+    """An engine's speculative decoding: the method, the number of draft tokens in a step, and the draft's checkpoint
+    (None: the draft needs no separate checkpoint).
     """
 
     method: SpeculativeMethod
@@ -144,7 +148,7 @@ def vllm_drafts(given: Given, model: str | None) -> Drafts | None:
         model: the model that the command serves.
 
     Raises:
-        InputError: the flags cannot be read, or drafts of this kind are not scored.
+        InputError: the flags cannot be read, or xgpt does not score drafts of this kind.
     """
     parts = _parts(given)
     if not parts:
@@ -184,7 +188,7 @@ def sglang_drafts(given: Given) -> Drafts | None:
     """Return the settings of speculative decoding in an SGLang command, or None if the command uses no drafts.
 
     Raises:
-        InputError: xgpt does not score drafts of this kind or drafts with branches.
+        InputError: xgpt does not score drafts of this kind, or the drafts have branches.
     """
     algorithm = given.get("speculative-algorithm")
     if algorithm is None:
@@ -210,7 +214,7 @@ def _drafts(field: str, method: SpeculativeMethod, tokens: int, draft: str | Non
 
 
 def planned_with(request: PlanRequest, drafts: Drafts) -> tuple[PlanRequest, str]:
-    """Return the request for plans with the same draft, and a line of text about the draft's acceptance.
+    """Return the request with the command's draft added, and a line of text about the draft's acceptance.
 
     Raises:
         InputError: the request names another draft, or the acceptance of the draft is not known.

@@ -1,4 +1,6 @@
-"""Read an engine's command line as the engine does, with prefixes, negations, underscores and config files."""
+"""Read an engine's command line as the engine does. Flags may be prefixes or negations, or contain underscores, and
+config files may give them.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ given in parts.
 
 @cache
 def tables() -> dict[str, Any]:
-    """Return versions, flags, aliases and quantisations of released engines, from the file that `python -m
-    tools.make_flags` writes.
+    """Return versions, flags, aliases and quantisations of released engines. `python -m tools.make_flags` writes their
+    file.
     """
     return dict(json.loads((Path(__file__).parent / "engine_flags.json").read_text(encoding="utf-8")))
 
@@ -52,7 +54,7 @@ class FlagTable:
             form), value, optional or many.
         aliases: other names of flags, with dashes.
         abbreviates: whether the engine accepts an unambiguous prefix of a flag, as argparse does.
-        earlier: flags of earlier versions that the newest version does not have.
+        earlier: the same as `takes`, for flags that only earlier versions have.
     """
 
     engine: str
@@ -74,8 +76,8 @@ class FlagTable:
         return cls(f"{name} {document['versions'][engine]}", takes, aliases, abbreviates, earlier)
 
     def read(self, words: list[str]) -> tuple[Given, list[str]]:
-        """Return the flags in words such as `--flag value`, `--flag=value`, `-tp 4`, `-O3` and `--flag.field value`,
-        and the remaining words.
+        """Return the flags in a command's words, and the words that belong to no flag. Flags have forms such as `--flag
+        value`, `--flag=value`, `-tp 4`, `-O3` and `--flag.field value`.
 
         Raises:
             InputError: a flag is not known, or the value of a flag is missing.
@@ -121,7 +123,7 @@ class FlagTable:
         return words
 
     def name_of(self, word: str) -> tuple[str, bool]:
-        """Return the long name of a flag, and whether it is switched on.
+        """Return the long name of the flag that `word` spells, and whether `word` switches the flag on.
 
         Raises:
             InputError: there is no such flag. The message suggests the closest flag, but never a negation.
@@ -171,7 +173,9 @@ class FlagTable:
 
 
 def _object(text: str | None) -> dict[str, Any]:
-    """Return the JSON object made by earlier parts of a flag's value, or an empty object before the first part."""
+    """Return a flag's value so far as a JSON object, or an empty object if there is none. Flags such as `--flag.field`
+    add to it.
+    """
     try:
         value = json.loads(text or "")
     except ValueError:
@@ -180,7 +184,7 @@ def _object(text: str | None) -> dict[str, Any]:
 
 
 def is_flag(word: str) -> bool:
-    """Return whether a word is a flag, not a negative number."""
+    """Return whether a word is a flag. A negative number is not a flag."""
     return word.startswith("-") and len(word) > 1 and not re.fullmatch(r"-\d+(\.\d+)?", word)
 
 
@@ -205,10 +209,10 @@ def value_of(given: Given, name: str, read: Callable[[str], T | None], default: 
 
 
 def refuse(given: Given, why: Mapping[str, str]) -> None:
-    """Raise an error if flags change speed or memory in a way that xgpt does not score.
+    """Check that no flag changes speed or memory in a way that xgpt does not score.
 
     Args:
-        why: the reason for each refused flag, by the flag's name or by a pattern for names.
+        why: the reason for each refused flag. Keys are names of flags or regular expressions for names.
 
     Raises:
         InputError: such a flag is given and switched on.
@@ -222,7 +226,7 @@ def refuse(given: Given, why: Mapping[str, str]) -> None:
 def types_of(
     given: Given, dtypes: Mapping[str, DType | None], kv_names: Sequence[str], weights_names: Sequence[str]
 ) -> tuple[DType | None, DType | None, str | None]:
-    """Return the data types of weights and K/V (None: the model's), and the checkpoint's quantisation.
+    """Return the data type of weights, the data type of K/V (None: the model's), and the checkpoint's quantisation.
 
     Args:
         dtypes: data types by the engine's names.
@@ -230,7 +234,7 @@ def types_of(
         weights_names: the engine's names of 8-bit quantisations.
 
     Raises:
-        InputError: a type is not known.
+        InputError: a data type or the quantisation is not known.
     """
     weights = value_of(given, "quantization", str, "") or None
     kv, name = value_of(given, "kv-cache-dtype", str, "auto"), value_of(given, "dtype", str, "auto")
@@ -242,14 +246,14 @@ def types_of(
 
 
 def count(text: str) -> int:
-    """Return a whole number of at least 1."""
+    """Return the number in a text, which must be a whole number of at least 1."""
     if not text.isdecimal() or int(text) == 0:
         raise ValueError("give a whole number, at least 1")
     return int(text)
 
 
 def share(text: str) -> float:
-    """Return a share above 0, at most 1."""
+    """Return the number in a text, which must be above 0 and at most 1."""
     if not re.fullmatch(r"[01]?\.?\d*", text) or not text.strip(".") or not 0 < float(text) <= 1:
         raise ValueError("give a share above 0, at most 1")
     return float(text)

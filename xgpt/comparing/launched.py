@@ -75,7 +75,7 @@ class Launched:
 
     @property
     def version(self) -> str | None:
-        """Version in the image's tag, such as 0.15.1, or None if the tag has no version."""
+        """The version in the image's tag, such as 0.15.1, or None if the tag has none."""
         tag = re.search(r":v?(\d+\.\d+(\.\d+)?)", self.image)
         return None if tag is None else tag[1]
 
@@ -87,7 +87,7 @@ def find_engine(text: str) -> Launched:
         text: a command, YAML, or the path of a file with a command or YAML.
 
     Raises:
-        InputError: the text starts no engine, or several different engines.
+        InputError: `text` starts no engine, or several different engines.
     """
     text = text.strip()
     if "\n" not in text and len(text) < 4096 and not re.search(r"\s--?\w", text) and Path(text).is_file():
@@ -104,7 +104,7 @@ def find_engine(text: str) -> Launched:
 
 
 def shorten(text: str) -> str:
-    """Return a text, cut to one short line for a message."""
+    """Return a text as one line for a message, cut to 100 characters."""
     line = " ".join(text.split())
     return line if len(line) <= 100 else line[:97] + "..."
 
@@ -124,7 +124,7 @@ def _one(launched: list[Launched], text: str) -> Launched:
 
 
 def _documents(text: str) -> list[Any]:
-    """Return the mappings in YAML, or nothing if the text is a command."""
+    """Return the YAML documents that are mappings, or nothing if the text is a command."""
     if not re.search(r"^\s*[\w.-]+\s*:(\s|$)", text, flags=re.MULTILINE):
         return []
     try:
@@ -137,7 +137,7 @@ def _documents(text: str) -> list[Any]:
 
 
 def in_shell(text: str) -> Iterator[Launched]:
-    """Yield the engines that a shell's commands start."""
+    """Yield the engines that a shell script starts."""
     variables: dict[str, str] = {}
     for line in _lines(re.sub(r"\\[ \t]*\r?\n", " ", text)):
         if line.strip() and not line.strip().startswith("#"):
@@ -146,7 +146,7 @@ def in_shell(text: str) -> Iterator[Launched]:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yield the lines of a script. Quoted text on several lines is joined to one line."""
+    """Yield the lines of a shell script. A quoted text over several lines becomes one line."""
     lines = text.splitlines()
     at = 0
     while at < len(lines):
@@ -190,10 +190,11 @@ def _assigned(words: Iterable[str]) -> dict[str, str]:
 
 
 def _in_words(words: list[str], image: str = "", variables: dict[str, str] | None = None) -> Iterator[Launched]:
-    """Yield the engines that a line's commands start.
+    """Yield the engines that the commands of one line start.
 
     Args:
-        variables: the shell's variables, to which the line's own are added. None means not in a shell.
+        variables: the shell's variables. The variables that this line sets are added to them. None means that the words
+            are not from a shell.
     """
     variables = {} if variables is None else variables
     for words_given in _commands(words):
@@ -227,7 +228,7 @@ def _in_words(words: list[str], image: str = "", variables: dict[str, str] | Non
 
 
 def _commands(words: list[str]) -> Iterator[list[str]]:
-    """Yield the commands of a line, without redirections."""
+    """Yield the commands of a line, each without its redirections."""
     command: list[str] = []
     is_redirected = False
     for word in words:
@@ -244,9 +245,7 @@ def _commands(words: list[str]) -> Iterator[list[str]]:
 
 
 def _in_docker(words: list[str]) -> Iterator[Launched]:
-    """Yield the engine that `docker run` starts. The command's arguments or the image's name tell which engine it
-    is.
-    """
+    """Yield the engine that `docker run` starts, identified by the container's command or by the image's name."""
     entrypoint, variables = "", list[str]()
     at = 0
     while at < len(words) and words[at].startswith("-"):
@@ -305,7 +304,7 @@ def in_manifest(node: Any) -> Iterator[Launched]:
 
 
 def _of_values(node: dict[str, Any]) -> Launched:
-    """Return the engine of an entry in the `modelSpec` of vLLM's production stack."""
+    """Return the engine that an entry of `modelSpec` starts, in Helm values of vLLM's production stack."""
     config = node["vllmConfig"]
     words = [str(node.get("modelURL", ""))] if node.get("modelURL") else []
     for name, flag in VALUES.items():
@@ -321,7 +320,7 @@ def _of_values(node: dict[str, Any]) -> Launched:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return the words of a command, which may be a list of words or a shell's text."""
+    """Return the words of a command. It is given as a list of words or as text for a shell."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -349,8 +348,8 @@ def _environment(node: dict[str, Any]) -> dict[str, str]:
 
 
 def _filled(word: str, environment: Mapping[str, str]) -> str:
-    """Return a word in which each variable is replaced by its value in the container or by its default. A variable
-    without either stays.
+    """Replace each variable in a word by its value in the container or else by its default. A variable with neither
+    stays.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -380,8 +379,8 @@ def read_current(text: str, cluster: ClusterSpec) -> CurrentEngine:
         text: the command, the YAML, or the path of a file with a command or YAML.
 
     Raises:
-        InputError: the text starts no engine that xgpt scores, the engine does not know a flag, or xgpt does not score
-            a flag's effect.
+        InputError: `text` starts no engine that xgpt scores, the engine does not know a flag, or xgpt does not score a
+            flag's effect.
     """
     launched = find_engine(text)
     current = READERS[launched.engine](launched.words, cluster)

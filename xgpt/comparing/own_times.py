@@ -1,4 +1,4 @@
-"""Find out whether a deployment's settings cause late requests, by replaying a log with its recorded arrival times."""
+"""Replay a log with its recorded arrival times, to find out whether a deployment's settings cause late requests."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def answer(
     trace: TraceLengths | None,
     running: Problem,
 ) -> list[str]:
-    """Return lines of text on how many of a log's requests keep the bounds at the recorded times, and why others do
-    not.
+    """Return lines of text: which share of a log's requests keep the bounds at the recorded times, and why others are
+    late.
 
     Args:
         best: the plan with which to compare the deployment.
         problem: the problem that the plans solve.
         running: the same problem with the deployment's engine and data types.
-        trace: the log. If there is no log, or a log without times, nothing is returned.
+        trace: the log, or None. Without a log with times, nothing is returned.
     """
     constraint = problem.constraint
     if trace is None or trace.timestamp_s is None or not constraint.bounds_latency or len(trace.input) < 2:
@@ -64,7 +64,9 @@ def answer(
 def _others(
     running: Problem, trace: TraceLengths, late: npt.NDArray[np.bool_], planned: RequestTimes | None
 ) -> list[str]:
-    """Return a line of text on late requests: how many have outputs too long for any setting, and how many do not."""
+    """Return a line of text on late requests: how many have outputs too long for any schedule, how many are late for
+    other reasons, and how many of these would be late under the best plan.
+    """
     number, constraint = int(late.sum()), running.constraint
     parts, too_long = list[str](), np.zeros(len(late), bool)
     found = fastest(scheduler(running).candidates, ("chunked", "orca"))
@@ -96,8 +98,8 @@ def _late_in(planned: RequestTimes, running: Problem, too_long: npt.NDArray[np.b
 
 
 def _times(plan: Plan, profile: Profile, trace: TraceLengths) -> RequestTimes | None:
-    """Simulate a trace on a plan with one replica, and return the times of its requests. Return None if a fast
-    simulation is not possible.
+    """Simulate a trace on a plan, and return its requests' times. Return None if the plan has several replicas, or if a
+    fast simulation is not possible.
     """
     if plan.replicas > 1:  # a replica gets only a part of the log
         return None

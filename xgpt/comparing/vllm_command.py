@@ -1,5 +1,5 @@
-"""Read the settings of a deployment from a `vllm serve` command, and list the flags that change speed or memory in a
-way that xgpt does not score.
+"""Read the settings of a deployment from a `vllm serve` command. Flags that change speed or memory in a way that xgpt
+does not score are errors.
 """
 
 from __future__ import annotations
@@ -237,12 +237,12 @@ PLANNED = {
 
 
 def _kept(given: Given) -> Given:
-    """Return the options that do not change in a plan's command, such as --max-model-len."""
+    """Return the options that a plan's command repeats, such as --max-model-len."""
     return {name: given[name] for name in given if name not in PLANNED and not name.startswith("data-parallel-")}
 
 
 def _as_json(name: str, text: str) -> str:
-    """Return JSON in a normal form without parts that have no effect; return other text unchanged."""
+    """Return a JSON value in a normal form, without fields that have no effect. Return other text unchanged."""
     if not text.startswith("{"):
         return text
     try:
@@ -282,7 +282,7 @@ def _check_quantization(weights: str | None) -> None:
 
 
 def _defaults(cluster: ClusterSpec, replica_devices: int) -> tuple[int, int]:
-    """Return the default (max_num_seqs, max_num_batched_tokens) of vLLM's server."""
+    """Return the defaults of vLLM's server: (max_num_seqs, max_num_batched_tokens)."""
     device = cluster.device
     if device.type == "cpu":
         return CPU_DEFAULTS[0] * replica_devices, CPU_DEFAULTS[1] * replica_devices

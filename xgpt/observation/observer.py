@@ -1,4 +1,4 @@
-"""Decide when to re-plan a running engine, and for which lengths and pace.
+"""Decide when to re-plan a running engine, and for which request lengths and pace of steps.
 
 Callers add finished requests and steps, and get an Observation when it is time to re-plan. Times are arguments and not
 read from a clock, so a server (`xrunner.server.observe.watch`) and a simulation behave in the same way.
@@ -53,18 +53,20 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 
 def is_slower(slowdown: float, other: float, spread: float) -> bool:
-    """Return whether `slowdown` exceeds what a plan for the slowdown `other` tolerates with its headroom."""
+    """Return whether steps with this `slowdown` are too slow for a plan made for the slowdown `other`, headroom
+    included.
+    """
     return slowdown > other * (1 + max(spread, LEAST_HEADROOM))
 
 
 def differs(slowdown: float, other: float, spread: float) -> bool:
-    """Return whether two slowdowns differ by more than repeated measurements do."""
+    """Return whether two slowdowns differ by more than repeated measurements of the same engine do."""
     return is_slower(slowdown, other, spread) or slowdown * (1 + max(spread, LEAST_GAIN)) < other
 
 
 def slowdown_to_plan_with(profile: ProfileRef, measured: float | None) -> float:
-    """Return the slowdown with which to plan: the measured one if it is known and differs from the plan's, else the
-    plan's.
+    """Return the slowdown for which to plan. This is the measured one if it is known and differs from the profile's.
+    Otherwise it is the profile's.
     """
     if measured is None or not differs(measured, profile.slowdown, profile.spread):
         return profile.slowdown
@@ -88,15 +90,15 @@ class MeasuredPace:
         """Logarithms of the ratios of earlier periods."""
 
     def wants_step(self, step_s: float) -> bool:
-        """Return whether to compare the step that has just ended with its prediction. The same share of all steps is
-        compared, whatever the policy's cycles.
+        """Return whether to compare the step that has just ended with its prediction. The choice does not follow a
+        policy's cycle, so all kinds of steps are compared equally often.
         """
         self._num_steps += 1
         self._step_s += (step_s - self._step_s) / min(self._num_steps, PACE_MEMORY_STEPS)
         return self._num_steps * _GOLDEN % 1 < max(COMPARED_SHARE, self._step_s / COMPARED_EVERY_S)
 
     def note(self, end_s: float, measured_s: float, predicted_s: float) -> None:
-        """Add a step and its prediction."""
+        """Add a step with its end on the caller's clock, its measured time, and its predicted time."""
         if not self._num_compared:
             self._first_s = self._last_s = self._stretch_s = end_s
         keep = max(1 - 1 / PACE_MEMORY_STEPS, exp(-max(0.0, end_s - self._last_s) / PACE_MEMORY_S))
@@ -111,7 +113,7 @@ class MeasuredPace:
             self._stretch_s, self._stretch_measured_s, self._stretch_predicted_s = end_s, 0.0, 0.0
 
     def predict_longer(self, factor: float) -> None:
-        """Multiply earlier predictions by a factor that later predictions already contain."""
+        """Multiply earlier predictions by a factor. Later predictions contain it already."""
         self._predicted_s *= factor
         self._stretch_predicted_s *= factor
         self._stretches = deque((ratio - log(factor) for ratio in self._stretches), self._stretches.maxlen)
@@ -123,12 +125,14 @@ class MeasuredPace:
 
     @property
     def is_known(self) -> bool:
-        """Whether the comparisons cover enough steps and enough time."""
+        """Whether enough steps over enough time have been compared."""
         return self._num_compared >= ENOUGH_STEPS and self._last_s - self._first_s >= PACE_MEMORY_S
 
     @property
     def least_ratio(self) -> float:
-        """Lower confidence limit of the ratio, computed from several periods, or 0 if there are too few periods."""
+        """Lower confidence limit of the ratio. It is computed from the ratios of several periods, and is 0 if there are
+        too few.
+        """
         count = len(self._stretches)
         if count < ENOUGH_STRETCHES:
             return 0.0
@@ -140,13 +144,13 @@ class MeasuredPace:
 
 
 class Snapshot(NamedTuple):
-    """An engine's requests and pace at one moment. Making a snapshot is quick, and any thread may read it.
+    """An engine's requests and pace at one moment. Creating it is quick, and any thread may read it.
 
     Attributes:
-        requests: at least one request. The engine continues to count the tokens of these requests.
-        common: the requests with the keys of their blocks, which show shared prefixes.
+        requests: at least one request. Their token counts continue to grow.
+        common: requests with the keys of their K/V blocks. Equal keys mean a shared prefix.
         step_ratio, slowdown, goodput: see `Observation`.
-        is_missed: whether the goodput is significantly below the plan's quantile.
+        is_missed: whether the goodput is significantly below the plan's required share.
     """
 
     requests: list[Seen]
@@ -158,26 +162,27 @@ class Snapshot(NamedTuple):
     is_missed: bool = False
 
     def observation(self) -> Observation | None:
-        """Return an observation from all requests, or None if no request has finished yet."""
+        """Return the observation of all requests, or None if no request has finished yet."""
         sample = Sample.of(self.requests)
         return self.observe(sample) if sample.num_finished else None
 
     def observe(self, sample: Sample) -> Observation:
-        """Return an observation from some of the requests."""
+        """Return the observation of a sample of the requests."""
         found = observe(sample, self.plan.workload, self.step_ratio, self.slowdown)
         reuse = observed_reuse(self.common, self.plan.block_size)
         return found.but(reuse=reuse, goodput=self.goodput)
 
 
 class Observer:
-    """Compares an engine's lengths, pace, reuse and goodput with the plan's.
+    """Compares what an engine serves with its plan: request lengths, arrival rate, pace of steps, prefix reuse and
+    goodput.
 
     Attributes:
         plan: the running plan.
         window: the latest requests.
-        reuse: the shared blocks of the latest requests.
-        pace: ratio of step times to the plan's predictions.
-        goodput: share of the latest requests that kept their own bounds or the plan's.
+        reuse: the K/V blocks that the latest requests share.
+        pace: ratio of measured step times to the plan's predictions.
+        goodput: share of the latest requests that kept their bounds: their own ones or else the plan's.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -211,21 +216,24 @@ class Observer:
 
     @property
     def slowdown(self) -> float | None:
-        """Ratio of the latest steps' times to the profile's. None means that too few steps have been compared.
+        """Ratio of the latest steps' times to their times in the profile. None means that too few steps have been
+        compared.
 
-        If the slowdown exceeds the plan's headroom, it is returned as soon as it is significant.
+        A slowdown beyond the plan's headroom is returned as soon as it is significant, even after few steps.
         """
         ratio, spread = self.pace.ratio, self.plan.profile.spread
         is_known = self.pace.is_known or is_slower(self.pace.least_ratio, 1.0, spread)
         return ratio * self.plan.profile.slowdown if ratio and is_known else None
 
     def end(self, seen: Seen) -> None:
-        """Count a request of the window as finished."""
+        """Mark a request of the window as finished."""
         seen.has_ended = True
         self._num_ended += 1
 
     def is_due(self, now_s: float) -> bool:
-        """Return whether to call `look` with a new `snapshot` now. If True, this examination counts as done."""
+        """Return whether it is time to call `look` with a new `snapshot`. If True, the time to the next examination
+        starts.
+        """
         if now_s - self._looked_s <= LOOK_INTERVAL_S:
             return False
         num_arrived = self.window.num_arrived
@@ -249,10 +257,11 @@ class Observer:
         return Snapshot(requests, common, self.plan, self.pace.ratio, self.slowdown, self.goodput.share, is_missed)
 
     def look(self, now: Snapshot) -> Observation | None:
-        """Return the observation for which to re-plan, or None if nothing has changed significantly.
+        """Examine a snapshot. Return the observation for which to re-plan, or None if nothing has changed
+        significantly.
 
-        Later lengths and paces are then compared with this observation, whether or not the plan changes. This method
-        may run in another thread than the other methods, but not in two threads at the same time.
+        Later snapshots are compared with the returned observation, whether or not the plan changes. This method may run
+        in another thread than the other methods, but not in two threads at the same time.
         """
         sample = Sample.of(now.requests)
         others = self._detector.look(sample)
@@ -292,7 +301,7 @@ class Observer:
         return found
 
     def _is_risen(self, plan: Plan, rate_per_s: float | None) -> bool:
-        """Return whether requests arrive faster than the plan's highest rate and faster than in the last
+        """Return whether the arrival rate is clearly above the plan's highest rate and above the rate in the last
         observation.
         """
         if rate_per_s is None or not plan.constraint.maximises_arrivals:
@@ -300,10 +309,10 @@ class Observer:
         return rate_per_s > RISE * max(self._judged_rate_per_s, rate_of(plan))
 
     def _look_at_reuse(self, common: list[Common]) -> list[Common] | None:
-        """Return the requests since prefix reuse changed from the last observation, or None if there is no significant
-        change.
+        """Return the requests since prefix reuse changed, or None if it has not changed significantly since the last
+        observation.
 
-        A change that was computed from few requests is examined again once there are twice as many.
+        A share that was computed from few requests is computed again once there are twice as many.
         """
         since = changed(common, self._judged_share)
         if since is None and self._judged_common is not None and len(common) >= 2 * len(self._judged_common):
@@ -315,7 +324,7 @@ class Observer:
         return self._judged_common
 
     def go_over_to(self, plan: Plan) -> None:
-        """Observe another plan from now on."""
+        """Compare with another plan from now on."""
         self.reuse.go_over_to(plan)
         self.goodput, self._has_judged_missed = Goodput(), False
         self.pace.predict_longer(plan.profile.slowdown / self.plan.profile.slowdown)

@@ -1,8 +1,8 @@
-"""Record how long served steps took on this machine, compared with the predictions of their profiles.
+"""Record the pace of served loads on this machine: measured step times divided by the times in the profile.
 
 A profile is measured in a minute. The neighbours of a virtual machine, or a GPU's power limit, change the speed for
-longer than a minute. So earlier loads show how much slower the next load may be, but the variation within a profile
-does not. `xgpt bench` and servers record their paces in the cache, and plans derive ranges and headroom from them.
+longer than a minute. So the next load may be slower than the variation within a profile shows. Earlier loads tell by
+how much. `xgpt bench` and servers record their paces in the cache, and plans derive ranges and headroom from them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def record(plan: Plan, pace: float) -> None:
     """Record the pace of a load in the cache. Do nothing if the cache cannot be written.
 
     Args:
-        plan: the plan that was served. The pace counts only if the plan's profile was fitted to a served engine, since
-            other profiles have a known error.
-        pace: measured time of the steps divided by their time in the profile.
+        plan: the served plan. Nothing is recorded unless its profile was fitted to a served engine. Other profiles have
+            a known error.
+        pace: measured time of the load's steps divided by their time in the profile.
     """
     if SERVED not in plan.profile.provenance:
         return
@@ -47,13 +47,13 @@ def record(plan: Plan, pace: float) -> None:
 
 
 def usual(device: str, engine: str | None) -> tuple[float, float]:
-    """Return the lowest and the highest pace that loads on this machine usually have.
+    """Return the usual range of pace on this machine, lowest and highest, from earlier loads.
 
-    Nine tenths of the recorded paces are in this range. If too few loads were recorded, the range for idle virtual
-    machines is returned (`PACES_AT_REST`).
+    The next pace is in this range with a probability of about nine tenths. If too few loads were recorded, the range is
+    that of idle virtual machines (`PACES_AT_REST`).
 
     Args:
-        device: name of the kind of device.
+        device: name of the device's kind, as in a cluster.
         engine: name of the engine, as in a profile.
     """
     paces = [entry["pace"] for entry in _recent(_path(device, engine))]
@@ -70,7 +70,7 @@ def _path(device: str, engine: str | None) -> Path:
 
 
 def _recent(path: Path) -> list[dict[str, float]]:
-    """Return the recent entries in a file. Lines that are damaged, or that other versions wrote, are left out."""
+    """Return a file's entries of the last 30 days. Lines that cannot be read are left out."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):

@@ -1,9 +1,8 @@
-"""Observe how many prompt tokens recent requests reused from the cache, and detect when this share changes.
+"""Observe which share of prompt tokens recent requests found in the prefix cache, and detect when this share changes.
 
-Blocks are identified by the engine's keys, which are salted hashes that reveal nothing about a prompt. The number of
-remembered blocks is limited, however long prompts are. Callers add requests and steps in the order of the engine's log.
-The results are the share of prompt tokens that was reused, and the share that would have been reused with a cache of
-another size.
+Blocks are identified by the engine's keys: salted hashes that reveal nothing about a prompt. The number of remembered
+keys is limited, however long prompts are. Callers add requests and steps in the order of the engine's log. The results
+are the share of prompt tokens that was reused, and the shares that caches of other sizes would have reached.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ SIZES = 12
 
 @dataclass(slots=True)
 class Common:
-    """A request and the keys of its blocks.
+    """A request and the keys of its K/V blocks.
 
     Attributes:
         keys: keys of the prompt's blocks.
-        left: keys of the later blocks, which stay in the cache after the request.
-        found: number of prompt tokens that were found in the cache. None means that the request waits.
-        is_warm: whether earlier requests had filled the cache when this request entered.
+        left: keys of the blocks after the prompt's. These blocks stay in the cache when the request ends.
+        found: number of prompt tokens that were found in the cache. None means that prefill has not begun.
+        is_warm: whether earlier requests had filled the cache when prefill began.
     """
 
     input_length: int
@@ -55,7 +54,7 @@ class Common:
 
 
 class ReuseWindow:
-    """The latest requests of an engine, and the keys of their blocks.
+    """The latest requests of an engine, and the keys of their K/V blocks.
 
     Args:
         plan: the running plan, which determines the size of the cache.
@@ -104,26 +103,29 @@ class ReuseWindow:
                 self._num_keys -= len(gone.keys) + len(gone.left)
 
     def requests(self) -> list[Common]:
-        """Return the requests that have begun."""
+        """Return the requests whose prefill has begun."""
         return [request for request in self._requests.values() if request.found is not None]
 
 
 def most_kept(plan: Plan) -> int:
-    """Return the largest number of blocks in which a plan can cache prompts: all blocks of a stage that encodes."""
+    """Return the largest number of K/V blocks in which a plan can cache prompts: all blocks of the smallest stage that
+    runs prefill.
+    """
     return min(stage.kv_blocks for stage in plan.stages if stage.lane != "decode")
 
 
 def _numbers(chain: Chain) -> Ints:
-    """Return the first eight bytes of each key, as numbers."""
+    """Return the first eight bytes of each key as a number."""
     if not chain:
         return np.empty(0, np.int64)
     return np.frombuffer(b"".join(key[:8].ljust(8) for key in chain), dtype=np.int64)
 
 
 def changed(requests: Sequence[Common], share: float) -> Sequence[Common] | None:
-    """Return the requests since the reused share of prompt tokens changed, or None if there is no significant change.
+    """Return the requests since the reused share of prompt tokens changed from `share`, or None if it has not changed
+    significantly.
 
-    A low share does not count while the cache fills, since the share will rise.
+    While the cache fills, a lower share is no change, since it will still rise.
     """
     best: tuple[float, int] | None = None
     size = ENOUGH
@@ -139,7 +141,7 @@ def changed(requests: Sequence[Common], share: float) -> Sequence[Common] | None
 
 
 def share_of(requests: Sequence[Common]) -> tuple[float, float]:
-    """Return the reused share of prompt tokens, and its standard error."""
+    """Return the share of prompt tokens that requests found in the cache, and its standard error."""
     inputs = np.array([request.input_length for request in requests], float)
     found = np.array([request.found or 0 for request in requests], float)
     share = float(found.sum() / inputs.sum())
@@ -147,10 +149,10 @@ def share_of(requests: Sequence[Common]) -> tuple[float, float]:
 
 
 def observed_reuse(requests: Sequence[Common], block_size: int) -> ObservedReuse | None:
-    """Return the reused share of prompt tokens, and this share for other cache sizes. Return None if requests have no
-    keys.
+    """Return the reused share of prompt tokens, observed and for other cache sizes. Return None if there are fewer than
+    two requests, or if they have no keys.
 
-    The first half of the requests fills the cache, and the second half is counted.
+    For other cache sizes, the first half of the requests only fills the cache, and the second half is counted.
     """
     if len(requests) < 2 or not any(len(request.keys) for request in requests):
         return None
@@ -163,7 +165,9 @@ def observed_reuse(requests: Sequence[Common], block_size: int) -> ObservedReuse
 
 
 def summary_of(curve: ReuseCurve, share: float, begin: int = 0) -> ObservedReuse:
-    """Summarise a reuse curve from request `begin` onward, together with the observed `share`."""
+    """Summarise a reuse curve from request `begin` onward, together with `share`: the observed share of prompt tokens
+    that were in the cache.
+    """
     sizes = [float(size) for size in curve.sizes(SIZES)]
     return ObservedReuse(
         share=share,

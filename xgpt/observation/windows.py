@@ -1,8 +1,8 @@
-"""Observe the lengths of a running engine's recent requests, and detect when these lengths change.
+"""Observe the input and output lengths of a running engine's recent requests, and detect when these lengths change.
 
-Callers add requests when they arrive and when they finish. The results are an Observation, and whether lengths differ
-from the planned lengths. No clock and no random numbers are used, so the same requests in the same order give the same
-result.
+Callers add a request when it arrives, and mark it when it finishes. The results are an Observation, and whether lengths
+differ from the planned lengths. No clock and no random numbers are used, so the same requests in the same order give
+the same result.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Seen:
     Attributes:
         max_output: largest number of output tokens, set by the client.
         generated: number of output tokens so far.
-        has_ended: whether the output is complete. A cancelled request's output is never complete. Its length counts as
-            unknown, but not as shorter than the tokens generated so far.
+        has_ended: whether the output is complete. It stays False for a cancelled request: its full output length is
+            unknown, but is at least `generated`.
     """
 
     arrival_s: float
@@ -93,10 +93,10 @@ class LengthWindow:
         return seen
 
     def arrival_rate_per_s(self, now_s: float) -> float:
-        """Return the rate of the latest arrivals. The rate falls while no request arrives.
+        """Return the rate of the latest arrivals, in requests per second. The rate falls while no request arrives.
 
-        Arrivals are counted since the `RATE_REQUESTS`-th latest arrival, but over at least `LEAST_RATE_S` and at most
-        `MOST_RATE_S`.
+        Arrivals are counted since the `RATE_REQUESTS`-th latest one. The counted time is at least `LEAST_RATE_S` and at
+        most `MOST_RATE_S`.
         """
         since_s = now_s - MOST_RATE_S
         if len(self._arrivals_s) >= RATE_REQUESTS:
@@ -109,7 +109,7 @@ class LengthWindow:
             self._seen.popleft()
 
     def requests(self) -> list[Seen]:
-        """Return the requests of the window. The engine continues to count the tokens of these requests."""
+        """Return the requests of the window. Their token counts continue to grow."""
         return list(self._seen)
 
 
@@ -131,10 +131,10 @@ class Sample:
 
     @classmethod
     def of(cls, requests: Sequence[Seen]) -> Sample:
-        """Return the sample of a window that is not empty.
+        """Return the sample of requests, at least one.
 
-        This may run in another thread than the one that counts tokens. So `has_ended` is read first. Otherwise a
-        request could count as finished with fewer tokens than it generated.
+        This may run while another thread counts tokens, so `has_ended` is read first. Otherwise a request could count
+        as finished with fewer tokens than it generated.
         """
         has_ended = np.array([seen.has_ended for seen in requests])
         return cls(
@@ -150,7 +150,7 @@ class Sample:
         return len(self.inputs)
 
     def tail(self, last: int) -> Sample:
-        """Return the last requests."""
+        """Return the sample of the last `last` requests."""
         return Sample(*(getattr(self, field.name)[-last:] for field in fields(self)))
 
     @property
@@ -159,7 +159,9 @@ class Sample:
 
     @property
     def weight(self) -> float:
-        """Effective number of ended requests, or 0 if no request has ended. Source: Kish, Survey Sampling, 1965."""
+        """Effective sample size: the number of equally weighted ended requests that would give the same precision. It
+        is 0 if no request has ended. Source: Kish, Survey Sampling, 1965.
+        """
         return _effective(self.weights[self.has_ended])
 
     def input_histogram(self) -> Histogram:
@@ -169,10 +171,10 @@ class Sample:
     def output_histogram(self) -> Histogram:
         """Estimate the distribution of output lengths from finished and running requests.
 
-        Long outputs end last, so mainly short outputs of recent requests have ended. A running output is known to be
-        longer than its present length, and the product-limit estimator uses exactly this knowledge. The probability of
-        lengths above the longest observed length is assigned to the longest observed length. Source: Kaplan and Meier,
-        JASA 1958; Efron, 5th Berkeley Symposium, 1967 (the tail).
+        Long outputs end last, so mainly short outputs of recent requests have ended. The product-limit estimator also
+        uses running requests: it only assumes that their outputs will be longer than at present. The probability of
+        lengths above the longest observed one is assigned to the longest observed one. Source: Kaplan and Meier, JASA
+        1958; Efron, 5th Berkeley Symposium, 1967 (the tail).
         """
         lengths, index = np.unique(self.outputs, return_inverse=True)
         total = np.bincount(index, self.weights, len(lengths))
@@ -185,12 +187,12 @@ class Sample:
 
     @property
     def known_to(self) -> float:
-        """Largest output length up to which `output_histogram` is known, or inf if it is known for all lengths."""
+        """Length up to which `output_histogram` is determined by finished outputs, or inf if it is for all lengths."""
         longest = int(self.outputs.max())
         return inf if self.has_ended[self.outputs == longest].all() else longest
 
     def arrival_rate_per_s(self) -> float | None:
-        """Return the rate of the latest arrivals, or None if there are too few arrivals."""
+        """Return the rate of the latest arrivals in requests per second, or None if there are too few arrivals."""
         latest = self.arrival_s[-RATE_REQUESTS:]
         span_s = float(latest[-1] - latest[0])
         return (len(latest) - 1) / span_s if span_s > 0 and len(latest) == RATE_REQUESTS else None
@@ -220,7 +222,7 @@ class Goodput:
         return sum(self._kept) / len(self._kept) if len(self._kept) >= MIN_FINISHED else None
 
     def is_below(self, quantile: float) -> bool:
-        """Return whether the share of requests that kept their bounds is significantly below this quantile."""
+        """Return whether the share is significantly below `quantile`."""
         count, broken = len(self._kept), len(self._kept) - sum(self._kept)
         expected = (1 - quantile) * count
         return count >= MIN_FINISHED and broken > expected and 1 - gammaincc(broken, expected) < FALSE_ALARM
@@ -229,7 +231,7 @@ class Goodput:
 def observe(
     sample: Sample, planned: Workload, step_ratio: float | None = None, slowdown: float | None = None
 ) -> Observation:
-    """Return the observation of a sample, with its distance from the planned lengths."""
+    """Return the observation of a sample. It states how far the observed lengths are from the planned lengths."""
     inputs, outputs = sample.input_histogram(), sample.output_histogram()
     return Observation(
         workload=Workload(name="observed", input=inputs, output=_reaching(outputs, int(sample.longest.max()))),
@@ -245,7 +247,7 @@ def observe(
 
 
 def observe_lengths(inputs: npt.ArrayLike, outputs: npt.ArrayLike, planned: Workload) -> Observation:
-    """Return the observation of a trace, whose requests have all finished."""
+    """Return the observation of a trace. All its requests count as finished."""
     observed = Workload(name="observed", input=histogram_of(inputs), output=histogram_of(outputs))
     return Observation(
         workload=observed,
@@ -258,20 +260,20 @@ def observe_lengths(inputs: npt.ArrayLike, outputs: npt.ArrayLike, planned: Work
 
 
 def _reaching(outputs: Histogram, longest: int) -> Histogram:
-    """Return the output lengths, with the longest allowed length added, since K/V memory is reserved for it."""
+    """Return the histogram with the length `longest` added, at probability 0. K/V memory is reserved for it."""
     if longest <= outputs.lengths[-1]:
         return outputs
     return Histogram(lengths=(*outputs.lengths, longest), probabilities=(*outputs.probabilities, 0.0))
 
 
 def _below(histogram: Histogram, lengths: npt.ArrayLike) -> Array:
-    """Return the cumulative distribution of a histogram at these lengths."""
+    """Return for each length the probability that a length of the histogram is at most this."""
     total = np.concatenate([[0.0], np.cumsum(histogram.probabilities)])
     return total[np.searchsorted(histogram.lengths, lengths, side="right")]
 
 
 def wasserstein(a: Histogram, b: Histogram) -> float:
-    """Return the Wasserstein distance W_1 of two distributions of lengths, in tokens."""
+    """Return the Wasserstein distance W_1 between two distributions of lengths, in tokens."""
     lengths = np.union1d(a.lengths, b.lengths)
     return float(np.abs(_below(a, lengths) - _below(b, lengths))[:-1] @ np.diff(lengths.astype(float)))
 
@@ -279,18 +281,19 @@ def wasserstein(a: Histogram, b: Histogram) -> float:
 def surprise(
     observed: Histogram, size: float, planned: Histogram, planned_size: float = CERTAIN, known_to: float = inf
 ) -> float:
-    """Return how significant the difference between observed and planned lengths is.
+    """Return the significance of the difference between observed and planned lengths.
 
-    Requests are counted between quantiles of the planned lengths and beyond the outer quantiles, so that a change of
-    the spread is detected as early as a change of the mean. If nothing changed, the logarithm of the likelihood ratio
-    of these counts, in nats, is half a chi-squared variable.
+    Requests are counted in bins between quantiles of the planned lengths, so a change of the spread is detected as
+    early as a change of the mean. The test statistic is the log-likelihood ratio of these counts, in nats. If nothing
+    has changed, twice its value follows a chi-squared distribution.
 
     Args:
         planned_size: number of requests from which the planned lengths were computed.
-        known_to: the observed histogram is known below this length. Requests from this length on count only as longer.
+        known_to: length below which the observed histogram is known. Longer requests are counted in a single bin.
 
     Returns:
-        The negative logarithm of the probability that chance explains the difference. Source: Wilks, Annals of
+        The negative natural logarithm of the p-value: the probability of such a difference if nothing has changed.
+            Source: Wilks, Annals of
         Mathematical Statistics, 1938.
     """
     lengths = planned.lengths
@@ -316,10 +319,10 @@ def _divergence(shares: Array, to: Array) -> float:
 
 
 class ChangeDetector:
-    """Detects whether request lengths differ from a plan's lengths, and since which request.
+    """Detects whether request lengths differ from a plan's lengths, and from which request on.
 
-    Each examination compares the last 64, 91, 128, 181, ... requests with the planned lengths (`surprise`). The window
-    with the most significant difference determines since when lengths differ.
+    Each examination compares the last 64, 91, 128, 181, ... requests with the planned lengths (`surprise`). The number
+    of requests with the most significant difference determines from which request on lengths differ.
 
     Args:
         planned: the lengths for which the running plan was made.
@@ -332,10 +335,10 @@ class ChangeDetector:
         self.weight = weight
 
     def look(self, whole: Sample) -> Sample | None:
-        """Return the requests since the lengths changed. Return None if lengths have not changed or too few requests
-        have ended since.
+        """Return the requests since the lengths changed. Return None if lengths have not changed, or if too few
+        requests have ended since the change.
 
-        If the planned lengths were computed from few requests, all requests are returned once there are twice as many.
+        If the planned lengths come from few requests, all requests are returned once there are twice as many.
         """
         if whole.num_finished < MIN_CENSORED:
             return None
@@ -351,7 +354,7 @@ class ChangeDetector:
         return whole if self.weight is not None and whole.weight >= 2 * self.weight else None
 
     def _score(self, sample: Sample) -> float:
-        """Return the significance of the difference in inputs or in outputs, whichever is higher."""
+        """Return the significance of the difference in input lengths or in output lengths, whichever is higher."""
         inputs, outputs, weight = self.planned.input, self.planned.output, self.weight or CERTAIN
         score = surprise(sample.input_histogram(), _effective(sample.weights), inputs, weight)
         # A running output that is longer than any planned output shows a change as clearly as a finished one.
@@ -363,7 +366,7 @@ class ChangeDetector:
 
 
 def _enough(sample: Sample) -> int:
-    """Return the number of finished requests that are needed after a change. It is smaller if most requests never
-    start.
+    """Return how many requests must have finished since a change before the change counts. Fewer are enough if most
+    requests have not started.
     """
     return MIN_CENSORED if np.count_nonzero(sample.outputs == 0) > len(sample) / 2 else MIN_FINISHED
