@@ -1,8 +1,8 @@
 """Pin each thread that computes steps to its own core, and measure how long steps waited for a core.
 
 Linux moves a thread away from a core on which another thread wakes up. If all cores are computing, the moved thread
-shares a core with another thread. The two threads then alternate every few milliseconds, even while one of them only
-spins at a barrier.
+shares a core with another thread. The two threads then alternate every few milliseconds, even if one only spins at a
+barrier.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 def take_cores(part: int = 0, parts: int = 1) -> bool:
     """Pin each of the caller's OpenMP threads to its own core, if all teams together have one thread for each core that
-    this process may use. Otherwise change nothing, because other work may need a thread's core.
+    this process may use. Otherwise change nothing.
 
     Threads and processes that the caller starts later inherit the caller's core.
 

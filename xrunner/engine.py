@@ -278,7 +278,7 @@ class Engine:
             self.on_begin(taken_up)
 
     def _settle(self, step: Step, sampled: dict[int, int]) -> list[Token]:
-        """Update the schedule and the requests with a step's tokens, and return the new ones."""
+        """Account for a step's tokens, and return those that are new."""
         pool, executor = self.pool, self.executor
         tokens = self._progress.tokens(sampled, pool, executor.logprobs, executor.failed)
         finished = [token.id for token in tokens if token.finish]

@@ -25,7 +25,7 @@ class SamplingParams:
         top_p: of the tokens that `top_k` keeps, keep only the most probable ones that together have this probability.
         min_p: keep only tokens whose probability is at least this share of the highest probability.
         seed: equal seeds give equal tokens if logits are equal. Other requests in the batch may change the last bits of
-            logits. Such changes affect sampled tokens about as rarely as greedy tokens (`sampling`).
+            logits (see `sampling`).
         presence_penalty: subtracted from the logit of every token in the output.
         frequency_penalty: subtracted from a token's logit once for each occurrence of the token in the output.
         repetition_penalty: divides positive logits, and multiplies negative ones, of every token in the prompt or the

@@ -1,9 +1,8 @@
 """Restrict outputs to a grammar: compute, with llguidance, which tokens may come next.
 
-A grammar is text, built by `json_grammar` or `xrunner.server.api.tools`. A grammar is part of its request, so every
-worker that chooses tokens has it. Each such worker compiles the grammar before the request enters the schedule
-(`xrunner.grammar_queue`). Each chosen token advances the grammar. Tokens that the request had generated elsewhere
-advance the grammar when the request starts.
+A grammar is text, built by `json_grammar` or `xrunner.server.api.tools`. Every worker that chooses tokens gets the
+grammar with the request, and compiles it before the request enters the schedule (`xrunner.grammar_queue`). Each chosen
+token advances the grammar. Tokens that the request had generated elsewhere advance the grammar when the request starts.
 """
 
 from __future__ import annotations
@@ -219,8 +218,8 @@ class Grammars:
         return state
 
     def compiled(self, grammar: str) -> Compiled:
-        """Return a compiled grammar. A grammar that is in use or was used recently is not compiled again. Any thread
-        may call this.
+        """Return a compiled grammar. One that is in use or was used recently is not compiled again. Any thread may call
+        this.
 
         Raises:
             MachineError: the tokenizer cannot be used.

@@ -1,7 +1,6 @@
 """Allocate a CPU's memory for weights, keys and values, so that freed memory is reused and weights are in huge pages.
 
-A core of a virtual machine reads weights a fifth faster from huge pages, since the processor reads page tables less
-often.
+A virtual machine's core reads weights a fifth faster from huge pages, since it reads page tables less often.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, *, huge: bool = True) -> T
 
     Args:
         huge: whether to use huge pages. Weights are read as a whole, which is faster from huge pages. Keys and values
-            are written block by block, and huge pages made a server's steps 13% longer on a virtual machine.
+            are written block by block. For them, huge pages made a server's steps 13% longer on a virtual machine.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < HUGE_PAGE:

@@ -1,8 +1,8 @@
 """Build the part of a model that one of several devices holds: some layers or, with tensor parallelism, slices of
 layers.
 
-The blocks of layers.py are not aware of the division. A rank builds its model from the sizes of its part
-(`Part.local`), and hooks add up the partial results of a stage's ranks. Source: Megatron-LM (arXiv 1909.08053) sec. 3.
+A rank builds its model from the sizes of its part (`Part.local`), and hooks add up the partial results of a stage's
+ranks. Source: Megatron-LM (arXiv 1909.08053) sec. 3.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ KEY_BYTES = 16
 class Prefixes:
     """Hash chains: a block's key is the hash of its tokens and of the key before it.
 
-    Each account has separate chains, so that a request finds only K/V of its own account, and no account can infer from
-    times to first token what another account has sent. The chains start from a secret of this process, so that no
-    client can construct two prompts with the same key. Without `reuse`, prompts and outputs have no keys.
+    Each account has separate chains, so that no account can infer from times to first token what another account has
+    sent. The chains start from a secret of this process, so that no client can construct two prompts with the same key.
+    Without `reuse`, prompts and outputs have no keys.
     """
 
     def __init__(self, reuse: bool = True) -> None:

@@ -113,7 +113,7 @@ class Suspects:
     """The requests of a step that has failed.
 
     These requests run again one after the other, each after the previous one has generated the token at which the step
-    failed. If a step fails again, it contains only one suspect. This suspect is at fault.
+    failed. If a step fails again, its only suspect is at fault.
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 The result is K/V in whole blocks, which both lanes store in the same form. For an encoder-decoder, it is the encoder's
 output, from which each decode worker computes the keys and values of its layers. Both lanes compute which rank sends
-which layers and heads to which other rank, so only the contents are sent. Source: ExeGPT sec. 4.1 (WAA).
+which layers and heads to which rank, so only the contents are sent. Source: ExeGPT sec. 4.1 (WAA).
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class _Before:
 
 
 class Shortening:
-    """Leaves out of each request the parts that equal those of the previous request. Without this, a request with a
+    """Leaves out of each request the parts that equal those of the previous request. Otherwise a request with a
     thousand choices would have a thousand copies of its prompt in the engine's memory. Each connection has one such
     object.
     """

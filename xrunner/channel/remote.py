@@ -173,7 +173,7 @@ class RemoteEngine:
     """An engine at the other end of the channel. The package's docstring describes the interface.
 
     Args:
-        far_end: the far end that runs the engine. It may still be starting.
+        far_end: runs the engine. It may still be starting.
         limits: limits on the K/V memory of one request.
         launch: starts another far end, which follows the given plan.
         limits_of: returns the limits under a plan.

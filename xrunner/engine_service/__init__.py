@@ -32,7 +32,7 @@ class Metadata(NamedTuple):
     Attributes:
         deadline_s: seconds from the call's arrival after which an incomplete request ends.
         class_name: one of the plan's classes of requests.
-        account: the name of the account to which the request belongs. Accounts share the engine.
+        account: the name of the request's account.
         output_length: exact number of output tokens, for benchmarks. The schedule knows only max_tokens.
     """
 

@@ -59,12 +59,12 @@ class Submission:
 
     Attributes:
         inbox: receives the outputs' tokens.
-        bounds: the API key's latency bounds, by which goodput is counted.
+        bounds: the API key's latency bounds, for goodput.
         end_s: time by which the outputs must be complete, on the clock of `time.perf_counter`. Infinite means never.
         has_deadline: whether the client has set `end_s`.
         read_s: time at which the whole body had arrived, on the same clock.
-        hold: whether to deliver all of an output's tokens together at the end. Waking a task for each token of each
-            request would take up to a tenth of a decode step from the engine's cores.
+        hold: whether to deliver an output's tokens together at its end. Waking a task for each token would take up to a
+            tenth of a decode step from the engine's cores.
     """
 
     inbox: Inbox

@@ -87,8 +87,7 @@ class Handover:
         continues from there. Otherwise the same tokens are generated again, but are not delivered twice.
 
         Args:
-            engine: the lost engine, which will be restarted. It decides which requests can be resumed and which must be
-                repeated.
+            engine: the lost engine. It decides which requests can be resumed and which must be repeated.
 
         Raises:
             MachineError: the engine was lost too often.

@@ -39,8 +39,7 @@ class Limits:
         all_bodies_bytes: largest number of bytes of all bodies together, from their first byte until their prompts are
             token ids. The first 64 KiB of each body do not count. An account may use half of this memory. Further
             bodies get 503.
-        all_requests_bytes: the same limit for requests after their prompts have become token ids, until the requests
-            have ended.
+        all_requests_bytes: the same limit for requests from then until they have ended.
         body_timeout_s: seconds in which a body must arrive. A body that takes longer gets 408.
     """
 

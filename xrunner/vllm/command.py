@@ -67,7 +67,7 @@ def computing_cores(cluster: ClusterSpec) -> int:
     """Return how many cores of this machine compute for each CPU device of the cluster.
 
     If a device is a whole machine, one core is left to the loop of vLLM's engine, as in vLLM itself. The loop never
-    sleeps while requests run, so a computing thread on the same core would be slow, and the others would wait for it.
+    sleeps while requests run. A computing thread on the same core would be slow, and delay the others.
     """
     cores = num_cores() // cluster.devices_per_node
     return max(1, cores - 1) if cluster.devices_per_node == 1 else cores

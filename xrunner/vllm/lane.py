@@ -114,6 +114,6 @@ class PlannedLane:
 
     @property
     def taken(self) -> Room:
-        """Return the K/V state of the running requests."""
+        """Return the state of the K/V memory."""
         pool = self.lane.pool
         return Room(pool.reserved_blocks, pool.kept_blocks, pool.num_preemptions, self.is_emptying)

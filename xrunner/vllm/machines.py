@@ -3,8 +3,7 @@ starts.
 
 vLLM's own flags (`--nnodes`, `--node-rank`, `--master-addr`) join its workers. vLLM does not restart itself, and its
 workers may wait for ever for a lost worker. So each other machine has a connection to the first machine, and starts its
-workers on command. If either machine of a connection is lost, the other one notices, ends its part of vLLM, and
-connects again.
+workers on command. If one end of a connection is lost, the other end stops its part of vLLM, and connects again.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Run a command for as long as standard input stays open: `python -m xrunner.vllm.supervised COMMAND ...`.
 
 vLLM has several processes, and some of them continue if the first one is killed. Here they form one process group,
-which is ended when the command ends or standard input closes. This process ends last. By then their memory is free, and
-their CPU time counts towards the process that started this one. Standard input closes when the process that started
-this process ends for any reason. If this process itself is killed, the kernel sends the command SIGHUP, and the command
-ends the group (`end_group_on_hangup`).
+which is ended when the command ends or standard input closes. This process ends last. By then the group's memory is
+free, and its CPU time counts towards the process that started this one. Standard input closes when the process that
+started this process ends for any reason. If this process itself is killed, the kernel sends the command SIGHUP, and the
+command ends the group (`end_group_on_hangup`).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Key:
     """The account, limits and rights of an API key, but never the key itself.
 
     Attributes:
-        account: name of the account. An account has a priority and, under load, a share of the engine.
+        account: the key's account. It has a priority and, under load, a share of the engine.
         is_admin: whether the key may also read pages about all accounts: /plan, /metrics, the live page.
         requests_per_minute, tokens_per_minute: limits. None means no limit.
         answer_within_s: promised time from a request to its last token, as in `Limits`. None means the server's
@@ -93,8 +93,8 @@ class ApiKeys:
         Each line holds a key, after an optional name and before optional settings: `share=3`, `priority=1`,
         `requests_per_minute=60`, `tokens_per_minute=1e5`, `answer_within=10`, `ttft=0.5`, `tpot=0.05`, `class=batch`,
         `admin`. Empty lines and lines that begin with # are skipped. A key without a name belongs to the operator and
-        may do everything. A key with a name belongs to a client, and has the rights of an administrator only with the
-        setting `admin`.
+        may do everything. A key with a name belongs to a client, and is an administrator's only with the setting
+        `admin`.
 
         Raises:
             InputError: there is no key, or a line is malformed. The message never shows a key.
@@ -102,7 +102,7 @@ class ApiKeys:
         return cls(_parse(text, "keys", classes))
 
     def reload(self) -> None:
-        """Read the file again. If it is broken, keep the present keys. A log line states which of the two happened."""
+        """Read the file again. If it is broken, keep the present keys. Log the result."""
         assert self.path is not None
         try:
             self._keys = _read(self.path, self._classes)
@@ -250,7 +250,7 @@ class Classes:
                 raise InputError("answer_within_s", f"{name}=...", self._missing(name))
 
     def key_of(self, key: Key, header: str | None) -> Key:
-        """Return the key with the priority and bounds of its class, or of the class in the header.
+        """Return the key with the priority and bounds of the class in the header or, without one, of its own class.
 
         Raises:
             ApiError: 400, the plan has no such class; 403, the key belongs to another class.

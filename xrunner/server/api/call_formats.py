@@ -1,8 +1,8 @@
 """Read function calls that models write in free text, in the formats that chat templates describe.
 
 A format provides grammar rules (Lark, as llguidance reads it) for the text after its trigger, and a reader of this
-text. If the tokenizer has special tokens for a format's marks, the model writes these tokens: the grammar refers to
-them by id, and outputs show them as text.
+text. If the tokenizer has special tokens for a format's marks, the grammar refers to them by id, and outputs show them
+as text.
 """
 
 from __future__ import annotations
@@ -146,8 +146,7 @@ class ObjectCalls(CallFormat):
     def grammar(self, schemas: Schemas) -> str:
         """Return the grammar of free text with calls. Once a call has begun, its arguments must follow their schema.
 
-        A mark by itself does not start a call: a text may mention the mark, and models also write other things after
-        it.
+        A mark by itself does not start a call: models also write other text after it.
         """
         return opened_grammar(self.opened(schemas), self.free)
 

@@ -31,7 +31,7 @@ class CallList:
     """The function calls of an output. They can be read as a whole, or in pieces for a stream.
 
     Args:
-        most: largest number of calls of an output. Further calls are left out. None means no limit.
+        most: largest number of calls. Further calls are left out. None means no limit.
     """
 
     def __init__(self, most: int | None) -> None:
@@ -84,7 +84,7 @@ class Calls:
         found: the calls so far.
 
     Args:
-        most: largest number of calls of an output. Further calls are left out. None means no limit.
+        most: largest number of calls. Further calls are left out. None means no limit.
     """
 
     def __init__(self, choice: ToolChoice, most: int | None = None, format_: CallFormat = HERMES) -> None:

@@ -70,12 +70,12 @@ class _Template:
         return shown | {"thinking": message["reasoning"]} if has_room and "reasoning" in message else shown
 
     def in_order(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages, with system messages joined or relabelled so that the template accepts them.
+        """Return the messages, with system messages joined or relabelled for the template.
 
         Some templates accept a system message only at the beginning, but agents send several, some of them later. For
-        such a template, the system messages at the beginning are joined. A later system message is appended to the
-        user's message before it. If there is none, it becomes a user's message. Texts keep their order, so that the K/V
-        of earlier messages can be reused.
+        such a template, the first system messages are joined. A later one is appended to the user's message before it
+        or, if there is none, becomes a user's message. Texts keep their order, so that the K/V of earlier messages can
+        be reused.
         """
         if self.takes_instructions_later:
             return list(messages)

@@ -1,8 +1,8 @@
 """Read a checkpoint's tokenizer as transformers' `AutoTokenizer` reads it: tokenizer.json and tokenizer_config.json.
 
-Sections of tokenizer.json that cut or pad texts are dropped, since they are for training, not for prompts. Tokens that
-only tokenizer_config.json lists are added. A token that tokenizer_config.json lists as special (`eos_token`, ...)
-becomes special. tokenizer.json decides which tokens surround a prompt, whatever the value of `add_bos_token`.
+Sections of tokenizer.json that cut or pad texts are dropped, since they are for training. Tokens that only
+tokenizer_config.json lists are added. A token that tokenizer_config.json lists as special (`eos_token`, ...) becomes
+special. tokenizer.json decides which tokens surround a prompt, whatever the value of `add_bos_token`.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class OutputForm:
         """Return a reader of one output, or None if the whole output is the answer.
 
         Args:
-            most: largest number of calls of an output. Further calls are left out. None means no limit.
+            most: largest number of calls. Further calls are left out. None means no limit.
         """
         takes_calls = choice != "none"
         if isinstance(self.calls, Harmony):

@@ -93,7 +93,7 @@ class HarmonyReader:
 
     Args:
         calls: whether function calls are extracted.
-        most: largest number of calls of an output. Further calls are left out. None means no limit.
+        most: largest number of calls. Further calls are left out. None means no limit.
     """
 
     def __init__(self, format_: Harmony, *, calls: bool, most: int | None = None) -> None:

@@ -67,8 +67,8 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 def memory_of(*values: Any) -> int:
-    """Return approximately how many bytes of memory decoded JSON takes, less `FREE_OBJECT_BYTES`. Decoded JSON can take
-    much more memory than its text: an empty list takes twenty times the memory of its three characters.
+    """Return approximately how many bytes of memory decoded JSON takes, less `FREE_OBJECT_BYTES`. An empty list takes
+    twenty times the memory of its text.
     """
     num_bytes = -FREE_OBJECT_BYTES
     for written in (msgspec.json.encode(value) for value in values if value is not None):
@@ -391,8 +391,7 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text"):
 class ChatMessage(msgspec.Struct):
     """A message. An assistant's message may have no content. A message with a function's result names the call.
 
-    Clients send earlier answers back unchanged, with fields that models do not use (`annotations`, `audio`, `id`).
-    These fields are dropped.
+    Fields of earlier answers that models do not use (`annotations`, `audio`, `id`) are dropped.
     """
 
     role: Annotated[str, Meta(min_length=1)]

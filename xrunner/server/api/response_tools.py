@@ -4,9 +4,9 @@ Agents put the functions of an MCP server into a namespace. The names of such fu
 custom tool, which takes a text, becomes a function whose only argument is the text. Calls are returned in the form in
 which the tools were declared.
 
-Agents send tools that OpenAI would run (`HOSTED`) with every request. These tools are left out, also from the answer's
-`tools`, if the request also has functions and the model may choose: the model might not have chosen them anyway. A
-request that has only such tools, or that requires one, is refused.
+Agents send tools that OpenAI would run (`HOSTED`) with every request. If the request also has functions and the model
+may choose, these tools are left out, also from the answer's `tools`. A request that has only such tools, or that
+requires one, is refused.
 """
 
 from __future__ import annotations

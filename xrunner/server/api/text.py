@@ -89,8 +89,7 @@ def load_tokenizer(checkpoint: Path) -> TextCodec | None:
 
 
 def _check_encodes(tokenizer: Tokenizer, checkpoint: Path) -> None:
-    """Encode a text as a check: some tokenizers can be read but fail at every text, for example if their special tokens
-    are missing.
+    """Encode a text as a check: some tokenizers can be read but fail at every text.
 
     Raises:
         InputError: the tokenizer fails.
@@ -205,9 +204,8 @@ class StopStrings:
     """Ends a text at the first stop string, even if the string spans several pieces of the text.
 
     Text that may begin a stop string is held back until more text decides. The stop string that is complete first ends
-    the text. If several are complete at the same time, the longest of them ends it. Each character is examined once for
-    each stop string (Knuth, Morris and Pratt, Fast pattern matching in strings, SIAM J. Comput. 1977), for any strings
-    that a client sends.
+    the text, and among several the longest. Each character is examined once for each stop string (Knuth, Morris and
+    Pratt, Fast pattern matching in strings, SIAM J. Comput. 1977).
 
     Args:
         include: whether to leave the stop string in the text.

@@ -314,7 +314,7 @@ _LINE_ENDS = str.maketrans({character: f"\\u{ord(character):04x}" for character 
 def event_line(event: str) -> bytes:
     """Return an event with this JSON on one line, even for clients that end lines at Unicode's line separators.
 
-    Clients that read streams with httpx's `aiter_lines` are such clients. JSON itself escapes other line separators.
+    Such a client is httpx's `aiter_lines`. JSON itself escapes other line separators.
     """
     return f"data: {event if event.isascii() else event.translate(_LINE_ENDS)}\n\n".encode()
 

@@ -170,7 +170,7 @@ class Outputs(EngineOutputs):
                 yield name, min(begun), max(end or now_s for end in ends)
 
     def timings(self) -> dict[str, float]:
-        """Return the seconds from submission to each event, for the slowest choice. All choices must have ended."""
+        """Return the seconds from submission to each event, for the slowest choice. All choices have ended."""
         streams = self.streams.values()
         return {
             "queued_s": max(s.started_s - s.submitted_s for s in streams),

@@ -153,9 +153,9 @@ class AcceptedSocket(socket.socket):
 class Listener(socket.socket):
     """A listening socket that accepts `most` connections.
 
-    A further connection replaces the one that has waited the longest for a request's headers. If none waits for
-    headers, it replaces the one that has waited the longest for a body. If every connection has a complete request, up
-    to `SURPLUS` more are accepted. They may only send probes.
+    A further connection replaces one that waits for a request's headers or, if there is none, for a body: the one that
+    has waited the longest. If every connection has a complete request, up to `SURPLUS` more are accepted. They may only
+    send probes.
 
     Args:
         bound: the bound socket. This object takes it over.

@@ -54,7 +54,7 @@ def serve(
 ) -> None:
     """Answer requests until SIGTERM, then return. SIGINT raises KeyboardInterrupt. Port 0 means any free port.
 
-    After the first signal, /ready answers 503, and for `shutdown_delay_s` seconds all else continues, so that load
+    After the first signal, /ready answers 503. For `shutdown_delay_s` seconds all else continues, so that load
     balancers can notice. After that, no new request is accepted, and running requests have `drain_s` seconds to finish
     before they end with an error. A second signal ends them immediately.
 

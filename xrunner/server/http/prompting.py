@@ -21,9 +21,7 @@ MAX_VARIABLES_BYTES = 256 << 10
 
 
 class Prompts:
-    """Makes prompts for a model. Each method takes the request's `RequestInfo`. Its key decides when it is the
-    request's turn.
-    """
+    """Makes prompts for a model. The key in `info` decides when it is a request's turn."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model

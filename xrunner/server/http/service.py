@@ -67,7 +67,7 @@ MAX_KEY = 60
 
 
 def _first_line(reason: str) -> str:
-    """Return a compiler's reason without the position in the grammar and without the grammar itself.
+    """Return a compiler's reason without the grammar and the position in it.
 
     A reason about a regular expression has several lines: what failed, the expression, a line of marks, and "error:
     why".

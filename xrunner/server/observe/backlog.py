@@ -128,9 +128,9 @@ class Backlog:
 
         The estimate is the time until the first phase that can admit the last output, plus the planned latency. Prompts
         count with the planned mean length, because a long prompt would otherwise never be accepted. A full phase takes
-        the planned time at the recent pace. A smaller phase is shorter. Several replicas have separate phases, so the
-        present phase then counts as full and as just begun. Accounts are assumed to enter as in
-        `xgpt.core.policies.admission`, and each account's requests in the order of arrival.
+        the planned time at the recent pace. Several replicas have separate phases, so the present phase then counts as
+        full and as just begun. Accounts are assumed to enter as in `xgpt.core.policies.admission`, and each account's
+        requests in the order of arrival.
 
         Args:
             slowness: measured time of steps divided by predicted time.
@@ -158,7 +158,7 @@ class Backlog:
         """Adjust the factor `caution` after a complete answer whose time `answer_s` had estimated.
 
         Each late answer raises the caution, and each timely answer lowers it a little, so that in the long run the
-        share of late answers is `LATE`, whatever the cause.
+        share of late answers is `LATE`.
 
         Source: Gibbs and Candes, Adaptive conformal inference under distribution shift, NeurIPS 2021.
         """

@@ -2,7 +2,7 @@
 one.
 
 This module runs in the event loop's thread. Planning (`xgpt.core.schema.Planner`), the test for changes and the summary
-of lengths run elsewhere. The event loop only lists the requests in the window.
+of lengths run elsewhere.
 """
 
 from __future__ import annotations
