@@ -1,26 +1,26 @@
 """Compute upper bounds on the arrival rate at which a placement keeps its latency bounds, waiting included.
 
 Settings that keep the bounds at rate r decode some mean number m of requests in an iteration. By Little's law, r is at
-most the throughput of an engine that always decodes m requests. So r is at most the saturated throughput of some
-settings of the placement (batch sizes may be real numbers) whose iterations take the same mean time. The lower tables
-bound this throughput, as for the saturated objective (`xscheduler.placement_bounds`, `xscheduler.box_bounds`). The
-remaining task is to bound the time of an iteration:
+most the throughput of an engine that always decodes m requests. So the placement has settings, possibly with a
+fractional batch size, whose iterations take the same mean time and whose saturated throughput is at least r. The lower
+tables bound this throughput, as for the saturated objective (`xscheduler.placement_bounds`, `xscheduler.box_bounds`).
+The remaining task is to bound the time of an iteration:
 
-- A request of d decode iterations and i prompt tokens ends at least `first(i) + d t` after its arrival, where t is the
-  mean time of its iterations. Waiting adds to this time. The quantile of all requests must keep the bound. If all
-  prompts and all iterations took the same time, `first(mean i) + S_q t` would have to keep the bound, with S_q the
-  quantile of d. In reality prompts and iterations vary, which matters if there are only a few distinct lengths. A long
-  request can then keep the bound because its prompt is short or because it arrives at a quiet time. So the share of
-  long requests may slightly exceed the share that may break the bound. Therefore `loosened` multiplies `first(i) / t +
-  d` by a normal factor and computes the quantile of the product. It does so for all `RATIOS` of prompt time to
-  iteration time and all standard deviations in `SPREAD`. The bound is loosened by the difference to the lowest of these
-  quantiles. A distribution with a smooth tail needs no loosening.
+- A request of d decode iterations and i prompt tokens ends at least `first(i) + d t` after its arrival, where
+  `first(i)` is the time to encode the prompt and t the mean time of its iterations. Waiting adds to this time. The
+  quantile of all requests must keep the bound. If all prompts and all iterations took the same time, `first(mean i) +
+  S_q t` would have to keep the bound, with S_q the quantile of d. In reality prompts and iterations vary. This matters
+  if there are only a few distinct lengths. A long request can then keep the bound because its prompt is short or
+  because it arrives at a quiet time. So the share of long requests may slightly exceed the share that may break the
+  bound. Therefore `loosened` multiplies `first(i) / t + d` by a normal factor and computes the quantile of the product.
+  It does so for all `RATIOS` of prompt time to iteration time and all standard deviations in `SPREAD`. The bound is
+  multiplied by the ratio of S_q to the lowest of these quantiles, each taken without the time of a mean prompt. A
+  distribution with a smooth tail needs no loosening.
 - If prompts go through the stages one after the other in order of arrival, a request also waits for earlier prompts.
   This wait is computed for randomly drawn prompts and arrivals, by Lindley's recursion or, with several micro-batches,
   by Kiefer and Wolfowitz's recursion. A prompt takes at least the time that the slowest stage needs per prompt in its
   largest step. If any step may encode prompts (orca, chunked), a prompt takes at least its share of full steps through
-  all stages (`PromptSteps`). `Waits` computes how far these waits shift the quantile of all requests, and thus which
-  share of the bound remains.
+  all stages (`PromptSteps`). `Waits` computes which share of the latency bound remains after these waits.
 - A prompt of i tokens fills at least floor(i / budget) steps, so each second has at least `rate E[floor(i / budget)]`
   full steps. Every other step takes at least as long as a step that decodes one request. This gives a lower bound on
   the mean time of an iteration without closed forms. This lower bound, the waits and the time to encode a prompt
@@ -55,16 +55,16 @@ from xsimulator.lengths import Lengths
 Array = npt.NDArray[np.float64]
 
 SPREAD = (0.0, 0.03, 0.1)
-"""Relative standard deviations, between long requests, of the mean time of an iteration."""
+"""`loosened` tries these relative standard deviations of the mean iteration time between long requests."""
 RATIOS = (0.0, 1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
-"""Ratios of the time of a mean prompt to the time of a decode iteration."""
+"""`loosened` tries these ratios of a mean prompt's time to a decode iteration's time."""
 LEAST_QUANTILE = 0.9
-"""If at least this share of the requests must keep a bound, the mean must also keep the bound."""
+"""If at least this share of the requests must keep a bound on a time, the mean time must also keep the bound."""
 NUM_PROMPTS = 24
 """Number of prompt lengths that represent all prompts."""
 BISECTIONS = 24
 NUM_ARRIVALS, NUM_ARRIVALS_AT_SEVERAL = 12_000, 4000
-"""Number of randomly drawn arrivals, at one server and at several. The engine is empty at first."""
+"""Number of randomly drawn arrivals at a queue with one server and with several. The queue is empty at first."""
 WAIT_SHARES = np.linspace(0.0, 1.0, 401)[:-1]
 """Quantiles at which waits are computed. All requests between two quantiles count with the shorter wait."""
 LOAD_STEP, MOST_LOAD = 0.01, 1.2
@@ -77,7 +77,7 @@ SHIFT_BISECTIONS = 14
 
 
 def loosened(constraint: Constraint, lengths: Lengths) -> Constraint:
-    """Return looser bounds, which a saturated engine keeps whenever arriving requests keep `constraint` at some rate.
+    """Return looser bounds for a saturated engine. It keeps them if arriving requests keep `constraint` at some rate.
 
     A bound is removed if no finite loosening is enough.
     """
@@ -103,7 +103,7 @@ def shortened(constraint: Constraint, left: float) -> Constraint:
 
 
 class Waits:
-    """Computes lower bounds on the time for which requests of one workload wait for earlier prompts, at any rate.
+    """Computes lower bounds on the time for which requests wait for earlier prompts, for one workload at any rate.
 
     Args:
         constraint: the bounds of arriving requests, and the burstiness of their arrivals.
@@ -134,8 +134,8 @@ class Waits:
         return self._left(queue.waits * prompt_s)
 
     def left_by_budget(self, steps: PromptSteps, rate: float) -> Array:
-        """Return `left` for each token budget, if prompts are encoded in steps of this budget. 0 means that the bounds
-        cannot be kept. # [n]
+        """Return the same upper bound as `left` for each token budget of a step. 0 means that the bounds cannot be
+        kept. # [n]
         """
         at = steps.at(rate)
         left = np.zeros(len(at.prompt_s))
@@ -226,8 +226,7 @@ def _waits_for_one_of(servers: int, arrivals: list[float], service: list[float])
 
 
 class PromptSteps:
-    """Computes lower bounds on the time in which a prompt goes through all stages, if a step has at most a token
-    budget.
+    """Computes lower bounds on a prompt's time through all stages, for several token budgets of a step.
 
     Smaller steps take more time per token, so a prompt takes the least time in full steps. By Little's law, full steps
     also decode at least `rate E[D] t` requests, where t is the time of an iteration that decodes one request. The
@@ -278,7 +277,7 @@ class PromptSteps:
 
 
 class StepsAtRate(NamedTuple):
-    """Lower bounds on times at one arrival rate, for each token budget. # [n] each
+    """Lower bounds at one arrival rate, for each token budget. Times are in seconds. # [n] each
 
     Attributes:
         prompt_s: a prompt of the mean length.

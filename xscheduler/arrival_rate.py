@@ -37,7 +37,7 @@ MOST_DRAWN = 4
 
 
 class Rated(NamedTuple):
-    """Settings of a placement, and their highest arrival rate in closed form, all replicas together."""
+    """Settings of a placement, and the highest arrival rate in closed form of all replicas together."""
 
     rate: float
     space: Space
@@ -45,7 +45,7 @@ class Rated(NamedTuple):
 
 
 def by_rate(spaces: Sequence[Space], known: dict[Space, Rated | None] | None = None) -> list[Rated]:
-    """Return the best settings of each promising placement, the highest arrival rate first.
+    """Return the best settings of each promising placement, sorted by arrival rate, highest first.
 
     Args:
         spaces: the spaces of one policy. The `bound` of each space must be valid under the space's constraint.
@@ -101,8 +101,8 @@ def closed_rate(space: Space, settings: PolicySettings) -> float:
 
 
 def sampled(spaces: Sequence[Space]) -> list[Rated]:
-    """Return the best settings that Optuna draws, the highest arrival rate in closed form first. Optuna needs no valid
-    bound, and proves nothing.
+    """Return the best settings that Optuna draws, sorted by arrival rate in closed form, highest first. Optuna needs no
+    valid bound, and proves nothing.
     """
     found: dict[tuple[int, PolicySettings], float] = {}
 
@@ -120,7 +120,7 @@ def sampled(spaces: Sequence[Space]) -> list[Rated]:
 
 
 def one_step_from(space: Space, settings: PolicySettings) -> list[PolicySettings]:
-    """Return settings that differ from these in one variable, by a factor of `STEP`."""
+    """Return settings in which one variable is larger or smaller by about a factor of `STEP`."""
     found = []
     for axis in space.axes:
         name, value = axis.variable.name, getattr(settings, axis.variable.name)

@@ -24,8 +24,8 @@ from xscheduler.space import Array, Evaluation, Ints, Space
 
 BOUND = "the fastest corner of each box of settings and the shortest iteration of each placement, from monotone tables"
 SLACK = 0.002
-"""Largest relative error of monotonicity: although the tables are monotone, closed forms merge iterations, so their
-predictions may fail to be monotone by this much.
+"""Predictions may fail to be monotone by at most this share: the tables are monotone, but closed forms merge
+iterations.
 """
 
 LATENCY_TOLERANCE = 0.01
@@ -74,7 +74,9 @@ def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners:
 
 
 def _saved(floor: Evaluation, corners: int, fast: int) -> Array:
-    """Return the factor by which a point's throughput may exceed the fast corner's because its pipeline idles less."""
+    """Return the largest ratio of a point's throughput to the fast corner's if the point's pipeline is idle for less
+    time.
+    """
     performance = floor.performance
     share = (performance.filling[fast::corners] - performance.filling[corners - 1 :: corners]) / performance.cycle[
         fast::corners

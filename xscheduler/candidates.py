@@ -27,8 +27,8 @@ BLOCK_SIZE = 16
 
 
 class Candidates:
-    """The candidates of one problem. Placements, memory and predictors are computed once. `under` gives candidates
-    under other bounds that share them.
+    """The candidates of one problem. Placements, memory and predictors are computed once. The candidates that `under`
+    returns share them.
 
     Attributes:
         placements: all placements on the devices that plans may use.
@@ -102,7 +102,7 @@ class Candidates:
         ]
 
     def _spaces_of(self, kind: str) -> _Spaces:
-        """Return a policy's spaces, with their properties that do not depend on the constraint."""
+        """Return a policy's spaces, their number of points, and their bounds on throughput."""
         if kind not in self._spaces:
             found = list(self._standing(kind))
             placements, capacities = [space.placement for space in found], [space.capacity for space in found]
@@ -168,7 +168,7 @@ class Candidates:
         """Return the placement whose replicas are pipelines of equal stages, with one micro-batch for each stage.
 
         Raises:
-            InputError: the cluster, the model or the profile has no such placement.
+            InputError: the cluster, the model or the profile does not allow this placement.
         """
         size = tp_degree * num_stages
         engine = self.problem.deployed or self.problem.engine
@@ -242,8 +242,8 @@ class _Spaces(NamedTuple):
 class _Predictors:
     """Builds the predictors of placements. Placements with the same lanes share their predictors.
 
-    This object refers to no space and no scheduler, since collecting such reference cycles would interrupt a later
-    search.
+    This object refers to no space and no scheduler. Otherwise there would be reference cycles, and collecting them
+    would interrupt a later search.
 
     Attributes:
         floor: the profile with lower tables.

@@ -1,4 +1,4 @@
-"""State why an engine's kernels or its loader refuse some ways to divide a model among devices."""
+"""Explain why an engine's kernels or loader cannot run a model that is divided among devices in a certain way."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ SHARING = ("vllm", "sglang")
 def why_not_divided(model: ModelSpec, engine: EngineSpec | None, tp: int, ep: int = 1) -> str | None:
     """Return the reason why an engine cannot divide a model's layers among `tp` devices, or None if it can.
 
-    vLLM, SGLang and TensorRT-LLM refuse to load shards that cut a block of 128 x 128 weights in FP8 or a group of
-    weights in four bits.
+    vLLM, SGLang and TensorRT-LLM refuse to load shards that cut an FP8 block of 128 x 128 weights or a group of 4-bit
+    weights.
 
     Args:
-        engine: None means xgpt's own engine, which unpacks weights, so that only heads, widths and experts must be
-            divisible.
+        engine: None means xgpt's own engine. It unpacks weights, so only heads, widths and experts must be divisible.
         ep: number of parts into which the experts of a layer are divided. Each part holds whole experts.
     """
     for kind in model.kinds:

@@ -1,4 +1,4 @@
-"""Evaluate a user's own objective: an expression over the figures of a plan, parsed without running code from the user.
+"""Evaluate a user's own objective: an expression over a plan's figures. It is parsed, never executed as code.
 
 An expression may use the names in `FIGURES`, numbers, the operators + - * / **, comparisons (1 if true, else 0), `a if
 condition else b`, and the functions in `FUNCTIONS`. One call evaluates an expression for many candidates.
@@ -167,5 +167,7 @@ def _value(node: ast.expr, figures: Mapping[str, Values]) -> Any:
 
 
 def maximised(plan: Plan) -> float:
-    """Return the value of the figure that a plan maximises: requests a second, or the user's own expression."""
+    """Return a plan's value of what it maximises: its arrival rate, its throughput at saturation, or the user's
+    objective.
+    """
     return rate_of(plan) if plan.constraint.maximises_arrivals else objective_value(plan)

@@ -1,5 +1,5 @@
-"""Forecast the arrival rate in two ways, weighted by their errors: from the planned day scaled to today's level, and
-from today's trend.
+"""Forecast the arrival rate from the planned day, scaled to today's level, and from today's trend. The smaller a
+forecast's error, the larger its weight.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Predictor:
     """The predictions of one method, and the mean square of their relative errors.
 
     Attributes:
-        least: lower limit of the mean square.
+        least: lower limit of the mean square error.
         slight: rate that is added to the predicted and the observed rate before they are compared, requests/s.
     """
 
@@ -168,7 +168,8 @@ class LoadForecast:
 
     def most(self, from_s: float, to_s: float, deviations: float, factor: float) -> float:
         """Return the highest rate that the fleet must be able to serve between two future times. It includes a reserve
-        for the forecast's error and one for chance. Both are independent, so the squares of their logarithms are added.
+        for the forecast's error and one for chance. The two are independent, so the squares of their logarithms are
+        added.
 
         Args:
             deviations: number of standard errors of the forecast to reserve.

@@ -43,8 +43,9 @@ the last two are tried.
 NOTHING = 0.01
 """A day counts as whole intervals if at most this share of an interval is missing at its end."""
 SAVED_REQUESTS = 1_000_000
-"""With more requests than this, no smaller load factor is tried, since the simulation would take minutes to save
-little."""
+"""If a day has more requests than this, the search ends at the first load factor that is large enough. Simulating
+smaller ones would take minutes and save little.
+"""
 
 
 class FleetCluster(NamedTuple):
@@ -90,7 +91,7 @@ def plan_day(
     startup_s: float = 60.0,
     least_replicas: int = 1,
 ) -> FleetPlan:
-    """Return the cheapest fleet that serves a day's load within the bounds.
+    """Return the cheapest fleet that keeps the bounds under a day's load.
 
     Args:
         interval_s: length of the intervals. The fleet changes only between intervals.

@@ -31,11 +31,11 @@ NUM_STEPS = 6
 DEVIATIONS = 1.0
 """Reserve for the forecast's error, as a number of standard errors."""
 BACKLOG_SHARE = 0.5
-"""A backlog that the fleet clears within this share of the latency bound counts as random. If the backlog is larger,
-enough replicas are added to clear it within the lead time.
+"""If the fleet can clear a backlog within this share of the latency bound, the backlog is attributed to chance. If the
+backlog is larger, enough replicas are added to clear it within the lead time.
 """
 HYSTERESIS = 0.03
-"""Replicas are removed only if the remaining replicas can serve this share more than the need."""
+"""Replicas are removed only if the remaining ones can serve a load that exceeds the need by this share."""
 LEAST_LENGTHS = 50
 """Smallest number of requests from which mean lengths are computed."""
 
@@ -71,8 +71,8 @@ class Recommendation(NamedTuple):
 
     Attributes:
         replicas: number of replicas of each kind. # [kinds]
-        need_per_s: highest expected load, in requests a second, until the time when replicas ordered now would serve.
-        held_per_s: load, in requests a second, that the replicas recommended before can serve.
+        need_per_s: highest load, in requests a second, that is expected before replicas ordered now would serve.
+        held_per_s: load, in requests a second, that the previously recommended replicas can serve.
     """
 
     replicas: tuple[int, ...]
@@ -109,8 +109,8 @@ class Recommender:
         """For each kind, the times at which its replicas were first recommended, in ascending order."""
 
     def as_planned(self, now_s: float, ready: Sequence[int] | None = None) -> Recommendation:
-        """Return the planned replicas for this time of day, or more. If more were recommended before, that number
-        stays. Before the first recommendation, the replicas that are ready count as recommended.
+        """Return the planned replicas for this time of day, but for each kind at least as many as were recommended
+        before. Before the first recommendation, the replicas that are ready count as recommended.
         """
         planned = np.asarray(self._fleet.interval_at(now_s).replicas)
         if not self._ordered_s and ready is not None:
@@ -184,8 +184,8 @@ class Recommender:
         )
 
     def _rates(self, sample: LoadSample, ahead_s: float) -> tuple[float, ...]:
-        """Return the rate that a replica of each kind serves with the planned lengths. If other lengths are observed,
-        use the rate for the most similar group of planned lengths.
+        """Return the rate that a replica of each kind serves with the planned lengths or, if other lengths are
+        observed, with the most similar of the day's groups of lengths.
         """
         group = self._fleet.interval_at(sample.now_s + ahead_s).lengths
         if sample.input_mean is not None and sample.output_mean is not None:
@@ -201,7 +201,7 @@ class Recommender:
 
     def _wanted(self, problem: FleetProblem) -> Ints:
         """Return the cheapest numbers of replicas of each kind that serve the load. If there are too few devices,
-        return numbers that serve nearly the largest possible part of it.
+        return numbers that serve nearly the largest possible part of the load.
         """
         while True:
             try:
@@ -265,7 +265,7 @@ class RecommendedDay:
     Attributes:
         replicas: the replicas, each with the times between which it accepted requests.
         device_hours, cost: totals of all replicas, each counted from its order to its end.
-        samples: (time, number of serving replicas, need) at each sample.
+        samples: (time in s, number of serving replicas, need in requests/s) at each sample.
     """
 
     replicas: tuple[Replica, ...]

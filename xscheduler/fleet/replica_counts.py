@@ -28,7 +28,7 @@ Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 EXACT, NEAR = 1e-7, 5e-3
-"""Relative gaps at which the search stops: `EXACT` for up to `FEW` variables, `NEAR` for more. With many variables,
+"""The search stops at a relative gap of `EXACT` for up to `FEW` variables, or of `NEAR` for more. With many variables,
 closing the last half percent would take minutes, and a day's load is not known that precisely.
 """
 FEW = 200
@@ -64,7 +64,7 @@ class FleetProblem:
         needs: requests a second that the fleet must be able to serve. # [intervals]
         rates: requests a second that a replica of each kind serves with the interval's lengths. # [intervals, kinds]
         prices: price of a replica for an hour. # [kinds]
-        start_costs: cost of starting and ending a replica, since it serves nothing meanwhile. # [kinds]
+        start_costs: cost of the time in which a replica starts and ends, and serves nothing. # [kinds]
         hours: length of each interval. # [intervals]
         least_stay: smallest number of intervals for which a started replica runs.
         least: smallest number of replicas at any time.
@@ -309,5 +309,5 @@ def _by_interval(values: Array) -> csr_array:
 
 
 def _first(count: int) -> csr_array:
-    """Return the matrix that makes the first interval its own predecessor, so that no replica starts in it."""
+    """Return the matrix that makes the first interval its own predecessor. No replica then starts in this interval."""
     return coo_array(([1.0], ([0], [0])), shape=(count, count)).tocsr()

@@ -20,11 +20,11 @@ from xscheduler.replanning.situation import reestimate
 from xscheduler.schedule import scheduler
 
 WORTH = 1.02
-"""A larger replica is considered only if it serves more per device by this factor, since larger replicas follow the
-load less closely.
+"""A larger replica is considered only if it serves more requests per device by this factor. A fleet of larger replicas
+follows the load less closely.
 """
 MOST_SIMULATED = 2
-"""Largest number of plans to simulate for each size. The best in closed form come first."""
+"""Largest number of plans to simulate for each number of devices. The best in closed form come first."""
 NEAR = 0.94
 """A plan of another policy is also simulated if its rate in closed form is at least this share of the best rate."""
 
@@ -111,8 +111,8 @@ def _rate(plan: Plan) -> float:
 
 def _kind(plan: Plan, profile: Profile, lengths: Sequence[Workload], startup_s: float) -> ReplicaKind:
     """Return a plan's kind of replica. Its rate for each group of lengths is the plan's rate, multiplied by the ratio
-    of the group's throughput to the throughput under all lengths. The rate within the bounds is not used for a group:
-    it could be zero for long requests, while the bounds are for all requests of the day together.
+    of the group's throughput to the throughput under all lengths. A group's own rate within the bounds is not used. It
+    could be zero for long requests, but the bounds need to hold only for all requests of the day together.
     """
     devices, quantile = plan.devices_per_replica, plan.constraint.quantile
     whole = reestimate(plan, profile, plan.workload, quantile)["throughput"]

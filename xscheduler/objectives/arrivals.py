@@ -41,13 +41,13 @@ MOST_TRIED = 3
 DOUBT = 0.06
 """A plan is simulated only if its rate in closed form is at most this share below the best rate."""
 DOUBT_NEARBY = 0.15
-"""As `DOUBT`, for plans on the best plan's placement. The error of the closed form can be this large, and there are few
-such plans.
+"""As `DOUBT`, for plans on the best plan's placement. There are few such plans, and the closed form's error can be this
+large.
 """
 ALIKE = 1.05
-"""Two batch sizes count as equal up to this ratio."""
+"""Two batch sizes count as equal if their ratio is at most this."""
 MOST_SETTLED = 12
-"""Largest number of further placements for which the best plan is simulated."""
+"""Largest number of further placements whose best plans are simulated."""
 DRAWS = (1, 2)
 """Seeds for further draws of lengths and arrivals, from which the error of the best rate is estimated."""
 DEVIATIONS = 2.0
@@ -95,7 +95,7 @@ class Arrivals(Objective):
         return ranked
 
     def of_kind(self, kind: str, most: int) -> list[tuple[Plan, float]]:
-        """Return one policy's plans with the highest rates in closed form, and these rates, the highest first.
+        """Return one policy's plans with the highest rates in closed form, each with its rate, highest first.
 
         Args:
             most: largest number of plans. No two plans are on the same placement.

@@ -42,8 +42,8 @@ def plan_each(
 
     Args:
         policy: a policy, or the name of a group of policies.
-        order: order of admission. None means fcfs, or the order that tuning finds. A vLLM plan with another order, or
-            of a tuned policy, uses xgpt's scheduler class.
+        order: order of admission. None means fcfs, or the order that tuning finds. A vLLM plan uses xgpt's scheduler
+            class if it has another order or a tuned policy.
         progress: called for each part of the work.
 
     Raises:
@@ -226,8 +226,8 @@ def plan_uniform(problem: Problem, search: SearchMethod = "branch-and-bound") ->
 
 
 def best_by_rate(problem: Problem, kinds: Sequence[str], search: SearchMethod = "branch-and-bound") -> Plan:
-    """Return the plan with the highest arrival rate of these policies, with its proof but without an estimate of the
-    rate's error.
+    """Return the plan of these policies that has the highest arrival rate. It includes the proof, but no estimate of
+    the rate's error.
 
     Raises:
         InfeasibleError: no plan keeps the bounds.

@@ -40,7 +40,7 @@ WAIT_STEPS = 5
 MANY = 10**9
 """A number of tokens larger than any step's."""
 FAR_BELOW = 0.9
-"""A search for a bound ends at this share of the simulated rate, since still lower results do not matter."""
+"""A search for a bound ends once the bound is below this share of the simulated rate. How far below does not matter."""
 
 
 @dataclass

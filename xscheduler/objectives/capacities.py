@@ -1,5 +1,5 @@
-"""Compute given plans' highest arrival rates and other objective values, in closed form or by simulation. Also compute
-the cost of mixed steps from which another policy is better.
+"""Compute given plans' highest arrival rates and other objective values, in closed form or by simulation. Also find the
+cost of mixed steps above which another policy is better.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xsimulator.forecast import FORECASTS
 
 
 def with_capacities(plans: dict[str, Plan], profile: Profile) -> dict[str, Plan]:
-    """Return the plans, with capacities simulated where they are missing. The first plan is also simulated under
+    """Return the plans with their capacities. Missing capacities are simulated. The first plan is also simulated under
     slightly tighter and looser bounds.
     """
     found = {}
@@ -39,7 +39,7 @@ def predicted_rate(plan: Plan, profile: Profile) -> float | None:
 
 
 def closed_objective(plan: Plan, problem: Problem) -> float:
-    """Return the objective's value that a plan's settings reach in another problem, in closed form."""
+    """Compute in closed form the objective's value that a plan's settings reach in another problem."""
     if plan.constraint.maximises_arrivals:
         return _closed_rate(plan, problem)
     space = Candidates(problem).space(plan.policy.kind, Placement.of(plan))
@@ -67,7 +67,7 @@ HALVINGS = 5
 
 
 def with_mixing_edge(plans: Mapping[str, Plan], profile: Profile) -> Plan:
-    """Return the first plan, and record in it the cost of mixed steps from which another policy's plan is better.
+    """Return the first plan. Record in it the cost of mixed steps above which another policy's plan is better.
 
     Plans are compared by their objective in closed form, with unchanged settings. A plan from a measured profile is
     returned unchanged, since the profile includes the cost of mixed steps.
@@ -100,6 +100,6 @@ def _mixes(plan: Plan) -> bool:
 
 
 def _closed(plan: Plan, profile: Profile, mixing: float) -> float:
-    """Return the value of a plan's objective at another cost of mixed steps, in closed form."""
+    """Compute in closed form the value of a plan's objective at another cost of mixed steps."""
     engine = (plan.engine or load_engine("xgpt")).but(mixing=mixing)
     return closed_objective(plan, replace(Problem.of(plan, profile), engine=engine))

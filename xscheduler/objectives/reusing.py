@@ -44,8 +44,7 @@ def with_reuse(
 ) -> dict[str, Plan]:
     """Return each policy's best plan, the best of all first: the given plan, or a better one that relies on reuse.
 
-    A plan with reuse has one replica, or as many as the best plan without reuse. Each replica then gets the requests
-    that are routed to it.
+    A plan with reuse has one replica, or as many replicas as the best plan without reuse.
 
     Args:
         trace: the workload's trace. None means that the workload is not a trace, and the plans are returned unchanged.
@@ -114,8 +113,8 @@ def _divisions(problem: Problem, trace: TraceLengths, best: Plan) -> list[_Divis
 
 
 def _consistent(plan_each: PlanEach, division: _Division, best: Plan) -> dict[str, Plan]:
-    """Return each policy's best plan. It assumes only the reuse that its own number of running requests leaves
-    possible.
+    """Return each policy's best plan. The plan assumes only as much reuse as its own number of running requests
+    permits.
 
     This number matters at saturation, where a conversation's next prompt may enter before the previous answer has
     ended.
@@ -166,8 +165,8 @@ def _bound(plan: Plan) -> float | None:
 
 
 def _counting(plan: Plan, alone: Plan, highest: float | None) -> Plan:
-    """Return the plan with its gap over all divisions of memory, and with the objective of `alone`, the plan without
-    reuse.
+    """Return the plan with its gap over all divisions of memory, and with the objective's value of `alone`, the plan
+    without reuse.
     """
     if plan.estimate.reuse is None:
         return plan

@@ -81,8 +81,8 @@ class SaturatedFigures(NamedTuple):
         }
 
     def excess(self, plan: Plan, constraint: Constraint) -> float:
-        """Return the largest ratio of a time, headroom included, to its bound, among the times that disagree with the
-        plan's.
+        """Return the largest ratio of a simulated time, headroom included, to its bound. Only times that disagree with
+        the plan's count.
         """
         bounds = {"latency_s": constraint.latency_bound_s, "ttft_s": constraint.ttft_s, "tpot_s": constraint.tpot_s}
         over = [seen / (bounds.get(name) or inf) for name, seen in self.other_than(plan).items()]
@@ -140,7 +140,7 @@ def _about(lengths: Ints | Sequence[int], length: int) -> npt.NDArray[np.bool_]:
 
 
 def with_simulated_figures(plan: Plan, profile: Profile) -> Plan:
-    """Return the plan with simulated figures where they disagree with the closed form."""
+    """Return the plan. Its figures that disagree with the simulation are replaced by simulated ones."""
     return _with(plan, saturated_figures(plan, profile))
 
 
@@ -214,8 +214,8 @@ class Saturated(Objective):
         return found
 
     def _best_in_simulation(self, kind: str, plan: Plan, seen: SaturatedFigures) -> tuple[Plan | None, float]:
-        """Return the policy's best plan in simulation, or None if no plan keeps the bounds, and the smallest ratio of
-        time to bound of any plan.
+        """Return two values: the policy's best plan in simulation (None if no plan keeps the bounds), and the smallest
+        ratio of time to bound among its simulated plans.
         """
         best, least, simulated, profile = None, inf, {}, self.scheduler.problem.profile
         more = MORE if seen.throughput_rps > plan.estimate.throughput_rps else 1.0

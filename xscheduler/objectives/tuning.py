@@ -37,13 +37,14 @@ ROUND = 4
 """Number of settings in a round. It does not depend on the number of processes, so plans do not depend on it either."""
 NUM_PROCESSES = 2
 PRECISION = 0.01
-"""Settings are better only if they exceed the best rate so far by this share."""
+"""Settings are better only if their rate exceeds the best rate so far by this share."""
 FAR = 1.5
 """A run ends early once a quantile of its times exceeds the bound by this factor."""
 LARGEST_STEP = 8192
 """Largest number of prompt tokens in a step."""
 TIGHTER = (0.7, 0.4)
-"""Shares of the bound on the time per token. Under these tighter bounds, the closed form chooses smaller budgets."""
+"""Factors that tighten the bound on the time per token. Under tighter bounds, the closed form chooses smaller budgets.
+"""
 
 
 class TunedArrivals(Arrivals):
@@ -104,14 +105,16 @@ class TunedArrivals(Arrivals):
 
 
 class Score(NamedTuple):
-    """The score of settings: their rate if `kept`, else an estimate from their excess over the bounds."""
+    """The score of settings. `kept` states whether they keep the bounds slightly above the best rate so far. If so,
+    `rate` is the highest rate at which they do. Otherwise, it is the best rate divided by the ratio of time to bound.
+    """
 
     kept: bool
     rate: float
 
 
 def tune(plan: Plan, profile: Profile, *, others: Sequence[Plan] = (), order: AdmissionOrder | None = None) -> Plan:
-    """Return the plan with the best tuned settings that were found, and with its simulated capacity.
+    """Return the plan with the best tuned settings found, and its simulated capacity.
 
     Args:
         plan: a plan with fixed settings and a simulated capacity.
@@ -240,7 +243,7 @@ def _begin(profile: Profile) -> None:
 
 
 def _score(plan: Plan, best: float) -> Score:
-    """Return the plan's rate if the rate exceeds `best`, else an estimate of the rate."""
+    """Return the plan's score, given the best rate so far."""
     assert _profile is not None
     search = CapacitySearch(plan, _profile, best, most=2 * max(best, plan.estimate.throughput_rps))
     search.precision = PRECISION
