@@ -28,10 +28,12 @@ Array = npt.NDArray[np.float64]
 PARTS = StepParts._fields
 MIN_STEPS = 50
 PRIOR = 0.001
-"""Weight of a factor's distance from 1 in the fit, in which the relative errors of all steps together have weight 1."""
+"""Weight of a factor's distance from 1 in the fit. The relative errors of all steps together have weight 1."""
 LEAST, MOST = 0.2, 5.0
 OUTLIER = 4.0
-"""A step is an outlier if its error differs from the median error by more than this number of median deviations."""
+"""A step is an outlier if its error differs from the median error by more than this number of standard deviations. They
+are estimated from the median deviation.
+"""
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,7 @@ def steps_of(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> Steps:
 
 
 def calibrate(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> tuple[Profile, Calibration]:
-    """Fit a profile to the steps of the first half of the requests, and compute the error on the steps of the second
-    half.
+    """Fit a profile to the steps of the first half of the requests. Compute its error on the steps of the second half.
 
     Returns:
         The corrected profile, and its errors before and after the correction.
@@ -143,13 +144,12 @@ def error(steps: Steps, factors: Array) -> float:
 
 
 def bias(steps: Steps, factors: Array) -> float:
-    """Return the relative error of the predicted time of all steps together, which is the error of throughput."""
+    """Return the relative error of the predicted total time of all steps. It is also the error of throughput."""
     return float((steps.parts @ factors).sum() / steps.seconds.sum() - 1)
 
 
 def corrected(profile: Profile, by: Mapping[str, float], name: str, source: str) -> Profile:
-    """Return the profile with each table multiplied by its factor and with an entry about the factors in the
-    provenance.
+    """Return the profile with each table multiplied by its factor and an entry about the factors in its provenance.
 
     Args:
         by: for each name in `PARTS`, the factor.

@@ -40,8 +40,8 @@ PRECISION = 0.02
 EDGE = 0.05
 """Share by which bounds are tightened and loosened to show how sensitive the rate is to them."""
 KNOWN_BEYOND = 1.02
-"""A simulated run ends early once its quantile exceeds the bounds by this factor. A smaller excess is computed exactly,
-because it helps to choose the next rate.
+"""A simulated run ends early once the quantile of its times exceeds the bounds by this factor. A smaller excess is
+computed exactly, because it helps to choose the next rate.
 """
 LEAST_SHARE = 0.1
 """A plan that breaks its bounds at this share of its saturated throughput has no capacity."""
@@ -104,7 +104,7 @@ class Trial:
         bound_s = plan.constraint.latency_bound_s or plan.estimate.latency_s
         span_s = min(bound_s, longest_s)
         self.is_far = bound_s > longest_s
-        """Whether the bound is so loose that the rate equals saturated throughput."""
+        """Whether the latency bound is so loose that the highest rate equals saturated throughput."""
         # A power of two, so that plans with about the same throughput are simulated with the same requests.
         self.num_warm_up = 2 ** ceil(log2(max(share * span_s, LEAST_WARM_UP)))
         self.num_requests = max(least_requests, LIFETIMES * self.num_warm_up)
@@ -130,8 +130,8 @@ class Trial:
         """Return the times of the measured requests if `rate` requests a second arrive at all replicas together.
 
         Args:
-            slack: return None once a goal's quantile exceeds this multiple of its bounds. None means that the run never
-                ends early.
+            slack: return None once the quantile of a goal's times exceeds this multiple of its bounds. None means that
+                the run never ends early.
         """
         plan, last, stream = self.plan, self.num_warm_up + self.num_requests, self.stream(rate)
         path_s = plan.request_path_s
@@ -152,7 +152,9 @@ class Trial:
         return Stream(drawn.inputs, drawn.decoded, self._longest, arrivals_ns, self._cached, drawn.outputs)
 
     def saturated(self) -> float:
-        """Return the requests a second of all replicas at saturation, with admission in order of arrival."""
+        """Return the throughput at saturation of all replicas, in requests a second, with admission in order of
+        arrival.
+        """
         # The same requests follow once more, since an engine that runs empty serves fewer requests a second.
         inputs, outputs, longest, cached = (
             np.tile(values, 2) for values in (self._drawn.inputs, self._drawn.decoded, self._longest, self._cached)
@@ -184,7 +186,7 @@ def in_order_of_arrival(plan: Plan) -> Plan:
 def run_of(
     plan: Plan, lanes: Mapping[StageLane, LaneCost], stream: Stream, *, by_request: bool = False
 ) -> Run | EngineRun:
-    """Return a run of one replica over a stream, by counts if possible, otherwise on the simulated engine."""
+    """Return a run that simulates one replica's stream, by counts if possible, otherwise on the simulated engine."""
     run = None if by_request else counted_run(plan, lanes, stream)
     return EngineRun(policies.build(plan), lanes, stream) if run is None else run
 
@@ -195,7 +197,8 @@ class CapacitySearch:
     Args:
         predicted: the closed form's rate, at which the search begins.
         most: a rate at which the bounds are broken. None means the plan's saturated throughput, which is then
-            simulated. At a higher rate, the queue grows for ever, although a run may end before the bounds are broken.
+            simulated. Above saturated throughput the queue grows without limit, although a run may end before the
+            bounds are broken.
         least_requests: see `Trial`.
 
     Attributes:
@@ -234,7 +237,9 @@ class CapacitySearch:
         return 0 < rate < self._promised and rate < self._most and self._excess_at(rate, self._slack) <= self._slack
 
     def excess_over(self, rate: float, far: float) -> float:
-        """Return the largest quantile of time / bound over all goals at a rate, or infinite if it exceeds `far`."""
+        """Return the excess at a rate: the largest quantile of time / bound over all goals, or infinite if it exceeds
+        `far`.
+        """
         return self._excess_at(rate, far * self._slack) / self._slack
 
     def found(self, *, edges: bool = True) -> Capacity:
@@ -274,11 +279,15 @@ class CapacitySearch:
 
     @cached_property
     def _saturation(self) -> float:
-        """The rate above which the queue grows, so that bounds kept in a run would be broken in a longer one."""
+        """The rate above which the queue grows without limit. Bounds that a run keeps there would be broken in a longer
+        run.
+        """
         return inf if self._trial.is_far or self._is_given else self._trial.saturated()
 
     def _excess_at(self, rate: float, slack: float) -> float:
-        """Return, at a rate, the largest quantile of time / bound over all goals, or infinite if it exceeds `slack`."""
+        """Return the excess at a rate: the largest quantile of time / bound over all goals, or infinite if it exceeds
+        `slack`.
+        """
         known = self._excess.get(rate)
         if known is None:
             constraint, times = self.plan.constraint, self._trial.at(rate, slack)
@@ -292,8 +301,8 @@ class CapacitySearch:
         return known
 
     def _highest(self, slack: float, precision: float) -> float:
-        """Return the highest simulated rate with an excess of at most `slack`. Within `precision` above it, there is a
-        rate with a larger excess.
+        """Return the highest simulated rate with an excess of at most `slack`. A rate at most `precision` higher has a
+        larger excess.
         """
         num_tried, step, first = 0, 2 * precision, self.predicted or 0.8 * self._most
         while True:
@@ -355,7 +364,7 @@ def _follows_bounds(plan: Plan) -> bool:
 
 
 def _slack(plan: Plan) -> float:
-    """Return the share of its bounds that a plan may use, without headroom."""
+    """Return the largest share of its bounds that a plan's times may reach, so that the headroom remains."""
     return 1 / (1 + plan.constraint.headroom)
 
 

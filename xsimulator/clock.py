@@ -36,7 +36,7 @@ class Clock:
         jitter: how the times of single steps vary around the profile's means. None means that they do not vary.
 
     Attributes:
-        free_ns: for each stage, when it has finished all scheduled steps.
+        free_ns: for each stage, the time at which it has finished all scheduled steps.
         took_ns: for each stage, how long the last scheduled step takes.
     """
 
@@ -73,7 +73,7 @@ class LaneClock(Clock):
     """A `Clock` that reads the counts of steps from a schedule.
 
     Args:
-        on_span: function that is called with each execution of a step on a stage.
+        on_span: function that is called with the span of each step on each stage.
     """
 
     def __init__(
@@ -154,12 +154,12 @@ NUM_DRAWN = 2**16
 class JitteredTimes:
     """Draws a random time for a step with a given mean time. Equal sequences of calls give equal results.
 
-    A profile's tables contain means, which suffice to predict the total time of many steps. The longest gaps between
-    tokens, however, depend on single steps.
+    A profile's tables contain mean times. These suffice to predict the total time of many steps, but the longest gaps
+    between tokens depend on single steps.
 
     A step is divided into parts that are about as long as the steps whose variation was measured. The time of each part
-    is multiplied by a ratio that is drawn from the measured ratios, so a step of n parts varies 1/sqrt(n) times as
-    much.
+    is multiplied by a ratio that is drawn from the measured ratios, so the relative deviation of a step of n parts is
+    1/sqrt(n) of one part's.
     """
 
     def __init__(self, jitter: Jitter) -> None:

@@ -95,7 +95,7 @@ class SimulatedEngine:
             self.now_ns = arrival_ns
 
     def submit(self, request: SimulatedRequest) -> None:
-        """Submit a request that arrives no earlier than all others, as in a closed loop after a request has ended."""
+        """Submit a request that arrives no earlier than any other. A closed loop does so after a request has ended."""
         self._requests.append(request)
         self._endings.submit(request)
         if request.output_chain:
@@ -277,12 +277,12 @@ def replay(
 ) -> list[StepRecord]:
     """Replay a log: give its arrivals, cancellations, endings and times to a schedule, and return the schedule's steps.
 
-    The steps equal the log's steps, up to the first step in which schedule and log differ. Later steps are left out. A
-    log may be incomplete, for example because its engine was killed.
+    The steps equal the log's steps. They end before the first step in which schedule and log differ. A log may be
+    incomplete, for example because its engine was killed.
 
     Args:
-        on_begin: function that is called with each step when it is scheduled, so that it sees the schedule's state at
-            that time.
+        on_begin: function that is called with each record and its step when the step is scheduled. It can read the
+            schedule's state at that time.
     """
     journal = _Journal(schedule)
     steps: list[StepRecord] = []

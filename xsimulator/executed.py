@@ -30,8 +30,9 @@ class Executed(NamedTuple):
     """A step of a log.
 
     Attributes:
-        seconds: time for which the step kept its lane busy. This time begins at the end of the previous step if a
-            request was waiting then and less than `BETWEEN_NS` passed between the steps of a single lane.
+        seconds: time for which the step kept its lane busy. On a single lane, this time begins at the end of the
+            previous step if one of the step's requests had arrived by then and less than `BETWEEN_NS` passed between
+            the steps.
     """
 
     record: StepRecord
@@ -69,8 +70,8 @@ class Paces(NamedTuple):
 
 
 def executed(plan: Plan, log: Sequence[StepRecord]) -> list[Executed]:
-    """Return the steps of a log, except transfers, with their counts. If a step does not replay, later steps are left
-    out.
+    """Return the steps of a log, except transfers, with their counts. If a step cannot be replayed, later steps are
+    left out.
 
     In a log of several replicas, each replica's steps are replayed separately.
     """
@@ -134,13 +135,13 @@ def paces(
 def paces_of_workers(
     plan: Plan, profile: Profile, log: Sequence[StepRecord], busy_s: Mapping[str, float]
 ) -> Paces | None:
-    """Return the measured and predicted times of all steps of a log, summed for the worker of each stage.
+    """Return the measured and predicted times of each stage's worker, summed over all steps of a log.
 
     Return None if the time of a worker is missing, or if workers were restarted and report only the time since then. A
     stage with several tensor-parallel workers counts by its first worker, which waits for the others.
 
     Args:
-        busy_s: seconds by worker, as the server's metrics name the workers.
+        busy_s: seconds for which each worker was busy. The keys are the workers' names in the server's metrics.
     """
     begun = [record.replica for record in log if record.number == 0]
     if len(begun) > len(set(begun)):

@@ -57,7 +57,7 @@ class Requests:
 
 
 def replicas_of(counts: Ints, interval_s: float) -> list[Replica]:
-    """Return replicas so that each interval has the given number of each kind. The newest replicas leave first.
+    """Return replicas that give each interval the required number of each kind. The newest replicas end first.
 
     Args:
         counts: number of replicas. # [intervals, kinds]
@@ -75,8 +75,8 @@ def replicas_of(counts: Ints, interval_s: float) -> list[Replica]:
 
 
 def route(requests: Requests, replicas: Sequence[Replica], kinds: Sequence[ReplicaKind]) -> Ints:
-    """Return the replica of each request: of the replicas that accept requests, the one with the fewest outstanding
-    requests relative to its rate.
+    """Return the replica of each request: the accepting replica with the fewest outstanding requests relative to its
+    rate.
 
     If no replica accepts requests, a request goes to the next replica that starts. # [requests]
     """

@@ -7,16 +7,16 @@ from math import ceil, inf
 from xgpt.core.schema import EngineSpec, Plan, Workload
 
 MOST_BUSY = 0.8
-"""Largest share of the time for which an API server may be busy. Requests wait long for a server that is busier."""
+"""Largest share of the time for which an API server may be busy. Requests wait long for a busier server."""
 
 
 def request_s(engine: EngineSpec, workload: Workload) -> float:
-    """Return for how many seconds an API server works on a request, on average."""
+    """Return the mean number of seconds for which an API server works on a request."""
     return engine.tokenise_s * workload.input.mean + engine.stream_s * workload.output.mean
 
 
 def served_rate(plan: Plan) -> float:
-    """Return the total requests a second of the replicas that one command of the engine starts. These replicas share
+    """Return the total rate, in requests a second, of the replicas that one command of the engine starts. They share
     the command's API servers.
     """
     capacity = plan.estimate.capacity
@@ -25,7 +25,7 @@ def served_rate(plan: Plan) -> float:
 
 
 def most_rate(plan: Plan, num_servers: int) -> float:
-    """Return how many requests a second these API servers can handle, or infinite if their speed is not known."""
+    """Return the requests a second that these API servers can handle, or infinity if their speed is not known."""
     each_s = 0.0 if plan.engine is None or not plan.engine.stream_s else request_s(plan.engine, plan.workload)
     return MOST_BUSY * num_servers / each_s if each_s else inf
 

@@ -28,8 +28,8 @@ class Reused:
         kept_tokens: tokens of K/V memory that contain prompts of running and earlier requests.
         most: share of all prompt tokens that requests would find in an unlimited cache.
         holds_prompts: whether each running request takes memory for its whole prompt, as if it shared no blocks with
-            other running requests. If False, prompts are assumed to take no memory. This underestimates memory, so the
-            result is valid for bounds.
+            other running requests. If False, prompts are assumed to take no memory. The result is then valid only as a
+            bound, since it underestimates memory.
     """
 
     whole: Array
@@ -165,7 +165,7 @@ class Lengths:
 
 
 def phases(decodes: npt.ArrayLike, decode_iterations: int) -> Array:
-    """Return c = ceil(D / N_D), the number of phases during which a request decodes. Source: ExeGPT sec. 6."""
+    """Return the number of phases in which a request decodes, c = ceil(D / N_D). Source: ExeGPT sec. 6."""
     return np.ceil(np.asarray(decodes, float) / decode_iterations)
 
 

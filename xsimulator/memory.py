@@ -1,4 +1,6 @@
-"""Compute how many K/V blocks fit in memory beside a model's weights, and for how many requests they suffice."""
+"""Compute the number of K/V blocks that fit in memory beside a model's weights, and the number of requests for which
+they suffice.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,7 @@ WORKSPACE_BYTES = 256 * MIB
 
 
 PADDED = "mxfp4"
-"""Weight format of experts whose sizes engines pad. Kernels for this format need no buffers between the matrix
-products.
-"""
+"""Engines pad the sizes of experts in this weight format. Its kernels need no buffers between the matrix products."""
 OWN_KERNELS = re.compile(r"^g?h(100|20|200)|^g?b[23]00")
 """Names of devices for which engines have their own kernels for `PADDED`. On other devices they use Marlin."""
 
@@ -87,8 +87,8 @@ class StepBuffers:
 
 
 def _widths(spec: ModelSpec, stage: StageShape) -> tuple[float, float]:
-    """Return how many tensor elements each token of a step takes on one device: in the widest layer, and between the
-    matrix products of its experts.
+    """Return two numbers of tensor elements for each token of a step on one device: in the widest layer, and between
+    the matrix products of its experts.
     """
     products, layer, between = spec.sizes.products, 0.0, 0.0
     for kind in spec.kinds:
@@ -264,7 +264,7 @@ class LaneMemory:
 
     @property
     def request_blocks(self) -> float:
-        """Memory that each request needs whatever its length, in blocks, on the stage where this number is largest."""
+        """Memory, in blocks, that each request needs whatever its length, on the stage where it is largest."""
         if not self.request_bytes.any():
             return 0.0
         return float((self.request_bytes / np.maximum(self._block_bytes, 1.0)).max())
@@ -333,7 +333,7 @@ def _weight_bytes(
 def _padding(
     spec: ModelSpec, dtype: DType, lane: Lane, ends: Array, multiples: tuple[int, int], *, is_repacked: bool
 ) -> Array:
-    """Return by how many bytes experts in MXFP4 grow on a device, since kernels need padded sizes. # [stages]
+    """Return the bytes that padding adds to MXFP4 experts on a device, since kernels need padded sizes. # [stages]
 
     Args:
         multiples: numbers to whose multiples the hidden size and the width of an expert are padded.
@@ -371,7 +371,7 @@ def _rounded_up(size: float, multiple: int) -> float:
 
 def _allocated(size: float) -> float:
     """Return the bytes that PyTorch's allocator uses for a tensor. It rounds a tensor of at least 10 MiB up to a
-    multiple of 2 MiB, unless this would add more than 1 MiB, which it splits off.
+    multiple of 2 MiB, unless this adds more than 1 MiB. It splits off a larger rest.
     """
     rest = -size % (2 * MIB)
     return size + rest if size >= 10 * MIB and rest <= MIB else size

@@ -54,13 +54,13 @@ class LoadPoints(NamedTuple):
     stated
 
     Attributes:
-        work, late_at: two values for each state k: sum_{j<=k} log X(j), and the share of late requests among those that
-            run with k others. # [n, states]
-        log_width: log of how many numbers of requests each state represents. # [n, states]
+        work, late_at: for each state k, the sum_{j<=k} log X(j), and the share of late requests among those that run
+            with k others. # [n, states]
+        log_width: log of the count of numbers of requests that each state represents. # [n, states]
         last, share: the last state below n - 1, and the position of n - 1 between this state (0) and the next one (1).
         spread: (1 + s^2) / 2, with the coefficient of variation s of running times.
         is_late: whether a bound is broken even without waiting.
-        gate: longest wait for the next admission. # [n, 1]
+        gate: longest wait, in s, for the next step that may admit requests. # [n, 1]
         inside, beyond: the time that remains for waiting, in two parts: the part up to `gate`, and the rest.
     """
 
@@ -137,7 +137,7 @@ class LoadCurves:
         waiting.
 
         Args:
-            beyond: by how much the 99th percentile of gaps exceeds the mean gap. # [curves, loads]
+            beyond: seconds by which the 99th percentile of gaps exceeds the mean gap. # [curves, loads]
         """
         # A long prompt takes longer, and its step takes at least as long as other steps.
         beside = np.minimum(self._tpot, self._ttft)[..., None]
@@ -180,7 +180,7 @@ class LoadCurves:
             self._late_at[i] = np.interp(self._states + 1, inside, self._late[i])
 
     def points(self, curves: npt.NDArray[np.intp], loads: npt.NDArray[np.intp]) -> LoadPoints:
-        """Return everything that `late` needs to know about points of the curves, except rates. # [n], [n]"""
+        """Return all that `late` needs to know about points of the curves, except their arrival rates. # [n], [n]"""
         places = np.maximum(np.round(self._inside[curves, loads]), 1.0)
         # Each state represents all numbers up to the next state, but no number from n on.
         width = np.clip(np.minimum(np.append(self._states[1:], np.inf), places[:, None]) - self._states, 0.0, None)

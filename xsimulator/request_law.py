@@ -73,7 +73,7 @@ class RequestLaw:
         return bool(np.ptp(self.seconds, axis=0).max() <= 1e-9 * self.seconds.max())
 
     def batches_beyond(self, q: float) -> int:
-        """Return how many batches have requests beyond the quantile. If they are few, the tail is uncertain."""
+        """Return the number of batches with requests beyond the quantile. If there are few, the tail is uncertain."""
         return len(np.unique(self.batch[(self.seconds > self.quantile(q)).any(axis=1)]))
 
     def error(self, q: float) -> float:
@@ -178,7 +178,7 @@ class SeenSteps:
     """The steps of a log, in the order of their ends, and the steps of each request.
 
     Attributes:
-        start_s, end_s: times of each step. # [steps] each
+        start_s, end_s: start and end of each step. # [steps] each
         steps: for each micro-batch, the steps that decode.
         empty: for each micro-batch, the numbers of its decode steps before which no request decoded.
         ended: for each micro-batch, the steps without decodes after which no request decodes, because all outputs have

@@ -63,13 +63,13 @@ def _iterations_until_full(workload: Workload) -> float:
 
 
 def outstanding_requests(plan: Plan) -> int:
-    """Return how many requests keep a replica saturated: as many as may run, and some that wait."""
+    """Return the number of requests that keep a replica saturated: as many as may run, and some that wait."""
     running, encoding = max(1.5 * plan.estimate.decode_batch, _most_running(plan)), 3 * plan.estimate.encode_batch
     return ceil(min(running, _num_blocks(plan)) + min(encoding, _num_blocks(plan))) + 8
 
 
 def _most_running(plan: Plan) -> int:
-    """Return how many requests the policy lets run on a replica, at most one for each K/V block."""
+    """Return the largest number of requests that the policy runs on a replica, at most one for each K/V block."""
     most: int = getattr(plan.policy, FORECASTS[plan.policy.kind].load)
     return min(most, _num_blocks(plan))
 
@@ -79,7 +79,7 @@ def _num_blocks(plan: Plan) -> int:
 
 
 def requests_to_send(plan: Plan, num_requests: int, *, saturated: bool) -> int:
-    """Return how many requests to replay on one replica so that `num_requests` can be measured.
+    """Return the number of requests to replay on one replica so that `num_requests` can be measured.
 
     A saturated run starts with a warm-up. The measured window closes at a step that encodes, so some requests must
     follow the measured ones.
@@ -88,7 +88,7 @@ def requests_to_send(plan: Plan, num_requests: int, *, saturated: bool) -> int:
 
 
 def requests_to_end(plan: Plan, num_requests: int) -> int:
-    """Return how many requests must end before `num_requests` of a saturated run can be measured.
+    """Return the number of requests that must end before `num_requests` of a saturated run can be measured.
 
     If requests are admitted together and are equally long, all running requests end together. This happens once at the
     end of the warm-up, and once at the end of the window.
@@ -103,8 +103,8 @@ class Simulated:
 
     Attributes:
         measured: throughput of all replicas together, and latencies.
-        steps: the executed steps, with their times. None are known if the run was simulated by counts.
-        spans: the times in which each stage was busy. None are known if the run was simulated by counts.
+        steps: the executed steps, with their times. Empty if the run was simulated by counts.
+        spans: the times in which each stage was busy. Empty if the run was simulated by counts.
         times: times of each request from its arrival. None means that the run was at saturation.
         kept: for each class of requests, the share that kept its bounds.
     """
@@ -257,7 +257,7 @@ def _drawn(
 def _first_of(
     trace: TraceLengths, plan: Plan, num_requests: int, rng: np.random.Generator, arrivals: ArrivalProcess | None
 ) -> TraceLengths:
-    """Return the first requests of a trace that one replica gets, in order, with their shared prefixes.
+    """Return one replica's requests from the start of a trace, in order, with their shared prefixes.
 
     Raises:
         InputError: the trace has too few requests.
@@ -527,9 +527,7 @@ def run_requests(
 
 
 def accounts_of(plan: Plan, num_requests: int) -> list[Account]:
-    """Return an account for each request. Accounts are assigned so that each class has about its planned share of any
-    consecutive requests.
-    """
+    """Return an account for each request. Each class gets about its planned share of any consecutive requests."""
     classes = plan.constraint.classes
     accounts = [plan.account_of(each) for each in classes]
     ends = list(accumulate(each.share for each in classes))

@@ -74,8 +74,7 @@ def rate_not_kept(scheduler: Scheduler, kinds: tuple[str, ...], highest: float) 
 
 
 class _Nearest(NamedTuple):
-    """Bounds that a plan keeps, and their ratio to the next tighter bounds that were tried. No plan keeps the latter.
-    """
+    """Bounds that a plan keeps, and their ratio to the next tighter bounds tried. No plan keeps the latter."""
 
     bounds: dict[str, float]
     ratio: float

@@ -43,8 +43,7 @@ FAR = 1.5
 LARGEST_STEP = 8192
 """Largest number of prompt tokens in a step."""
 TIGHTER = (0.7, 0.4)
-"""Factors that tighten the bound on the time per token. Under tighter bounds, the closed form chooses smaller budgets.
-"""
+"""Factors that tighten the bound on the time per token. The closed form then chooses smaller budgets."""
 
 
 class TunedArrivals(Arrivals):

@@ -52,7 +52,9 @@ class Line:
         return inside + self._slope * np.maximum(x - self.points[-1], 0.0)
 
     def at(self, x: float) -> float:
-        """Return the value at one point without numpy's overhead. It is cached, since steps have few sizes."""
+        """Return the value at one point without numpy's overhead. Values are cached, since steps have few different
+        sizes.
+        """
         value = self._known.get(x)
         if value is None:
             points, values = self._lists
@@ -67,7 +69,7 @@ class Line:
         return self.points.tolist(), self.values.tolist()
 
     def __add__(self, other: Line) -> Line:
-        """Return the exact sum, through the points of both functions."""
+        """Return the sum. It is exact, since it has the points of both functions."""
         points = np.union1d(self.points, other.points)
         return Line(points, self(points) + other(points))
 
@@ -118,7 +120,9 @@ class Grid:
         return np.maximum(low + u * (high - low), 0.0)
 
     def at(self, batch: float, length: float) -> float:
-        """Return the value at one point without numpy's overhead. Rows are cached, since steps have few sizes."""
+        """Return the value at one point without numpy's overhead. Rows are cached, since steps have few different
+        sizes.
+        """
         row = self._rows.get(batch)
         if row is None:
             row = self._row(batch)
@@ -175,12 +179,12 @@ class Table:
         return (self._starts[index] + self._slopes[index] * x[:, None, None]).transpose(1, 2, 0)
 
     def __add__(self, other: Table) -> Table:
-        """Return the exact sum, through the points of both functions."""
+        """Return the sum. It is exact, since it has the points of both functions."""
         points = np.union1d(self.points, other.points)
         return Table(points, self(points) + other(points))
 
     def beside(self, other: Table) -> Table:
-        """Return a table with this table's functions, and then the functions of `other`, broadcast to the same axes."""
+        """Return a table with this table's functions and then those of `other`, all broadcast to the same axes."""
         points = np.union1d(self.points, other.points)
         mine, theirs = self(points), other(points)
         if theirs.ndim < mine.ndim:
@@ -257,7 +261,7 @@ class GroupTables:
         return self.rest.scaled(number - 1) + self.last if is_cut else self.rest.scaled(number)
 
     def of_prompts(self, lengths: Lengths) -> Table:
-        """Return the seconds of attention in one layer while prompts are encoded, by number of prompts."""
+        """Return the seconds of one layer's attention when prompts are encoded, by number of prompts."""
         if lengths not in self._of_prompts:
             grid = self.encoder if self.cross is not None else self.encode
             batches, reused = grid.batches[:, None], lengths.reused

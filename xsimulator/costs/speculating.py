@@ -72,8 +72,8 @@ class Draft:
         return self.layers * self._spec.kv_bytes_of(kinds[-1], dtype, group) if kinds else 0.0
 
     def share(self, dtype: DType, tokens: Array) -> Array:
-        """Return the bytes that a pass of the draft reads, divided by those of a layer of the model, by number of
-        tokens.
+        """Return, for each number of tokens, the bytes that a pass of the draft reads, divided by the bytes that a
+        layer of the model reads.
         """
         spec = self._spec
         kind, sizes = max(spec.kinds, key=lambda kind: len(kind.layers)), spec.sizes
@@ -139,11 +139,11 @@ def _layer(layer: LayerTimes, profile: Profile, spec: ModelSpec, speculation: Sp
     verified = speculation.verified
 
     def model(tokens: Array) -> Array:
-        """Return how many seconds all layers and the head take for `tokens` tokens."""
+        """Return the seconds of all layers and the head for `tokens` tokens."""
         return (number - 1) * rest(tokens) + last(tokens) + head(tokens)
 
     def drafted(requests: Array) -> Array:
-        """Return how many seconds all passes of the draft take. The first pass reads all tokens of the last step."""
+        """Return the seconds of all passes of the draft. The first pass reads all tokens of the last step."""
         if not draft.layers:
             return np.zeros_like(requests)
         share = draft.share(profile.dtype, requests)
@@ -172,9 +172,7 @@ def _layer(layer: LayerTimes, profile: Profile, spec: ModelSpec, speculation: Sp
 
 
 def _shortened(curve: Curve, each: float) -> Curve:
-    """Return F(n) = f(each n) / each as a curve, whose points are the whole numbers next to the points of f divided by
-    `each`.
-    """
+    """Return the curve F(n) = f(each n) / each. Its points are the integers next to f's points divided by `each`."""
     points = np.asarray(curve.points) / each
     whole = np.unique(np.concatenate([np.floor(points), np.ceil(points)])).astype(int)
     whole = whole[whole >= (0 if curve.points[0] == 0 else 1)]

@@ -39,7 +39,7 @@ class LaneCost:
 
     Args:
         degrees: the profile's tables, which several lanes may share. None means that the tables are computed here.
-        engine: the engine that runs the steps. None means an engine of which only the profile is known.
+        engine: the engine that runs the steps. None means an engine about which only the profile is known.
         is_floor: whether the tables of `profile` are lower bounds (`xscheduler.lower_tables`). Closed forms then count
             the cost of mixing for one decode only.
 
@@ -47,9 +47,9 @@ class LaneCost:
         mixing: extra time of a mixed step, as a share of the time of a step with only its decodes.
         ahead: whether the engine schedules each step while the previous step runs.
         apart: whether prompts are encoded in separate steps, before the decode step.
-        whole_prompts: whether prompts are never cut into pieces.
+        whole_prompts: whether prompts are never divided into chunks.
         token_budget: largest number of tokens in a step if the policy has no token budget. None means no limit.
-        kinds: the distinct stages. Each is paired with whether another stage comes before it.
+        kinds: pairs of a distinct stage and whether another stage precedes it.
         counts: number of stages of each kind.
 
     Raises:
@@ -103,7 +103,7 @@ class LaneCost:
 
     @cached_property
     def tokens(self) -> Table:
-        """Seconds of all work other than attention, by number of decoder tokens. # [kinds]"""
+        """Seconds of the layers without attention, and of the embedding, by number of decoder tokens. # [kinds]"""
         lines = []
         for stage, _ in self.kinds:
             line = self._degrees[stage.group].layers(stage.decoder_layers, with_last=stage.heads)
@@ -163,7 +163,9 @@ class LaneCost:
         return [stage.decoder_layers * seconds for stage, seconds in self._by_kind(of_layer)]
 
     def _by_kind(self, of_degree: Callable[[GroupTables], T]) -> list[tuple[StageShape, T]]:
-        """Return each kind of stage with `of_degree` of its degree. `of_degree` is called once for each degree."""
+        """Return each kind of stage with the result of `of_degree` for its degree. `of_degree` is called once for each
+        degree.
+        """
         found = {group: of_degree(degree) for group, degree in self._degrees.items()}
         return [(stage, found[stage.group]) for stage, _ in self.kinds]
 
@@ -177,8 +179,8 @@ class LaneCost:
         return np.asarray([stage.decoder_layers * seconds for stage, seconds in self._by_kind(of_layer)])
 
     def prompts(self, lengths: Lengths) -> Table:
-        """Return the seconds of encoding that are not in `tokens`, `samples` and `overhead`, by number of prompts.
-        # [kinds]
+        """Return the seconds of encoding, without those in `tokens`, `samples` and `overhead`, by number of prompts. #
+        [kinds]
 
         These are the seconds of attention and, with an encoder, of the encoder's layers and of the keys and values of
         its output.
@@ -341,7 +343,7 @@ def lanes_of(plan: Plan, profile: Profile) -> dict[StageLane, LaneCost]:
 class _DecodeSteps:
     """Computes the seconds of steps that only decode, on one kind of stage.
 
-    For each number of requests, the time of all work other than attention and a row of the attention table are cached.
+    Two things are cached for each number of requests: a row of the attention table, and the time of all other work.
     """
 
     def __init__(self, lane: LaneCost, kind: int) -> None:
@@ -451,7 +453,7 @@ class StepCounts(NamedTuple):
 
 
 class TransferCost:
-    """Seconds in which a batch's K/V moves to the decode lane, by number of prompt tokens.
+    """Seconds for moving a batch's K/V to the decode lane, by number of prompt tokens.
 
     Devices send at the same time, so the device with the most layers takes longest. An encoder sends only its last
     hidden states.

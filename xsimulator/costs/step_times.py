@@ -1,4 +1,4 @@
-"""Fit the few numbers from which the scheduling rule predicts step times while it serves."""
+"""Fit the few numbers from which a scheduling rule predicts step times during serving."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xsimulator.costs.step_cost import LaneCost, StepCounts, lanes_of
 NUM_POINTS = 32
 """Number of points of a fitted table."""
 NUM_STEPS = 200
-"""Number of steps for the fit. The error is computed on as many other steps."""
+"""Number of steps for the fit. The error is computed on the same number of other steps."""
 
 
 def with_step_times(plan: Plan, profile: Profile) -> Plan:
@@ -53,7 +53,7 @@ def _points(most: int) -> list[int]:
 
 
 def _seconds(cost: LaneCost, counts: StepCounts) -> float:
-    """Return how many seconds a step takes through all stages."""
+    """Return the seconds of a step through all stages."""
     return sum(sum(parts) for parts in cost.parts(counts)) + sum(cost.hops(counts.num_tokens))
 
 
@@ -62,7 +62,7 @@ def _attention(cost: LaneCost, length: int) -> float:
 
 
 def _steps(plan: Plan, cost: LaneCost, seed: int) -> list[tuple[StepCounts, float]]:
-    """Return random steps like the plan's, each with its seconds. A step has a decode batch and a piece of a prompt."""
+    """Return random steps like the plan's, each with its seconds. A step has a decode batch and a prompt chunk."""
     rng = np.random.default_rng(seed)
     inputs, outputs = plan.workload.input, plan.workload.output
     most = max(1, getattr(plan.policy, "max_batch", round(plan.estimate.decode_batch)))

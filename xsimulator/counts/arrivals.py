@@ -152,7 +152,7 @@ class GoalNs(NamedTuple):
 
 
 class KeptBounds(NamedTuple):
-    """The bounds that requests [first, last), the measured ones, must keep."""
+    """The bounds that the measured requests must keep. These are requests [first, last)."""
 
     goals: tuple[GoalNs, ...]
     first: int
@@ -163,7 +163,7 @@ class Kv(NamedTuple):
     """K/V memory of a lane, in blocks of a fixed number of tokens.
 
     Attributes:
-        by_use: if True, requests take blocks as they grow. If no block is free, the last request that entered is
+        by_use: if True, requests take blocks as they grow. If no block is free, the request that entered last is
             preempted. If False, each request reserves blocks for its longest output.
     """
 

@@ -16,8 +16,7 @@ from numba.extending import intrinsic
 
 _WITHOUT_ENTRY: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 helper = njit(forceinline=True, **_WITHOUT_ENTRY)
-"""Compile a function into its callers. It has no entry point for Python, since compiling
-one would take a third of the time."""
+"""Compile a function into its callers, without an entry point for Python, which would take a third of the time."""
 
 
 def kept(function: Callable[..., Any]) -> Callable[..., Any]:

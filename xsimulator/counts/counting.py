@@ -1,4 +1,4 @@
-"""Admission, memory, endings and the counts of a step, for the compiled runs of one lane and of two lanes, and
+"""Parts of the compiled runs: admission, memory, endings and a step's counts, for one lane and for two lanes, and
 stretches of steps that only decode, for one lane.
 
 Until a request joins or ends, every step of a stretch decodes the same requests. Only the part of a step's cost that
@@ -29,7 +29,7 @@ def next_waiting(lane):
 
 @helper
 def prompt_of(request):
-    """Return how many tokens an entering request must encode: its prompt and, after a preemption, its output so far."""
+    """Return the number of tokens that an entering request must encode: prompt and, after a preemption, output."""
     return request.input + request.made
 
 
@@ -77,7 +77,7 @@ def grows_in(s, batch, context):
 
 @helper
 def preempt(s, lane, number):
-    """Preempt the last request that entered, and put it at the head of the queue. Call this between steps."""
+    """Preempt the request that entered last, and put it at the head of the queue. Call this between steps."""
     batch, id_ = s.batches[number], lane.head - 1
     lane.num_inside -= 1
     if batch.num_encoding:

@@ -119,7 +119,9 @@ def go_on(s, encode, decode, encode_free_ns, decode_free_ns, tokens_moved, moved
 
 @helper
 def free_slot(s):
-    """Return a free index in `s.steps`, which has one more entry than steps can run at the same time."""
+    """Return a free index in `s.steps`. There is always one, since the array is one longer than the largest number of
+    concurrent steps.
+    """
     i = 0
     while s.steps[i].end_ns != NONE:
         i += 1
@@ -128,7 +130,7 @@ def free_slot(s):
 
 @helper
 def next_end(s):
-    """Return the step that ends first, or NONE if no step runs. Of steps that end together, return the one that began
+    """Return the step that ends first, or NONE if no step runs. If several end together, return the one that began
     first.
     """
     found = NONE
@@ -266,7 +268,7 @@ def encode_target(s, lane):
 
 @helper
 def planned_length(lane, request):
-    """Return how many tokens of a prompt count towards the token budget of an encode batch."""
+    """Return the number of a prompt's tokens that count towards the token budget of an encode batch."""
     return request.input - (request.cached if lane.reuse_is_planned else 0)
 
 

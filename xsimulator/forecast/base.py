@@ -49,7 +49,7 @@ class Stations(NamedTuple):
 
     Attributes:
         admits_each_step: whether every step may admit requests. Otherwise, one step in a cycle admits requests.
-            frees_together: whether slots become free together, after a phase or a batch.
+        frees_together: whether slots become free together, after a phase or a batch.
     """
 
     admits_each_step: bool
@@ -57,7 +57,7 @@ class Stations(NamedTuple):
 
 
 class Forecast(ABC, Generic[M]):
-    """The closed form of one policy, with the properties of the policy that planning needs.
+    """The closed form of one policy, with the policy's properties that planning needs.
 
     Attributes:
         settings: the type of the policy's settings, which declares its control variables.
@@ -109,7 +109,9 @@ class Forecast(ABC, Generic[M]):
         return np.full(len(outer), len(inner))
 
     def curve_values(self, values: Ints) -> Ints:
-        """Return values, of the variable that is constant along a load curve, for which there may be load curves."""
+        """Return those values for which there may be load curves. They are values of the variable that is constant
+        along a curve.
+        """
         return values
 
     def is_allowed(self, found: Performance) -> npt.NDArray[np.bool_]:
@@ -138,13 +140,13 @@ class Forecast(ABC, Generic[M]):
 
         Args:
             model: the model under the other lengths.
-            inside: number of requests whose K/V fits in memory.
+            inside: number of requests whose K/V fits in memory at the same time.
         """
         most = min(getattr(plan.policy, self.load), int(inside))
         return self.estimate(model, plan.policy.but(**{self.load: most}))
 
     def promises_too_little(self, found: Performance) -> npt.NDArray[np.bool_]:
-        """Return which settings may be clearly better than predicted. For these, the search uses upper bounds."""
+        """Return which settings may be clearly better than predicted. The search uses upper bounds for them."""
         return np.zeros(len(found.throughput), bool)
 
     # Bounds ------------------------------------------------------------------------------------------------------
@@ -245,5 +247,7 @@ def stack(size: int, parts: list[tuple[Any, Performance]]) -> Performance:
 
 
 def upper_deviate(share: npt.ArrayLike) -> Array:
-    """Return the 99th percentile of all gaps as a standard normal deviate within the longest `share` of the gaps."""
+    """Return the 99th percentile of all gaps as a standard normal deviate. It refers to the distribution of the longest
+    `share` of the gaps.
+    """
     return ndtri(np.minimum(np.maximum(1 - 0.01 / np.maximum(share, 1e-9), 0.02), 0.99))

@@ -85,7 +85,9 @@ class _Mix(NamedTuple):
     """Mean number of prompts (`requests`) and of prompt tokens in a busy step."""
     counts: Array
     shares: Array
-    """For each value that represents busy steps, the number of prompts and the probability. # [values, n] each"""
+    """For each value that represents busy steps, its number of prompts (`counts`) and its probability. # [values, n]
+    each
+    """
     columns: Array
     """Counts of three kinds of steps: one that only decodes, one for each value that represents busy steps, and the
     longest step. The first axis is decode batch, number of prompts and number of prompt tokens. # [3, 2 + values, n]
@@ -94,7 +96,7 @@ class _Mix(NamedTuple):
     """Mean number of steps for which a prompt waits or is encoded. None means one."""
     room: Array | None
     load: Array | None
-    """Two numbers: the prompt tokens that a step can take, and the share of them that is used. None means no limit."""
+    """Number of prompt tokens that a step can take (`room`), and the used share of this number. None means no limit."""
     largest: Array
     """Number of tokens in the largest step."""
 
@@ -124,7 +126,9 @@ class Mixes:
         self._last: tuple[tuple[bytes | None, ...], _Mix] | None = None
 
     def __call__(self, max_batch: Array, budget: Array | None, microbatches: Array) -> _Mix:
-        """Return the composition of steps for each setting. `budget`: largest number of tokens in a step, or None."""
+        """Return the composition of steps for each setting. `budget` is the largest number of tokens in a step. None
+        means no limit.
+        """
         asked = tuple(None if values is None else values.tobytes() for values in (max_batch, budget, microbatches))
         last = self._last
         if last is None or last[0] != asked:
@@ -259,8 +263,8 @@ class Mixes:
         return self._at(low + width * np.minimum(np.maximum(share, 0.0), 1.0), budget, others)
 
     def _share_of_others(self, rate: Array, max_batch: Array, budget: Array) -> Array:
-        """Return the rate of prompts with one slot fewer, divided by the rate with all slots. While a given request
-        decodes, its slot supplies no prompt, so the lower rate applies.
+        """Return the rate of prompts with one slot fewer, divided by the rate with all slots. The lower rate applies
+        while a given request decodes, since its slot supplies no prompt.
 
         The ratio is at least the other slots' share of all slots. Two secant steps suffice, since the number of slots
         is a convex function of the rate.
@@ -324,7 +328,9 @@ class MixedSteps:
         self._sampled = lane.samples + lane.overhead
 
     def evaluate(self, max_batch: Array, budget: Array | None, microbatches: Array) -> Performance:
-        """Return the predictions for settings. `budget`: largest number of tokens in a step, or None. # [n] each"""
+        """Return the predictions for settings. `budget` is the largest number of tokens in a step. None means no limit.
+        # [n] each
+        """
         mix, m, size = self._mixes(max_batch, budget, microbatches), microbatches, len(microbatches)
         busy, others_busy, shares = mix.busy, mix.others_busy, mix.shares
         share: Array | float = 1.0
@@ -420,7 +426,9 @@ class MixedSteps:
 
 
 def _spans(prompts: Array, room: Array, load: Array) -> Array:
-    """Return how many steps prompts of these lengths take, waiting included. # [prompts], [n], [n] -> [n, prompts]"""
+    """Return the number of steps that prompts of these lengths take, waiting included. # [prompts], [n], [n] -> [n,
+    prompts]
+    """
     waiting = prompts / room[:, None]  # computed in place, since this is the largest array here
     steps = np.ceil(waiting)
     np.minimum(waiting, 0.5, out=waiting)

@@ -48,16 +48,16 @@ class OneLaneModel:
         self._made: dict[Callable[[OneLaneModel], Any], Any] = {}
 
     def part(self, make: Callable[[OneLaneModel], T]) -> T:
-        """Return `make(self)`, which a forecast computes from this lane and workload. The result is cached."""
+        """Return `make(self)`, a value that a forecast computes from this lane and workload. It is cached."""
         if make not in self._made:
             self._made[make] = make(self)
         return cast(T, self._made[make])
 
     @cached_property
     def encode_table(self) -> Table:
-        """Seconds of a step that only encodes whole prompts, by number of prompts. The functions are, in order: without
-        hops, on each kind of stage; with hops, through all stages, and from each end of a run of equal stages on; and
-        the last ones without hops.
+        """Seconds of a step that only encodes whole prompts, by number of prompts. The functions give, in order, the
+        seconds on each kind of stage without hops, through all stages with hops, from each end of a run of equal stages
+        on with hops, and the latter without hops.
         """
         hop, alone = self.lane.hop, self.lane.encode(self.lengths)
         whole = alone + Table(hop.points / self.lengths.mean_input, hop.values)

@@ -88,7 +88,7 @@ class Pipeline:
 
 
 class RandomSteps:
-    """Predicts the times of rounds. A round has steps with random, independent times, since steps that encode take
+    """Predicts the times of rounds. The steps of a round have random, independent times, since steps that encode take
     longer.
 
     In a round, each of the M micro-batches has one step. Steps keep their order, so all others wait for a long step. A
@@ -149,7 +149,7 @@ class RandomSteps:
         return least, np.maximum(most, least)
 
     def long_round(self, share: float) -> Array:
-        """Return the seconds that a share `share` of all rounds exceeds, in the first case. # [n]"""
+        """Return, for the first case, the time in seconds that a share `share` of all rounds exceeds. # [n]"""
         return self._through[(self._all_shorter[0] <= 1 - share).argmax(axis=0), np.arange(len(self.m))]
 
     def share(self) -> Array:

@@ -29,15 +29,15 @@ from xsimulator.forecast.waa_lanes import DecodeLane, EncodeLane
 from xsimulator.lengths import Lengths
 
 FEW_BATCHES = 4
-"""The closed form may predict too low a throughput if the limit on requests is below this many encode batches, counting
-one request more in each.
+"""The closed form may predict too low a throughput if the limit on requests is smaller than this number of encode
+batches, each with one more request.
 """
 Bools = npt.NDArray[np.bool_]
 
 
 def is_tight(cap: Array, encode_batch: Array) -> Bools:
-    """Return whether so few encode batches fit under the cap that the closed form predicts too low a throughput (by up
-    to 77%).
+    """Return whether too few encode batches fit under the cap. The closed form then predicts a throughput that is too
+    low, by up to 77%.
 
     A batch enters as soon as enough requests have ended. In the closed form, the batch waits until the mean number of
     requests is low enough, which is right only for many requests. If few batches fit, Little's law gives the bound.

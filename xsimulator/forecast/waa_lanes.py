@@ -38,7 +38,8 @@ class DecodeLane:
         return work
 
     def rounds(self, encode_batch: Array, largest_batch: Array, microbatches: Array, size: int) -> Array:
-        """Return the least seconds of an iteration if the sizes of encode batches are between two sizes. # [n, grid]
+        """Return the least seconds of an iteration if encode batches have between `encode_batch` and `largest_batch`
+        requests. # [n, grid]
 
         Args:
             size: number of grid points to evaluate, from the first on.
@@ -198,7 +199,9 @@ class EncodeLane:
 
     @cached_property
     def _table(self) -> Table:
-        """Seconds of an encode step, by prompts: on each kind of stage, through the lane, and of the transfer."""
+        """Seconds by number of prompts: of an encode step on each kind of stage and through the lane, and of the
+        transfer.
+        """
         alone, hop, tokens = self.cost.encode(self.lengths), self.cost.hop, self.lengths.mean_input
         moving = self.transfer.line
         sent = tokens * self._transferred
