@@ -1,4 +1,4 @@
-"""Define the types that are stored in files. Every package may import this package, which imports no other."""
+"""Define the types that are stored in files. Every package may import this one."""
 
 from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.cluster import ClusterSpec, DeviceKind, Efficiency, Link

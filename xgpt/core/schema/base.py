@@ -1,4 +1,4 @@
-"""The base of every type that is stored in a file."""
+"""Define the base class of every type that is stored in a file."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ class Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def but(self, **fields: Any) -> Self:
-        """Return a copy with other values of these fields. The values are not checked."""
+        """Return a copy with these values of fields. They are not validated."""
         return self.model_copy(update=fields)

@@ -14,9 +14,9 @@ MOST = 1024
 
 
 class Efficiency(Frozen):
-    """The shares of a datasheet's rates that kernels achieve on a kind of device, with any model.
+    """The shares of a datasheet's rates that kernels achieve on a kind of device.
 
-    Profiles computed from a datasheet use these shares. Fields without a unit are shares of a rate.
+    Profiles computed from a datasheet use these figures, for all models.
     """
 
     matrix: float = Field(gt=0, le=1)
@@ -24,64 +24,64 @@ class Efficiency(Frozen):
     attention: float = Field(gt=0, le=1)
     """Share of FLOP/s in the attention of prompts."""
     weights: float = Field(gt=0, le=1)
-    """Share of memory bandwidth for reading weights in small matrix products."""
+    """Share of memory bandwidth in small matrix products, which mainly read weights."""
     kv: float = Field(gt=0, le=1)
-    """Share of memory bandwidth for reading K/V in the attention of decode."""
+    """Share of memory bandwidth in decode attention, which mainly reads K/V."""
     bus: float = Field(gt=0, le=1)
     """Share of a link's bandwidth in all-reduces."""
     links: float = Field(gt=0, le=1)
     """Share of a link's bandwidth in copies from one device or host to another."""
     attention_half_length: float = Field(default=0.0, ge=0)
-    """Prompt length, in tokens, at which attention achieves half of its rate."""
+    """Prompt length, in tokens, at which attention achieves half of its highest rate."""
     product_s: float = Field(default=0.0, ge=0)
     """Least seconds of a matrix product."""
     attention_s: float = Field(default=0.0, ge=0)
     """Least seconds of an attention call."""
     all_reduce_s: float | None = Field(default=None, ge=0)
-    """Least seconds of an all-reduce, over any number of devices. None means that this time is computed from the hops
-    of a ring all-reduce.
+    """Least seconds of an all-reduce over any number of devices. None means that it is computed from the hops of a
+    ring.
     """
     layer_s: float = Field(ge=0)
-    """Seconds of a layer's small kernels, and of kernel launches not counted above."""
+    """Seconds for each layer of small kernels and of kernel launches not counted above."""
     step_s: float = Field(ge=0)
     """Seconds of the serving loop for each step."""
     like: str | None = None
-    """Name of the similar device on which the shares were fitted. Plans then warn about this and state wider ranges.
-    None means that the shares were fitted on this device.
+    """Name of the similar device on which the figures were fitted. Plans then warn and state wider ranges. None means
+    that they were fitted on this device.
     """
     source: str
     """Source of these figures."""
 
 
 class DeviceKind(Frozen):
-    """One accelerator, or one CPU, as its datasheet or the machine describes it."""
+    """A kind of accelerator or CPU, as its datasheet or the machine describes it."""
 
     name: str
     """Name of the device."""
     type: Literal["cpu", "gpu"]
-    """A CPU or a GPU."""
+    """Whether the device is a CPU or a GPU."""
     memory_bytes: PositiveInt
     """Bytes of memory of one device."""
     flops_per_s: dict[DType, PositiveFloat] = Field(default_factory=dict)
     """The datasheet's FLOP/s for each data type."""
     memory_bandwidth_bytes_per_s: PositiveFloat | None = None
-    """The datasheet's memory bandwidth."""
+    """The datasheet's memory bandwidth, in bytes a second."""
     efficiency: Efficiency | None = None
     """Shares of these rates that kernels achieve. None means that the shares of an A40 are assumed."""
     efficiency_float8: Efficiency | None = None
     """Shares of these rates that kernels achieve in eight bits. None means the same as `efficiency`. The output head
     and all-reduces stay in half precision, so `efficiency` applies to them."""
     usable_memory: float = Field(default=0.9, gt=0, le=1)
-    """Largest share of the memory for weights, K/V and workspace together."""
+    """Largest share of the memory that weights, K/V and workspace together may use."""
 
 
 class Link(Frozen):
     """A point-to-point connection, in one direction."""
 
     bandwidth_bytes_per_s: PositiveFloat
-    """Bandwidth of one direction."""
+    """Bandwidth in one direction, in bytes a second."""
     latency_s: float = Field(ge=0)
-    """Time of an empty message."""
+    """Seconds of an empty message."""
 
 
 class ClusterSpec(Frozen):
@@ -100,7 +100,7 @@ class ClusterSpec(Frozen):
     inter_node: Link | None = None
     """Link between machines."""
     host: Link | None = None
-    """Link between a device's memory and its host's memory, over which K/V moves under waa."""
+    """Link between a device's memory and its host's memory. Under waa, K/V moves over it."""
     price_per_device_hour: PositiveFloat | None = None
     """Price of one device for an hour, in any currency."""
 

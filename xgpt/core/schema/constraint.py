@@ -21,10 +21,10 @@ SearchMethod = Literal["branch-and-bound", "exhaustive", "optuna"]
 
 
 class Goal(NamedTuple):
-    """Bounds that a share of all requests must keep together. Times count from arrival.
+    """Bounds that a share of all requests must keep, all of them at once. Times are seconds from arrival.
 
     Attributes:
-        quantile: share of all requests that must keep the bounds.
+        quantile: share of all requests that must keep all the bounds.
         latency_bound_s: bound on the time to the last token. None means no bound.
         ttft_s: bound on the time to the first token.
         tpot_s: bound on the mean gap between a request's tokens.
@@ -39,21 +39,20 @@ class Goal(NamedTuple):
 class Constraint(Frozen):
     """The objective and the bounds of a plan.
 
-    Under sla "length", the bound holds for a request whose output length is at the quantile (ExeGPT sec. 7.6 (b)).
-    Under sla "request", a share `quantile` of all requests must keep it (sec. 7.6 (a)). If `headroom` is not set, plans
-    use `Profile.headroom`.
+    Under sla "length", the latency bound holds for a request whose output length is at the quantile (ExeGPT sec. 7.6
+    (b)). Under sla "request", a share `quantile` of all requests must keep it (sec. 7.6 (a)). If `headroom` is not set,
+    plans use `Profile.headroom`.
 
     The plan maximises the `objective`. "arrivals" is the highest arrival rate at which a share `quantile` of all
-    requests keeps the bounds, waiting included (`Capacity`), whatever the sla. "saturated" is the throughput while
-    requests are always waiting. Latency then counts from admission, as in the papers. Files without the field
-    `objective` were made for "saturated".
+    requests keeps the bounds, with times counted from arrival (`Capacity`). It ignores the sla. "saturated" is the
+    throughput while requests are always waiting. Latency then counts from admission, as in the papers.
     """
 
     objective: Objective = "saturated"
     """The quantity that the plan maximises."""
 
     latency_bound_s: PositiveFloat | None = None
-    """Bound on latency, in seconds. None means no bound."""
+    """Bound on the time to the last token, in seconds. None means no bound."""
     quantile: float = Field(default=0.99, gt=0, lt=1)
     """Share of requests that must keep the bounds."""
     sla: Sla = "length"
@@ -63,17 +62,21 @@ class Constraint(Frozen):
     tpot_s: PositiveFloat | None = None
     """Bound on the mean time per output token. None means no bound."""
     ttft_quantile: float | None = Field(default=None, gt=0, lt=1)
-    """Share of requests that must keep `ttft_s`. None means that a share `quantile` must keep all bounds together."""
+    """Share of requests that must keep `ttft_s`. None means that it is among the bounds that a share `quantile` must
+    keep.
+    """
     tpot_quantile: float | None = Field(default=None, gt=0, lt=1)
-    """Share of requests that must keep `tpot_s`. None means that a share `quantile` must keep all bounds together."""
+    """Share of requests that must keep `tpot_s`. None means that it is among the bounds that a share `quantile` must
+    keep.
+    """
     arrival_rate_per_s: PositiveFloat | None = None
-    """Arrival rate to sustain. None means as high as possible."""
+    """Arrival rate to sustain, requests a second. None means as high as possible."""
     burstiness: float = Field(default=1.0, gt=0, le=100)
     """Coefficient of variation of the gaps between arrivals, which is 1 for Poisson arrivals and above 1 for bursts."""
     classes: tuple[RequestClass, ...] = ()
-    """Classes of requests with separate bounds. Each bound above is then the tightest of all classes."""
+    """Classes of requests with their own bounds. Each bound above is then the tightest among the classes."""
     headroom: float = Field(default=0.0, ge=0, lt=1)
-    """Share by which steps may take longer than predicted before a bound is broken."""
+    """Share by which steps may take longer than predicted without breaking a bound."""
     maximise: str | None = Field(default=None, exclude_if=lambda text: text is None)
     """Under objective "saturated", an expression over the plan's figures (`xscheduler.expression`) that is maximised
     instead of throughput. None means throughput.
@@ -81,37 +84,39 @@ class Constraint(Frozen):
 
     @property
     def planned_quantile(self) -> float:
-        """The share of requests for which a plan is made to keep the bound.
+        """The share of requests that must keep the bound by a plan's predictions.
 
         Under sla "request", this share is slightly above the quantile. Latency jumps when one more token falls into the
-        next encode phase, so a plan that only just reaches the quantile would easily miss it.
+        next encode phase, so a plan that just reaches the quantile would easily miss it.
         """
         return self.quantile + (SPARED_TAIL * (1 - self.quantile) if self.sla == "request" else 0.0)
 
     @property
     def maximises_arrivals(self) -> bool:
-        """Whether the plan maximises the arrival rate. Without bounds, any rate up to saturation is sustained."""
+        """Whether the plan maximises the arrival rate. Without bounds it does not, since any rate up to saturation is
+        sustained.
+        """
         return self.objective == "arrivals" and self.bounds_latency
 
     @property
     def counts_from(self) -> str:
-        """When the bounded latency begins, which is "arrival" or "admission"."""
+        """From when the bounded latency counts: "arrival" or "admission"."""
         return "arrival" if self.maximises_arrivals else "admission"
 
     @property
     def bounds_latency(self) -> bool:
-        """Whether latency, the time to first token or the time per token is bounded."""
+        """Whether the time to the last token, the time to first token or the time per token is bounded."""
         return not (self.latency_bound_s is None and self.ttft_s is None and self.tpot_s is None)
 
     @property
     def allowed_latency_s(self) -> float:
-        """The largest predicted latency with which the bound is still kept if steps take longer by the headroom.
-        Infinite means no bound.
+        """The largest predicted latency, in seconds, with which the bound is kept even if steps take longer by the
+        headroom. Infinite means no bound.
         """
         return math.inf if self.latency_bound_s is None else self.latency_bound_s / (1 + self.headroom)
 
     def less(self, path_s: float) -> Constraint:
-        """Return the constraint with each bound on a time from arrival reduced by `path_s`, the seconds that a request
+        """Return the constraint with the bounds on latency and TTFT reduced by `path_s`: the seconds that a request
         spends outside the engine.
         """
         names = ("latency_bound_s", "ttft_s")
@@ -120,14 +125,12 @@ class Constraint(Frozen):
 
     @property
     def all_bounds(self) -> Goal:
-        """The goal with all bounds. The share of requests that keep this goal is the goodput."""
+        """All bounds as one goal. The share of requests that keep it is the goodput."""
         return Goal(self.quantile, self.latency_bound_s, self.ttft_s, self.tpot_s)
 
     @property
     def goals(self) -> tuple[Goal, ...]:
-        """The goals for arriving requests: one for each bound that has its own quantile, and one for all other bounds
-        together.
-        """
+        """One goal for each bound with its own quantile, and one for all other bounds together."""
         together, apart = self.all_bounds, []
         if self.ttft_quantile is not None and self.ttft_s is not None:
             together = together._replace(ttft_s=None)
@@ -143,9 +146,7 @@ class Constraint(Frozen):
         return Goal(self.quantile, request_class.latency_bound_s, request_class.ttft_s, request_class.tpot_s)
 
     def with_classes(self, classes: tuple[RequestClass, ...]) -> Constraint:
-        """Return the constraint with these classes. Each bound of the constraint is then the tightest of all
-        classes.
-        """
+        """Return the constraint with these classes. Each of its bounds becomes the tightest among the classes."""
         kinds = ("latency_bound_s", "ttft_s", "tpot_s")
         bounds = {kind: [bound for each in classes if (bound := getattr(each, kind)) is not None] for kind in kinds}
         tightest = {kind: min(found) for kind, found in bounds.items() if found}
@@ -164,26 +165,26 @@ class Constraint(Frozen):
 
 
 class Admission(Frozen):
-    """The order in which waiting requests enter, and the reservation of K/V memory.
+    """How requests are admitted: the order in which they enter, and the reservation of K/V memory.
 
     With `kv` "reserve", memory is reserved for a request's maximum output (ORCA Algorithm 1). With "quantile", up to
-    `max_running` requests enter, which is the number that fits in memory 99.9% of the time. If running requests do not
-    fit, some are preempted.
+    `max_running` requests enter: the number that fits in memory 99.9% of the time. If they do not fit, some are
+    preempted.
 
     Orders in which waiting requests enter:
 
     - "fcfs": by arrival;
-    - "in-time": in the order in which most requests keep the bound on TTFT, by the plan's step times;
+    - "in-time": so that as many requests as possible keep the bound on TTFT, by the plan's step times;
     - "sjf": shortest prompt first;
-    - "lpt": largest possible output first, which finishes a given set of requests soonest;
+    - "lpt": largest maximum output first, which finishes a given set of requests soonest;
     - "edf": earliest deadline first;
     - "das": TCB's deadline-aware scheduling, for rows of `row_tokens` prompt tokens.
 
     A request is overdue once it has waited longer than `patience` times the plan's latency. While there are overdue
-    requests, every second request that enters is the one that has been overdue longest. So no request starves.
+    requests, every second request that enters is the one that has waited longest. So no request starves.
 
     If a request states no maximum, memory is reserved for the quantile `promise_quantile` of the plan's output lengths.
-    A longer output continues beyond its reservation, but it is preempted if other requests need that memory.
+    A longer output may exceed its reservation, but it is preempted if other requests need the memory.
     """
 
     order: AdmissionOrder = "fcfs"
@@ -193,11 +194,11 @@ class Admission(Frozen):
     eta: float = Field(default=0.5, gt=0, lt=1, exclude_if=lambda eta: eta == 0.5)
     """Share of a row's requests that "das" chooses only by utility, before deadlines count."""
     kv: KvPromise = "reserve"
-    """How K/V memory is reserved."""
+    """How K/V memory is reserved: for a request's maximum output, or as its output grows."""
     max_running: PositiveInt | None = None
     """Largest number of running requests. None means as many as fit in memory."""
     patience: PositiveFloat | None = 8.0
-    """Multiple of the plan's latency after which a waiting request is overdue. None means never."""
+    """Multiple of the plan's predicted latency after which a waiting request is overdue. None means never."""
     promise_quantile: float = Field(default=0.99, gt=0, lt=1)
     """Quantile of output lengths for which memory is reserved if a request states no maximum."""
 

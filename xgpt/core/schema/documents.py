@@ -1,4 +1,4 @@
-"""Define the documents that commands print with --json, except the documents that xgpt also stores in files."""
+"""Define the documents that commands print with --json, except those that xgpt also stores in files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from xgpt.core.schema.report import BenchReport
 
 
 class GainOutput(Frozen):
-    """The gain of the best plan over the current deployment, as a ratio of their highest arrival rates."""
+    """The gain of the best plan over the current deployment."""
 
     arrivals: float
     """The best plan's highest arrival rate divided by that of the current deployment."""
@@ -21,7 +21,7 @@ class GainOutput(Frozen):
 
 
 class RangeOutput(Frozen):
-    """The range of the gain per device over all assumptions."""
+    """The range of a plan's gain per device over all assumptions."""
 
     least: float
     """The smallest gain."""
@@ -51,14 +51,15 @@ class CompareOutput(Frozen):
     keeps_current: bool = False
     """Whether the current deployment should be kept, because no plan is better under every assumption."""
     answer: tuple[str, ...] = ()
-    """Sentences that say whether the current deployment's settings cause late requests. They come from a replay of the
-    log with its recorded arrival times.
+    """Whether the current deployment's settings cause late requests, in sentences, from a replay of the log with its
+    recorded arrival times.
     """
     command: str | None = None
-    """The command that runs the best of the plans that do not need xgpt's scheduler. Null means that all plans need it.
+    """The command that runs the best plan among those that do not need xgpt's scheduler. Null means that all plans need
+    it.
     """
     measured: dict[str, BenchReport]
-    """By policy, the figures of each plan that were measured on this machine."""
+    """By policy, the results of running its plan on this machine."""
 
 
 class CalibratedLoadOutput(Frozen):
@@ -67,7 +68,7 @@ class CalibratedLoadOutput(Frozen):
     source: str
     """The benchmark and its file."""
     used: bool
-    """Whether the fit used this load. Otherwise the load shows the error of the fit."""
+    """Whether the fit used this load. If not, the load tests the fit."""
     measured: dict[str, float]
     """Measured requests a second, mean TTFT and mean gap between tokens (in seconds)."""
     before: dict[str, float]
@@ -77,12 +78,12 @@ class CalibratedLoadOutput(Frozen):
 
 
 class CalibrateOutput(Frozen):
-    """The correction by a fit to benchmarks, and the errors before and after the correction."""
+    """The correction fitted to benchmarks, and the errors before and after it."""
 
     pace: float
-    """Factor on all step times."""
+    """Fitted factor on all step times."""
     step_s: float
-    """Further seconds of each step."""
+    """Fitted further seconds of each step."""
     path_s: float
     """Fitted seconds that each request spends outside the engine's loop."""
     loads: tuple[CalibratedLoadOutput, ...]
@@ -93,9 +94,9 @@ class SimulateOutput(Frozen):
     """The figures of a simulated run. Times count from arrival with --arrival-rate, otherwise from admission."""
 
     num_requests: int
-    """Number of requests that finished in the window."""
+    """Number of requests that finished in the measured window."""
     window_s: float
-    """Seconds of the window."""
+    """Duration of the window, in seconds."""
     throughput_rps: float
     """Requests a second."""
     output_tokens_per_s: float
@@ -109,31 +110,31 @@ class SimulateOutput(Frozen):
     decode_batch: float
     """Mean number of requests in a step that decodes."""
     idle_share: float | None = None
-    """Share of time in which a stage is idle, or None in a simulation by counts."""
+    """Share of time in which a stage is idle, as a mean over all stages. None in a simulation by counts."""
     latency_s: float | None = None
-    """Mean time from admission to the last token of requests whose output length is at the quantile."""
+    """Mean time from admission to the last token, over requests whose output length is at the quantile."""
     request_latency_s: float | None = None
-    """Quantile, over all requests, of the time from admission to the last token."""
+    """Quantile of the time from admission to the last token, over all requests."""
     ttft_s: float | None = None
     """Mean time from admission to the first token."""
     reused_share: float | None = None
     """Share of prompt tokens whose K/V was in the cache."""
     goodput: float | None = None
-    """Share of requests that keep every bound of the plan, or of their class."""
+    """Share of requests that keep every bound of the plan or, with classes, of their class."""
     goodput_by_class: dict[str, float] | None = None
     """For each class, the share of its requests that keep the bounds of the class."""
     ttft_mean_s: float | None = None
-    """Mean time from arrival to the first token, followed by its quantiles."""
+    """Mean time from arrival to the first token. Its quantiles follow."""
     ttft_p50_s: float | None = None
     ttft_p90_s: float | None = None
     ttft_p99_s: float | None = None
     tpot_mean_s: float | None = None
-    """Mean, over all requests, of the mean gap between tokens, followed by its quantiles."""
+    """Mean, over all requests, of the mean gap between tokens. Its quantiles follow."""
     tpot_p50_s: float | None = None
     tpot_p90_s: float | None = None
     tpot_p99_s: float | None = None
     whole_mean_s: float | None = None
-    """Mean time from arrival to the last token, followed by its quantiles."""
+    """Mean time from arrival to the last token. Its quantiles follow."""
     whole_p50_s: float | None = None
     whole_p90_s: float | None = None
     whole_p99_s: float | None = None

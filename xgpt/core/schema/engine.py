@@ -1,6 +1,4 @@
-"""Define how one version of an engine schedules, and what its steps cost. The costs are added to a model's step
-times.
-"""
+"""Define how one version of an engine schedules, and which times it adds to a model's step times."""
 
 from __future__ import annotations
 
@@ -19,14 +17,14 @@ TIMED = ("layer_s", "step_s", "request_s", "uncaptured", "mixing", "before_admis
 
 
 class EngineSpec(Frozen):
-    """The schedule, costs and memory of one version of an engine, as in a file of configs/engines.
+    """How one version of an engine schedules, its own times, and its memory: a file of configs/engines.
 
-    Times of the loop (`layer_s` to `captured_tokens`) are added to profiles that are computed or imported for the
-    engine. A measured profile already contains them. A field that is None leaves the profile's figure unchanged.
+    Times of the loop (`layer_s` to `captured_tokens`) are put into profiles that are computed or imported for the
+    engine. A measured profile already contains them. None leaves the profile's figure unchanged.
     """
 
     name: str
-    """Name of the engine with its version, as `--engine` accepts it."""
+    """Name of the engine with its version, for `--engine`."""
     framework: str
     """Name of the engine without its version, as in a profile: xgpt, vllm, trtllm, sglang."""
     version: str
@@ -36,89 +34,81 @@ class EngineSpec(Frozen):
     scheduler: Literal["own", "xgpt"] = "own"
     """The scheduler: the engine's own, or xgpt's scheduler class."""
     waiting_step_s: NonNegativeFloat = 0.0
-    """Further seconds of the loop for each step that is scheduled only after the previous step, as by xgpt's scheduler.
-    """
+    """Further seconds of the loop for each step that is scheduled only after the previous step has ended."""
     waiting_request_s: NonNegativeFloat = 0.0
-    """Further seconds for each request in such a step."""
+    """Further seconds of the loop for each request in such a step."""
     mixes: bool = True
-    """Whether a step of orca and chunked may both encode and decode. Otherwise separate steps encode prompts first."""
+    """Whether a step of orca or chunked may both encode and decode. Otherwise prompts are encoded first, in separate
+    steps.
+    """
     cuts_prompts: bool = True
-    """Whether a step may encode a part of a prompt. Otherwise a prompt waits until a step can take all of it."""
+    """Whether a step may encode only a part of a prompt. Otherwise a prompt waits until a step can take all of it."""
     admits_by_use: bool = False
-    """Whether requests enter as long as K/V memory is free. The last request is preempted if memory runs out. Otherwise
-    memory is reserved for each request's maximum.
+    """Whether requests enter as long as K/V memory is free, and the last one is preempted if memory runs out. Otherwise
+    memory is reserved for each request's maximum output.
     """
     batch_wait_steps: NonNegativeInt = 0
-    """Largest number of steps for which prompts wait for further prompts while requests decode. They wait no longer
-    once the step would have `batch_wait_tokens` tokens.
-    """
+    """Largest number of steps for which prompts wait for further prompts while requests decode."""
     batch_wait_tokens: NonNegativeInt = 0
     """Prompts wait no longer once decodes and waiting prompts together have this number of tokens."""
     receive_steps: PositiveInt = 1
     """Number of decode steps between two checks for new requests. The step after a step that encodes also checks."""
     layer_s: NonNegativeFloat | None = None
-    """Seconds in each layer for gaps between kernels and for the smallest kernels, which profiles do not count."""
+    """Seconds of each layer for gaps between kernels and for the smallest kernels, which profiles do not count."""
     step_s: NonNegativeFloat | None = None
-    """Seconds of the loop for each step, not counting the seconds in which the device works."""
+    """Seconds of the loop for each step, in addition to the device's work."""
     request_s: NonNegativeFloat | None = None
     """Seconds of the loop for each request in a step."""
     uncaptured: float | None = Field(default=None, ge=1)
-    """Factor on the time of a step's tokens beyond `captured_tokens`. The kernels for these tokens are launched one by
-    one.
-    """
+    """Factor on the time of a step's tokens beyond `captured_tokens`, whose kernels are launched one by one."""
     captured_tokens: NonNegativeInt | None = None
-    """Largest number of tokens of a step that runs as a captured graph."""
+    """Largest number of tokens of a step that runs as a CUDA graph."""
     rounds_activations: bool = False
-    """Whether products with 4-bit weights round activations to 8 bits, on devices that have kernels for this."""
+    """Whether matrix products with 4-bit weights round activations to 8 bits, on devices with kernels for this."""
     mixing: NonNegativeFloat = 0.0
     """Extra time of a step that both encodes and decodes, as a share of the time of a step with only its decodes."""
     before_admission_s: NonNegativeFloat = 0.0
-    """Seconds from a request's arrival at the server until the scheduler sees the request, without `tokenise_s`."""
+    """Seconds from a request's arrival at the server until the scheduler sees it, without `tokenise_s`."""
     tokenise_s: NonNegativeFloat = 0.0
-    """Further seconds, for each token of the prompt, until the scheduler sees the request."""
+    """Further seconds until then, for each token of the prompt."""
     stream_s: NonNegativeFloat = 0.0
-    """Seconds of one core for each token that an API server streams, or 0 if not known."""
+    """CPU seconds of an API server for each token that it streams, or 0 if not known."""
     layer_path_s: NonNegativeFloat = 0.0
-    """Further seconds before the first token, for each layer of the model, since the host launches a prompt's kernels
-    one by one.
-    """
+    """Further seconds before the first token for each layer of the model, to launch a prompt's kernels one by one."""
     after_token_s: NonNegativeFloat = 0.0
     """Seconds from the end of a step until its tokens have left the server."""
     memory_share: float | None = Field(default=None, gt=0, le=1)
     """Share of a device's memory that the engine uses by default. None means the cluster's `usable_memory`."""
     shares_rest: bool = False
-    """Whether `memory_share` is a share of the memory that weights leave free."""
+    """Whether `memory_share` is a share of the memory beside the weights."""
     shares_only_cache: bool = False
-    """Whether `memory_share` is only for weights and K/V. The rest of the memory is then for the activations of a
-    step.
-    """
+    """Whether `memory_share` is only for weights and K/V, and activations use the rest."""
     kept_bytes: NonNegativeInt | None = None
     """Bytes that the engine uses besides weights, K/V and activations. None means the planner's allowance."""
     group_bytes: NonNegativeInt = 0
     """Further bytes on each device of a tensor-parallel group, for buffers of all-reduces."""
     sampling_bytes: NonNegativeFloat = 0.0
-    """Bytes of logits and sampling for each token of the vocabulary and each request of `max_batch`."""
+    """Bytes for logits and sampling, for each token of the vocabulary and each request of `max_batch`."""
     keeps_expert_buffers: bool = False
     """Whether the buffers between the experts' matrix products stay allocated while tokens are sampled."""
     expert_multiple: PositiveInt = 1
-    """On each device, the width of an expert in MXFP4 is padded to a multiple of this number."""
+    """The width of an MXFP4 expert on each device is padded to a multiple of this number."""
     marlin_multiples: tuple[PositiveInt, PositiveInt] | None = None
-    """On devices for which the engine has no kernels of its own for MXFP4, Marlin's kernels pad the hidden size to a
-    multiple of the first number, and the width of an expert to a multiple of the second. None means no other padding
-    than on other devices.
+    """On devices where Marlin's kernels run MXFP4, they pad the hidden size to a multiple of the first number and the
+    width of an expert to a multiple of the second. None means the same padding as on other devices.
     """
     drops_windows: bool = False
     """Whether K/V outside the attention window of a layer is freed."""
     block_size: PositiveInt = 16
     """Number of tokens in a K/V block."""
     max_batch: PositiveInt | None = None
-    """Default largest number of requests in a step. Plans do not exceed this number unless `--fix` sets more."""
+    """The engine's default limit on requests in a step. Plans do not exceed it unless `--fix` sets more."""
     token_budget: PositiveInt | None = None
-    """Default largest number of tokens in a step. The default limits orca, and also limits chunked unless `--fix` sets
+    """The engine's default limit on tokens in a step. Orca does not exceed it, and chunked does not unless `--fix` sets
     more.
     """
     sources: dict[str, str] = Field(default_factory=dict)
-    """By field name, the source of each figure."""
+    """The source of each figure, by field name."""
 
     @model_validator(mode="after")
     def _check(self) -> EngineSpec:
@@ -133,9 +123,7 @@ class EngineSpec(Frozen):
 
     @property
     def borrowed(self) -> tuple[str, ...]:
-        """Names of times that come from another engine or version. The sources of such times say "as ..." or
-        "borrowed".
-        """
+        """Names of times from another engine or version, whose sources say "as ..." or "borrowed"."""
         return tuple(name for name in TIMED if re.match(r"as |.*borrowed", self.sources.get(name, "")))
 
     @property
@@ -146,15 +134,14 @@ class EngineSpec(Frozen):
         return self.but(scheduler="xgpt", name=f"xgpt-{self.name}", schedules_ahead=False)
 
     def started_for(self, kind: str) -> EngineSpec:
-        """Return the engine that runs a policy. It has xgpt's scheduler class if the engine's own scheduler lacks the
-        policy.
+        """Return the engine as it runs a policy: with xgpt's scheduler class if its own scheduler lacks the policy.
 
-        Only vLLM accepts such a class. vLLM's own scheduler runs only chunked prompts under a token budget.
+        Only vLLM accepts such a class. vLLM's own scheduler runs only policy chunked.
         """
         return self.with_xgpt if self.framework == "vllm" and kind != "chunked" else self
 
     def request_path_s(self, prompt: float, num_layers: int) -> float:
-        """Return the part of a request's time to first token, in seconds, that is spent neither waiting nor in steps.
+        """Return the part of a request's TTFT, in seconds, that is neither waiting nor steps.
 
         Args:
             prompt: number of prompt tokens.

@@ -1,4 +1,4 @@
-"""Define the estimate in a plan: predicted figures, the highest rate within the bounds, and the search's proof."""
+"""Define a plan's predicted figures, its highest rate within the bounds, and the search's proof."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from xgpt.core.schema.base import Frozen
 
 
 class JointLengths(Frozen):
-    """The effect of correlated input and output lengths in a trace. Closed forms assume that the lengths are
-    independent.
+    """The effect of correlated input and output lengths in a trace, which closed forms assume to be independent.
 
-    Figures are relative differences between two simulations of the same lengths. In one, lengths are paired as in the
-    trace. In the other, they are paired at random.
+    Figures are relative differences between two simulations of the same lengths: one with lengths paired as in the
+    trace, the other with lengths paired at random.
     """
 
     correlation: float
@@ -26,7 +25,7 @@ class JointLengths(Frozen):
 
 
 class MixingEdge(Frozen):
-    """The cost of mixed steps at which another policy's plan begins to have the higher throughput."""
+    """The extra time of mixed steps from which on another policy's plan has the higher throughput."""
 
     mixing: float
     """Extra time of a mixed step, as a share of the time of a step with only its decodes (see `EngineSpec.mixing`)."""
@@ -37,7 +36,7 @@ class MixingEdge(Frozen):
 class ReuseEstimate(Frozen):
     """The prefix reuse that a plan expects, and the memory for it.
 
-    A block that is kept for later requests is not available for outputs.
+    Blocks that are kept for later requests are not available for outputs.
     """
 
     share: float = Field(ge=0, le=1)
@@ -45,18 +44,18 @@ class ReuseEstimate(Frozen):
     most_share: float = Field(ge=0, le=1)
     """The same share with unlimited memory."""
     kept_blocks: NonNegativeInt
-    """Number of K/V blocks on each stage that encodes, for the prompts of running and earlier requests."""
+    """Number of K/V blocks for prompts of running and earlier requests, on each stage that encodes."""
     alone: float | None = None
-    """Requests a second (the objective) of the best plan without reuse, or None if not planned."""
+    """The objective, in requests a second, of the best plan without reuse, or None if not planned."""
 
 
 class Capacity(Frozen):
-    """The highest arrival rate at which a plan keeps its bounds, waiting included, by simulation.
+    """The highest arrival rate at which a plan keeps its bounds, by simulation. Times count from arrival.
 
-    A request keeps the bounds if three times are within their bounds, tightened by the headroom: from arrival to the
-    last token, TTFT, and the mean gap between tokens. At the highest rate, the share of the `num_requests`
-    simulated requests that keep the bounds reaches the constraint's quantile. The `warm_up_requests` before these do
-    not count. Lengths and gaps between arrivals are drawn from `seed` and are the same at every rate.
+    A request keeps the bounds if three times are within their bounds, tightened by the headroom: time to the last
+    token, TTFT, and the mean gap between tokens. At the highest rate, the constraint's share `quantile` of the
+    `num_requests` simulated requests still keeps them. The `warm_up_requests` before these do not count. Lengths and
+    gaps between arrivals are drawn from `seed` and are the same at every rate.
     """
 
     rate_per_s: float
@@ -64,17 +63,15 @@ class Capacity(Frozen):
     error: float | None = None
     """Relative standard deviation of the rate over several draws of lengths and arrivals. None means only one draw."""
     rate_under_tighter_per_s: float | None = None
-    """The rate under bounds that are 5% tighter. None means that it was not simulated, as for slack and for plans not
-    chosen.
-    """
+    """The rate under bounds that are 5% tighter, or None if not simulated."""
     rate_under_looser_per_s: float | None = None
-    """The rate under bounds that are 5% looser."""
+    """The rate under bounds that are 5% looser, or None if not simulated."""
     whole_s: float
-    """Quantile of the time from arrival to the last token at the rate `rate_per_s`."""
+    """The constraint's quantile of the time from arrival to the last token, in seconds, at the rate `rate_per_s`."""
     share_kept: float
     """Share of the simulated requests that kept the bounds at the rate `rate_per_s`."""
     closed_form_per_s: float | None = None
-    """The rate that the closed form predicted."""
+    """The rate that the closed form predicted, or None."""
     num_requests: int
     """Number of simulated requests that count."""
     warm_up_requests: int
@@ -84,29 +81,28 @@ class Capacity(Frozen):
 
 
 class StepTimes(Frozen):
-    """A model of the seconds that a step takes through all stages of its lane.
+    """A model of a step's seconds through all stages of its lane.
 
-    The time is the sum of three parts. The first part, for the step's tokens, is a table that is linear between its
-    points. The second part, for the attention of prompts, is another table. A chunk [start, end) takes the difference
-    between this table's values at `end` and at `start`. The third part is for decodes, and depends on their number and
-    on the number of tokens to which they attend. The model is fitted to the profile, with the error `error`. Scheduling
-    rules use the model, but no figure of a plan depends on it.
+    The time is a sum of three parts. The first is a function of the step's number of tokens, linear between `tokens`.
+    The second is the attention of prompts: chunk [start, end) takes f(end) - f(start), where f is linear between
+    `prompts`. The third is for decodes, and depends on their number and on the number of tokens to which they attend.
+    The model is fitted to the profile. Scheduling rules use it, but no figure of a plan depends on it.
     """
 
     tokens: tuple[int, ...] = Field(min_length=2)
     """Numbers of tokens of a step, rising from 0."""
     tokens_s: tuple[float, ...] = Field(min_length=2)
-    """Seconds that these numbers of tokens take, without attention."""
+    """Seconds of a step at each of `tokens`, without attention."""
     prompts: tuple[int, ...] = Field(min_length=2)
     """Numbers of tokens of a prompt, rising from 0."""
     prompts_s: tuple[float, ...] = Field(min_length=2)
-    """Seconds that the attention of prompts of these lengths takes."""
+    """Seconds of attention of a whole prompt at each of `prompts`."""
     decode_s: float
     """Seconds of each decode, in addition to the seconds of its token."""
     context_s: float
     """Seconds for each token to which a decode attends."""
     error: float
-    """Median relative error, compared with the profile's step times."""
+    """Median relative error of the model against the profile's step times."""
 
     @model_validator(mode="after")
     def _check(self) -> StepTimes:
@@ -124,18 +120,20 @@ class StepTimes(Frozen):
 
 
 class Estimate(Frozen):
-    """The predicted figures of a plan at saturation. `capacity` has the figures for random arrivals."""
+    """The predicted figures of a plan at saturation, and in `capacity` for random arrivals."""
 
     throughput_rps: NonNegativeFloat
     """Requests a second at saturation."""
     output_tokens_per_s: NonNegativeFloat
     """Output tokens a second at saturation."""
     latency_s: NonNegativeFloat
-    """Latency from admission. Under sla "length", this is the latency of a request whose output length is at the
-    quantile. Under sla "request", this is the quantile of the latency over all requests.
+    """Time from admission to the last token. Under sla "length", of a request whose output length is at the quantile.
+    Under sla "request", the quantile over all requests.
     """
     latency_error: float | None = None
-    """Relative standard error of a simulated latency (sla "request"). None means a latency from the closed form."""
+    """Relative standard error of a simulated latency (sla "request"). None means that the latency is from the closed
+    form.
+    """
     ttft_s: NonNegativeFloat
     """Time to first token, from admission."""
     tpot_s: NonNegativeFloat
@@ -149,7 +147,7 @@ class Estimate(Frozen):
     encode_tokens: NonNegativeFloat
     """Mean number of prompt tokens in a step that encodes."""
     cycle_s: NonNegativeFloat
-    """Time from one step that encodes to the next."""
+    """Seconds from one step that encodes to the next."""
     bubble_fraction: float = 0.0
     """Share of the time in which devices are idle."""
     memory_bytes: tuple[NonNegativeInt, ...] = Field(min_length=1)
@@ -157,61 +155,61 @@ class Estimate(Frozen):
     cost_per_million_tokens: float | None = None
     """Cost of a million output tokens at saturation. None means that the price is not known."""
     capacity: Capacity | None = None
-    """The highest arrival rate within the bounds. None means that the rate was not simulated, or that there is no
-    bound, so that any rate below the throughput is sustained.
+    """The highest arrival rate within the bounds. None means that it was not simulated, or that there is no bound.
+    Without a bound, any rate below the throughput is sustained.
     """
     mixing_edge: MixingEdge | None = None
-    """The cost of mixed steps at which another policy becomes the best. None means that no cost from 0 to 0.4 changes
-    the best policy, or that mixed steps were measured.
+    """The extra time of mixed steps from which on another policy is the best. None means that no share from 0 to 0.4
+    changes the best policy, or that mixed steps were measured.
     """
     joint_lengths: JointLengths | None = None
     """Effect of correlated lengths. None means that the workload is not a trace, or that its lengths are all equal."""
     reuse: ReuseEstimate | None = None
-    """The expected prefix reuse. None means that the plan does not count on K/V of earlier requests."""
+    """The expected prefix reuse. None means that the plan expects none."""
     simulated: tuple[str, ...] = ()
     """Names of the figures that come from simulation. All others except `capacity` come from closed forms."""
     step_times: StepTimes | None = None
-    """Step times that the scheduling rule uses, or None."""
+    """Step times that the scheduling rule uses, or None if it uses none."""
     ranges: dict[str, tuple[float, float]] = Field(default_factory=dict, exclude_if=lambda ranges: not ranges)
-    """For each figure and for the capacity's `rate_per_s`, the range that contains nine of ten cases. If the profile is
-    fitted to a served engine, the cases are loads on this machine while it is otherwise idle. Otherwise they are the
-    published measurements in `ranges_from`.
+    """By name of a figure or `rate_per_s`, the range that contained the measured value in nine of ten cases. If the
+    profile is fitted to a served engine, the cases are loads on this machine while it is otherwise idle. Otherwise they
+    are the published measurements in `ranges_from`.
     """
     ranges_from: dict[str, str] = Field(default_factory=dict, exclude_if=lambda rows: not rows)
-    """For each figure, the published measurements whose prediction errors give the range. Empty means that the ranges
-    are from this machine, or are not known.
+    """By name of a figure, the published measurements whose prediction errors give its range. Empty means that ranges
+    are from this machine or not known.
     """
     warnings: tuple[str, ...] = ()
     """Warnings to read before using the plan."""
 
     @property
     def predicts_rate(self) -> bool:
-        """Whether throughput is predicted. A plan that was written by hand may have zeros instead."""
+        """Whether throughput is predicted. A hand-written plan may have zeros instead."""
         return min(self.throughput_rps, self.encode_batch, self.encode_tokens) > 0
 
 
 class SearchCertificate(Frozen):
     """How the plan was found, and the proof that no plan of the search space is better by more than `gap`.
 
-    Under objective "arrivals", two uncertainties are separate. The plan's rate is simulated, with the error
-    `estimate.capacity.error`. The gap is the distance from this rate to an upper bound in closed form. With method
-    "given", the user gave the settings, and only their figures were computed. With method "grid", closed forms ranked
-    settings along load curves, which proves nothing.
+    Under objective "arrivals", the gap is from the plan's simulated rate to an upper bound in closed form. It does not
+    contain the rate's own error, `estimate.capacity.error`. With method "given", the user gave the settings, and only
+    their figures were computed. With method "grid", closed forms ranked settings along load curves, which proves
+    nothing.
     """
 
     method: Literal["branch-and-bound", "exhaustive", "optuna", "grid", "given"]
     """The search method."""
     evaluations: int
-    """Number of points of the search space that were predicted."""
+    """Number of points of the search space whose figures were predicted."""
     space_size: int
     """Number of points of the search space."""
     simulations: int = 0
     """Number of plans that were simulated to decide which plans keep the bound."""
     seconds: float
-    """Duration of the search."""
+    """Duration of the search, in seconds."""
     gap: float | None
     """Largest share by which the best plan of the search space can exceed this plan, or None if not proven."""
     bound: str
-    """The upper bound that the gap refers to, in words."""
+    """Description of the upper bound to which the gap refers."""
     rival: str | None = None
-    """Another policy's plan whose arrival rate differs by less than the error of simulation, or None."""
+    """Another policy's plan whose arrival rate differs by less than the simulation's error, or None."""

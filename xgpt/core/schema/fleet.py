@@ -13,18 +13,19 @@ from xgpt.core.schema.workload import Workload
 
 
 class ReplicaKind(Frozen):
-    """A kind of replica, which runs one plan on some devices."""
+    """A kind of replica: one plan on some devices."""
 
     name: str
-    """Name of the kind, which states the cluster and the number of devices."""
+    """Name of the kind: the cluster and the number of devices."""
     plan: Plan
     """The plan of one replica."""
     price_per_hour: PositiveFloat
-    """Price of one replica for an hour. If devices have no price, this is the replica's number of devices."""
+    """Price of one replica for an hour. Without device prices, this is the number of its devices."""
     rates_per_s: tuple[NonNegativeFloat, ...]
-    """For each of the fleet's `lengths`, the highest arrival rate of one replica within the bounds."""
+    """For each of the fleet's `lengths`, the highest arrival rate of one replica within the bounds, requests a second.
+    """
     start_s: NonNegativeFloat
-    """Seconds from ordering a replica until it serves, including the time to start and to load weights."""
+    """Seconds from ordering a replica until it serves, including loading weights."""
     drain_s: NonNegativeFloat
     """Seconds from the last request that a replica accepts until all its requests have ended."""
 
@@ -35,9 +36,7 @@ class ReplicaKind(Frozen):
 
     @property
     def change_cost(self) -> float:
-        """Cost of starting and stopping a replica. It is the price of the time in which the replica runs but accepts no
-        requests.
-        """
+        """Cost of starting and stopping a replica: the price of the time in which it runs but accepts no requests."""
         return self.price_per_hour * (self.start_s + self.drain_s) / 3600
 
 
@@ -45,19 +44,19 @@ class FleetInterval(Frozen):
     """The load of an interval, and the replicas that serve it."""
 
     rate_per_s: NonNegativeFloat
-    """Mean number of requests that arrive each second."""
+    """Mean arrival rate, requests a second."""
     peak_per_s: NonNegativeFloat
-    """Mean arrival rate in the busiest third of the interval. The fleet is planned for this rate."""
+    """Mean arrival rate in the busiest third of the interval, for which the fleet is planned."""
     lengths: NonNegativeInt
-    """Index in the fleet's `lengths` of the interval's request lengths."""
+    """The interval's request lengths, as an index in the fleet's `lengths`."""
     replicas: tuple[NonNegativeInt, ...]
-    """Replicas of each kind."""
+    """Number of replicas of each kind."""
     share_kept: float | None = None
     """By simulation, the share of the interval's requests that keep the bounds. None means that no requests arrive."""
 
 
 class FleetFigures(Frozen):
-    """The cost of a fleet over the day, and the share of requests that keep the bounds."""
+    """The cost of a fleet over the day, and the shares of requests that keep the bounds."""
 
     cost: NonNegativeFloat
     """Cost of all replicas, including the time in which they start and drain."""
@@ -72,17 +71,17 @@ class FleetFigures(Frozen):
 
 
 class ConstantFleet(Frozen):
-    """The cheapest fleet that never changes."""
+    """The cheapest fleet that keeps its replicas all day."""
 
     replicas: tuple[NonNegativeInt, ...]
-    """Replicas of each kind."""
+    """Number of replicas of each kind."""
     figures: FleetFigures
     """The fleet's cost, and the share of requests that keep the bounds."""
 
 
 class FleetPlan(Frozen):
-    """The content of fleet.json. For each interval of a day, it states how many replicas of each plan serve the load at
-    the least cost.
+    """The content of fleet.json: for each interval of a day, the numbers of replicas that serve the load at the least
+    cost.
 
     The fleet of the first interval already runs when the day begins, so its start costs nothing.
     """
@@ -100,15 +99,15 @@ class FleetPlan(Frozen):
     the others.
     """
     least_stay_s: NonNegativeFloat
-    """Least time for which a started replica runs."""
+    """Least time for which a started replica runs, in seconds."""
     least_replicas: NonNegativeInt
     """Least number of replicas at any time."""
     load_factor: PositiveFloat
-    """Factor by which the load is multiplied before replicas are planned. It is the smallest factor found with which
-    the simulated fleet keeps the quantile.
+    """Factor on the load for which replicas are planned: the smallest one found with which the simulated fleet keeps
+    the quantile.
     """
     kinds: tuple[ReplicaKind, ...] = Field(min_length=1)
-    """Kinds of replicas."""
+    """Kinds of replicas, in the order of `replicas`."""
     lengths: tuple[Workload, ...] = Field(min_length=1)
     """The distributions of request lengths during the day."""
     intervals: tuple[FleetInterval, ...] = Field(min_length=1)
@@ -116,26 +115,26 @@ class FleetPlan(Frozen):
     planned: FleetFigures
     """Figures of the planned fleet."""
     constant: ConstantFleet
-    """The cheapest fleet that never changes, for comparison."""
+    """The cheapest fleet that keeps its replicas all day, for comparison."""
     least_cost: NonNegativeFloat
-    """Lower bound on the cost of any fleet for the planned load. It is the cost if changes were free and immediate."""
+    """Lower bound on the cost of any fleet for the planned load: the cost if changes were free and immediate."""
     gap: NonNegativeFloat
-    """Largest share by which the planned cost, with all changes, can exceed the optimum for a known load."""
+    """Largest share by which the planned cost, including changes, can exceed the optimum for a known load."""
     num_requests: PositiveInt
-    """Number of simulated requests."""
+    """Number of requests in the day's simulation."""
     planning_s: NonNegativeFloat
-    """Duration of planning."""
+    """Duration of planning, in seconds."""
     verifying_s: NonNegativeFloat
-    """Duration of the day's simulation."""
+    """Duration of the day's simulation, in seconds."""
 
     @property
     def is_priced(self) -> bool:
-        """Whether devices have prices. Without prices, costs are device-hours."""
+        """Whether any device has a price. Otherwise costs are device-hours."""
         return any(kind.plan.cluster.price_per_device_hour is not None for kind in self.kinds)
 
     @property
     def edges_s(self) -> tuple[float, ...]:
-        """The times at which the intervals begin, and the end of the day."""
+        """The times at which the intervals begin, and the end of the day, in seconds from its start."""
         return (*(self.interval_s * i for i in range(len(self.intervals))), self._seconds)
 
     @property
@@ -143,8 +142,8 @@ class FleetPlan(Frozen):
         return self.day_s or self.interval_s * len(self.intervals)
 
     def place(self, time_s: float) -> tuple[int, float]:
-        """Return the number of the interval that contains a time, and the share of that interval that has passed. The
-        time counts from the start of the day, and days repeat.
+        """Return the number of the interval at a time, and the share of it that has passed. The time is in seconds from
+        the start of the day, and days repeat.
         """
         into_s, last = time_s % self._seconds, len(self.intervals) - 1
         i = min(int(into_s // self.interval_s), last)
@@ -152,7 +151,7 @@ class FleetPlan(Frozen):
         return i, (into_s - start_s) / (self.interval_s if i < last else self._seconds - start_s)
 
     def in_words(self, replicas: tuple[int, ...]) -> str:
-        """Return the number of replicas of each kind, such as "2 h100, 1 cpu"."""
+        """Return numbers of replicas as text, such as "2 h100, 1 cpu"."""
         return ", ".join(f"{count} {kind.name}" for count, kind in zip(replicas, self.kinds, strict=True) if count)
 
     def interval_at(self, time_s: float) -> FleetInterval:

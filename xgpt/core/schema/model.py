@@ -1,4 +1,4 @@
-"""Define the shape of a model, which has all sizes that planning and running need."""
+"""Define the shape of a model: all sizes that planning and running need."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ class Precision(NamedTuple):
         weights: type of the weights of projections.
         state: type of activations and the embedding table.
         kv: type of K/V.
-        packs: whether weights are stored in a layout for the device's kernels. If so, a tied output head is a copy of
-            the embedding.
-        screens: whether the output head is stored twice, in 8 bits and as in the checkpoint.
+        packs: whether weights are stored in a layout for the device's kernels. A tied output head is then a separate
+            copy of the embedding.
+        screens: whether the output head is stored twice: in 8 bits, and as in the checkpoint.
     """
 
     weights: DType
@@ -89,15 +89,15 @@ class Precision(NamedTuple):
         kv_dtype: DType | None = None,
         layouts: Collection[str] = (),
     ) -> Precision:
-        """Return the types that an engine uses for a dtype.
+        """Return the data types that an engine uses if matrix products have type `dtype`.
 
-        If matrix products are bfloat16 or int8 on a CPU, xgpt's own engine uses float32 for everything else except K/V.
-        K/V is then bfloat16 by default: for few tokens, attention takes only as long as reading K/V.
+        With bfloat16 or int8 on a CPU, xgpt's own engine uses float32 for everything except matrix products and K/V.
+        K/V is then bfloat16 by default, since attention for few tokens is bound by reading K/V.
 
         Args:
             engine: the engine. None means xgpt's own.
             kv_dtype: type of K/V. None means the engine's default.
-            layouts: keys of the weights that have a special layout on a CPU.
+            layouts: keys of the weights that have a special layout on a CPU (see `Profile.layouts`).
         """
         if device_type != "cpu" or engine not in (None, "xgpt"):
             return cls(dtype, "bfloat16" if dtype == "float8" else dtype, kv_dtype or dtype, packs=False)
@@ -109,8 +109,7 @@ class Precision(NamedTuple):
 class ModelShape(Frozen):
     """The sizes on which a model's step times depend. Models that differ only in name share a profile.
 
-    `num_layers` counts decoder layers, which are all layers of a decoder-only model. `num_encoder_layers` counts the
-    layers of the encoder. `head_dim` need not be hidden_size / num_heads.
+    `num_layers` does not count encoder layers. `head_dim` need not be hidden_size / num_heads.
     """
 
     name: str
@@ -144,24 +143,26 @@ class ModelShape(Frozen):
     experts: Experts | None = None
     """Experts, which replace the feed-forward block of a layer. None means no experts."""
     latent: LatentAttention | None = None
-    """Latent attention, which stores one vector per token, or None if keys and values are stored."""
+    """Latent attention, which stores one vector per token. None means that keys and values are stored."""
     sliding_window: PositiveInt | None = None
-    """Number of last tokens that a token attends to, itself included. None means all."""
+    """Number of most recent tokens, itself included, to which a token attends. None means all."""
     full_attention_layers: tuple[int, ...] = ()
     """Numbers of the layers without a sliding window, if other layers have one."""
     attention_sinks: bool = False
-    """Whether each head has an attention sink, which is a learned score that belongs to no token."""
+    """Whether each head has an attention sink: a learned score that belongs to no token."""
     quantization: Quantization | None = None
     """Format of quantised weights in the checkpoint. None means that weights are stored in the dtype."""
 
     layer_embedding_params: NonNegativeInt = 0
-    """Number of weights, over all layers, of embeddings that layers add to their inputs."""
+    """Number of weights of the embeddings that layers add to their inputs, over all layers."""
     blocks: tuple[Block, ...] = ()
-    """The blocks of different layers. Empty means that all layers have the sizes above."""
+    """The kinds of layers, if they differ in more than window and experts. Empty means that all layers have the sizes
+    above.
+    """
 
     @property
     def shape(self) -> ModelShape:
-        """This shape without the fields of subclasses."""
+        """The same shape as a plain `ModelShape`."""
         return ModelShape(**{name: getattr(self, name) for name in ModelShape.model_fields})
 
     def differs_from(self, other: ModelShape) -> str | None:
@@ -174,11 +175,10 @@ class ModelShape(Frozen):
 
 
 class ModelSpec(ModelShape):
-    """A transformer, whose weights come from a checkpoint or from a seed.
+    """A transformer, with all sizes and constants that are needed to run it.
 
-    The decoder of an encoder-decoder (t5) starts with `bos_token_id` (default 0). Self-attention in the encoder and the
-    decoder adds a bias that depends on the distance between tokens, in `relative_buckets` buckets for distances of up
-    to `relative_max_distance` tokens.
+    The decoder of an encoder-decoder (t5) starts with `bos_token_id` (default 0). Its self-attention, and that of the
+    encoder, adds a learned bias for each of `relative_buckets` ranges of the distance between tokens.
     """
 
     tie_embeddings: bool = True
@@ -192,30 +192,31 @@ class ModelSpec(ModelShape):
     rotary_dim: PositiveInt | None = None
     """Number of leading dimensions of a head that are rotated by position. None means all."""
     sliding_rope_theta: PositiveFloat | None = None
-    """Base of the unscaled rotary embeddings in layers with a sliding window. None means the same as in other
-    layers."""
+    """Base of rotary embeddings, without scaling, in layers with a sliding window. None means the same embeddings as in
+    other layers.
+    """
     score_scale: PositiveFloat | None = None
     """Factor on attention scores. None means 1 over the square root of head_dim."""
     score_softcap: PositiveFloat | None = None
-    """Limit of attention scores, by tanh. None means no limit."""
+    """Largest magnitude of attention scores, which tanh limits. None means no limit."""
     logit_softcap: PositiveFloat | None = None
-    """Limit of logits, by tanh. None means no limit."""
+    """Largest magnitude of logits, which tanh limits. None means no limit."""
     relative_buckets: int = Field(default=32, ge=4)
     """Number of buckets of relative positions (t5)."""
     relative_max_distance: PositiveInt = 128
-    """Largest distance, in tokens, with a separate bucket (t5)."""
+    """Number of tokens from which on all distances are in the last bucket (t5)."""
     head_scale: float = Field(default=1.0, gt=0)
     """Factor on the hidden states that enter the output head."""
     bos_token_id: int | None = None
-    """First token of the decoder."""
+    """Id of the decoder's first token."""
     eos_token_ids: tuple[int, ...] = ()
-    """Tokens that end an output."""
+    """Ids of the tokens that end an output."""
     mtp_layers: NonNegativeInt = Field(default=0, exclude_if=lambda number: not number)
-    """Number of layers for multi-token prediction, which only a draft uses (see `speculation`)."""
+    """Number of layers for multi-token prediction. Only speculative decoding uses them."""
     default_dtype: DType = "float16"
     """Data type that plans use by default."""
     tower_params: NonNegativeInt = 0
-    """Number of weights of encoders for images and sound, which other engines load with the language model."""
+    """Number of weights of encoders for images and sound. Other engines load them with the language model."""
 
     @model_validator(mode="after")
     def _check(self) -> ModelSpec:
@@ -248,7 +249,7 @@ class ModelSpec(ModelShape):
 
     @property
     def special_attention(self) -> str | None:
-        """Name of the first field that makes attention differ from a softmax over all keys, or None."""
+        """Name of the first field that makes attention more than a softmax over all keys, or None."""
         names = ("sliding_window", "attention_sinks", "score_softcap", "latent")
         return next((name for name in names if getattr(self, name)), None)
 
@@ -258,19 +259,19 @@ class ModelSpec(ModelShape):
 
     @property
     def norms_span_heads(self) -> bool:
-        """Whether each query and each key is normalised over all its heads together, even if the heads are on several
+        """Whether a token's query (and key) is normalised over all heads together, even if the heads are on several
         devices.
         """
         return self.family == "minimax_m2"
 
     @property
     def run_dtypes(self) -> tuple[RunDType, ...]:
-        """Data types that suffice for the model's activations. T5's published checkpoints overflow float16."""
+        """Data types in which the model can run. T5's published checkpoints overflow float16."""
         return tuple(dtype for dtype in get_args(RunDType) if dtype != "float16" or self.family != "t5")
 
     @property
     def kinds(self) -> tuple[Block, ...]:
-        """The kinds of decoder layers, each with the numbers of its layers."""
+        """The kinds of decoder layers, each with its layers' numbers."""
         full = self.full_attention_layers if self.sliding_window else ()
         return self.blocks or _kinds(
             self.num_layers,
@@ -288,7 +289,7 @@ class ModelSpec(ModelShape):
 
     @property
     def sizes(self) -> Sizes:
-        """Sizes of the model on which the numbers of weights of all kinds depend."""
+        """The model's sizes from which the numbers of weights of all kinds of layers follow."""
         return Sizes(hidden=self.hidden_size, products=3 if self.gated_ffn else 2)
 
     @property
@@ -298,7 +299,7 @@ class ModelSpec(ModelShape):
 
     @property
     def ffn_params(self) -> int:
-        """Number of weights of a feed-forward block without experts."""
+        """Number of weights of a dense feed-forward block."""
         return self.sizes.products * self.hidden_size * self.ffn_size
 
     @property
@@ -318,13 +319,13 @@ class ModelSpec(ModelShape):
 
     @property
     def embedding_params(self) -> int:
-        """Number of weights of the token embedding, the output head (none if it is tied) and the embeddings of
-        layers.
-        """
+        """Number of weights of the token embedding, the output head (unless tied) and the embeddings of layers."""
         return self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2) + self.layer_embedding_params
 
     def kv_bytes_of(self, kind: Block, dtype: DType, group: int = 1) -> float:
-        """Return the K/V bytes of a token in a layer of kind `kind`, on one device of a group."""
+        """Return the K/V bytes of a token in one layer of a kind, on one device of a tensor-parallel group of `group`
+        devices.
+        """
         if (attention := kind.attention) is None or not attention.keeps:
             return 0.0
         vectors = 1 if attention.latent is not None else 2 * max(attention.num_kv_heads / group, 1.0)
@@ -332,18 +333,16 @@ class ModelSpec(ModelShape):
         return attention.kept_elements(group) * BYTES_PER_ELEMENT[dtype] + scales + attention.index_bytes
 
     def kv_bytes_per_token(self, dtype: DType) -> int:
-        """Return the K/V bytes of a token in all decoder layers, as long as the token is within the window of every
-        layer.
-        """
+        """Return the K/V bytes of a token in all decoder layers. Sliding windows are ignored."""
         return sum(len(kind.layers) * int(self.kv_bytes_of(kind, dtype)) for kind in self.kinds)
 
     @property
     def unpacked(self) -> ModelSpec:
-        """The same model without quantisation. Its weights have the dtype of products."""
+        """The same model without quantisation."""
         return self if self.quantization is None else self.but(quantization=None)
 
     def layer_weight_bytes(self, dtype: DType, first: int = 0, last: int | None = None) -> float:
-        """Return the bytes of the weights of decoder layers [first, last), by default of all."""
+        """Return the bytes of the weights of decoder layers [first, last). The default is all layers."""
         last, sizes = self.num_layers if last is None else last, self.sizes
         cross = (last - first) * self.attention_params if self.is_encoder_decoder else 0
         total = float(cross * self.bytes_per_weight(dtype, "attention"))
@@ -357,7 +356,7 @@ class ModelSpec(ModelShape):
         return total
 
     def expert_bytes(self, dtype: DType, first: int = 0, last: int | None = None) -> float:
-        """Return the bytes of the routed experts of decoder layers [first, last), by default of all."""
+        """Return the bytes of the routed experts of decoder layers [first, last). The default is all layers."""
         last, total = self.num_layers if last is None else last, 0
         for kind in self.kinds:
             if kind.experts is not None:
@@ -365,8 +364,8 @@ class ModelSpec(ModelShape):
         return total * self.bytes_per_weight(dtype, "experts")
 
     def unshared_bytes(self, dtype: DType, first: int = 0, last: int | None = None) -> float:
-        """Return the bytes of the decoder weights of layers [first, last), by default of all, that every device of a
-        tensor-parallel group stores in full.
+        """Return the bytes of those weights of decoder layers [first, last) that every device of a tensor-parallel
+        group stores in full. The default is all layers.
         """
         last = self.num_layers if last is None else last
         unshared = sum(kind.count(first, last) * self.sizes.unshared(kind) for kind in self.kinds)
@@ -387,7 +386,7 @@ class ModelSpec(ModelShape):
 def _kinds(
     num_layers: int, attention: Attention, full: tuple[int, ...], ffn_size: int, experts: Experts | None
 ) -> tuple[Block, ...]:
-    """Return the kinds of layers. Kinds differ only in whether their layers have a window and experts."""
+    """Return the kinds of layers, which differ only in whether they have a window and experts."""
     whole, dense = set(full), set(range(num_layers)) if experts is None else set(experts.dense_layers)
     found: dict[tuple[bool, bool], list[int]] = {}
     for layer in range(num_layers):

@@ -1,4 +1,4 @@
-"""Define the blocks of a decoder: the parts of its layers and their sizes, in one form for all model families."""
+"""Define the kinds of decoder layers and their parts, in one form for all model families."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from xgpt.core.schema.model_parts import Experts, LatentAttention
 
 
 class Indexer(Frozen):
-    """The index of sparse attention, which scores all earlier tokens. Attention reads only the tokens with the best
-    scores.
+    """The index of sparse attention. It scores all earlier tokens, and attention reads only those with the best scores.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556) sec. 2.1.
     """
@@ -21,17 +20,17 @@ class Indexer(Frozen):
     num_heads: PositiveInt
     """Number of heads that score tokens."""
     head_dim: PositiveInt
-    """Width of a head of the index, which is also the width of the 8-bit key that the index stores for each token."""
+    """Width of a head of the index, and of the 8-bit key that the index stores for each token."""
     top_k: PositiveInt
-    """Largest number of tokens that attention reads."""
+    """Largest number of tokens that attention reads for a query."""
     pool: PositiveInt = 1
-    """Number of tokens for each key of the index."""
+    """Number of tokens that share one key of the index."""
     is_shared: bool = False
-    """Whether the layer has no index of its own, and reads the tokens that an earlier layer's index has chosen."""
+    """Whether the layer has no index of its own and reads the tokens chosen by an earlier layer's index."""
 
 
 class Attention(Frozen):
-    """Softmax attention over all earlier tokens, over the last tokens, or over the tokens that an index selects."""
+    """Softmax attention over all earlier tokens, the most recent ones, or those that an index selects."""
 
     num_heads: PositiveInt
     """Number of query heads."""
@@ -42,13 +41,13 @@ class Attention(Frozen):
     value_dim: PositiveInt | None = None
     """Width of a value. None means `head_dim`."""
     window: PositiveInt | None = None
-    """Number of last tokens that a token attends to, itself included. None means all."""
+    """Number of most recent tokens, itself included, to which a token attends. None means all."""
     latent: LatentAttention | None = None
     """Latent attention, which stores one vector per token in place of keys and values."""
     indexer: Indexer | None = None
     """The index of sparse attention. None means that attention reads all tokens of its window."""
     is_gated: bool = False
-    """Whether the output has a gate that is computed together with the queries."""
+    """Whether the output has a gate, which is computed together with the queries."""
     has_values: bool = True
     """Whether values have a projection. Otherwise the keys are also the values."""
     keeps: bool = True
@@ -56,9 +55,9 @@ class Attention(Frozen):
     compression: PositiveInt = 1
     """Number of tokens that share one stored entry. The last `window` tokens each have an entry of their own."""
     weights: PositiveInt | None = None
-    """Number of weights of all projections if shapes are unusual, or None if the number follows from the sizes."""
+    """Number of weights of all projections. None means that it follows from the sizes."""
     other_params: NonNegativeInt = 0
-    """Number of further weights of the block, which are divided over devices."""
+    """Number of further weights of the block, which a tensor-parallel group divides."""
 
     @property
     def values(self) -> int:
@@ -68,7 +67,7 @@ class Attention(Frozen):
         return self.value_dim or self.head_dim
 
     def params(self, hidden: int) -> int:
-        """Return the number of weights of all projections."""
+        """Return the number of weights of the block."""
         if self.weights is not None:
             return self.weights + self.other_params
         if (latent := self.latent) is not None:
@@ -90,13 +89,15 @@ class Attention(Frozen):
         return (rank or hidden) * width + hidden * (self.indexer.head_dim + self.indexer.num_heads)
 
     def unshared_params(self, hidden: int) -> int:
-        """Return the number of weights that every device of a tensor-parallel group has in full."""
+        """Return the number of weights that every device of a tensor-parallel group stores in full."""
         if self.latent is None:
             return 0
         return hidden * ((self.latent.q_rank or 0) + self.latent.kept_per_token) + self.index_params(hidden)
 
     def kept_elements(self, group: int = 1) -> float:
-        """Return the number of K/V elements of a token on one device of a group, without the key of the index."""
+        """Return the number of K/V elements of a token on one device of a tensor-parallel group of `group` devices,
+        without the index.
+        """
         if not self.keeps:
             return 0.0
         if self.latent is not None:
@@ -105,36 +106,38 @@ class Attention(Frozen):
 
     @property
     def index_bytes(self) -> int:
-        """Bytes that the index stores for a token, which are an 8-bit key and a scale."""
+        """Bytes that the index stores for a token: an 8-bit key and a scale."""
         if self.indexer is None or self.indexer.is_shared:
             return 0
         return -(-(self.indexer.head_dim + 4) // (self.compression * self.indexer.pool))
 
 
 class Recurrent(Frozen):
-    """A block with one state of constant size per request: linear attention, a state-space layer or a convolution."""
+    """A block with a state of constant size per request: linear attention, a state-space layer or a convolution."""
 
     num_heads: PositiveInt
     """Number of heads, which are divided over a tensor-parallel group."""
     weights: PositiveInt
     """Number of weights in all matrix products of the block."""
     state_elements: PositiveInt
-    """Number of elements of a request's state, which each token updates."""
+    """Number of elements of a request's state that each token updates."""
     state_bytes: PositiveInt
     """Bytes of a request's state, including the last inputs of convolutions."""
 
 
 class Block(Frozen):
-    """Equal layers, with the part that mixes tokens and the feed-forward block."""
+    """A kind of layer: layers with equal sizes, each with a token mixer (attention or recurrent) and a feed-forward
+    block.
+    """
 
     layers: tuple[int, ...]
     """Numbers of the layers, from 0."""
     attention: Attention | None = None
     """The attention. None means that a recurrent block mixes tokens, or that nothing does."""
     recurrent: Recurrent | None = None
-    """A block with a state of constant size, in place of attention or together with it."""
+    """The recurrent block, in place of attention or together with it."""
     ffn_size: NonNegativeInt = 0
-    """Inner width of the feed-forward block to which every token goes. 0 means no such block."""
+    """Inner width of the dense feed-forward block. 0 means no such block."""
     experts: Experts | None = None
     """Experts to which tokens are routed."""
 
@@ -145,7 +148,7 @@ class Block(Frozen):
         return self
 
     def count(self, first: int, last: int) -> int:
-        """Return how many of the block's layers are in [first, last)."""
+        """Return how many layers of this kind are in [first, last)."""
         ordered = _ordered(self.layers)
         return bisect_left(ordered, last) - bisect_left(ordered, first)
 
@@ -156,24 +159,24 @@ def _ordered(layers: tuple[int, ...]) -> list[int]:
 
 
 class Sizes(Frozen):
-    """Sizes of the model on which the number of weights in a block depends, besides the block's own sizes."""
+    """The model's sizes from which, with a block's own sizes, its number of weights follows."""
 
     hidden: PositiveInt
     """Width of hidden states."""
     products: PositiveInt
-    """Number of matrix products of a feed-forward block, which is three with a gate and two without."""
+    """Number of matrix products of a feed-forward block: three with a gate, two without."""
 
     def mixer(self, block: Block) -> int:
-        """Return the number of weights that mix tokens."""
+        """Return the number of weights of a layer's token mixer."""
         attention = 0 if block.attention is None else block.attention.params(self.hidden)
         return attention + (0 if block.recurrent is None else block.recurrent.weights)
 
     def unshared(self, block: Block) -> int:
-        """Return the number of weights that mix tokens and that every device of a group has in full."""
+        """Return the number of a token mixer's weights that every device of a tensor-parallel group stores in full."""
         return 0 if block.attention is None else block.attention.unshared_params(self.hidden)
 
     def dense(self, block: Block) -> int:
-        """Return the number of weights of the feed-forward block to which every token goes, without shared experts."""
+        """Return the number of weights of the dense feed-forward block."""
         return self.products * self.hidden * block.ffn_size
 
     def expert(self, block: Block) -> int:
@@ -183,7 +186,7 @@ class Sizes(Frozen):
         )
 
     def beside_experts(self, block: Block) -> int:
-        """Return the number of weights of shared experts, router and the projections around experts."""
+        """Return the number of weights of the shared experts, the router, and the projections around the experts."""
         if (experts := block.experts) is None:
             return 0
         shared = self.products * self.hidden * experts.shared_ffn_size

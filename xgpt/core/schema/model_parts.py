@@ -10,10 +10,10 @@ from xgpt.core.schema.base import Frozen
 
 
 class Experts(Frozen):
-    """A mixture of experts, which are feed-forward blocks from which a router chooses some for each token.
+    """A mixture of experts: feed-forward blocks, of which a router chooses some for each token.
 
-    A layer has `number` experts of width `ffn_size`, and each token is routed to `active` of them. Each token also goes
-    to the shared experts, which together are one block of width `shared_ffn_size`.
+    Each token is routed to `active` of a layer's `number` experts. It also goes to the shared experts, which together
+    are one block of width `shared_ffn_size`.
     """
 
     number: PositiveInt
@@ -21,17 +21,17 @@ class Experts(Frozen):
     active: PositiveInt
     """Number of experts to which each token is routed."""
     ffn_size: PositiveInt
-    """Width between the two products of an expert."""
+    """Inner width of a routed expert."""
     shared_ffn_size: int = Field(default=0, ge=0)
-    """Width of all shared experts together. Every token goes to the shared experts."""
+    """Inner width of all shared experts together."""
     dense_layers: tuple[int, ...] = ()
-    """Numbers of the layers without experts, which have one feed-forward block of the model's `ffn_size`."""
+    """Numbers of the layers without experts. They have a dense block of the model's `ffn_size`."""
     skew: float = Field(default=0.0, ge=0)
-    """Exponent of the power law by which tokens are spread over experts. 0 means that all experts are equally busy."""
+    """Exponent of the power law by which tokens are spread over experts. 0 means evenly."""
     normalised: bool = True
     """Whether the weights of a token's experts add up to one."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """Function from router scores to weights. With sigmoid, each expert has a bias that affects only the choice."""
+    """Function from router logits to scores. With sigmoid, each expert has a bias that affects only the choice."""
     num_groups: PositiveInt = 1
     """Number of groups of experts."""
     active_groups: PositiveInt = 1
@@ -43,8 +43,8 @@ class Experts(Frozen):
     bias: bool = Field(default=False, exclude_if=lambda bias: not bias)
     """Whether the matrix products of an expert have biases."""
     latent_size: PositiveInt | None = None
-    """Width to which tokens are projected before the routed experts. Afterwards they are projected back. None means
-    that there are no projections and the width is the hidden size.
+    """Width to which tokens are projected before the routed experts. Outputs are projected back. None means no
+    projections.
     """
 
     @model_validator(mode="after")
@@ -59,12 +59,12 @@ class Experts(Frozen):
         return self
 
     def width_in(self, hidden: int) -> int:
-        """Return the width of the input of a routed expert."""
+        """Return the width of a routed expert's input."""
         return self.latent_size or hidden
 
 
 class LatentAttention(Frozen):
-    """Multi-head latent attention, which computes the keys and values of all heads from one small vector per token.
+    """Multi-head latent attention: the keys and values of all heads are computed from one small vector per token.
 
     The cache stores this vector and a rotated key that all heads share. Source: DeepSeek-V2 (arXiv 2405.04434) sec.
     2.1.
@@ -73,23 +73,23 @@ class LatentAttention(Frozen):
     kv_rank: PositiveInt
     """Width of the vector from which keys and values are computed."""
     q_rank: PositiveInt | None = None
-    """Width of the vector from which queries are computed, or None if they are computed from the hidden state."""
+    """Width of the vector from which queries are computed. None means that they are computed from the hidden state."""
     rope_head_dim: NonNegativeInt
     """Width of the part of a head's query and key that is rotated by position. 0 means that no part is rotated."""
     value_head_dim: PositiveInt
     """Width of a head's value."""
     rope_interleaved: bool = True
-    """Whether dimensions 2 i and 2 i + 1 are rotated together, rather than i and i + half."""
+    """Whether dimensions 2 i and 2 i + 1 are rotated together, not i and i + half."""
 
     @property
     def kept_per_token(self) -> int:
-        """Number of elements that a layer stores for a token."""
+        """Number of elements that a layer caches for a token."""
         return self.kv_rank + self.rope_head_dim
 
 
 Part = Literal["attention", "dense", "shared", "experts"]
-"""Parts of a layer, whose weights may be stored in different formats: blocks that mix tokens, dense feed-forward
-blocks, shared experts, and routed experts.
+"""Parts of a layer whose weights may have different formats: token mixer, dense feed-forward block, shared experts and
+routed experts.
 """
 EIGHT_BITS = ("fp8", "fp8_block", "int8", "mxfp8")
 _BITS = {"fp8": 8.0, "fp8_block": 8.0, "int8": 8.0, "mxfp8": 8.25, "mxfp4": 4.25, "nvfp4": 4.5}
@@ -112,18 +112,16 @@ class Quantization(Frozen):
     kind: Literal["fp8", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "int4", "int8"]
     """Format of the weights."""
     experts_only: bool = False
-    """Whether attention, shared experts and dense blocks stay in the dtype."""
+    """Whether all parts except routed experts stay in the dtype."""
     kept: tuple[Part, ...] = ()
-    """Other parts whose weights stay in the dtype."""
+    """Further parts whose weights stay in the dtype."""
     eight_bit_parts: tuple[Part, ...] = ()
-    """Parts with 8-bit weights, if other parts have 4-bit weights."""
+    """Parts with fp8 weights, if `kind` has 4-bit weights."""
     finds_scales: bool = False
-    """Whether each step computes the scale of its activations (fp8). Otherwise the checkpoint has one for each
-    matrix.
-    """
+    """Whether activation scales are computed in each step (fp8). Otherwise the checkpoint has one for each matrix."""
     group_size: PositiveInt = 128
-    """Number of weights with a common scale (int4). For fp8_block, it is the number of rows and of columns of a block
-    with a common scale.
+    """Number of weights that share a scale (int4), or number of rows and of columns of a block that shares a scale
+    (fp8_block).
     """
     has_zero_points: bool = False
     """Whether each group also has a 4-bit zero point (int4)."""
@@ -137,7 +135,7 @@ class Quantization(Frozen):
 
     @property
     def bytes_per_weight(self) -> float:
-        """Mean bytes of a weight, including scales."""
+        """Mean bytes of a weight, including its share of scales."""
         if self.kind == "int4":
             return (4 + (16 + 4 * self.has_zero_points) / self.group_size) / 8
         return _BITS[self.kind] / 8
@@ -157,13 +155,13 @@ class RopeScaling(Frozen):
     kind: Literal["llama3"] = "llama3"
     """Kind of scaling."""
     factor: float = Field(gt=0)
-    """Factor on long wavelengths."""
+    """Factor by which long wavelengths are multiplied."""
     low_freq_factor: float = Field(gt=0)
     """Wavelengths above `original_max_position` divided by this factor are scaled fully."""
     high_freq_factor: float = Field(gt=0)
     """Wavelengths below `original_max_position` divided by this factor are not scaled."""
     original_max_position: PositiveInt
-    """Context before scaling."""
+    """Context length, in tokens, before scaling."""
 
 
 class LinearRope(Frozen):
@@ -176,8 +174,7 @@ class LinearRope(Frozen):
 
 
 class YarnRope(Frozen):
-    """YaRN scaling, which multiplies long wavelengths by a factor, keeps short wavelengths, and scales queries and
-    keys.
+    """YaRN scaling: long wavelengths are multiplied by a factor, short ones are kept, and queries and keys are scaled.
 
     Source: arXiv 2309.00071.
     """
@@ -185,9 +182,9 @@ class YarnRope(Frozen):
     kind: Literal["yarn"] = "yarn"
     """Kind of scaling."""
     factor: PositiveFloat
-    """Factor on long wavelengths."""
+    """Factor by which long wavelengths are multiplied."""
     original_max_position: PositiveInt
-    """Context before scaling."""
+    """Context length, in tokens, before scaling."""
     beta_fast: PositiveFloat = 32.0
     """Dimensions that rotate more than this number of times within the original context are not scaled."""
     beta_slow: PositiveFloat = 1.0
@@ -199,7 +196,7 @@ class YarnRope(Frozen):
 
 
 class LongRope(Frozen):
-    """LongRoPE scaling. Each wavelength has two factors: one for contexts up to the original length, and one for longer
+    """LongRoPE scaling: each wavelength has one factor for contexts up to the original length, and one for longer
     contexts.
 
     Source: arXiv 2402.13753.
@@ -212,6 +209,6 @@ class LongRope(Frozen):
     long_factor: tuple[PositiveFloat, ...]
     """Factors for contexts beyond the original length."""
     original_max_position: PositiveInt
-    """Context before scaling."""
+    """Context length, in tokens, before scaling."""
     attention_factor: PositiveFloat
     """Factor on rotated queries and keys."""

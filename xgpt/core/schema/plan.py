@@ -1,4 +1,4 @@
-"""Define plan.json, the schedule that `xgpt plan` writes and `xgpt serve` executes."""
+"""Define plan.json, which `xgpt plan` writes and `xgpt serve` executes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ for activations.
 """
 
 NEVER_NS = 10**15
-"""The bound (eleven days) that the scheduling rule assumes for requests without a bound."""
+"""The bound, in nanoseconds (eleven days), that the scheduling rule uses for requests without a bound."""
 
 EngineKind = Literal["xgpt", "vllm"]
 SPECULATIVE_POLICIES = ("chunked", "orca")
@@ -41,21 +41,21 @@ requests in each row, and "slots" has rows that are divided into slots.
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether the Hugging Face Hub allows a name: ORGANISATION/MODEL in letters, digits and - . _"""
+    """Return whether a name is a valid id on the Hugging Face Hub: ORGANISATION/MODEL in letters, digits and - . _"""
     return _HUB_ID.fullmatch(name) is not None and not ("--" in name or ".." in name or name.endswith(".git"))
 
 
 class Stage(Frozen):
-    """One pipeline stage, with its devices and its layers [first, last).
+    """One pipeline stage, with its devices and layers.
 
-    The encode lane of an encoder-decoder has no decoder layers. Its K/V blocks contain the encoder's hidden states of
-    prompts until the decode lane has received them.
+    The encode lane of an encoder-decoder has no decoder layers. Its K/V blocks hold the encoder's outputs until the
+    decode lane has received them.
     """
 
     lane: StageLane = "both"
     """The lane to which the stage belongs."""
     devices: tuple[int, ...]
-    """Devices of the stage, by number."""
+    """Numbers of the stage's devices."""
     encode_layers: tuple[int, int] | None = None
     """Encoder layers [first, last), or None."""
     decode_layers: tuple[int, int]
@@ -63,22 +63,23 @@ class Stage(Frozen):
     tp: PositiveInt = 1
     """Tensor-parallel degree."""
     ep: PositiveInt = 1
-    """Number of parts into which a layer's experts are divided. The devices of a part hold slices of its experts. If
-    the number exceeds `tp`, several replicas run their steps together and divide the experts among them, so that each
-    device holds whole experts. Each replica still has its own attention and K/V (attention by data parallelism).
+    """Number of parts into which a layer's experts are divided (expert-parallel degree). The devices of a part hold
+    slices of its experts. If the number exceeds `tp`, several replicas run their steps together and divide the experts
+    among them, so that each device holds whole experts. Each replica still has its own attention and K/V (data-parallel
+    attention).
     """
     kv_blocks: PositiveInt
     """Number of K/V blocks on the stage."""
 
 
 class ProfileRef(Frozen):
-    """The profile from which the plan was made. Model, dtype and device are the same as in the plan.
+    """The profile from which the plan was made. It has the plan's model, dtype and device.
 
     Attributes:
-        sha256: Hash of the profile's content, which identifies the profile.
-        engine: The engine whose steps were timed, and for which the plan was made. None means that times are from a
-            datasheet, for any engine.
-        slowdown: Factor on the profile's times, measured by a server.
+        sha256: SHA-256 of the profile's content.
+        engine: The engine whose steps were timed, and for which the plan was made. None means times from a datasheet,
+            for any engine.
+        slowdown: Factor on the profile's times, as a server has measured it.
     """
 
     source: Literal["measured", "analytic", "imported"]
@@ -88,20 +89,20 @@ class ProfileRef(Frozen):
     engine_version: str | None = None
     """Version of that engine."""
     num_threads: PositiveInt | None = None
-    """Number of threads during the measurement."""
+    """Number of threads of the engine during the measurement."""
     layouts: dict[str, str] = Field(default_factory=dict)
-    """On a CPU, the layout of weights by shape (OUTxIN). `head` has the layout of the output head's 8-bit copy, and
-    `prompts` and `decodes` have the number of keys that attention reads at a time.
+    """On a CPU, the layout of weights by shape (OUTxIN). Key `head` states the layout of the output head's 8-bit copy.
+    Keys `prompts` and `decodes` state how many keys attention reads at a time.
     """
     spread: float = 0.0
-    """Share by which slow periods of the measurement exceed the mean."""
+    """Share by which steps in slow periods of the measurement took longer than the mean."""
     slowdown: PositiveFloat = 1.0
     provenance: dict[str, str] = Field(default_factory=dict)
-    """For parts of the profile, the source of the numbers."""
+    """By name of a part of the profile, the source of its numbers."""
 
 
 class Plan(Frozen):
-    """The content of plan.json. It has every number that a run needs, so that the runner computes none."""
+    """The content of plan.json. It has every number that a run needs."""
 
     schema_version: Literal[1] = 1
     """Version of this format."""
@@ -118,7 +119,7 @@ class Plan(Frozen):
     cluster: ClusterSpec
     """The devices for which the plan was made."""
     engine: EngineSpec | None = None
-    """The engine that runs the plan. None means an engine without a description."""
+    """The engine that runs the plan. None means an engine without a file in configs/engines."""
     workload: Workload
     """The request lengths for which the plan was made."""
     constraint: Constraint
@@ -128,15 +129,15 @@ class Plan(Frozen):
     pinned: Pinned = Pinned()
     """The settings of the schedule that the user fixed."""
     speculation: Speculation | None = Field(default=None, exclude_if=lambda speculation: speculation is None)
-    """Speculative decoding, or None. With it, an engine step counts as several steps of the schedule, each of which
-    gives a request one token on average. `Plan.step_tokens` computes the tokens of an engine step.
+    """Speculative decoding, or None. With it, an engine step counts as several steps of the schedule, each with one
+    token for a request.
     """
     admission: Admission = Admission()
-    """The order in which waiting requests enter, and the reservation of K/V memory."""
+    """How requests are admitted: the order in which they enter, and the reservation of K/V memory."""
     api_servers: PositiveInt = Field(default=1, exclude_if=lambda number: number == 1)
     """Number of API server processes for each engine command. The processes share the command's requests."""
     replicas: PositiveInt = 1
-    """Number of copies of the stages, each of which serves different requests."""
+    """Number of copies of the stages. Each serves different requests."""
     block_size: PositiveInt = 16
     """Number of tokens in a K/V block."""
     stages: tuple[Stage, ...] = Field(min_length=1)
@@ -144,7 +145,7 @@ class Plan(Frozen):
     estimate: Estimate
     """The predicted figures."""
     search: SearchCertificate
-    """How the plan was found, and the proof that it is nearly optimal."""
+    """How the plan was found, and the proven gap to the optimum."""
     profile: ProfileRef
     """The profile from which the figures were predicted."""
 
@@ -154,12 +155,12 @@ class Plan(Frozen):
 
     @property
     def sharing_replicas(self) -> int:
-        """Number of replicas that divide the experts among them, or 1 if each replica has all experts."""
+        """Number of replicas that divide the experts among them. 1 means that each replica has all experts."""
         return max(1, self.stages[0].ep // self.stages[0].tp)
 
     def step_tokens(self, budget: int) -> int:
-        """Return the largest number of tokens in an engine step that corresponds to a step of the schedule with up to
-        `budget` tokens.
+        """Return the token budget of an engine step for a budget of `budget` tokens in the schedule. They differ only
+        with speculative decoding.
         """
         if self.speculation is None:
             return budget
@@ -168,9 +169,7 @@ class Plan(Frozen):
 
     @property
     def request_path_s(self) -> float:
-        """Seconds that a request with the mean prompt spends outside both waiting and steps, by the engine's
-        figures.
-        """
+        """Seconds of TTFT that are neither waiting nor steps, for a prompt of mean length, by the engine's figures."""
         return (
             0.0 if self.engine is None else self.engine.request_path_s(self.workload.input.mean, self.model.num_layers)
         )
@@ -214,7 +213,7 @@ class Plan(Frozen):
         return self
 
     def _check_bounds_of_rule(self) -> None:
-        """Check that the bound and the step times that the scheduling rule uses are present."""
+        """Check that the plan has the bound and the step times that its scheduling rule uses."""
         has_times = self.estimate.step_times is not None
         if (
             isinstance(self.policy, ChunkedSettings)
@@ -237,16 +236,14 @@ class Plan(Frozen):
 
     @property
     def ttft_ns(self) -> int | None:
-        """Nanoseconds that a request may take in the engine, from arrival to first token. None means no bound.
+        """Bound on the nanoseconds from a request's arrival to its first token in the engine. None means no bound.
 
-        This is the bound divided by 1 + headroom, less the time outside the engine.
+        It is the constraint's bound divided by 1 + headroom, less the time outside the engine.
         """
         return self._in_loop_ns(self.constraint.ttft_s, self.request_path_s)
 
     def account_of(self, request_class: RequestClass, key: str = "", share: float = 1.0) -> Account:
-        """Return the account of this class's requests that come with the API key named `key`. `share` is the key's
-        share.
-        """
+        """Return the account of a class's requests with the API key named `key`. `share` is the key's share."""
         ttft_ns, tpot_ns = (
             self._in_loop_ns(request_class.ttft_s, self.request_path_s),
             self._in_loop_ns(request_class.tpot_s, 0.0),
@@ -264,19 +261,21 @@ class Plan(Frozen):
 
     @property
     def vllm_shares_prompts(self) -> bool:
-        """Whether vLLM can share the K/V of equal prompts, as in plans of one lane without attention windows."""
+        """Whether vLLM can share the K/V of equal prompt prefixes: the plan has one lane, and the model no attention
+        window.
+        """
         return self.policy.lanes == ("both",) and self.model.sliding_window is None
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether the plan's engine shares the K/V of equal prompt prefixes. An engine cannot share them if the model
-        has an encoder.
+        """Whether the plan's engine shares the K/V of equal prompt prefixes. No engine does if the model has an
+        encoder.
         """
         return not self.model.is_encoder_decoder and (self.profile.engine != "vllm" or self.vllm_shares_prompts)
 
     @property
     def seeded_weights(self) -> str | None:
-        """The warning for a plan without a checkpoint, or None if the plan has a checkpoint."""
+        """The warning that weights are random, for a plan without a checkpoint. Otherwise None."""
         if self.checkpoint is not None:
             return None
         return f"no checkpoint: weights are random (seed {self.seed}), so the output tokens mean nothing"
@@ -315,15 +314,13 @@ class Plan(Frozen):
     def may_outgrow(self) -> bool:
         """Whether an output may exceed its reservation.
 
-        It may not in a static batch, whose memory is reserved as a whole. It may not in an encoder-decoder either,
-        since an encoder would have to read the prompt again.
+        It may not in a static batch, whose memory is reserved as a whole. Nor may it in an encoder-decoder, which would
+        generate all output tokens again after a preemption.
         """
         return not (self.policy.holds_finished or self.model.is_encoder_decoder)
 
 
 def rate_of(plan: Plan) -> float:
-    """Return the simulated arrival rate up to which a plan keeps its bounds. If there are no bounds, return the
-    throughput.
-    """
+    """Return the simulated arrival rate up to which a plan keeps its bounds, or the throughput if not simulated."""
     found = plan.estimate.capacity
     return plan.estimate.throughput_rps if found is None else found.rate_per_s

@@ -1,7 +1,6 @@
-"""Define the settings of every policy, including the control variables that the search varies.
+"""Define the settings of every policy. The search varies some of them, the control variables.
 
-Each class declares its variables, and whether throughput and latency rise or fall with each. The search space and the
-contract tests read these declarations.
+Each class declares its control variables, and whether throughput and latency rise or fall with each.
 """
 
 from __future__ import annotations
@@ -30,25 +29,23 @@ class Variable(NamedTuple):
 
 
 class TensorParallel(Frozen):
-    """Tensor parallelism of a lane: `devices` devices form groups of `degree`. Each other device is its own stage."""
+    """Tensor parallelism of a lane. Devices outside tensor-parallel groups are stages by themselves."""
 
     degree: PositiveInt = 1
-    """Number of devices in a group."""
+    """Number of devices in a tensor-parallel group."""
     devices: int = Field(default=0, ge=0)
-    """Number of the lane's devices that are in groups."""
+    """Number of the lane's devices in tensor-parallel groups."""
     ep_degree: PositiveInt = 1
     """Number of parts into which a group divides the experts of a layer."""
 
 
 class SingleLane(Frozen):
-    """Settings of all single-lane policies. `tp_devices` of a replica's devices form groups of `tp_degree`. Each other
-    device is a stage by itself.
-    """
+    """Settings of all single-lane policies. Devices outside tensor-parallel groups are stages by themselves."""
 
     tp_degree: PositiveInt = 1
     """Number of devices in a tensor-parallel group."""
     tp_devices: int = Field(default=0, ge=0)
-    """Number of devices in tensor-parallel groups."""
+    """Number of a replica's devices in tensor-parallel groups."""
     ep_degree: PositiveInt = 1
     """Number of parts into which a tensor-parallel group divides the experts of a layer."""
 
@@ -63,10 +60,10 @@ class SingleLane(Frozen):
 
 
 class RraSettings(SingleLane):
-    """Encode `encode_batch` requests, run `decode_iterations` decode iterations, and repeat this.
+    """Alternate between encoding `encode_batch` requests and `decode_iterations` decode iterations.
 
-    `encode_batch` is a mean number of requests, since the scheduling rule fills steps by tokens (ExeGPT sec. 5.2).
-    Source: ExeGPT sec. 4.1.
+    `encode_batch` is a mean, since the scheduling rule fills steps by tokens (ExeGPT sec. 5.2). Source: ExeGPT sec.
+    4.1.
     """
 
     kind: Literal["rra"] = "rra"
@@ -84,8 +81,7 @@ class RraSettings(SingleLane):
 
 
 class OrcaSettings(SingleLane):
-    """Iteration-level scheduling: at each step, waiting requests fill all free slots, and the step encodes their whole
-    prompts.
+    """Iteration-level scheduling: each step admits waiting requests to all free slots, and encodes their whole prompts.
 
     Source: ORCA Algorithm 1.
     """
@@ -93,7 +89,7 @@ class OrcaSettings(SingleLane):
     kind: Literal["orca"] = "orca"
     """The policy."""
     max_batch: PositiveInt
-    """Largest number of running requests over all micro-batches. A step runs one micro-batch's share of them."""
+    """Largest number of running requests over all micro-batches, each of which has an equal share."""
     microbatches: PositiveInt = 1
     """Number of micro-batches that pass through the pipeline in turn."""
 
@@ -103,11 +99,11 @@ class OrcaSettings(SingleLane):
 
 
 class SlackBudget(Frozen):
-    """A limit on the prompt tokens of a step, from the slack of running requests.
+    """A limit on a step's prompt tokens by the slack of running requests: the time until their next tokens are due.
 
-    A running request's next token is due at the time when its mean time per token would reach the plan's bound. By the
-    plan's step times, a step gets as many prompt tokens as it can encode before any token is due. Source: FairBatching,
-    arXiv 2510.14392. In xgpt, deadlines count from the first token.
+    A running request's next token is due when its mean time per token since the first one would reach a share `share`
+    of the bound. By the plan's step times, a step gets as many prompt tokens as it can encode before any token is due.
+    Source: FairBatching, arXiv 2510.14392.
     """
 
     least_tokens: PositiveInt
@@ -115,11 +111,11 @@ class SlackBudget(Frozen):
     most_tokens: PositiveInt
     """Largest number of prompt tokens in a step, even if running requests have more slack."""
     share: float = Field(default=0.95, gt=0, le=1)
-    """Share of the bound on TPOT after which a token is due. The rest of the bound is a margin for steps that take
-    longer than predicted and, in a pipeline, for the steps of other micro-batches.
+    """Share of the bound on TPOT after which a token is due. The rest is a margin for steps that take longer than
+    predicted and, in a pipeline, for other micro-batches' steps.
     """
     behind_tokens: NonNegativeInt = 0
-    """Number of tokens by which a running request may be late. It catches up in steps with few prompt tokens."""
+    """Number of tokens by which a running request may be late. It catches up in steps with fewer prompt tokens."""
 
     @model_validator(mode="after")
     def _check(self) -> SlackBudget:
@@ -129,33 +125,30 @@ class SlackBudget(Frozen):
 
 
 def most_running(token_budget: Any, microbatches: int) -> Any:
-    """Return the largest number of running requests under vLLM's own scheduler. Each running request takes one token of
-    a step.
+    """Return the largest number of running requests under vLLM's own scheduler, where each takes one token of a step.
 
     Args:
-        token_budget: tokens in the steps of all micro-batches together, as a number or an array.
+        token_budget: tokens in the steps of all micro-batches together, a number or an array.
     """
     return token_budget // microbatches
 
 
 class ChunkedSettings(SingleLane):
-    """In every step, decode all running requests, and add chunks of prompts until the step has `token_budget`
-    tokens.
-    """
+    """In every step, decode all running requests, and add prompt chunks up to `token_budget` tokens."""
 
     kind: Literal["chunked"] = "chunked"
     """The policy."""
     token_budget: PositiveInt
-    """Largest number of tokens in the steps of all micro-batches together. If `slack` limits steps instead, this is the
-    number of tokens in a step at saturation.
+    """Largest number of tokens in the steps of all micro-batches together. With `slack`, this is instead the number of
+    tokens in a step at saturation.
     """
     max_batch: PositiveInt
-    """Largest number of running requests over all micro-batches. A step runs one micro-batch's share of them."""
+    """Largest number of running requests over all micro-batches, each of which has an equal share."""
     microbatches: PositiveInt = 1
     """Number of micro-batches that pass through the pipeline in turn."""
     tuned: ClassVar[tuple[str, ...]] = ("slack",)
     slack: SlackBudget | None = None
-    """Limit on prompt tokens from the slack of running requests. None means that only `token_budget` limits them."""
+    """Limit on prompt tokens by the slack of running requests. None means that `token_budget` limits them."""
 
     variables: ClassVar[tuple[Variable, ...]] = (
         Variable("token_budget", "none", "none", "largest number of tokens in a step"),
@@ -164,8 +157,8 @@ class ChunkedSettings(SingleLane):
 
 
 class StaticSettings(SingleLane):
-    """Encode a batch, decode it until its longest output has finished, and then start the next batch, as
-    FasterTransformer does.
+    """Encode a batch, decode until its longest output has finished, and start the next batch, as FasterTransformer
+    does.
 
     With more encode than decode micro-batches, this is the hybrid scheduling of DeepSpeed Inference.
     """
@@ -175,9 +168,9 @@ class StaticSettings(SingleLane):
     batch: PositiveInt
     """Number of requests in a batch."""
     encode_microbatches: PositiveInt = 1
-    """Number of parts of a batch that are encoded one after the other."""
+    """Number of parts in which a batch is encoded, one after the other."""
     decode_microbatches: PositiveInt = 1
-    """Number of parts of a batch that are decoded one after the other."""
+    """Number of parts in which a batch is decoded, one after the other."""
 
     holds_finished: ClassVar[bool] = True
     variables: ClassVar[tuple[Variable, ...]] = (Variable("batch", "none", "rises", "requests in a batch"),)
@@ -200,20 +193,20 @@ class WaaSettings(Frozen):
     kind: Literal["waa"] = "waa"
     """The policy."""
     allocation: Literal["compute", "memory"] = "compute"
-    """Division of devices between the lanes: by compute or by memory (WAA-C, WAA-M)."""
+    """Whether devices are divided between the lanes by compute (WAA-C) or by memory (WAA-M)."""
     encode_batch: PositiveInt
-    """Number of requests that are encoded together (B_E)."""
+    """Mean number of requests in an encode batch (B_E)."""
     max_decode_batch: PositiveInt
-    """Largest number of requests in both lanes."""
+    """Largest number of requests in both lanes together."""
     decode_microbatches: PositiveInt = 1
     """Number of micro-batches of the decode lane."""
     buffer_iterations: NonNegativeInt = 0
-    """Least number of decode iterations from the start of an encode batch until its requests decode. With it, batches
+    """Least number of decode iterations from the start of an encode batch until its requests decode, so that batches
     join at regular intervals. 0 means that requests join once their K/V has been transferred.
     """
     adjustment_percent: int = Field(default=0, ge=0, lt=100, exclude_if=lambda percent: not percent)
-    """If the number of decoding requests differs from its mean by more than this percentage, the next encode batch is
-    made smaller or larger by the same percentage (ExeGPT sec. 5.2). 0 means that encode batches are never adjusted.
+    """If the number of decoding requests differs from its planned mean by more than this percentage, the next encode
+    batch is made smaller or larger by the same percentage (ExeGPT sec. 5.2). 0 means never.
     """
     encode_tp: TensorParallel = TensorParallel()
     """Tensor parallelism of the encode lane."""
@@ -244,9 +237,7 @@ POLICY_GROUPS: dict[str, tuple[str, ...]] = {
 
 
 class Pinned(Frozen):
-    """The schedule's settings that the user fixed. Re-planning keeps these settings. See also `constraint` and
-    `admission`.
-    """
+    """The schedule's settings that the user fixed. Re-planning keeps them, and also `constraint` and `admission`."""
 
     policy: PolicyChoice = "auto"
     """The policy, or the group of policies."""

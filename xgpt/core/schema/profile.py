@@ -1,6 +1,4 @@
-"""Define profiles. A profile has the step times of one model on one kind of device, and all predictions are made from
-it.
-"""
+"""Define profiles: the step times of one model on one kind of device, from which all predictions are made."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ to plans that waste more of the machine.
 
 
 class Curve(Frozen):
-    """Seconds as a function of one size, with `seconds[i]` at `points[i]`. Between points, the function is linear."""
+    """Seconds as a function of one size: `seconds[i]` at `points[i]`, and linear between points."""
 
     points: tuple[int, ...] = Field(min_length=2)
     """Sizes, rising."""
@@ -78,12 +76,14 @@ class Curve(Frozen):
 
 
 class Surface(Frozen):
-    """Seconds as a bilinear function of batch and length, with `seconds[i][j]` at `batches[i]` and `lengths[j]`."""
+    """Seconds as a function of batch size and length: `seconds[i][j]` at `batches[i]` and `lengths[j]`, and bilinear
+    between them.
+    """
 
     batches: tuple[int, ...] = Field(min_length=1)
     """Batch sizes, rising."""
     lengths: tuple[int, ...] = Field(min_length=2)
-    """Lengths, rising."""
+    """Lengths in tokens, rising."""
     seconds: tuple[tuple[float, ...], ...]
     """For each batch size, a row with the seconds at each length."""
 
@@ -104,7 +104,9 @@ class Surface(Frozen):
     def filled(
         cls, measured: Mapping[tuple[int, int], float], batches: Sequence[int], lengths: Sequence[int]
     ) -> Surface:
-        """Return a surface from seconds by (batch, length). Batches that were too large to measure are extrapolated."""
+        """Return a surface from measured seconds by (batch, length). Points that were not measured are extrapolated in
+        proportion to the batch.
+        """
         rows: list[list[float]] = []
         for i, batch in enumerate(batches):
             row = [
@@ -123,13 +125,13 @@ class CrossTimes(Frozen):
     """Times of cross-attention in one decoder layer, at one tensor-parallel degree."""
 
     keys_values: Curve
-    """Times to compute keys and values from the encoder's output, once for each request, by number of input tokens."""
+    """Times to compute keys and values from the encoder's output, once for each request, by input tokens."""
     attention: Surface
-    """Times of attention of one token of each request to the keys and values of its input, by (batch, input length)."""
+    """Times of attention of one token of each request to its input, by (batch, input length)."""
 
 
 class LayerTimes(Frozen):
-    """Times of one decoder layer (any layer of a decoder-only model) on a group of `tp_degree` devices.
+    """Times of one decoder layer on a group of `tp_degree` devices.
 
     All-reduces within the group are part of `rest`. Source: ExeGPT sec. 3 (XProfiler).
     """
@@ -137,27 +139,25 @@ class LayerTimes(Frozen):
     tp_degree: PositiveInt = 1
     """Number of devices of the group."""
     ep_degree: PositiveInt = 1
-    """Number of parts into which a layer's experts are divided. The devices of a part store slices of the part's
-    experts. If the number exceeds `tp_degree`, several groups divide the experts, and each group processes the same
-    number of tokens.
+    """Number of parts into which a layer's experts are divided. The devices of a part store slices of its experts. If
+    the number exceeds `tp_degree`, several groups divide the experts, and the times are for the same number of tokens
+    in each group.
     """
     rest: Curve
     """Times of everything except attention, by tokens."""
     last: Curve | None = None
-    """Times of everything except attention in the model's last layer, for tokens whose logits are not needed. For these
-    tokens, the layer computes only keys and values. The layer's work for tokens with logits is part of `head`. None
-    means that the last layer is like all others.
+    """Times of everything except attention in the model's last layer, by tokens. The layer computes only keys and
+    values for all tokens. Its further work, for tokens whose logits are needed, is part of `head`. None means that the
+    last layer is like all others.
     """
     encode_attention: Surface
     """Times of causal attention of whole prompts, by (batch, prompt length)."""
     decode_attention: Surface
-    """Times of attention of one token of each request to its K/V, by (batch, context)."""
+    """Times of attention of one token of each request to its context, by (batch, context length)."""
     cross: CrossTimes | None = None
     """Times of cross-attention, only in encoder-decoders."""
     head: Curve | None = None
-    """Times of the output head if the group's devices divide it, as in the profile's `head`. None means the times on
-    one device.
-    """
+    """The profile's `head` if the group's devices divide the output head. None means the times on one device."""
 
 
 class EncoderLayerTimes(Frozen):
@@ -172,12 +172,12 @@ class EncoderLayerTimes(Frozen):
 
 
 class Jitter(Frozen):
-    """The variation of the times of equal steps, which comes from the clock, stalls and other processes."""
+    """The variation of the times of equal steps, due to the clock rate, stalls and other processes."""
 
     seconds: float = Field(gt=0)
     """Mean time of the measured steps."""
     ratios: tuple[NonNegativeFloat, ...] = Field(min_length=1)
-    """Times of single steps divided by their mean, at evenly spaced quantiles from the lowest to the highest."""
+    """Step times divided by their mean, at evenly spaced quantiles from the lowest to the highest."""
 
     @model_validator(mode="after")
     def _check(self) -> Jitter:
@@ -188,15 +188,14 @@ class Jitter(Frozen):
         return self
 
     def times(self, factor: float) -> Jitter:
-        """Return the jitter of steps that take `factor` times as long."""
+        """Return the same jitter for steps that take `factor` times as long."""
         return self.but(seconds=factor * self.seconds)
 
 
 class Profile(Frozen):
-    """The step times of a model on a kind of device, which are measured, computed or imported.
+    """The step times of a model on a kind of device: measured, computed from a datasheet, or imported.
 
-    `spread` is the share by which slow periods of the measurement (the 90th percentile) exceed the mean. Predictions
-    may have an error of this size even if the profile is correct.
+    Even if the profile is correct, predictions may have an error as large as `spread`.
     """
 
     schema_version: Literal[2] = 2
@@ -219,10 +218,10 @@ class Profile(Frozen):
     engine_version: str | None = None
     """Version of that engine."""
     num_threads: PositiveInt | None = None
-    """Number of threads during the measurement."""
+    """Number of threads of the engine during the measurement."""
     layouts: dict[str, str] = Field(default_factory=dict)
-    """Fastest layout of weights on this CPU in xgpt's own engine, by shape (OUTxIN). `head` has the layout of an 8-bit
-    copy of the output head, which makes greedy sampling faster. `prompts` and `decodes` have the number of keys that
+    """Fastest layout of weights on this CPU in xgpt's own engine, by shape (OUTxIN). Key `head` states the layout of an
+    8-bit copy of the output head, which makes greedy sampling faster. Keys `prompts` and `decodes` state how many keys
     attention reads at a time.
     """
     layers: tuple[LayerTimes, ...] = Field(min_length=1)
@@ -233,39 +232,38 @@ class Profile(Frozen):
     """Times of the embedding, by tokens."""
     head: Curve
     """Times of final norm, output head and sampling, by sampled tokens. If layers have `last`, these times include the
-    part of the last layer after its attention.
+    rest of the last layer.
     """
     overhead: Curve
     """Times of the engine's loop for each step (scheduling, batch assembly, bookkeeping), by requests in the step."""
     hop: Curve | None = None
-    """Times to transfer hidden states to the next pipeline stage on the same node, by tokens, or None if not known."""
+    """Times to transfer hidden states to a pipeline stage on the same node, by tokens, or None if not known."""
     inter_node_hop: Curve | None = None
-    """Times to transfer hidden states to a stage on another node, by tokens, or None if not known."""
+    """Times to transfer hidden states to a pipeline stage on another node, by tokens, or None if not known."""
     kv_transfer: Curve | None = None
     """Times to transfer the K/V of all layers from one device through host memory to another, by tokens.
 
-    If a device has only a share of the layers or heads, use the time for this share of the tokens.
+    A device with only a share of the layers or heads takes the time for this share of the tokens.
     """
     load_bytes_per_s: float | None = Field(default=None, gt=0, exclude_if=lambda rate: rate is None)
-    """Bytes a second at which a device loads weights from a checkpoint in host memory, or None if not known."""
+    """Rate at which a device loads weights from a checkpoint in host memory, or None if not known."""
     spread: float = Field(default=0.0, ge=0)
-    """Share by which slow periods of the measurement exceed the mean."""
+    """Share by which steps in slow periods of the measurement (the 90th percentile) took longer than the mean."""
     others: dict[str, float] = Field(default_factory=dict, exclude_if=lambda others: not others)
-    """Mean number of cores that each other process used during the measurement, by name, if at least 0.05. "steal" is
-    the time that the host of a virtual machine gave to other machines.
+    """Mean number of cores that each other process used during the measurement, by name, if at least 0.05. "steal"
+    stands for the other machines on a virtual machine's host.
     """
     is_brief: bool = Field(default=False, exclude_if=lambda is_brief: not is_brief)
-    """Whether fewer points were measured, and less often, because other processes used the machine. Points in between
-    are interpolated.
+    """Whether fewer points were measured, and less often, because other processes used the machine. Other points are
+    interpolated.
     """
     gflops: float | None = Field(default=None, gt=0, exclude_if=lambda gflops: gflops is None)
     """GFLOP/s of a fixed matrix product on all cores at the start of the measurement, which shows the clock rate."""
     jitter: Jitter | None = Field(default=None, exclude_if=lambda jitter: jitter is None)
-    """The variation of short steps around their mean. None means that it is not known, and all steps take the mean
-    time.
+    """The variation of short steps around their mean. None means that it is not known, so all steps take the mean time.
     """
     provenance: dict[str, str] = Field(default_factory=dict)
-    """By name, the sources of parts of the profile, in addition to `source`."""
+    """By name of a part of the profile, the source of its numbers. Key "served" describes a fit to a served engine."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Versions of the software during the measurement."""
 
@@ -299,9 +297,9 @@ class Profile(Frozen):
     def headroom(self) -> float:
         """Default headroom of plans from this profile.
 
-        It is the larger of two numbers. One is the profile's spread. The other is the known error of the source plus
-        the share of the engine's cores that other processes used during the measurement. Other processes may use as
-        many cores while the plan runs. Spread and other processes raise the headroom to at most `MOST_HEADROOM`.
+        It is the larger of two numbers: the profile's spread, and the known error of the source plus the share of the
+        engine's cores that other processes used during the measurement. They may use as many while the plan runs.
+        Spread and other processes raise the headroom to at most `MOST_HEADROOM`.
         """
         known = KNOWN_ERROR[self.source]
         if self.source == "measured" and not self.is_served:
@@ -316,12 +314,12 @@ class Profile(Frozen):
 
     @property
     def is_restless(self) -> bool:
-        """Whether the machine was busy with other work during the measurement."""
+        """Whether the measurement was disturbed: its spread exceeds `RESTLESS`, or `is_brief`."""
         return self.spread > RESTLESS or self.is_brief
 
     @property
     def unrest(self) -> str:
-        """A description of the other work on the machine during the measurement."""
+        """A description of the disturbance, for messages."""
         slow = f"steps in slow periods took {100 * self.spread:.0f}% longer than on average"
         text = f"the profile was measured on a busy machine: {slow}"
         if self.is_brief:
@@ -333,7 +331,7 @@ class Profile(Frozen):
 
     @property
     def of_means(self) -> Profile:
-        """The profile of a machine on which every step takes its mean time."""
+        """The same profile without jitter: every step takes its mean time."""
         return self if self.jitter is None else self.but(jitter=None)
 
     def slowed(self, factor: float) -> Profile:
@@ -341,7 +339,7 @@ class Profile(Frozen):
         return self if factor == 1 else _slowed(self, factor)
 
     def layer(self, tp_degree: int, ep_degree: int = 1) -> LayerTimes:
-        """Return the times of a decoder layer on one group of devices.
+        """Return the times of a decoder layer on a group with these degrees.
 
         Raises:
             KeyError: the profile has no such group.
@@ -378,9 +376,7 @@ Table = TypeVar("Table", bound=Frozen)
 
 
 def _slowed(table: Table, factor: float) -> Table:
-    """Return a copy in which the times of all curves, surfaces and jitters, at any depth, are multiplied by
-    `factor`.
-    """
+    """Return a copy with all times, at any depth, multiplied by `factor`."""
 
     def of(value: Any) -> Any:
         if isinstance(value, Curve | Surface | Jitter):

@@ -1,4 +1,4 @@
-"""Define the data of re-planning: a server's observation, its decision, and the interface of its planner."""
+"""Define the data of re-planning (a server's observation and decision) and the interface of its planner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LengthsFrom = Literal["planned", "observed"]
 
 
 class ObservedReuse(Frozen):
-    """The prefix reuse of recent requests, in the present cache and in caches of other sizes.
+    """The prefix reuse of recent requests, observed in the present cache and computed for other cache sizes.
 
     Attributes:
         share: share of prompt tokens that were in the cache.
@@ -33,26 +33,26 @@ class ObservedReuse(Frozen):
 
 
 class Observation(Frozen):
-    """The lengths of recent requests, weighted towards the most recent ones.
+    """What a server observes of its recent requests and steps. Later requests have more weight.
 
     Attributes:
-        workload: lengths of the recent requests. An output that is still being generated counts as longer than its
-            present length.
+        workload: lengths of the recent requests. Unfinished outputs count as longer than they are so far.
         num_requests: number of requests that arrived.
-        num_finished: number of these requests that have finished.
+        num_finished: number of these that have finished.
         weight: Kish's effective sample size of the weighted requests.
-        arrival_rate_per_s: requests a second. None means that there were too few requests.
+        arrival_rate_per_s: arrivals a second. None means that there were too few requests.
         input_distance, output_distance: Wasserstein distances between observed and planned lengths, in tokens.
-        step_ratio: measured step times divided by the running plan's predicted step times, or None if not known.
-        slowdown: measured step times divided by the profile's. None means that too few steps have been compared.
+        step_ratio: measured step times divided by those that the running plan predicts, or None if not known.
+        slowdown: measured step times divided by predictions from the profile. None means that too few steps have been
+            compared.
         reuse: prefix reuse of the recent requests, or None if not observed.
         goodput: share of the latest requests that kept their bounds. None means that there are no bounds, or too few
             requests.
-        cause: the change for which the plan is judged. "asked" means that a user asked for a judgement.
-        lengths: whether `workload` was observed or is the plan's own. It is the plan's own if nothing shows that
-            lengths have changed.
-        recent_input_mean, recent_output_mean: mean lengths of the recent requests, whatever `workload` is. None means
-            the same as in `workload`.
+        cause: the change that made the server judge the plan. "asked" means that a user asked for it.
+        lengths: whether `workload` was observed or is the plan's own, as long as nothing shows that lengths have
+            changed.
+        recent_input_mean, recent_output_mean: mean lengths of the recent requests, in tokens, even if `workload` is the
+            plan's. None means the means of `workload`.
     """
 
     schema_version: Literal[1] = 1
@@ -78,11 +78,10 @@ class Outcome(Frozen):
 
     Attributes:
         latency_s: the latency that is compared with the bound.
-        keeps_bound: whether the plan keeps the bound, at the observed arrival rate if the plan maximises the arrival
-            rate. None means that there is no bound.
-        arrival_rate_per_s: simulated highest arrival rate within the bounds. `latency_s` is then the quantile of the
-            time from arrival to the last token at this rate. None means that the plan does not maximise the arrival
-            rate.
+        keeps_bound: whether the plan keeps the bound. If the plan maximises the arrival rate, this refers to the
+            observed rate. None means no bound.
+        arrival_rate_per_s: simulated highest arrival rate within the bounds. At this rate, `latency_s` is the quantile
+            of the time from arrival to the last token. None means that the plan does not maximise the arrival rate.
     """
 
     policy: PolicySettings
@@ -93,21 +92,22 @@ class Outcome(Frozen):
 
 
 class Decision(Frozen):
-    """A decision about the running plan under the observed lengths.
+    """A decision to keep or replace the running plan.
 
     Attributes:
         at: date and time, ISO 8601, UTC.
-        cause: the change for which the plan was judged. "asked" means that a user asked for a judgement.
+        cause: the change that made the server judge the plan. "asked" means that a user asked for it.
         cause_detail: the change in numbers, as text.
         reason: the reason for the decision, as text.
-        lengths: whether `input_mean` and `output_mean` are the running plan's lengths or observed ones.
+        lengths: whether `input_mean` and `output_mean` are the running plan's or observed.
         input_mean, output_mean: mean lengths, in tokens, under which both plans were predicted.
         observed_input_mean, observed_output_mean: mean lengths of the recent requests, as in /metrics.
-        arrival_rate_per_s: observed arrival rate, to which `keeps_bound` refers. None means that it is not known.
-        running: figures of the plan that ran until the decision.
-        best: figures of the best plan for these lengths. None means that no plan keeps the bound.
-        planned_under_s: the latency bound under which `best` was found, if it is looser than the plan's own bound,
-            which no plan keeps. Otherwise None.
+        arrival_rate_per_s: observed arrival rate, requests a second, to which `keeps_bound` refers. None means not
+            known.
+        running: predicted figures of the plan that ran until the decision.
+        best: predicted figures of the best plan for these lengths. None means that no plan keeps the bound.
+        planned_under_s: the looser latency bound under which `best` was found, if no plan keeps the plan's own bound.
+            Otherwise None.
         slowdown: factor on the profile's times in the predictions of both plans.
         gain: relative gain of the best plan over the running plan, in the arrival rate if plans maximise it, else in
             throughput.
@@ -139,13 +139,13 @@ class Decision(Frozen):
 
 
 class FailedJudgement(Frozen):
-    """A judgement of the running plan that failed, so that the plan keeps running.
+    """A failed attempt to judge the running plan. The plan keeps running.
 
     Attributes:
         at: date and time of the failure, ISO 8601, UTC.
-        cause: the change for which the plan was judged.
-        reason: why there is no decision, as text that is never empty.
-        planning_s: seconds until the failure.
+        cause: the change that made the server judge the plan.
+        reason: why there is no decision, as text.
+        planning_s: seconds from the start of the attempt to its failure.
     """
 
     at: str
@@ -156,26 +156,25 @@ class FailedJudgement(Frozen):
 
 
 class Proposal(NamedTuple):
-    """A decision, and the plan that will run. If the plan is None, the present plan keeps running."""
+    """A decision, and the plan that will run. None means that the present plan keeps running."""
 
     decision: Decision
     plan: Plan | None
 
 
 class Planner(Protocol):
-    """The interface through which a server plans in another process, so that planning never delays a request."""
+    """The interface of a server's planner, which runs in another process so that planning never delays a request."""
 
     def predict_s(self, plan: Plan, encode: list[tuple[int, int, int]], decodes: list[tuple[int, int]]) -> float | None:
-        """Return the predicted seconds of a step of a plan, or None if the step also waits for other steps of its
-        pipeline.
+        """Return the predicted seconds of a step, or None if the step also waits for other steps of its pipeline.
 
         Args:
-            encode: (start, end, 1 if the chunk ends its prompt else 0) of each chunk of a prompt.
+            encode: (start, end, 1 if the chunk ends its prompt else 0) of each prompt chunk.
             decodes: (input tokens, output tokens so far) of each decoding request.
         """
 
     async def propose(self, plan: Plan, observation: Observation) -> Proposal:
-        """Judge the running plan under the observed lengths.
+        """Judge the running plan by an observation.
 
         Raises:
             XgptError: planning has failed. The present plan keeps running.

@@ -1,4 +1,4 @@
-"""Define the results of `xgpt bench` and `xgpt compare`, which are predicted and measured figures."""
+"""Define the results of `xgpt bench` and `xgpt compare`: predicted and measured figures."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from xgpt.core.schema.base import Frozen
 
 
 class Comparison(Frozen):
-    """A predicted and a measured value of one figure.
+    """The predicted and the measured value of one figure.
 
     Attributes:
-        predicted: the plan's value for a long run. If the load is not the plan's, it is the value from a simulation of
-            the requests.
-        at_pace: value from a simulation of the sent requests, with predicted step times multiplied by the pace
-            (measured over predicted step time), or None if not known.
-        low, high: lowest and highest value for these requests at the usual paces of this machine, or None if not known.
+        predicted: the plan's value for a long run or, if the load is not the plan's, the value from a simulation of the
+            requests.
+        at_pace: value from a simulation of the requests with step times multiplied by the measured pace. None means
+            that the pace is not known.
+        low, high: range of the value for these requests at this machine's usual paces, or None if not known.
     """
 
     metric: str
@@ -34,13 +34,13 @@ class Comparison(Frozen):
 
     @property
     def is_outside(self) -> bool:
-        """Whether the measured value is outside its range. False if it has no range."""
+        """Whether the measured value is outside its range. False without a range."""
         return self.low is not None and self.high is not None and not self.low <= self.measured <= self.high
 
     @property
     def error_at_pace(self) -> float | None:
-        """Relative error of `at_pace`: the part of the error that the machine's pace does not explain. None means that
-        the pace is not known.
+        """Relative error of `at_pace`, which the machine's pace does not explain. None means that the pace is not
+        known.
         """
         if self.at_pace is None:
             return None
@@ -51,9 +51,10 @@ class Calibration(Frozen):
     """The correction of a profile by measured steps.
 
     Attributes:
-        factors: the factor on each table of the profile.
-        error_before, error_after: mean absolute relative error of step times, over steps that the fit did not use.
-        bias_before, bias_after: relative error of the total time of the same steps.
+        factors: by name of a table of the profile, the factor on its times.
+        error_before, error_after: mean absolute relative error of step times before and after the correction, over
+            steps that the fit did not use.
+        bias_before, bias_after: relative error of the total time of these steps.
     """
 
     factors: dict[str, float]
@@ -66,10 +67,10 @@ class Calibration(Frozen):
 
 
 class CoreWaits(Frozen):
-    """How long the engine's threads waited for cores during a run, and the figures without these waits.
+    """How long the engine's threads waited for CPU cores during a run, and figures without these waits.
 
     Attributes:
-        seconds: seconds, over all steps, for which a thread was ready to run but waited, as Linux counts them.
+        seconds: the sum of `StepRecord.core_wait_ns` over all steps, in seconds.
         share_of_steps: share of steps that spent at least a tenth of their time waiting for cores.
         pace: the pace without these waits.
         gaps: 99th percentile of the gaps between tokens without these waits.
@@ -84,13 +85,13 @@ class CoreWaits(Frozen):
 class BenchReport(Frozen):
     """The results of replaying a workload against a plan.
 
-    If the plan maximises the arrival rate, times count from arrival. `bound_kept` says whether at least the plan's
-    quantile of all requests kept the bounds. `share_within_bound` is the share of requests that kept every bound (the
-    goodput). Both are None if requests are always waiting. For other plans, times count from admission, and
-    `bound_kept` refers to the latency that the plan bounds.
+    If the plan maximises the arrival rate, times count from arrival. `bound_kept` then states whether at least a share
+    `quantile` of all requests kept the bounds. `share_within_bound` is the share that kept every bound (the goodput).
+    Both are None if requests are always waiting. For other plans, times count from admission, and `bound_kept` refers
+    to the latency that the plan bounds.
 
-    `calibration_gflops` is the rate of a fixed matrix product before and after the run, which shows whether the
-    machine's clock rate has changed.
+    `calibration_gflops` is the rate of a fixed matrix product before and after the run. It shows whether the machine's
+    clock rate has changed.
     """
 
     plan_sha256: str
@@ -102,13 +103,13 @@ class BenchReport(Frozen):
     window_s: float
     figures: tuple[Comparison, ...]
     pace: float | None = None
-    """Measured time of all steps together, divided by their predicted time, or None if not known."""
+    """Total measured time of all steps divided by their total predicted time, or None if not known."""
     paces: dict[str, float] = Field(default_factory=dict)
     """The pace of each lane, and of each replica if there are several. For a pipeline, the pace of each worker."""
     core_waits: CoreWaits | None = None
     """How long steps waited for CPU cores, or None if not known, as for workers in other processes."""
     differences: str | None = None
-    """How the machine's state before the run differed from its state during profiling, or None if it did not differ."""
+    """How the machine's state before the run differed from that during profiling, or None if it did not."""
     headroom: float = 0.0
     """The share by which the plan allows steps to take longer than in the profile."""
     latency_bound_s: float | None
@@ -117,7 +118,7 @@ class BenchReport(Frozen):
     quantile: float = 0.99
     """Share of requests that must keep the bound."""
     counts_waiting: bool = False
-    """Whether the bounded latency counts from arrival. Otherwise it counts from admission."""
+    """Whether the bounded latency counts from arrival, not from admission."""
     end_to_end_p99_s: float
     calibration_gflops: tuple[float, ...] = ()
     failures: tuple[str, ...] = ()
@@ -126,12 +127,12 @@ class BenchReport(Frozen):
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether the machine was so much slower than during profiling that steps took longer than the plan allows."""
+        """Whether steps took longer than the profile's times with the plan's headroom."""
         return self.pace is not None and self.pace > 1 + self.headroom
 
     @property
     def is_outside(self) -> bool:
-        """Whether a measured value is outside its range."""
+        """Whether any measured value is outside its range."""
         return any(figure.is_outside for figure in self.figures)
 
     def figure(self, metric: str) -> Comparison:
@@ -146,9 +147,8 @@ class UrlReport(Frozen):
     """The results of a replay against any OpenAI-compatible endpoint, with times measured by the client.
 
     Attributes:
-        tokens_from: what `output_tokens_per_s` counts. It counts the token ids of the answers if the server sends them,
-            otherwise the tokens in `usage`, and otherwise chunks of text. Without token ids, `ttft` and `itl` are times
-            of chunks.
+        tokens_from: what `output_tokens_per_s` counts: token ids in the responses, else the tokens in `usage`, else
+            chunks of text. Without token ids, `ttft` and `itl` are times of chunks.
     """
 
     url: str

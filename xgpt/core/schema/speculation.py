@@ -1,6 +1,4 @@
-"""Define speculative decoding: a draft proposes tokens, and the model accepts those that it would have generated
-itself.
-"""
+"""Define speculative decoding: a draft proposes tokens, and the model accepts or rejects them."""
 
 from __future__ import annotations
 
@@ -28,14 +26,14 @@ class Speculation(Frozen):
     """
 
     method: SpeculativeMethod
-    """The draft: a head of one layer that was trained for the model (eagle, eagle3), the model's layer for multi-token
-    prediction (mtp), or a search for the last tokens in the text so far (ngram).
+    """The draft: a one-layer head trained for the model (eagle, eagle3), the model's layer for multi-token prediction
+    (mtp), or a search for earlier occurrences of the last tokens in the text (ngram).
     """
     tokens: PositiveInt = Field(le=MOST_AHEAD)
     """Number of draft tokens in a step."""
     acceptance: tuple[float, ...] = Field(min_length=1, max_length=MOST_AHEAD)
-    """Share of steps in which at least one draft token is accepted, in which at least two are accepted, and so on. vLLM
-    logs these shares as acceptance by position.
+    """One share for each draft position: entry i is the share of steps in which at least i + 1 draft tokens are
+    accepted. vLLM logs these shares as acceptance by position.
     """
     draft: str | None = None
     """Checkpoint of the draft, in the form that the engine accepts. None means that the draft is part of the model, or
@@ -68,10 +66,10 @@ class Speculation(Frozen):
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Shares of steps that emit 1, 2, ... tokens."""
+        """Shares of decode steps that emit 1, 2, ... tokens for a request."""
         kept = (1.0, *self.acceptance[: self.tokens], 0.0)
         return tuple(a - b for a, b in pairwise(kept))
 
     def ahead(self, tokens: int) -> Speculation:
-        """Return the same draft with another number of draft tokens in a step."""
+        """Return the same settings with another number of draft tokens in a step."""
         return self.but(tokens=tokens)

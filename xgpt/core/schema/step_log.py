@@ -14,13 +14,13 @@ account.
 
 
 class Account(NamedTuple):
-    """The account of a request, with the rights that the operator has given to its API key.
+    """The account of a request: its API key and class, with their rights and bounds.
 
     Attributes:
-        name: name of the key, or empty if the server has no keys. For requests of a class, `/` and the class follow.
-        share: weight of the account when the engine's tokens are divided among accounts with waiting requests.
+        name: name of the API key (empty without keys), followed by `/` and the class if the request has one.
+        share: weight by which the engine's tokens are divided among accounts with waiting requests.
         priority: requests of accounts with higher priority enter first.
-        ttft_ns, tpot_ns: bounds for the account's requests in the scheduling rule. None means the plan's bounds.
+        ttft_ns, tpot_ns: the scheduling rule's bounds on TTFT and on the time per token. None means the plan's bounds.
     """
 
     name: str = ""
@@ -49,7 +49,7 @@ class Arrival(NamedTuple):
     Attributes:
         promised_output: number of output tokens for which K/V memory is reserved when the request enters. None means
             `max_output`.
-        chain: keys of the prompt's blocks, or empty without reuse.
+        chain: keys of the prompt's full blocks, or empty without reuse.
         is_scored: whether log probabilities of the prompt's tokens are computed.
     """
 
@@ -65,32 +65,33 @@ class Arrival(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """One executed step. Steps may overlap on the stages of a pipeline and are logged in the order in which they end.
+    """One executed step, with requests given by id. Steps may overlap in a pipeline, and are logged in the order of
+    their ends.
 
     Attributes:
-        start_ns: the engine's clock when the step was scheduled. Just before, the engine received all requests that had
-            arrived, and dropped waiting requests that were past their deadline.
-        end_ns: the engine's clock after the step's results were processed.
+        start_ns: the engine's clock, in nanoseconds, when the step was scheduled. Just before, the engine received all
+            requests that had arrived, and dropped waiting requests past their deadline.
+        end_ns: the engine's clock, in nanoseconds, after the step's results were processed.
         encode: (request, first prompt token, number of tokens) triples.
         decode: requests that decoded one token.
         finished: requests that ended in this step.
-        arrivals: requests received after the previous step was scheduled and before this step was.
+        arrivals: requests received between the scheduling of the previous step and of this step.
         cancelled: requests removed before this step was scheduled.
         preempted: requests that lost their K/V for this step and wait again.
         transfer: requests whose K/V moved from the encode lane to the decode lane.
         lane: the group of workers that executed the step.
-        microbatch: the micro-batch within the lane.
+        microbatch: number of the micro-batch within the lane.
         number: the step's position in the order in which steps were scheduled, from 0.
         settled: number of steps whose results had been processed when this step was scheduled. This number and `number`
             give the order of all events.
-        outputs: (request, keys) pairs for requests that ended in this step. The keys are those of the blocks after the
+        outputs: (request, keys) pairs for requests that ended in this step, with the keys of the blocks after the
             prompt's blocks.
-        failed: requests that ended in this step with an error. The content of their blocks is no longer shared.
-        cancelled_after: for each request in `cancelled`, the number of steps whose results had been processed when the
-            request was removed. A log without this field has the number in `settled`.
+        failed: requests that ended in this step with an error. Their blocks are no longer shared.
+        cancelled_after: for each request in `cancelled`, the value of `settled` when it was removed. In logs without
+            this field, that is the step's own `settled`.
         replica: the replica that executed the step. Each replica numbers its own steps.
-        core_wait_ns: the longest time for which a computing thread was ready to run but other threads used the cores,
-            or None if not known.
+        core_wait_ns: the longest time, over the computing threads, for which a thread was ready to run but had no core.
+            None means not known.
     """
 
     start_ns: int

@@ -1,4 +1,4 @@
-"""Define request lengths. They are distributions in workload files and histograms in a plan."""
+"""Define request lengths: distributions in workload files, and histograms in a plan."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Constant(Frozen):
 
 
 class Histogram(Frozen):
-    """Rising lengths with their probabilities, which sum to one."""
+    """Lengths in rising order, with probabilities that sum to one."""
 
     kind: Literal["histogram"] = "histogram"
     """Kind of distribution."""
@@ -47,7 +47,7 @@ class Histogram(Frozen):
 
     @property
     def mean(self) -> float:
-        """Mean length, tokens."""
+        """Mean length in tokens."""
         return sum(n * share for n, share in zip(self.lengths, self.probabilities, strict=True))
 
     @model_validator(mode="after")
@@ -65,9 +65,7 @@ LengthDistribution = Annotated[TruncatedNormal | Uniform | Constant | Histogram,
 
 
 class RequestClass(Frozen):
-    """A class of requests with its own bounds. A class without bounds uses the capacity that other classes leave
-    free.
-    """
+    """A class of requests with its own bounds."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")
     """Name of the class: up to 64 letters, digits and . _ @ -, beginning with a letter or digit."""
@@ -84,7 +82,7 @@ class RequestClass(Frozen):
 
 
 def check_classes(classes: tuple[RequestClass, ...]) -> None:
-    """Check that names differ and that shares sum to one.
+    """Check that the classes' names differ and their shares sum to one.
 
     Raises:
         ValueError: a name is repeated, or shares do not sum to one.
@@ -98,7 +96,7 @@ def check_classes(classes: tuple[RequestClass, ...]) -> None:
 
 
 class WorkloadSpec(Frozen):
-    """The content of a file under configs/workloads, which has request lengths and their source."""
+    """The content of a file under configs/workloads: request lengths and their source."""
 
     name: str
     source: str
