@@ -1,4 +1,4 @@
-"""Compute which part of the model each worker of a replica has, and with which workers it exchanges data.
+"""Compute each worker's part of the model, and the workers with which it exchanges data.
 
 Every worker computes this from the plan alone.
 """
@@ -16,7 +16,7 @@ from xrunner.parallel import Part
 
 
 class Deployment(Frozen):
-    """One replica: a model in stages. Worker i uses device i of the stages."""
+    """One replica: a model divided into stages. Worker i uses the device that the stages call i."""
 
     settings: WorkerSettings
     """Settings of all workers, apart from each worker's K/V blocks and device number."""
@@ -83,23 +83,23 @@ class Deployment(Frozen):
         )
 
     def lane(self, name: str) -> tuple[Stage, ...]:
-        """Return the stages of a lane, in order. The lane of a policy with only one lane is called "both"."""
+        """Return the stages of a lane, in order. Lanes are "encode" and "decode", or only "both"."""
         return tuple(stage for stage in self.stages if stage.lane == name)
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One worker's part of the model, and the numbers of the workers with which it exchanges data.
+    """One worker's part of the model, and the workers with which it exchanges data.
 
     Attributes:
         number: number of the worker's stage.
         part: the worker's part of the model.
-        receives_from: the worker from which it receives hidden states, or None in a lane's first stage.
-        sends_to: the workers to which it sends hidden states.
-        last: the first worker of the lane's last stage. It sends an encoder's output.
-        encoder_output_to: the workers that receive an encoder's output from this worker.
-        forwards_to: the workers to which it forwards control messages.
-        reports: whether it reports ended steps to the engine.
+        receives_from: the worker that sends it hidden states, or None in a lane's first stage.
+        sends_to: the workers that receive its hidden states.
+        last: the first worker of the lane's last stage. It sends the encoder's output to `encoder_output_to`.
+        encoder_output_to: all workers of the lane's other stages. Empty if the decoder runs in another lane.
+        forwards_to: the workers that get control messages from this worker.
+        reports: whether this worker reports ended steps to the engine.
     """
 
     number: int

@@ -1,5 +1,5 @@
-"""Run a replica's workers as one executor. It sends steps to a lane's first stage and gets results from the lane's last
-stage.
+"""Run a replica's workers as one executor. It sends steps to a lane's first worker and gets results from the lane's
+last stage.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHECK_MS = 100
 
 @dataclass(slots=True)
 class _Pending:
-    """The content of a lane's next message."""
+    """Requests that a lane's next message will release and begin."""
 
     release: list[int]
     begin: list[m.Beginning]
@@ -64,7 +64,9 @@ class RemoteExecutor:
         """`interrupt` wakes `collect`."""
 
     def deploy(self) -> dict[int, float]:
-        """Make the workers build their parts, without requests. Return how many seconds each worker took."""
+        """Make the workers build their parts. They then have no requests. Return each worker's build time in
+        seconds.
+        """
         self.disconnect()
         self._sockets = sockets = Sockets(self._workers.secret, self._workers.host)
         try:
@@ -104,11 +106,10 @@ class RemoteExecutor:
         return seconds
 
     def redeployed(self, stages: tuple[Stage, ...]) -> RemoteExecutor:
-        """Return the executor that replaces this one, for other stages on the same workers.
+        """Deploy other stages on the same workers. Return the executor that replaces this one.
 
         Raises:
-            MachineError: there are too few workers, or a worker cannot build its part. This executor can then be
-                deployed again.
+            MachineError: there are too few workers, or a worker cannot build its part. `deploy` this executor again.
         """
         self.disconnect()
         deployment = Deployment.model_validate(dict(self._deployment) | {"stages": stages})
@@ -149,7 +150,7 @@ class RemoteExecutor:
         self._workers.close()
 
     def disconnect(self) -> None:
-        """Release the workers, so that another executor can use them."""
+        """Close the connections to the workers. They keep running, and another executor can use them."""
         if self._sockets is not None:
             self._sockets.close()
             self._sockets = None
@@ -158,7 +159,7 @@ class RemoteExecutor:
             self._wakeup = None
 
     def accept(self, generation: Generation) -> None:
-        """Check that a request can be encoded as a message."""
+        """Check that a message can contain this request."""
         m.encode(m.Beginning(generation))
 
     def prepare(self, grammar: str) -> object:
@@ -226,7 +227,7 @@ class RemoteExecutor:
                         return self._end_transfer(number)
 
     def _begin_transfer(self, step: Step) -> None:
-        """Make the encode lane send those K/V that the decode lane does not have."""
+        """Make the encode lane send the K/V that the decode lane lacks."""
         begin: dict[str, list[m.Beginning]] = {lane: [] for lane in self._lanes}
         for id_ in step.transfer:
             generation = self._generations[id_]
@@ -259,7 +260,7 @@ class RemoteExecutor:
         return step, {}
 
     def _take(self, lane: str, *, begin: bool = True) -> tuple[list[int], list[m.Beginning]]:
-        """Remove and return the pending content of a lane's next message."""
+        """Remove and return the requests that the lane's next message releases and begins."""
         pending = self._pending[lane]
         taken = pending.release, pending.begin if begin else []
         pending.release = []

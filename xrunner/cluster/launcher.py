@@ -1,8 +1,8 @@
-"""Launch a machine's workers: the launcher is a process with one thread that forks the workers and ends them.
+"""The launcher: a process that forks the workers of one machine and ends them.
 
-The launcher has imported all modules that workers need, so that restarting workers takes less than a second. The
-launcher reads orders as lines of JSON from standard input. Standard input closes when the process that started the
-launcher ends. The launcher then ends its workers and itself. It opens no port, and ends only its own children.
+The launcher has imported all modules that workers need, so that restarting workers takes less than a second. It reads
+orders as lines of JSON from standard input. Standard input closes when the process that started the launcher ends. The
+launcher then ends its workers and itself. It opens no port, and ends only its own children.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ READ_BYTES = 1 << 16
 
 
 class Launcher:
-    """The workers of one machine. Used by the process's only thread."""
+    """Forks, watches and ends the workers of one machine. The process has only one thread, since it forks."""
 
     def __init__(self, settings: LauncherSettings, output: int) -> None:
         self._settings = settings
@@ -39,7 +39,7 @@ class Launcher:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
 
     def run(self, rest: bytes) -> None:
-        """Carry out orders until standard input closes. `rest` is input that has been read already."""
+        """Carry out orders until standard input closes. `rest` is the input that was read with the settings."""
         try:
             while True:
                 *lines, rest = rest.split(b"\n")
@@ -69,7 +69,7 @@ class Launcher:
             self._workers[process] = worker
 
     def _run_worker(self, worker: int, local: int, order: StartWorkers) -> NoReturn:
-        """Turn this process, just forked, into a worker."""
+        """Run a worker in this process, which has just been forked."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Start a launcher, send orders to it and read its replies, without importing modules that only workers need."""
+"""Start a launcher, send orders to it and read its reports. Modules that only workers need are not imported."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ READ_BYTES = 1 << 16
 
 
 class LauncherSettings(msgspec.Struct, frozen=True):
-    """The first line of a launcher's input.
+    """The settings of a launcher: the first line of its input.
 
     Attributes:
-        engine: the endpoint at which the engine's process listens to its workers.
-        secret: the private key that the engine's process and all workers share.
-        host: address of the interface to which sockets bind.
-        first_device: number of the replica's first device on this machine.
+        engine: endpoint of the engine's process, to which workers connect.
+        secret: private key that the engine's process and all workers share.
+        host: address of the interface to which the workers' sockets bind.
+        first_device: index of the replica's first device among the machine's devices.
     """
 
     engine: str
@@ -45,11 +45,13 @@ class LauncherSettings(msgspec.Struct, frozen=True):
 
 
 class StartWorkers(msgspec.Struct, frozen=True):
-    """A later line of a launcher's input: end the running workers, and start these.
+    """An order, on a later line of a launcher's input: end the running workers, and start these.
 
     Attributes:
-        epoch: number of the epoch. Only workers of the same epoch connect to each other.
-        first, count: number of this machine's first worker, and this machine's number of workers.
+        epoch: number that increases whenever the workers are replaced. Only workers of the same epoch connect to each
+            other.
+        first: number of this machine's first worker.
+        count: number of workers on this machine.
         total: number of workers on all machines.
     """
 
@@ -60,21 +62,21 @@ class StartWorkers(msgspec.Struct, frozen=True):
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
-    """A worker has ended unexpectedly."""
+    """A launcher's report that a worker has ended unexpectedly."""
 
     epoch: int
     worker: int
 
 
 class Working(msgspec.Struct, frozen=True, tag=True):
-    """The launcher is running. It sends this regularly."""
+    """A launcher's regular report that it is running."""
 
 
 _decode = msgspec.json.Decoder(Exited | Working).decode
 
 
 class MachineLauncher(Protocol):
-    """Starts the workers of one machine and reports which of them have ended. Used by one thread.
+    """Starts the workers of one machine and reports which have ended. Only one thread may use it.
 
     Attributes:
         sees_workers: whether the workers are processes of this machine, so that the operating system shows whether they
@@ -84,20 +86,22 @@ class MachineLauncher(Protocol):
     sees_workers: bool
 
     def start(self, order: StartWorkers) -> None:
-        """Replace the running workers. Do not wait until this is done."""
+        """Replace the running workers by those of `order`. Return without waiting for this."""
 
     def exited(self) -> list[Exited]:
         """Return the workers that have ended since the last call.
 
         Raises:
-            MachineError: the launcher has ended or hangs. Its workers end too.
+            MachineError: the launcher has ended or hangs.
         """
 
     def is_at_work(self) -> bool:
-        """Return whether the launcher is starting, or waits for a processor or a machine."""
+        """Return whether a silent launcher may still report, because it is starting, or waits for a processor or a
+        machine.
+        """
 
     def excuse_silence(self) -> None:
-        """Measure the launcher's silence from now on, because this process itself was suspended."""
+        """Measure the launcher's silence from now on. Called after this process itself was suspended."""
 
     def close(self) -> None:
         """End the workers and the launcher."""
@@ -105,11 +109,11 @@ class MachineLauncher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MachineGroup:
-    """The machines on which workers run. Each machine has the same number of workers.
+    """Machines for workers. Each has the same number of workers.
 
     Attributes:
         launches: for each machine, the function that starts its launcher.
-        free: called when these machines will run no more workers.
+        free: called when the machines are no longer needed.
     """
 
     launches: Sequence[Callable[[LauncherSettings], MachineLauncher]]
@@ -117,10 +121,10 @@ class MachineGroup:
 
 
 class LauncherProcess:
-    """A `MachineLauncher`: the launcher of this machine's workers. The workers are the launcher's children.
+    """A `MachineLauncher` for this machine. The workers are children of the launcher's process.
 
     Raises:
-        MachineError: no interface of this machine has the address to which sockets must bind.
+        MachineError: no interface of this machine has the address `settings.host`.
     """
 
     sees_workers = True

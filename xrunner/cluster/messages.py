@@ -1,5 +1,5 @@
-"""Define the messages between an engine and its workers. They are encoded by msgspec, so that no part of a message can
-run as code.
+"""Define the messages between an engine and its workers. msgspec encodes them. Unlike pickles, they cannot contain
+code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ class _Message(msgspec.Struct, tag=True, array_like=True):
 
 
 class Deploy(_Message):
-    """Build the worker's part. Forward control messages to these endpoints, and report ended steps to `answers_to`."""
+    """Build the worker's part of `deployment` (JSON). From then on, forward control messages to `forwards_to`, and
+    report ended steps to `answers_to`.
+    """
 
     deployment: bytes
     forwards_to: list[str]
@@ -28,20 +30,20 @@ class Deploy(_Message):
 
 
 class Prepare(_Message):
-    """Compile a grammar, and keep it compiled until `Forget` of the same number."""
+    """Compile a grammar, and keep it until a `Forget` with the same number."""
 
     number: int
     grammar: str
 
 
 class Forget(_Message):
-    """The workers may release the grammar of an earlier `Prepare`."""
+    """Release the grammar of the `Prepare` with this number."""
 
     number: int
 
 
 class Beginning(_Message):
-    """A request that is about to be encoded or received, and its blocks on this lane."""
+    """A request that is new to this lane, and its blocks there."""
 
     generation: Generation
     blocks: Sequence[int] = ()
@@ -52,12 +54,12 @@ class Beginning(_Message):
 
 
 class Work(_Message):
-    """Release and begin requests, then execute a step (`policies.Step`).
+    """Release and begin requests. Then execute a step (`policies.Step`).
 
     Attributes:
         tokens: last generated token of each decoding request.
-        grown: pairs of a request and a block that is added to its table.
-        encoder_ran: whether the prompts have gone through the encoder's layers.
+        grown: pairs of a request and a block to add to its table.
+        encoder_ran: whether the encoder's layers have already run, after a `RunEncoder`.
     """
 
     number: int
@@ -71,15 +73,13 @@ class Work(_Message):
 
 
 class RunEncoder(_Message):
-    """Release and begin requests, then run prompts through the encoder. `Work` of the same number follows.
+    """Release and begin requests. Then run prompts through the encoder. `Work` with the same number follows later.
 
-    Requests are begun and released by this message instead of `Work`, because another step's message may release the
-    same requests before `Work` follows.
+    Requests are released and begun here, not in that `Work`: before it, another step's message may release them.
 
     Attributes:
-        decode: the requests that the step decodes. Their number determines where the step's prompts are cut into
-            slices.
-        grown: pairs of a request and a block that is added to its table. The request need not be one of `decode`.
+        decode: the requests that the step decodes. Their number determines how the step is cut into slices.
+        grown: pairs of a request and a block to add to its table. The request need not be one of `decode`.
     """
 
     number: int
@@ -91,7 +91,7 @@ class RunEncoder(_Message):
 
 
 class Transfer(_Message):
-    """Send the K/V of these requests, or receive them."""
+    """Send the K/V of these requests (encode lane), or receive them (decode lane)."""
 
     number: int
     release: list[int]
@@ -99,7 +99,9 @@ class Transfer(_Message):
 
 
 class StoreAnswer(_Message):
-    """The values of a `StoreCall`'s keys after the call, or None for a key that does not exist."""
+    """The answer to a `StoreCall`: each key's value after the call (for "delete", before it), or None for a missing
+    key.
+    """
 
     number: int
     values: list[bytes | None]
@@ -111,7 +113,7 @@ StoreVerb = Literal["set", "get", "add", "compare_set", "delete"]
 
 
 class StoreCall(_Message):
-    """Apply `verb` to these keys of an epoch's store. With `waits`, answer once all keys exist."""
+    """Apply `verb` to these keys of the epoch's store. With `waits`, the answer comes once all keys exist."""
 
     epoch: int
     number: int
@@ -122,7 +124,7 @@ class StoreCall(_Message):
 
 
 class Hello(_Message):
-    """A worker has started."""
+    """A worker has started. It receives forwarded messages at `inbox`."""
 
     worker: int
     epoch: int
@@ -131,7 +133,7 @@ class Hello(_Message):
 
 
 class Loaded(_Message):
-    """A worker has built its part or, if the message has an error and an exit code, cannot build it."""
+    """A worker has built its part in `seconds`. With an `error`, it cannot build the part."""
 
     worker: int
     seconds: float
@@ -140,7 +142,7 @@ class Loaded(_Message):
 
 
 class Prepared(_Message):
-    """A worker has compiled a grammar or, if the message has an error, cannot compile it."""
+    """A worker has compiled a grammar. With an `error`, it cannot compile the grammar."""
 
     number: int
     worker: int
@@ -148,8 +150,7 @@ class Prepared(_Message):
 
 
 class WorkerAlive(_Message):
-    """A worker is running. Each worker sends this regularly, with the bytes that it has sent and the seconds that it
-    has spent on steps."""
+    """A worker's regular report: bytes sent since its start, and seconds spent on steps since its last deployment."""
 
     worker: int
     epoch: int
@@ -159,7 +160,7 @@ class WorkerAlive(_Message):
 
 
 class Done(_Message):
-    """A step has ended, with these tokens."""
+    """A step has ended. `tokens` has the next token of each request in `ids`."""
 
     number: int
     ids: list[int]
@@ -175,7 +176,7 @@ class EncoderRan(_Message):
 
 
 class Moved(_Message):
-    """A decode worker has received its part of a transfer."""
+    """A worker of the decode lane has received its part of a transfer."""
 
     number: int
     worker: int

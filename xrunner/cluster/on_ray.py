@@ -1,8 +1,8 @@
-"""Start and watch workers on several machines through Ray, which places one launcher on each of them.
+"""Start and watch workers on several machines through Ray, which runs one launcher on each machine.
 
-Ray (https://docs.ray.io, "Placement Groups" and "Actors") knows which machines are free and alive. All else is the same
-as on one machine: an actor has the machine's `LauncherProcess`, workers report to the engine's process over encrypted
-sockets, and tensors travel in torch.distributed groups.
+Ray (https://docs.ray.io, "Placement Groups" and "Actors") knows which machines are free and alive. An actor owns a
+machine's `LauncherProcess`. The rest is as on one machine: workers report to the engine's process over encrypted
+sockets, and tensors travel through torch.distributed.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 
 
 def reserve(address: str, count: int, devices: int, *, gpus: bool) -> MachineGroup:
-    """Reserve devices on machines of a Ray cluster. Return an object that starts launchers on these machines and later
-    frees the devices.
+    """Reserve devices on machines of a Ray cluster. The returned group starts launchers there and later frees the
+    devices.
 
     Args:
         address: address of the cluster. `auto` means the cluster to which this machine belongs.
@@ -55,7 +55,7 @@ def reserve(address: str, count: int, devices: int, *, gpus: bool) -> MachineGro
 
     Raises:
         InputError: no Ray cluster is at that address.
-        MachineError: the cluster has too few free devices for `MEET_S` seconds.
+        MachineError: the cluster had too few free devices for `MEET_S` seconds.
     """
     _connect(address)
     bundle = {"GPU": float(devices)} if gpus else {"CPU": float(devices)}
@@ -76,11 +76,11 @@ def _free(group: PlacementGroup) -> None:
 
 
 def _leave(error: AuthenticationError) -> NoReturn:
-    """End the engine's process, because its cluster no longer exists: after a restart of the head, the cluster is a
-    different one.
+    """End the engine's process, because its Ray cluster no longer exists. After a restart of Ray's head, the cluster is
+    a new one.
 
-    Ray can connect a process to only one cluster. The front starts another engine process, which joins the new cluster
-    and continues the requests.
+    A process can join only one Ray cluster in its lifetime. The HTTP server starts another engine process, which joins
+    the new cluster and continues the requests.
     """
     logger.error("the Ray cluster is gone, so the engine's process ends: %s", str(error).splitlines()[0])
     os._exit(1)
@@ -125,8 +125,7 @@ class _Machine:
         self._launcher.start(order)
 
     def exited(self) -> list[Exited]:
-        """Return the workers that have ended. Wait until a worker has ended or the launcher reports, for at most
-        `ALIVE_S`."""
+        """Wait for a report of the launcher, at most `ALIVE_S`. Return the workers that have ended."""
         select.select([self._launcher], [], [], ALIVE_S)
         return self._launcher.exited()
 
@@ -134,8 +133,8 @@ class _Machine:
 class RayLauncher:
     """A `MachineLauncher` on the machine of one bundle of a placement group.
 
-    Ray starts the launcher once the machine is alive. If the machine is lost, the launcher ends. Ray then places the
-    next launcher on the same machine, if it has come back, or on another machine with enough free devices.
+    Ray starts the launcher once the machine is alive. If the machine is lost, the launcher is, too. Ray then places the
+    next launcher on the same machine if it is back, or on another machine with enough free devices.
     """
 
     sees_workers = False
@@ -154,7 +153,7 @@ class RayLauncher:
         self._place()
 
     def _place(self) -> None:
-        """Make Ray start the actor, and send the last order to it."""
+        """Make Ray start the actor, and send it the last order."""
         self._placed_s = time.monotonic()
         self._calls: list[Any] = []
         """Calls to the actor that it has not answered, or empty if the actor died before it had started."""

@@ -1,4 +1,4 @@
-"""Run the main loop of a worker process. One thread receives and forwards control messages, another executes them."""
+"""Run a worker process. One thread receives and forwards control messages, another executes them."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ ALIVE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """The settings with which a worker is started.
+    """A worker's settings.
 
     Attributes:
-        launcher: the settings of its machine's launcher.
+        launcher: the settings of the machine's launcher.
         worker: number of the worker.
-        local: number of the worker among the workers of its machine.
+        local: index of the worker on its machine.
         started: the order that started the worker.
     """
 
@@ -55,7 +55,7 @@ class ProcessSettings:
 
 
 def main(settings: ProcessSettings, parent: int) -> None:
-    """Run a worker until its launcher, whose process id is `parent`, ends this process."""
+    """Run a worker until its launcher ends this process. `parent` is the launcher's process id."""
     end_with_parent(parent)
     worker = settings.worker
     traffic = Traffic()
@@ -75,7 +75,7 @@ def main(settings: ProcessSettings, parent: int) -> None:
 
 
 def _connect(settings: ProcessSettings) -> EngineStore:
-    """Join the group of all workers. The caller must keep the store alive."""
+    """Join torch.distributed's group of all workers. The caller must keep the returned store alive."""
     address = settings.launcher
     store = EngineStore(settings.secret, address.host, address.engine, settings.started.epoch)
     dist.init_process_group(
@@ -85,17 +85,18 @@ def _connect(settings: ProcessSettings) -> EngineStore:
 
 
 def _backend(workers_here: int) -> str:
-    """Return the backend: only Gloo if several workers share a GPU, which NCCL does not support."""
+    """Return torch.distributed's backend. Without a GPU for each worker, it is only Gloo, since NCCL requires one."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return "cpu:gloo,cuda:nccl" if gpus >= workers_here else "gloo"
 
 
 class ControlPlane(threading.Thread):
-    """Receives control messages, forwards them, then queues them for the device. Reports that the worker is running.
+    """Receives control messages, forwards them and queues them for `Executing`. Reports regularly that the worker is
+    running.
 
     Args:
-        compiling: the queue for grammars.
-        move: begins a transfer. The transfer need not wait for steps that were queued earlier.
+        compiling: the queue of `Compiling`.
+        move: begins a transfer, without waiting for steps that were queued earlier.
     """
 
     def __init__(
@@ -153,10 +154,10 @@ class ControlPlane(threading.Thread):
 
 
 class Compiling(threading.Thread):
-    """Compiles grammars while steps are executed, and keeps them until the engine forgets them.
+    """A thread that compiles grammars while steps are executed, and keeps them until `Forget`.
 
     Args:
-        prepare: compiles a grammar, which stays compiled as long as the result is referenced.
+        prepare: compiles a grammar. It stays compiled as long as the result is referenced.
     """
 
     def __init__(self, settings: ProcessSettings, prepare: Callable[[str], object]) -> None:
@@ -185,7 +186,7 @@ class Compiling(threading.Thread):
 
 
 class Executing:
-    """Executes orders one after the other, in the order in which all workers of the lane get them."""
+    """Executes orders one after the other. All workers of a lane get them in the same order."""
 
     def __init__(self, settings: ProcessSettings, orders: SimpleQueue[m.ToWorker], traffic: Traffic) -> None:
         self._settings = settings
@@ -279,12 +280,14 @@ class Executing:
         self._mover = self._cargo = self._answers = self._worker = None
 
     def _tell_moved(self, answers_to: str) -> Callable[[int], None]:
-        """Return a function that reports a transfer's end, through a socket that only the thread of transfers uses."""
+        """Return a function that reports the end of a transfer. It has its own socket, since the `Mover` thread calls
+        it.
+        """
         answers = self._sockets.connect(zmq.PUSH, answers_to)
         return lambda number: answers.send(m.encode(m.Moved(number, self._number)))
 
     def _run_encoder(self, read: m.RunEncoder) -> None:
-        """Run the first pass of a step whose prompts go through the pipeline twice."""
+        """Run a step's first pass through the pipeline, which computes the encoder's layers."""
         worker = self._worker_of(read.release, read.begin)
         started = time.perf_counter()
         encode = tuple(Chunk(*chunk) for chunk in read.encode)
@@ -307,7 +310,7 @@ class Executing:
             self._answer(m.encode(done))
 
     def _worker_of(self, release: list[int], begin: list[m.Beginning]) -> Worker:
-        """Release and begin these requests, then return the worker."""
+        """Release and begin these requests. Return the worker."""
         worker = self._worker
         assert worker is not None
         worker.release(release)
@@ -316,15 +319,15 @@ class Executing:
         return worker
 
     def prepare(self, grammar: str) -> object:
-        """Compile a grammar for this worker's present part of the model. Any thread may call this."""
+        """Compile a grammar for this worker's current part of the model. Any thread may call this."""
         worker = self._worker
         return None if worker is None else worker.prepare(grammar)
 
     def move(self, transfer: m.Transfer) -> None:
-        """Begin a transfer in its own thread, while earlier steps are still executed.
+        """Begin a transfer in the `Mover` thread, while earlier steps are still executed.
 
-        The earlier steps do not use the transfer's blocks: the encode step of these requests has been settled, and so
-        has the last step of the requests that had the blocks before.
+        Earlier steps do not use the transfer's blocks: the engine has already received the results of all steps that
+        did.
         """
         assert self._mover is not None
         requests = [
@@ -333,7 +336,9 @@ class Executing:
         self._mover.move(Move(transfer.number, requests))
 
     def _transfer(self, transfer: m.Transfer) -> None:
-        """Release and adopt the requests of a transfer, while the transfer continues in its thread."""
+        """Release requests, and adopt those of a transfer (decode lane). The transfer itself continues in its
+        thread.
+        """
         worker = self._worker
         assert worker is not None
         worker.release(transfer.release)

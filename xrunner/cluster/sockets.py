@@ -1,8 +1,8 @@
-"""Open the control plane's sockets, encrypted with a secret that all processes share.
+"""Open the control plane's sockets. They are encrypted with a key that all processes share.
 
-Processes on one machine use Unix sockets, to which no other user can connect. Processes on several machines bind to the
-interface with a given address. Any peer can connect there, and the handshake shows whether it has the secret. Both
-before and after the handshake, a message above a size limit ends the connection.
+On one machine, processes use Unix sockets, to which no other user can connect. On several machines, they bind to the
+interface with a given address. Any peer can connect there, and the handshake checks that it has the key. A message
+above a size limit ends the connection, both before and after the handshake.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WAKEUP_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """A CurveZMQ key pair that a cluster's processes share. A peer without the public key gets no answer."""
+    """A CurveZMQ key pair that all processes of a replica share. A peer without the public key gets no answer."""
 
     public: bytes
     private: bytes
@@ -47,10 +47,10 @@ class Secret:
 
 
 class Sockets:
-    """Opens sockets that share a secret, and closes all of them. Used by one thread.
+    """Opens sockets with the same secret, and closes them. Only one thread may use it.
 
     Args:
-        host: the address of the interface to bind to.
+        host: address of the interface to which `bind` binds.
     """
 
     def __init__(self, secret: Secret, host: str) -> None:
@@ -60,12 +60,12 @@ class Sockets:
         self._opened: list[zmq.Socket[bytes]] = []
 
     def bind(self, kind: int, max_bytes: int = DATA_BYTES) -> tuple[zmq.Socket[bytes], str]:
-        """Return a socket that listens, and its endpoint.
+        """Return a listening socket and its endpoint.
 
-        On loopback, the socket is a Unix socket. On other interfaces, it has any free port.
+        If `host` is loopback, it is a Unix socket. On other interfaces, it has any free port.
 
         Args:
-            max_bytes: largest message that a peer may send.
+            max_bytes: size of the largest message that a peer may send.
 
         Raises:
             MachineError: this machine does not have the interface, or no port is free.
@@ -109,10 +109,10 @@ class Sockets:
 
 
 class Wakeup:
-    """Wakes a thread that polls sockets.
+    """Wakes a thread that is polling sockets.
 
     Attributes:
-        socket: a socket that the thread must also poll. `wake` makes this socket readable.
+        socket: the thread must also poll this socket. `wake` makes it readable.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Implement the store, in the engine's process, through which torch.distributed's workers find each other.
+"""Implement a torch.distributed store, through which workers find each other. It is in the engine's process.
 
-Calls to the store use the control plane's encrypted sockets, whereas torch's own stores listen on all interfaces of a
-machine and answer any client.
+Calls use the control plane's encrypted sockets. torch's own stores listen on all interfaces of a machine and answer any
+client.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class EpochKeys:
     """The store in the engine's process: the keys of one epoch, and the workers that wait for keys.
 
     Args:
-        answer: sends an answer to a caller.
+        answer: sends an answer to a caller, given by its identity.
     """
 
     answer: Callable[[bytes, m.StoreAnswer], object]
@@ -38,13 +38,13 @@ class EpochKeys:
     _waiting: list[tuple[bytes, m.StoreCall]] = field(default_factory=list)
 
     def begin(self, epoch: int) -> None:
-        """Clear the store for a new epoch. The values of older epochs are about processes that have ended."""
+        """Clear the store for a new epoch. Processes of older epochs have ended."""
         self.epoch = epoch
         self._values.clear()
         self._waiting.clear()
 
     def call(self, caller: bytes, call: m.StoreCall) -> None:
-        """Carry out a call, and answer every caller whose keys now exist."""
+        """Carry out a call. Answer all callers whose keys now exist."""
         if call.epoch != self.epoch:
             return
         if call.waits:
@@ -60,7 +60,7 @@ class EpochKeys:
         self._waiting = still
 
     def _do(self, call: m.StoreCall) -> list[bytes | None]:
-        """Apply the call's verb, and return the values of its keys."""
+        """Apply the call's verb. Return the values for its `StoreAnswer`."""
         values = self._values
         match call.verb:
             case "set":
@@ -78,10 +78,10 @@ class EpochKeys:
 
 
 class EngineStore(dist.Store):
-    """A worker's access to the store, as a torch.distributed store. Several threads may use it at the same time, each
+    """A worker's client of the store, as a `torch.distributed.Store`. Several threads may use it at the same time, each
     with its own socket.
 
-    The caller must keep this object alive, because the object's C++ wrapper does not.
+    The caller must keep this object alive. torch's C++ wrapper does not.
     """
 
     def __init__(self, secret: Secret, host: str, engine: str, epoch: int) -> None:
@@ -121,7 +121,7 @@ class EngineStore(dist.Store):
         return EngineStore(*self._where)
 
     def close(self) -> None:
-        """Close all threads' sockets. No thread may use the store afterwards."""
+        """Close the sockets of all threads. No thread may use the store afterwards."""
         self._sockets.close()
 
     def _call(
@@ -133,10 +133,10 @@ class EngineStore(dist.Store):
         waits: bool = False,
         timeout_s: float | None = None,
     ) -> list[bytes | None]:
-        """Send a call to the engine's process, and return its answer.
+        """Send a call to the engine's process. Return the values in its answer.
 
         Raises:
-            MachineError: no answer comes in time.
+            MachineError: no answer came within `timeout_s`.
         """
         mine, (*_, engine, epoch) = self._of_thread, self._where
         if not hasattr(mine, "socket"):

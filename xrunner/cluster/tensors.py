@@ -1,5 +1,5 @@
-"""Exchange tensors between workers, over torch.distributed: sums within a stage, hidden states between stages, and
-transfers of K/V (or encoder outputs) from WAA's encode lane to its decode lane. Transfers run in a separate thread.
+"""Exchange tensors between workers through torch.distributed: all-reduces within a stage, hidden states between stages,
+and K/V (or encoder outputs) from WAA's encode lane to its decode lane. The last run in a separate thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ MAX_MEMORIES = 64
 
 @dataclass
 class Traffic:
-    """Bytes that this worker has sent, and seconds that it has spent on steps, without waiting for other stages."""
+    """Bytes that this worker has sent since its start, and seconds that it has spent on steps since its last
+    deployment, excluding waits for other stages.
+    """
 
     tensor_bytes: int = 0
     control_bytes: int = 0
@@ -111,8 +113,8 @@ class RankPipe:
 
 
 def stage_groups(deployment: Deployment, worker: int, traffic: Traffic) -> RankGroup | None:
-    """Return the group of this worker's stage, or None if the stage has no other worker. All workers must call this
-    function at the same time.
+    """Return the group of this worker's stage, or None if the stage has no other worker. All workers must call this at
+    the same time.
     """
     own_groups = None
     for stage in deployment.stages:
@@ -134,9 +136,8 @@ class Mover(threading.Thread):
     """A thread that carries out transfers, one after the other.
 
     Args:
-        group: the group of all workers of the replica. This group is used only for transfers, so that transfers never
-            wait for hidden states.
-        moved: called in this thread with a transfer's number, when this worker's part of the transfer has ended.
+        group: a process group of all workers, used only for transfers, so that they never wait for hidden states.
+        moved: called in this thread with a transfer's number, once this worker's part of the transfer is done.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ POLL_MS = 50
 
 
 class DeploymentRefused(XgptError):
-    """A worker cannot build its part. This error has the message and the exit code of the error in the worker."""
+    """A worker cannot build its part. The message and the exit code are those of the worker's error."""
 
     def __init__(self, loaded: m.Loaded) -> None:
         super().__init__(f"worker {loaded.worker}: {loaded.error}")
@@ -49,7 +49,7 @@ class DeploymentRefused(XgptError):
 
 @dataclass(slots=True)
 class WorkerStatus:
-    """A worker's last report: the bytes sent, and the seconds spent on steps, since the worker's start."""
+    """A worker's last report (see `messages.WorkerAlive`), and when it came."""
 
     hello: m.Hello
     sender: bytes
@@ -61,14 +61,14 @@ class WorkerStatus:
 
 @dataclass(slots=True)
 class _Shared:
-    """The state that the watching thread and the engine's thread share. Hold `changed` to access the other fields.
+    """State that the watching thread and the engine's thread share. Hold `changed` to access the other fields.
 
     Attributes:
-        epoch: number of the current workers' epoch. All workers of an epoch are started together.
-        prepared: errors in the answers to a `Prepare`, by the order's number and the worker's number.
-        lost: the reason why a worker is lost, or None if no worker is lost.
-        unstarted: number of the machine whose launcher was lost before any of its workers had started, or None for any
-            other loss.
+        epoch: number of the current epoch. All workers of an epoch are started together.
+        prepared: for each number of a `Prepare`, the errors in the answers ("" for none), by worker.
+        lost: why a worker is considered lost. None if none is.
+        unstarted: index of the machine, if its launcher was lost before any of its workers had started. None for other
+            losses.
     """
 
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -81,8 +81,8 @@ class _Shared:
 
 
 class RestartBudget:
-    """Counts restarts. The loss of a machine counts as one restart, although it may be noticed twice: first by its
-    silent workers, and then by its lost launcher.
+    """Limits the number of restarts. The loss of a machine counts as one restart, although it may be noticed twice:
+    first by its silent workers, then by its lost launcher.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class RestartBudget:
         """Count a restart after a loss. See `_Shared` for `lost` and `unstarted`.
 
         Raises:
-            MachineError: there have been `RESTARTS` restarts within `PERIOD_S` already.
+            MachineError: there have already been `RESTARTS` restarts within the last `PERIOD_S` seconds.
         """
         if unstarted is not None and unstarted not in self._noticed:
             self._noticed.add(unstarted)
@@ -105,17 +105,17 @@ class RestartBudget:
 
 
 class _PreparedGrammar:
-    """A reference to a grammar: workers keep the grammar compiled as long as this object is referenced."""
+    """A handle of a grammar. Workers keep the grammar compiled as long as the handle is referenced."""
 
 
 class Workers:
     """Starts workers, deploys a plan's parts to them, and detects when a worker is lost.
 
     Args:
-        num_workers: number of workers, one for each device.
+        num_workers: number of workers, one per device.
         host: address of the interface to which this machine's sockets bind.
-        first_device: index of these workers' first device on this machine.
-        machines: the machines on which the workers run. They are free again after `close`.
+        first_device: index of the first worker's device on this machine.
+        machines: the machines on which the workers run. `close` frees them.
 
     Raises:
         MachineError: no interface has the address `host`.
@@ -165,7 +165,7 @@ class Workers:
             return dict(self._shared.members)
 
     def check(self) -> None:
-        """Check that no worker is lost.
+        """Raise an error if a worker is lost.
 
         Raises:
             WorkerLost: a worker is lost.
@@ -174,14 +174,15 @@ class Workers:
             raise WorkerLost(self._shared.lost)
 
     def deploy(self, deployment: Deployment, answers_to: str) -> dict[int, float]:
-        """Make all workers build their parts, which replace the previous parts. No step may be under way.
+        """Make all workers replace their previous parts of the model by their parts of `deployment`. No step may be
+        under way.
 
         Returns:
-            How many seconds each worker took, by the worker's number.
+            Each worker's build time in seconds, by the worker's number.
 
         Raises:
-            MachineError: the workers do not start in time.
-            WorkerLost: a worker ends meanwhile.
+            MachineError: the workers have not started, or not built their parts, in time.
+            WorkerLost: a worker was lost meanwhile.
             DeploymentRefused: a worker cannot build its part.
         """
         members = self._await_all()
@@ -212,11 +213,11 @@ class Workers:
         return {worker: answer.seconds for worker, answer in loaded.items()}
 
     def prepare(self, grammar: str, workers: Collection[int]) -> object:
-        """Make these workers compile a grammar, and wait until they have done so. Any thread may call this.
+        """Make these workers compile a grammar, and wait for them. Any thread may call this.
 
         Returns:
-            An object that keeps the grammar compiled in these workers as long as it is referenced. If workers are
-            replaced meanwhile, the new workers compile the grammar when they need it.
+            A handle. The workers keep the grammar compiled as long as it is referenced. If workers are replaced, the
+            new ones compile the grammar when they need it.
 
         Raises:
             MachineError: a worker cannot compile the grammar.
@@ -245,21 +246,21 @@ class Workers:
         return prepared
 
     def _order(self, member: WorkerStatus, message: m.Deploy | m.Prepare) -> None:
-        """Make the watching thread send a message to a worker."""
+        """Let the watching thread send a message to a worker."""
         self._orders.put((member.sender, m.encode(message)))
         self._wakeup.wake()
 
     def restart(self) -> None:
-        """End the remaining workers, and restart all workers.
+        """Restart all workers, including those that still run.
 
         Raises:
-            MachineError: workers have been restarted `RESTARTS` times within `PERIOD_S` already.
+            MachineError: there have already been `RESTARTS` restarts within the last `PERIOD_S` seconds.
         """
         self._budget.spend(self._shared.lost, self._shared.unstarted)
         self.renew()
 
     def renew(self) -> None:
-        """Replace all workers, without counting this as a restart. `deploy` waits for the new workers."""
+        """Replace all workers. This does not count as a restart. `deploy` then waits for the new workers."""
         with self._shared.changed:
             self._shared.epoch += 1
             self._shared.members.clear()
@@ -353,7 +354,7 @@ class Workers:
                     member.busy_s = message.busy_s
 
     def _check_silence(self) -> None:
-        """Detect workers that have ended or fallen silent."""
+        """Record the loss of a worker or launcher that has ended or been silent for too long."""
         now, shared = time.monotonic(), self._shared
         if now - self._looked_s > SILENCE_S / 4:  # this process itself was suspended, so it could receive nothing
             for member in shared.members.values():
@@ -383,10 +384,10 @@ class Workers:
         return worker * len(self._launchers) // self.num_workers
 
     def _is_excused(self, worker: int, member: WorkerStatus, silent_s: float) -> bool:
-        """Return whether a silent worker is working: compiling, loading, or waiting for a processor.
+        """Return whether a silent worker may be working: compiling, loading, or waiting for a processor.
 
-        A worker may be silent for `LOAD_S` while it builds its part, but only for `BUSY_S` on another machine, where
-        its state cannot be seen.
+        While a worker builds its part, it may be silent for `LOAD_S`. On another machine, where its state cannot be
+        seen, it may be silent only for `BUSY_S`.
         """
         is_loading = worker not in self._shared.loaded
         launcher = self._launchers[self._machine_of(worker)]

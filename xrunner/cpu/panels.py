@@ -117,7 +117,7 @@ class PanelOutputs:
 
     Attributes:
         number: number of outputs after gating.
-            width: the same, rounded up to whole panels.
+        width: the same, rounded up to whole panels.
     """
 
     def __init__(self, number: int, *, gated: bool) -> None:

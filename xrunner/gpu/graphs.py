@@ -107,7 +107,7 @@ class _Captured:
     Args:
         sizes: numbers of tokens, ascending.
         sequences: largest number of sequences in a batch.
-            num_blocks: largest number of blocks of a sequence.
+        num_blocks: largest number of blocks of a sequence.
     """
 
     def __init__(
