@@ -1,6 +1,8 @@
-"""Find a model's step times on a device: measured on xrunner's own layers, computed from a datasheet, or imported.
+"""Find a model's step times on a device. They are measured with xrunner's layers, computed from a datasheet, or
+imported.
 
-The input is a ModelSpec and a ClusterSpec. The output is a Profile. Only `xprofiler.measure` loads torch.
+The input is a ModelSpec and a ClusterSpec. The output is a Profile. Only modules that measure with xrunner's layers
+load torch.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -13,7 +15,7 @@ then no longer used for planning.
 
 
 def xgpt_version(device_type: Literal["cpu", "gpu"]) -> str:
-    """Return the version of xgpt's engine in profiles that were measured on this type of device."""
+    """Return the engine version that profiles state if they were measured on this type of device."""
     return f"steps of generation {GENERATIONS[device_type]}"
 
 

@@ -8,9 +8,9 @@
     from one device to another           b / (link eff) + one hop
 
 A group of t devices divides matrices, heads and vocabulary evenly. If a model has several kinds of layers
-(`ModelSpec.kinds`), a layer's times are their mean. Latent attention decodes on each token's latent state, all of which
-is on every device of a group. A recurrent block reads and writes its state. Sparse attention scores all tokens with its
-index, and reads the tokens with the best scores. The list of operators is from ExeGPT sec. 3.
+(`ModelSpec.kinds`), a layer's times are the mean over all layers. Latent attention decodes on latent vectors, which
+every device of a group stores completely. A recurrent block reads and writes its state. Sparse attention scores all
+tokens with its index, and reads only the tokens with the best scores. The list of operators is from ExeGPT sec. 3.
 """
 
 from __future__ import annotations
@@ -78,15 +78,16 @@ def profile(
     engine: EngineSpec | None = None,
     kv_dtype: DType | None = None,
 ) -> Profile:
-    """Return the tables of every tensor-parallel degree that fits in a node, for each way to divide the experts.
+    """Return a profile with tables for every tensor-parallel degree that fits in a node and each way to divide the
+    experts.
 
     Args:
-        kv_dtype: type of K/V. None means the dtype.
-        engine: the engine whose loop's time is added to the times of kernels. None means that the loop takes the time
+        kv_dtype: type of K/V. None means `dtype`.
+        engine: the serving engine. The profile includes its time per step and per request. None means the time per step
             in the device's efficiencies.
 
     Raises:
-        InputError: the cluster's device has no rate for this dtype.
+        InputError: the device's datasheet has no rate for this dtype, or no memory bandwidth.
     """
     kernels = Kernels(cluster, dtype, engine, kv_dtype)
     degrees = tp_degrees(spec, cluster)
@@ -113,8 +114,9 @@ def profile(
 
 
 def groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
-    """Return each tensor-parallel degree with each of its expert-parallel degrees: 1, and the number of the group's
-    devices."""
+    """Return pairs (tensor-parallel degree t, expert-parallel degree). The second is 1 or, in models with experts, also
+    t.
+    """
     degrees = tp_degrees(spec, cluster)
     experts = [kind.experts for kind in spec.kinds if kind.experts is not None]
     if not experts:
@@ -128,8 +130,9 @@ def groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]
 
 
 def shared_groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
-    """Return pairs (tensor-parallel degree t, number of devices n), with n > t. In each, n / t tensor-parallel groups
-    divide the experts among all their n devices: those of a node, or of all linked nodes.
+    """Return pairs (tensor-parallel degree t, number of devices n), with n > t, for groups that share experts: n / t
+    tensor-parallel groups divide the experts among all n devices. These are the devices of a node, or of all linked
+    nodes.
     """
     found = [kind.experts for kind in spec.kinds if kind.experts is not None]
     linked = cluster.num_devices if cluster.inter_node is not None else cluster.devices_per_node
@@ -149,8 +152,8 @@ def _shares_experts(experts: Experts, slices: int, ep: int) -> bool:
 
 
 def tp_degrees(spec: ModelSpec, cluster: ClusterSpec) -> tuple[int, ...]:
-    """Return the tensor-parallel degrees: powers of two that fit in a node and that evenly divide the heads and the
-    feed-forward block.
+    """Return the tensor-parallel degrees: the powers of two that fit in a node and evenly divide heads and feed-forward
+    blocks.
 
     If there are fewer key/value heads than devices, several devices hold copies of a head.
     """
@@ -172,7 +175,7 @@ def _shares_evenly(kind: Block, t: int) -> bool:
 
 
 class Transfers(TypedDict):
-    """The fields of a Profile that depend only on the cluster's links."""
+    """The fields of a Profile with times of transfers over the cluster's links."""
 
     hop: Curve | None
     inter_node_hop: Curve | None
@@ -206,23 +209,22 @@ def transfers(
 
 
 def state_bytes(cluster: ClusterSpec, dtype: DType, engine: EngineSpec | None = None) -> int:
-    """Return the bytes of an element of the hidden states and logits that devices exchange. In float8 these are two
-    bytes.
-    """
+    """Return the bytes per element of hidden states and logits that devices exchange. With float8 weights, it is 2."""
     framework = None if engine is None else engine.framework
     return BYTES_PER_ELEMENT[Precision.of(dtype, cluster.device.type, framework).state]
 
 
 class Kernels:
-    """Computes the seconds of operators on one kind of device.
+    """Computes the time of each operator on one kind of device, in seconds.
 
     Attributes:
-        elementwise: share of the memory bandwidth that norms and activation functions achieve in half precision.
-        size, state: bytes of an element of weights, and of hidden states and logits.
-        of_head: computes the times of the output head, which stays in half precision in float8.
+        elementwise: share of the datasheet's memory bandwidth that norms and activation functions achieve in half
+            precision.
+        size, state: bytes per element of weights, and of hidden states and logits.
+        of_head: computes the times of the output head. With float8 weights, the head is bfloat16.
 
     Raises:
-        InputError: the device states no rate for the dtype, or no bandwidth.
+        InputError: the device's datasheet has no rate for the dtype, or no memory bandwidth.
     """
 
     def __init__(
@@ -257,22 +259,24 @@ class Kernels:
     def matrix(
         self, tokens: float, params: float, num_products: float = 1, stored: Quantization | None = None
     ) -> float:
-        """Return the seconds of matrix products whose weights have `params` elements in all.
+        """Return the seconds of `num_products` matrix products, whose weights have `params` elements in all.
 
         Args:
-            stored: how these weights are stored. None means that they are stored in the dtype.
+            stored: the weights' quantisation. None means that they are stored in the dtype.
         """
         compute_s, read_s = self._per_weight(stored)
         return max(tokens * params * compute_s, params * read_s) + num_products * self.efficiency.product_s
 
     def grouped(self, tokens: float, params: float, routing: Routing, stored: Quantization | None = None) -> float:
-        """Return the seconds of the busiest device's experts, each with two matrix products of `params` weights."""
+        """Return the seconds of the busiest device's experts. An expert has two matrix products, with `params` weights
+        in all.
+        """
         compute_s, read_s = self._per_weight(stored)
         loads, hits = routing.expected(tokens)
         return float(params * np.maximum(loads * compute_s, hits * read_s).sum()) + 2 * self.efficiency.product_s
 
     def _per_weight(self, stored: Quantization | None) -> tuple[float, float]:
-        """Return the seconds that one weight takes: to multiply it by one token, and to read it."""
+        """Return two times in seconds: to multiply one weight by one token, and to read one weight."""
         rate, size = self._rate, float(self.size)
         if stored is not None:
             size = min(size, stored.bytes_per_weight)
@@ -280,29 +284,33 @@ class Kernels:
         return 2 / (rate * self.efficiency.matrix), size / (self._bandwidth * self.efficiency.weights)
 
     def prompt_attention(self, batch: int, length: int, heads_dim: float, *, causal: bool) -> float:
-        """Return the seconds of attention over prompts. A causal mask halves the work."""
+        """Return the seconds of attention for whole prompts. A causal mask halves the work."""
         flops = (2 if causal else 4) * batch * length * (length + self.efficiency.attention_half_length) * heads_dim
         return flops / (self._rate * self.efficiency.attention) + self.efficiency.attention_s
 
     def decode_attention(self, batch: int, context: int, kept_bytes: float) -> float:
-        """Return the seconds of attention of a decode step. It reads `kept_bytes` for each token in the context."""
+        """Return the seconds of a decode step's attention, which reads `kept_bytes` for each token in the context."""
         return batch * context * kept_bytes / (self._bandwidth * self.efficiency.kv) + self.efficiency.attention_s
 
     def latent_attention(self, batch: int, context: int, heads: float, latent: LatentAttention) -> float:
-        """Return the seconds of decoding on latent K/V, which all heads share."""
+        """Return the seconds of a decode step's attention over latent vectors, which all heads share."""
         kept = latent.kept_per_token
         read = batch * context * kept * BYTES_PER_ELEMENT[self.kv_dtype] / (self._bandwidth * self.efficiency.kv)
         flops = 2 * batch * context * heads * (kept + latent.kv_rank)
         return max(read, flops / (self._rate * self.efficiency.attention)) + self.efficiency.attention_s
 
     def index(self, pairs: float, read_bytes: float, indexer: Indexer) -> float:
-        """Return the seconds in which an index scores pairs of tokens, in eight bits on every device."""
+        """Return the seconds in which sparse attention's index scores pairs of tokens. Every device scores all pairs,
+        in eight bits.
+        """
         flops = 2 * pairs * indexer.num_heads * indexer.head_dim
         read_s = read_bytes / (self._bandwidth * self.efficiency.kv)
         return max(read_s, flops / (self._eight_bits * self.efficiency.attention)) + self.efficiency.attention_s
 
     def recurrence(self, batch: int, length: int, recurrent: Recurrent, t: int) -> float:
-        """Return the seconds in which each state of a batch processes `length` tokens, on one of t devices."""
+        """Return the seconds in which a recurrent block processes `length` tokens of each request, on one of t
+        devices.
+        """
         share = min(t, recurrent.num_heads)
         moved_s = 2 * batch * recurrent.state_bytes / share / (self._bandwidth * self.efficiency.kv)
         flops = 6 * batch * length * recurrent.state_elements / share
@@ -312,19 +320,19 @@ class Kernels:
         return elements * self.state / self._bandwidth
 
     def all_reduce(self, elements: float, devices: int) -> float:
-        """Return the seconds of an all-reduce: one kernel, or a ring in which each hop carries 1/t of the data and the
-        data goes around twice.
+        """Return the seconds of an all-reduce. Data goes around a ring of `devices` twice, and each hop carries 1 /
+        `devices` of it. The latency is that of all hops, or `all_reduce_s` of the device's efficiencies.
         """
         return self._around(elements, devices, 2)
 
     def all_gather(self, elements: float, devices: int) -> float:
-        """Return the seconds of an all-gather, after which each device has all `elements`."""
+        """Return the seconds of an all-gather of `elements` in all."""
         return self._around(elements, devices, 1)
 
     def exchange(self, sent_bytes: float, devices: int) -> float:
-        """Return the seconds of an all-to-all: each device sends `sent_bytes`, in equal parts, to all devices.
+        """Return the seconds of an all-to-all. Each device sends `sent_bytes`, in equal parts, to all devices.
 
-        Traffic within the node and between nodes overlaps. Each device has its own network adapter.
+        Traffic within nodes and between nodes overlaps. Each device is assumed to have its own network adapter.
         """
         assert self._link is not None
         near = min(devices, self._per_node)
@@ -384,8 +392,8 @@ def _layer(spec: ModelSpec, kernels: Kernels, t: int, ep: int) -> LayerTimes:
 
 
 def all_reduces(spec: ModelSpec) -> float:
-    """Return a layer's mean number of all-reduces. One follows attention or recurrence, and one follows the
-    feed-forward block.
+    """Return the mean number of all-reduces per layer: one after attention or recurrence, one after cross-attention,
+    and one after the feed-forward block.
     """
     if spec.is_encoder_decoder:
         return 3
@@ -397,12 +405,12 @@ def all_reduces(spec: ModelSpec) -> float:
 
 
 def _share_with_experts(spec: ModelSpec) -> float:
-    """Return the share of layers that have experts."""
+    """Return the share of the model's layers that have experts."""
     return mean_over_layers(spec, [float(kind.experts is not None) for kind in spec.kinds])
 
 
 def mean_over_layers(spec: ModelSpec, values: Sequence[T]) -> T:
-    """Return the mean, over a model's layers, of a value that each kind of layer has."""
+    """Return the mean over all layers of a value that is given for each of `ModelSpec.kinds`."""
     if len(values) == 1:
         return values[0]
     counts = [len(kind.layers) for kind in spec.kinds]
@@ -411,13 +419,13 @@ def mean_over_layers(spec: ModelSpec, values: Sequence[T]) -> T:
 
 
 def _products(spec: ModelSpec, kernels: Kernels, t: int, ep: int, left_out: float) -> Callable[[int], float]:
-    """Return a function from a step's number of tokens to the seconds of a layer's matrix products, on the busiest
-    device of a group.
+    """Return a function from a step's number of tokens to the seconds of a layer's matrix products on a group's busiest
+    device.
 
-    The weights of copied key/value heads are not counted.
+    Copies of key/value heads are not counted.
 
     Args:
-        left_out: number of weights whose products are counted in another table.
+        left_out: number of weights to leave out, since another table has the times of their products.
     """
     if spec.is_encoder_decoder:
         params = spec.decoder_layer_params / t - left_out
@@ -427,7 +435,7 @@ def _products(spec: ModelSpec, kernels: Kernels, t: int, ep: int, left_out: floa
 
 
 def _products_of(spec: ModelSpec, kind: Block, kernels: Kernels, t: int, ep: int) -> Callable[[int], float]:
-    """Return a function from a step's number of tokens to the seconds of the matrix products in one kind of layer."""
+    """Do as `_products`, for one kind of layer."""
     sizes, stored, experts = spec.sizes, spec.quantization, kind.experts
     by_format: dict[Quantization | None, list[float]] = {}
 
@@ -463,7 +471,7 @@ def _products_of(spec: ModelSpec, kind: Block, kernels: Kernels, t: int, ep: int
 
 
 def _attention(spec: ModelSpec, kernels: Kernels, t: int) -> tuple[Surface, Surface]:
-    """Return the seconds of a layer's attention for prompts and for decode, as means over the kinds of layers."""
+    """Return the seconds of a layer's attention, for prompts and for decode, as means over all layers."""
     kinds = [Mixing(spec, kind, kernels, t) for kind in spec.kinds]
     return (
         surface(lambda b, length: mean_over_layers(spec, [kind.prompt(b, length) for kind in kinds])),
@@ -472,7 +480,7 @@ def _attention(spec: ModelSpec, kernels: Kernels, t: int) -> tuple[Surface, Surf
 
 
 class Mixing:
-    """Computes the seconds of attention and recurrence in one kind of layer, on one device of a group of t."""
+    """Computes the seconds of attention or recurrence in one kind of layer, on one of t devices."""
 
     def __init__(self, spec: ModelSpec, kind: Block, kernels: Kernels, t: int) -> None:
         self._kernels, self._kind, self._t = kernels, kind, t
@@ -485,7 +493,7 @@ class Mixing:
                 self._kept_bytes = kept * BYTES_PER_ELEMENT[kernels.kv_dtype]
 
     def prompt(self, batch: int, length: int) -> float:
-        """Return the seconds of a batch of prompts of one length."""
+        """Return the seconds for `batch` prompts of `length` tokens."""
         kernels, seconds = self._kernels, 0.0
         if self._kind.recurrent is not None:
             seconds += kernels.recurrence(batch, length, self._kind.recurrent, self._t)
@@ -507,7 +515,7 @@ class Mixing:
         return seconds + inside * (1 + 2 * (length - reach) / reach) + fixed
 
     def decode(self, batch: int, context: int) -> float:
-        """Return the seconds of decoding one token for each request of a batch."""
+        """Return the seconds for decoding one token of each of `batch` requests."""
         kernels, seconds = self._kernels, 0.0
         if self._kind.recurrent is not None:
             seconds += kernels.recurrence(batch, 1, self._kind.recurrent, self._t)
@@ -541,7 +549,9 @@ def _encoder_layer(spec: ModelSpec, kernels: Kernels, t: int) -> EncoderLayerTim
 
 
 def _head(spec: ModelSpec, kernels: Kernels, t: int) -> Curve:
-    """Return the seconds of the output head. Each device computes its share of the logits, which are then gathered."""
+    """Return the seconds of the output head, by the number of rows. Each device computes its share of the logits. Then
+    all logits are gathered.
+    """
 
     def head(rows: int) -> float:
         product = kernels.of_head.matrix(rows, spec.vocab_size * spec.hidden_size / t)
@@ -551,7 +561,7 @@ def _head(spec: ModelSpec, kernels: Kernels, t: int) -> Curve:
 
 
 def loop(step_s: float, engine: EngineSpec | None) -> Curve:
-    """Return the seconds of an engine's loop for a step, by its number of requests."""
+    """Return the seconds that an engine's loop adds to a step, by the step's number of requests."""
     each = 0.0 if engine is None else engine.request_s or 0.0
     return curve(lambda n: step_s + n * each, (1, BATCHES[-1]))
 

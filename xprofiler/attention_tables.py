@@ -1,4 +1,4 @@
-"""Read latent attention, sparse attention and linear attention from other projects' tables."""
+"""Read the times of latent, sparse and linear attention from other projects' tables."""
 
 from __future__ import annotations
 
@@ -38,12 +38,11 @@ LONGEST = 2**20
 def latent_attention(
     tables: Tables, hidden: int, attention: Attention, t: int, dtype: str, slower: float
 ) -> tuple[Surface, Surface, Shapes] | None:
-    """Return the seconds of latent attention for prompts and for decode, on one of t devices. The third item has the
-    sizes (n, k) of the matrix products around attention that the seconds leave out. Return None if no table has these
-    sizes.
+    """Return the seconds of latent attention on one of t devices, for prompts and for decode. The third item lists the
+    sizes (n, k) of the projections that these times do not include. Return None if no table has this attention.
 
     Raises:
-        InputError: these sizes were not measured with this type of weights or K/V.
+        InputError: this attention was not measured with weights in `dtype`, or with the tables' type of K/V.
     """
     latent, heads = attention.latent, attention.num_heads // t
     assert latent is not None
@@ -79,7 +78,7 @@ def _modules(
     model: str | None = None,
     operation: str = "",
 ) -> tuple[Surface, Surface]:
-    """Return the times of attention from tables that measured it together with its projections."""
+    """Return the seconds of attention for prompts and for decode, from tables that include its projections."""
     found, (family, name) = [], names
     for phase in PHASES:
         operator = f"{name}_{phase}_module"
@@ -103,7 +102,7 @@ def _modules(
 
 
 def _kernel(tables: Tables, phase: str, heads: int, slower: float) -> Surface:
-    """Return the times of attention from tables that measured it without its projections."""
+    """Return the seconds of attention in one phase, from a table that does not include its projections."""
     path = tables.paths("mla", f"{phase}_mla")[0]
     rows = tables.read(path, KERNEL_COLUMNS)
     chosen = (rows["num_heads"] == heads) & (rows["kv_cache_dtype"] == tables.kv_dtype)
@@ -116,7 +115,7 @@ def _kernel(tables: Tables, phase: str, heads: int, slower: float) -> Surface:
 
 
 def _fastest(rows: Rows, chosen: npt.NDArray[np.bool_], factor: float) -> Surface:
-    """Return the surface through the rows of a table. At each point, only the fastest of the measured kernels
+    """Return the surface through the chosen rows of a table. If several kernels were measured at a point, the fastest
     counts.
     """
     latency = rows["latency"][chosen]
@@ -128,8 +127,8 @@ def _fastest(rows: Rows, chosen: npt.NDArray[np.bool_], factor: float) -> Surfac
 def recurrence(
     tables: Tables, kernels: analytic.Kernels, hidden: int, recurrent: Recurrent, t: int, slower: float
 ) -> tuple[Surface, Surface]:
-    """Return a recurrent block's seconds for prompts and for decode on one of t devices. They come from the tables for
-    gated delta nets, and from the datasheet for other blocks.
+    """Return a recurrent block's seconds on one of t devices, for prompts and for decode. Times of gated delta nets
+    come from the tables, those of other blocks from the datasheet.
     """
     found = _delta_nets(tables, hidden, recurrent, t)
     if found is None:
@@ -149,8 +148,9 @@ def recurrence(
 def _delta_nets(
     tables: Tables, hidden: int, recurrent: Recurrent, t: int
 ) -> dict[str, tuple[Array, Array, Array]] | None:
-    """Return batches, lengths and seconds of a gated delta net's kernels, by phase, or None if these sizes were not
-    measured."""
+    """Return the batch sizes, lengths and seconds of a gated delta net's kernels, by phase. Return None if these sizes
+    were not measured.
+    """
     if not tables.has("linear_attention", "gdn") or recurrent.num_heads % t:
         return None
     path, heads = tables.paths("linear_attention", "gdn")[0], recurrent.num_heads // t
@@ -180,8 +180,8 @@ def _delta_nets(
 def within_window(surface: Surface, window: int | None, *, prompts: bool) -> Surface:
     """Convert times of attention without a window to times with a sliding window.
 
-    If the context is longer than the window, decoding takes as long as at the window's length. Each prompt token beyond
-    the window takes as long as the last token within the window.
+    Decode over a context longer than the window takes as long as at the window's length. Each prompt token beyond the
+    window takes as long as the last token within it.
     """
     if window is None:
         return surface

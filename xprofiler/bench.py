@@ -1,9 +1,9 @@
 """Measure the points of a profile on a worker.
 
-Each point is measured once in each of several passes. Its time is the mean over the passes, since the time of many
-steps is a sum of such means. The clock of a shared machine changes between two or three rates about every second. A
-median of a few calls would be the time at one of these rates, which would differ between points. Layers are run one
-after the other, as in a step, so weights and K/V come from memory and not from a cache that is warm only in benchmarks.
+Each point is measured once in each of several passes. Its time is the mean over the passes, since means add up to the
+time of many steps. The clock of a shared machine changes between two or three rates about every second. A median of a
+few calls would be the time at one of these rates, and not at the same rate for all points. All layers are run one after
+the other, as in a step, so weights and K/V come from memory and not from a cache.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ class Points:
     """The points at which a model is measured, within its context.
 
     Attributes:
-        encode, decode: (batch, length) of each measured attention call. These are the points of the tables, and the
-            calls that whole steps make.
-        steps: whole steps by their number of tokens. Up to the largest batch, they consist of short decodes. Larger
-            ones consist of short prompts. Sequences are (tokens before, tokens now).
+        encode, decode: (batch, length) of each measured attention call: the points of the tables, and the calls within
+            the measured steps.
+        steps: the sequences (tokens before, tokens now) of each whole step, by its number of tokens. Up to the largest
+            batch size, they are decodes with a short context. In larger steps, they are short prompts.
     """
 
     prompts: list[int]
@@ -123,7 +123,7 @@ class Points:
 
     @classmethod
     def of(cls, spec: ModelSpec, device: str) -> Points:
-        """Return the points of a model on a device of this type: "cpu" or "gpu"."""
+        """Return a model's points on a type of device ("cpu" or "gpu")."""
         prompts = [n for n in PROMPTS if n <= spec.max_context]
         contexts = [n for n in CONTEXTS if n <= spec.max_context]
         context = contexts[min(1, len(contexts) - 1)]
@@ -150,11 +150,11 @@ def curve(measured: Timings, name: str, points: Collection[int]) -> Curve:
 
 
 def spread(steps: Sequence[float]) -> float:
-    """Return by what share the 90th percentile of steps exceeds their mean. Both are computed from means of a few
-    consecutive steps.
+    """Return the relative excess of the 90th percentile of step times over their mean. Both are computed from means of
+    a few consecutive steps.
 
-    Quantiles of single steps are not used: one long stall can raise the mean above nine tenths of all single steps. The
-    result would then be 0 on a machine that was slow at times.
+    With single steps, one long stall could raise the mean above nine tenths of the steps. The result would then be 0 on
+    a machine that was slow at times.
 
     Args:
         steps: seconds of at least `STEPS_A_STRETCH` steps, in the order of measurement.
@@ -165,7 +165,7 @@ def spread(steps: Sequence[float]) -> float:
 
 
 def jitter_of(steps: Sequence[float]) -> Timings:
-    """Return the mean time of short steps, and quantiles of the ratio of a single step's time to this mean."""
+    """Return the mean time of short steps in seconds, and quantiles of each step's time divided by this mean."""
     levels = (np.arange(JITTER_QUANTILES) + 0.5) / JITTER_QUANTILES
     mean = statistics.fmean(steps)
     ratios = np.quantile(steps, levels) / mean
@@ -174,7 +174,7 @@ def jitter_of(steps: Sequence[float]) -> Timings:
 
 
 def least_certain(times: Mapping[tuple[str | int, ...], Sequence[float]]) -> list[tuple[str | int, ...]]:
-    """Return the quarter of the points whose times vary most, relative to their mean."""
+    """Return the quarter of the points with the largest relative standard deviation."""
 
     def error(values: Sequence[float]) -> float:
         return statistics.stdev(values) / statistics.mean(values) if len(values) > 1 else math.inf
@@ -184,21 +184,20 @@ def least_certain(times: Mapping[tuple[str | int, ...], Sequence[float]]) -> lis
 
 
 def middle_mean(values: Sequence[float]) -> float:
-    """Return the mean seconds of a call, without the shortest and the longest if there are at least four.
+    """Return the mean. If there are at least four values, leave out the smallest and the largest.
 
-    Other processes make a tenth of the calls much longer, so plain means of some points would be too long.
+    Other processes make about one call in ten much longer. Plain means of some points would be too large.
     """
     ordered = sorted(values)
     return statistics.mean(ordered[1:-1] if len(ordered) > LEAST_TRIMMED else ordered)
 
 
 def brief(keys: Collection[tuple[str | int, ...]]) -> list[tuple[str | int, ...]]:
-    """Return the points to measure on a busy machine: counts that are powers of two, and every second length. They
-    include the shortest length of large batches, since the times of longer prompts in such batches are extrapolated
-    from it.
+    """Return the points to measure on a busy machine: those whose count is a power of two, and every second length. The
+    shortest length of large batches is included, since longer ones are extrapolated from it.
 
-    Times of large steps are not measured: `filled` extrapolates them linearly. Attention's time is not linear, so
-    attention is measured up to the longest single prompts.
+    Large steps are not measured: `filled` extrapolates their times linearly. The time of attention is not linear, so
+    single prompts are measured up to the longest.
     """
     lengths: dict[str | int, list[int]] = {}
     for name, *sizes in keys:
@@ -217,8 +216,8 @@ def brief(keys: Collection[tuple[str | int, ...]]) -> list[tuple[str | int, ...]
 
 
 def filled(measured: Timings, wanted: Iterable[tuple[str | int, ...]]) -> Timings:
-    """Return the times of all points. A point that was not measured is on the line through the two nearest points that
-    differ from it in one size.
+    """Return the times of all points. The time of a missing point is on the line through its two nearest neighbours,
+    which differ from it in one size.
     """
     times, missing = dict(measured), [key for key in wanted if key not in measured]
     while missing:
@@ -231,8 +230,8 @@ def filled(measured: Timings, wanted: Iterable[tuple[str | int, ...]]) -> Timing
 
 
 def _on_line(times: Timings, key: tuple[str | int, ...]) -> float | None:
-    """Return a point's time on the line through the two nearest points that differ from it in one size. Return None if
-    there are not two.
+    """Return a point's time on the line through its two nearest neighbours, which differ from it in one size. Return
+    None if there are not two.
     """
     for place in reversed(range(1, len(key))):
         at = int(key[place])
@@ -252,15 +251,15 @@ def _with(key: tuple[str | int, ...], place: int, size: str | int) -> tuple[str 
 
 
 class Bench:
-    """Measures the points of a profile on one worker, which may be one of several that measure together.
+    """Measures the points of a profile on one worker. Several workers may measure at the same time.
 
     Args:
-        meet: waits for all workers that measure together. All of them must make the same calls. None means that there
-            is one worker.
-        in_group: whether these workers compute one model together, so that each worker's call waits for the other
-            workers.
-        is_brief: whether to measure only few points, twice, and interpolate the others, because the machine is busy.
-        clock: returns the time in seconds.
+        meet: waits until all these workers have called it. They must measure the same points. None means that there is
+            one worker.
+        in_group: whether the workers form a tensor-parallel group, whose ranks wait for each other in every call.
+        is_brief: whether to measure only some points, in two passes, because the machine is busy. `filled` computes the
+            others.
+        clock: returns the current time in seconds.
     """
 
     typical_sequences: Sizes = TYPICAL_STEP
@@ -285,19 +284,19 @@ class Bench:
         """Captured calls by key. For each, the tensors that must stay alive, and the function that replays the call."""
 
     def meet(self) -> None:
-        """Wait for the workers that measure together with this one."""
+        """Wait for the workers that measure at the same time, if any."""
         if self._meet is not None:
             self._meet()
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Return the seconds of a call. All workers of a group begin the call at the same time."""
+        """Return the seconds of a call. The ranks of a group begin it at the same time."""
         if self._in_group:
             self.meet()
         return timed(run, self._clock)
 
     def measure(self) -> Timings:
-        """Return the mean of each point, the spread of typical steps and the jitter of short steps. Each first call is
-        a warm-up and does not count.
+        """Return the mean time of each point, the spread of typical steps and the jitter of short steps. Each point's
+        first call is a warm-up and does not count.
         """
         # Otherwise, all unwritten pages would be read as one page of zeros, which stays in the processor's cache.
         for cache in self.worker.cache.layers:
@@ -328,7 +327,7 @@ class Bench:
         return means | {("spread", 0): spread(steps[1:])} | jitter_of(short_steps[SHORT_STEPS:])
 
     def jobs(self) -> Jobs:
-        """Return the function that measures each point."""
+        """Return, for each point, the function that measures it."""
         points = Points.of(self.spec, "gpu" if self.worker.cache.device.type == "cuda" else "cpu")
         jobs: Jobs = {}
         for n, sequences in points.steps.items():
@@ -351,7 +350,7 @@ class Bench:
     # Points, each in seconds ---------------------------------------------------------------------------------
 
     def attention(self, sequences: Sizes) -> float:
-        """Return the seconds of one layer's attention, as the mean of all layers."""
+        """Return the seconds of attention per layer, as the mean over all layers."""
         caches, batch = self.worker.cache.layers, self.batch(sequences)
         q, k, v = self.queries_keys_values(len(batch.token_ids))
         model = self.worker.model
@@ -374,7 +373,7 @@ class Bench:
         return self.seconds(self.as_served(lambda: model.embed(batch), "embedding", *sequences))
 
     def all_layers(self, sequences: Sizes) -> float:
-        """Return the seconds of embedding and layers. The last layer computes as much as the others."""
+        """Return the seconds of the embedding and all layers. The last layer computes all tokens, as the others do."""
         model, batch = self.worker.model, self.batch(sequences)
         assert isinstance(model, DecoderModel)
         cache, backend = self.worker.cache, self.worker.backend
@@ -386,9 +385,9 @@ class Bench:
         return self.seconds(self.as_served(run, "all layers", *sequences))
 
     def last_layer(self, sequences: Sizes) -> float:
-        """Return the seconds, without attention, that the last layer takes for tokens whose logits are not needed.
+        """Return the seconds that the last layer takes for tokens whose logits are not needed, without attention.
 
-        All layers run in this way, so that weights come from memory. The result is their mean.
+        All layers are run as the last layer, so that weights come from memory. The result is the mean over them.
         """
         model, batch = self.worker.model, self.batch(sequences)
         assert isinstance(model, DecoderModel)
@@ -404,7 +403,7 @@ class Bench:
         return self.seconds(self.as_served(run, "last layer", *sequences)) / len(model.layers)
 
     def head(self, num_rows: int) -> float:
-        """Return the seconds of the final norm, logits, sampling, and copying the tokens to the host."""
+        """Return the seconds of the final norm, the logits, sampling, and the copy of the tokens to the host."""
         model = self.worker.model
         assert isinstance(model, DecoderModel | EncoderDecoderModel)
         rows = self.random(num_rows, self.spec.hidden_size)
@@ -416,10 +415,11 @@ class Bench:
         return self.seconds(self.as_served(run, "head", num_rows))
 
     def overhead(self, num_requests: int) -> float:
-        """Return the seconds that the engine's loop adds to a step: scheduling, building the batch, and settling.
+        """Return the seconds that the engine's loop adds to a step: to schedule, to build the batch, and to record
+        results.
 
-        On a GPU, most of this work overlaps with a running step. So the result is the difference between a step in the
-        loop and a step of the model alone.
+        On a GPU, most of this overlaps with a running step. So the result is the time of a step in the loop minus that
+        of the model's step.
         """
         if isinstance(self.worker, AheadWorker):
             return max(0.0, self._decoding(self.worker, num_requests) - self.step([(BLOCK_SIZE, 1)] * num_requests))
@@ -435,7 +435,7 @@ class Bench:
         return seconds
 
     def mixed_step(self) -> float:
-        """Return the seconds of an engine's step that both decodes and encodes prompts (see `MIXED_DECODES`)."""
+        """Return the seconds of a step of the engine that both encodes prompts and decodes (see `MIXED_DECODES`)."""
         engine = self._engine(self.worker, MIXED_DECODES, MIXED_CONTEXT - LOOP_STEPS - WARM_STEPS)
         for _ in range(WARM_STEPS):
             engine.step()
@@ -450,7 +450,9 @@ class Bench:
 
     @staticmethod
     def _engine(worker: Worker, num_requests: int, prompt_length: int) -> Engine:
-        """Return an engine with requests that do not end while it is measured. Its steps may both encode and decode."""
+        """Return an engine with `num_requests` requests that do not end while it is measured. Its steps may both encode
+        and decode.
+        """
         pool = Pool(worker.cache.num_blocks - 1, BLOCK_SIZE)
         engine = Engine(OneLane(LaneSettings(mix=True), pool), worker)
         for i in range(num_requests):
@@ -458,12 +460,12 @@ class Bench:
         return engine
 
     def run_products(self) -> None:
-        """Run a typical step's matrix products without attention, so that their kernels are compiled."""
+        """Run a typical step's matrix products, so that their kernels are compiled."""
         self.last_layer(self.typical_sequences)
         self.head(len(self.typical_sequences))
 
     def run_attention(self) -> None:
-        """Run a typical step's attention without matrix products, so that its kernels are compiled."""
+        """Run a typical step's attention, so that its kernels are compiled."""
         self.attention(self.typical_sequences)
 
     def typical_step(self) -> float:
@@ -478,17 +480,17 @@ class Bench:
         return self.seconds(lambda: self.worker.next_tokens(batch))
 
     def _sustain(self, key: tuple[str | int, ...], job: Callable[[], float]) -> None:
-        """Repeat a large step on a GPU for a while (see `SUSTAINED_S`)."""
+        """On a GPU, repeat a large step before it is timed (see `SUSTAINED_S`)."""
         if key[0] == "step" and int(key[1]) >= SUSTAINED_TOKENS and isinstance(self.worker, AheadWorker):
             end = self._clock() + SUSTAINED_S
             while self._clock() < end:
                 job()
 
     def as_served(self, run: Callable[[], object], *what: object) -> Callable[[], object]:
-        """Return a function that runs a part of a step as a server does: in a CUDA graph, if the worker captures steps.
+        """Return a function that runs a part of a step as a server does: as a CUDA graph, if the worker captures steps.
 
-        If kernels were launched one by one, short kernels would wait for the host. Each part is captured only once, so
-        in later passes the GPU is as busy, and its clock as low, as in service.
+        Otherwise, short kernels would wait for launches. Each part is captured only once, so in later passes the GPU is
+        as busy, and its clock as low, as in service.
         """
         if not isinstance(self.worker, AheadWorker):
             return run
@@ -527,7 +529,7 @@ class Bench:
 
 
 class ModelFree(Worker):
-    """A worker that keeps requests and blocks like any other but runs no model, to time the loop by itself."""
+    """A worker that keeps requests and blocks but runs no model. With it, only the engine's loop is timed."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker.model, worker.cache, worker.backend)
@@ -542,7 +544,7 @@ def _prompt_tokens(key: tuple[str | int, ...]) -> int:
 
 
 def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the seconds of a call, including all kernels that the call launches and no kernels launched before it."""
+    """Return the seconds of a call, including all GPU kernels that it launches and none launched before."""
     _wait_for_gpu()
     started = clock()
     run()
@@ -556,14 +558,14 @@ def _wait_for_gpu() -> None:
 
 
 def thread_counts() -> list[int]:
-    """Return the numbers of threads to try: 1, powers of two, and all."""
+    """Return the numbers of threads to try: powers of two, and torch's current number."""
     most = torch.get_num_threads()
     return sorted({1, *(2**i for i in range(int(math.log2(most)) + 1)), most})
 
 
 def seconds_by_threads(bench: Bench, part: int = 0, parts: int = 1) -> dict[int, float]:
-    """Return the seconds of a typical step for each number of threads to try. The step runs on the cores that a worker
-    has in service.
+    """Return the seconds of a typical step for each of `thread_counts`. The step runs on the cores that the worker
+    would have in service.
 
     On a small shared machine, one thread can be faster than two.
 

@@ -1,13 +1,12 @@
-"""Run a batch in rows, from its prompts to the last token of its longest output, as in TCB and its baselines.
+"""Run a row batch, from its prompts to the last token of its longest output, as TCB and its baselines do.
 
 The layers are those of ordinary serving. Only the layout differs. All slots of a batch have the same number of tokens,
-so padding is computed, too. Until the longest output has ended, a decode step computes one token of every request, and
-attention for as many requests in each slot as the fullest slot has. Keys and values are stored slot by slot until the
-batch has ended. With `free_slots`, a slot is removed as soon as all of its requests have ended. Positions restart with
-each request.
+so padding is computed, too. Until the longest output has ended, a decode step computes one token of every request.
+Attention is computed for as many requests in each slot as the fullest slot has. Keys and values are stored slot by slot
+until the batch has ended. `Rows.keep` removes slots whose requests have all ended. Each request's positions start at 0.
 
-Attention is computed over whole slots, and a mask restricts it to each request. Ordinary serving uses the flattened
-batch and the backends in `xrunner.attention` instead. Source: TCB sec. 4.1.2 and 4.2.1, equations (5), (6) and (8).
+Attention is computed over whole slots, with a mask. Ordinary serving instead concatenates requests and uses the
+backends in `xrunner.attention`. Source: TCB sec. 4.1.2 and 4.2.1, equations (5), (6) and (8).
 """
 
 from __future__ import annotations
@@ -38,12 +37,11 @@ PADDING = -1
 
 
 def attend_slots(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Compute each query's attention to its allowed keys, which are in its slot. Each query must have at least one
-    allowed key.
+    """Compute each query's attention over the allowed keys of its slot. There must be at least one.
 
     Args:
         q: # [slots, heads, queries, dim]
-        k, v: keys and values. Their dtype may be narrower than that of q. # [slots, kv_heads, keys, dim]
+        k, v: keys and values. They may have fewer bits than q. # [slots, kv_heads, keys, dim]
         allowed: # bool [slots, queries, keys], or [1, queries, keys] if equal in all slots
         bias: numbers to add to the scores, equal in all slots. # [heads, queries, keys]
 
@@ -84,8 +82,8 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | Non
 
 
 def same_owner(queries: Tensor, keys: Tensor) -> Tensor:
-    """Return whether each query and key belong to the same request. Padding may attend to all keys, so that no sum of
-    weights is zero.
+    """Return whether each query and key belong to the same request. For a query that is padding, return True for all
+    keys, so that no sum of weights is zero.
 
     # int64 [slots, queries], [slots, keys] -> bool [slots, queries, keys]
     """
@@ -93,15 +91,15 @@ def same_owner(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 class Layout:
-    """A batch as arrays: the tokens of its slots, and its requests in the order of their positions.
+    """A row batch as arrays: the tokens of its slots, and its requests, slot by slot.
 
     Attributes:
         most: number of requests in the fullest slot.
-        token_ids, positions: 0 for padding. # int64 [slots, tokens]
-        owner: number, within the slot, of the request to which each token belongs. # int64 [slots, tokens]
-        slot, number: slot of each request, and the request's number in the slot. # int64 [requests]
-        length, end: number of prompt tokens of each request, and the last prompt token's index in the request's slot. #
-            int64 [requests]
+        token_ids, positions: tokens, and their positions in their requests. 0 for padding. # int64 [slots, tokens]
+        owner: each token's request, by its number in the slot, or `PADDING`. # int64 [slots, tokens]
+        slot, number: each request's slot, and its number among the slot's requests. # int64 [requests]
+        length, end: number of each request's prompt tokens, and the index of the last one in its slot. # int64
+            [requests]
     """
 
     def __init__(self, batch: RowBatch, prompts: Mapping[int, Sequence[int]]) -> None:
@@ -123,8 +121,8 @@ class Layout:
 
 
 class Rows(ABC):
-    """A batch on the device. Attention is computed for `most` requests in every slot, including padding. All other
-    operations compute only the requests.
+    """A row batch on the device. In decode steps, attention is computed for `most` requests in every slot, some of
+    which may be padding. All other operations are computed only for real requests.
     """
 
     def __init__(self, model: Model, layout: Layout, most_steps: int) -> None:
@@ -145,23 +143,23 @@ class Rows(ABC):
 
     @abstractmethod
     def first(self) -> Tensor:
-        """Encode the prompts. Return the hidden states for each request's first token. # [requests, hidden]"""
+        """Prefill the prompts. Return the hidden state from which each request's first token is computed. # [requests,
+        hidden]
+        """
 
     @abstractmethod
     def next(self, tokens: Tensor) -> Tensor:
-        """Decode each request's last token. Return the hidden states for the next token.
+        """Decode each request's last token. Return the hidden state from which the next token is computed.
         # int64 [requests] -> [requests, hidden]
         """
 
     @property
     @abstractmethod
     def _caches(self) -> Iterable[SlotCache]:
-        """Return all caches."""
+        """All caches of keys and values."""
 
     def keep(self, stay: np.ndarray) -> None:
-        """Remove all slots in which no request remains. `stay` has the indices of the remaining requests. # int64
-        [remaining]
-        """
+        """Keep only the requests with the indices `stay`, and their slots. # int64 [remaining]"""
         chosen = self._tensor(stay)
         slots, self._slot = self._slot[chosen].unique_consecutive(return_inverse=True)
         self._number = self._number[chosen]
@@ -170,8 +168,7 @@ class Rows(ABC):
             cache.keep(slots)
 
     def _groups(self) -> Iterator[slice]:
-        """Yield the slots whose prompts are encoded together, so that activations fit into the memory planned for
-        them."""
+        """Yield groups of slots. Prompts are prefilled group by group, so that activations fit in memory."""
         num_slots, num_tokens = self._owner.shape
         at_once = max(1, SLICE_TOKENS // num_tokens)
         for start in range(0, num_slots, at_once):
@@ -188,7 +185,7 @@ class Rows(ABC):
         bias: Tensor | None,
         scoring: Scoring,
     ) -> Tensor:
-        """Compute the attention of a step's tokens within their slots.
+        """Compute the attention of a decode step's tokens within their slots.
         # q, k, v [requests, heads, dim] -> [requests, heads * dim]
         """
         q, k, v = (self._in_slots(x) for x in (q, k, v))
@@ -210,10 +207,10 @@ class Rows(ABC):
 
 
 class SlotCache:
-    """Keys and values of one attention block, slot by slot, with memory for `most` tokens in each slot.
+    """Keys and values of one attention block, by slot, with memory for `most` tokens per slot.
 
     Args:
-        dtype: dtype to which keys and values are rounded. None means the dtype in which they are computed.
+        dtype: dtype of the stored keys and values. None means the dtype in which they are computed.
     """
 
     def __init__(self, most: int, dtype: torch.dtype | None) -> None:
@@ -223,8 +220,8 @@ class SlotCache:
         self._kv: Tensor | None = None
 
     def fill(self, k: Tensor, v: Tensor, start: int, num_slots: int) -> tuple[Tensor, Tensor]:
-        """Store keys and values of the first tokens of some of `num_slots` slots, from slot `start` on. Return them as
-        stored.
+        """Store the keys and values of the first tokens of some slots, from slot `start` on. Return them as stored.
+        `num_slots` is the number of all slots.
 
         # each [slots, kv_heads, tokens, dim] -> same
         """
@@ -237,7 +234,7 @@ class SlotCache:
         return keys, values
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of tokens, if any. Return those of all tokens so far.
+        """Append keys and values of further tokens, if any, to all slots. Return those of all tokens so far.
         # each [slots, kv_heads, tokens, dim] -> [.., all, dim]
         """
         if self._kv is None:
@@ -259,12 +256,12 @@ def _by_slot(x: Tensor, slots: int) -> Tensor:
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """Undo `_by_slot`, and join the heads. # [slots, heads, tokens, dim] -> [slots * tokens, heads * dim]"""
+    """Undo `_by_slot` and join the heads. # [slots, heads, tokens, dim] -> [slots * tokens, heads * dim]"""
     return x.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 class _CausalRows(Rows):
-    """Rows of a decoder-only model, in which prompts and outputs share one cache."""
+    """Rows of a decoder-only model. Prompts and outputs share one cache."""
 
     def __init__(self, model: DecoderModel, layout: Layout, most_steps: int, dtype: torch.dtype | None) -> None:
         super().__init__(model, layout, most_steps)
@@ -313,13 +310,13 @@ class _CausalRows(Rows):
         super().keep(stay)
 
     def _forward(self, batch: Batch, attend: Callable[..., Tensor], rows: Tensor | None = None) -> Tensor:
-        """Return the hidden states of these rows. None means all rows. # [tokens, hidden]"""
+        """Run all layers. Return the hidden states of the tokens in `rows`, or of all. # [tokens, hidden]"""
         attends = [partial(attend, cache=cache) for cache in self._kept]
         return self._model.run_layers(self._model.embed(batch), batch, attends, rows)
 
 
 class _EncoderDecoderRows(Rows):
-    """Rows of an encoder-decoder, with cross-attention to the slot's prompts, and a separate cache for outputs."""
+    """Rows of an encoder-decoder. Prompts (for cross-attention) and outputs have separate caches."""
 
     def __init__(self, model: EncoderDecoderModel, layout: Layout, most_steps: int, dtype: torch.dtype | None) -> None:
         super().__init__(model, layout, most_steps)
@@ -361,7 +358,9 @@ class _EncoderDecoderRows(Rows):
         return self._model.encoder.final_norm(hidden)
 
     def _decode(self, tokens: Tensor, memory: Tensor | None) -> Tensor:
-        """Run one step, which gets the encoder's output if it is the first. # int64 [requests] -> [requests, hidden]"""
+        """Run one decoder step. `memory` is the encoder's output in the first step. # int64 [requests] -> [requests,
+        hidden]
+        """
         slots = len(self._owner)
         self._num_steps += 1
         num_own = self._num_steps * self._most
@@ -383,7 +382,7 @@ class _EncoderDecoderRows(Rows):
 
 
 def rows_of(model: Model, layout: Layout, most_steps: int, dtype: torch.dtype | None = None) -> Rows:
-    """Return the batch in the form that this model needs, for at most `most_steps` steps.
+    """Return the kind of `Rows` that this model needs, with memory for `most_steps` steps.
 
     Args:
         dtype: dtype of stored keys and values. None means the dtype in which they are computed.
@@ -395,7 +394,7 @@ def rows_of(model: Model, layout: Layout, most_steps: int, dtype: torch.dtype | 
 
 
 def _batch(token_ids: Tensor, positions: Tensor | None = None) -> Batch:
-    """Return the parts of a batch that layers read: its tokens and, in decoder-only models, their positions."""
+    """Return a batch with only the fields that layers read: tokens and, in decoder-only models, positions."""
     token_ids = token_ids.flatten()
     none = token_ids[:0]
     positions = none if positions is None else positions.flatten()

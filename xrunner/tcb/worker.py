@@ -1,4 +1,4 @@
-"""Run whole batches in rows under `xgpt serve --batching`, with a worker that replaces the usual one."""
+"""Run row batches under `xgpt serve --batching`, with a worker that replaces the usual one."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from xrunner.worker import fed
 
 
 class _RunningBatch:
-    """A running batch and the state of its requests. Arrays have the order of the batch's logits.
+    """A running batch and the state of its requests. All arrays have the requests' order in the logits.
 
     Attributes:
         slot: slot of each request. # int64 [requests]
-        lines: row of each request in the sampler. # int64 [requests]
+        lines: each request's row in the sampler. # int64 [requests]
         context: number of each request's tokens whose K/V are stored. # int32 [requests]
-        last_token: the token to process next, for each request. # int64 [requests]
+        last_token: each request's next input token. # int64 [requests]
     """
 
     def __init__(self, rows: Rows, placed: Layout, sampler: Sampler, before: int) -> None:
@@ -45,18 +45,18 @@ class _RunningBatch:
 
 
 class RowWorker(OneAtATime):
-    """Executes the steps of whole batches: a step that encodes a whole batch, and steps that decode all its requests.
+    """Executes the steps of row batches. One step encodes a whole batch, later steps decode all its requests.
 
-    A request that has ended is still computed until its batch has ended or, with slots, until its slot has ended. Keys
-    and values are stored in the batch's own tensors. `policies.row_pool.RowPool` counts them against the plan's memory.
+    A request that has ended is computed until its whole batch or, with slots, its whole slot has ended. Keys and values
+    are in the batch's own tensors. `policies.row_pool.RowPool` counts them against the plan's memory.
 
     Args:
-        row_tokens: prompt tokens of a row.
+        row_tokens: number of prompt tokens that a row can contain.
         kept: dtype of stored keys and values.
         grammars: builds the states of grammars. None means that no request has a grammar.
 
     Attributes:
-        inside: the running batches, by the number of their micro-batch.
+        inside: the running batch of each micro-batch, by number.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class RowWorker(OneAtATime):
         """Sampler of each micro-batch that has had a batch."""
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
-        """Note a request of the batch that the next step encodes."""
+        """Add a request to the batch that the next step encodes."""
         self._generations[generation.id] = generation
 
     def release(self, ids: Collection[int]) -> None:
-        """Forget these requests. With slots, remove a slot and free its memory when all its requests are forgotten."""
+        """Forget these requests. If all requests of a batch (with slots, of a slot) are forgotten, free its memory."""
         gone = {id_ for id_ in ids if self._generations.pop(id_, None) is not None}
         for number, batch in list(self.inside.items()):
             for id_ in gone.intersection(batch.ids):
@@ -128,7 +128,7 @@ class RowWorker(OneAtATime):
         return {id_: token for id_, token in zip(batch.ids, tokens.tolist(), strict=True) if id_ in asked}
 
     def _begin(self, step: Step) -> _RunningBatch:
-        """Arrange an encode step's batch in rows, in the same way as the pool."""
+        """Lay out an encode step's requests in rows, exactly as the pool does."""
         assert step.microbatch not in self.inside, "a batch begins when the last one of its micro-batch has ended"
         batch = [self._generations[chunk.id] for chunk in step.encode]
         layout = lay_out(
