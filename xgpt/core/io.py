@@ -49,11 +49,11 @@ def config_names(kind: ConfigKind) -> list[str]:
 
 
 FILES = (".yaml", ".yml", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".txt", ".log", ".prom", ".gz", ".xlsx")
-"""A name that ends in one of these suffixes is a file's, not a config's."""
+"""Suffixes of names that stand for files, not for shipped configs."""
 
 
 def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
-    """Return the path of a config, which is given by the name of a shipped config or by a path.
+    """Return the path of a config. `name` is a shipped config's name, or a path.
 
     Args:
         field: name of the argument, for errors. None means the singular of `kind`.
@@ -232,7 +232,7 @@ class StepLogWriter:
     file stays locked until `close`, so that no other server writes to it.
 
     Attributes:
-        num_lost: number of steps since the first that could not be written.
+        num_lost: number of steps that were not written.
     """
 
     def __init__(self, path: Path) -> None:

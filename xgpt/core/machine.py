@@ -34,8 +34,8 @@ def detect(num_devices: int | None = None, *, root: Path = Path("/")) -> Cluster
         root: directory that contains proc and sys, for tests.
 
     Raises:
-        MachineError: the machine has fewer GPUs or cores than `num_devices` or GPUs of several kinds, or does not state
-            its memory.
+        MachineError: the machine has fewer GPUs or cores than `num_devices`, has GPUs of several kinds, or does not
+            state its memory.
     """
     return _detect_gpus(num_devices) or _detect_cpu(num_devices, root)
 

@@ -67,7 +67,7 @@ class ReuseCurve:
         return [(q, float(np.quantile(needed, q) * self._size)) for q in quantiles if len(needed)]
 
     def sizes(self, count: int) -> Array:
-        """Return at most `count` cache sizes, in tokens, between which the share grows in about equal steps to its
+        """Return at most `count` cache sizes, in tokens. From each to the next the share grows about equally, up to its
         largest value.
         """
         needed = np.sort(self._needed[np.isfinite(self._needed)])
@@ -78,7 +78,7 @@ class ReuseCurve:
 
 
 def _whole_outputs(trace: TraceLengths, size: int, block_size: int) -> Ints:
-    """Return for each request how many blocks of `size` tokens are cached after its prompt's full blocks when it ends.
+    """Return for each request how many blocks of `size` tokens after its prompt's full blocks are cached when it ends.
 
     The cache has K/V blocks of `block_size` tokens. If these are smaller than `size`, the count is rounded.
     """

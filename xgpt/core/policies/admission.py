@@ -27,7 +27,9 @@ from xgpt.core.policies.request import Request
 from xgpt.core.schema import AdmissionOrder
 
 QueuePlace = Literal["front", "order", "overdue", "back"]
-"""The part of an account's queue from which a request enters. "overdue" means that the request enters out of order."""
+"""The part of an account's queue from which a request enters. "overdue" stands for a request of `order` that enters out
+of order.
+"""
 
 
 class Queue:

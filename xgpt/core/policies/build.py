@@ -52,8 +52,8 @@ def build_rows(plan: Plan, batching: Batching) -> OneLane:
     """Return the schedule, without requests, of a plan that runs whole batches in rows.
 
     Raises:
-        InputError: the plan does not run whole batches on one device, or rows do not support its attention or its int8
-            K/V.
+        InputError: the plan does not run whole batches on one device, or has attention or int8 K/V that rows do not
+            support.
     """
     policy = plan.policy
     settings = None if isinstance(policy, WaaSettings) else settings_of(plan, policy)

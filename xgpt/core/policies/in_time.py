@@ -66,7 +66,9 @@ class FirstTokens(NamedTuple):
         return request.arrival_ns + (self.ttft_ns if own_ns is None else own_ns)
 
     def latest_ns(self, request: Request) -> int:
-        """Return the latest start of a request's prefill with which it is in time if the engine runs nothing else."""
+        """Return the latest time at which a request's prefill can start and be in time, if the engine runs nothing
+        else.
+        """
         return self.due_ns(request) - self.clock.prompt_ns(request.input_length)
 
     def job(self, request: Request, number: int = -1) -> Job:

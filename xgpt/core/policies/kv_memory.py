@@ -62,7 +62,7 @@ class KvMemory:
         return request.context - len(self._find(self.prompts, request).blocks) * self.block_size
 
     def prompt_blocks_to_enter(self, request: Request) -> int:
-        """Return how many unused blocks a waiting request would take in the lane that encodes if it entered now."""
+        """Return how many blocks of the lane that encodes a waiting request would take into use if it entered now."""
         return self.blocks_for(request.context) - self._find(self.prompts, request).num_used
 
     def num_missing(self, request: Request, overdrawn: Iterable[BlockTable]) -> int:

@@ -97,7 +97,7 @@ class Order(ABC):
 
 
 class SortedOrder(Order):
-    """Smallest key first. Among equal keys, the first to arrive enters."""
+    """An order by key, the smallest first. Among equal keys, the first to arrive enters."""
 
     def __init__(self, key: Callable[[Request], float] | None = None) -> None:
         super().__init__()

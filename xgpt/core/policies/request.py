@@ -143,7 +143,7 @@ class MicroBatch:
         iterations: number of decode steps so far.
         context: total number of prompt and output tokens of the requests that get a token in the next decode step.
         input_tokens: total number of prompt tokens of these requests.
-        joining_tokens: total number of prompt tokens of those requests that have no output token yet.
+        joining_tokens: total number of prompt tokens of those among them that have no output token yet.
         joined: requests that have begun to decode since the last decode step.
     """
 

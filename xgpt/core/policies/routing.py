@@ -1,7 +1,7 @@
 """Choose the replica for a request: the one that was last sent the prompt's prefix, unless it is much busier than
 another.
 
-Used by servers, and for traces when several replicas are planned or simulated.
+This code routes the requests of servers, and of traces when several replicas are planned or simulated.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class ReplicaRouter:
 
     Args:
         count: number of replicas.
-        slack: a replica with the whole prompt's prefix still gets the request if it has up to this many requests more
-            than the replica with the fewest. With a fraction of the prefix, this number is multiplied by the fraction's
-            square.
+        slack: a replica that was last sent the whole prompt gets the request unless it has more requests than the
+            replica with the fewest by more than this number. For a part of the prompt, the number is multiplied by the
+            square of its share.
     """
 
     def __init__(self, count: int, slack: float) -> None:

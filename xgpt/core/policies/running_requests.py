@@ -84,13 +84,13 @@ class Running:
         self.batches: list[MicroBatch] = []
         self.under_way = StepsUnderWay()
         self._overdrawn: set[int] = set()
-        """Under "reserve": requests with more blocks than they were promised."""
+        """Under "reserve": ids of the requests that have more blocks than they were promised."""
         self._promises_whole = memory.kv == "reserve"
         """Whether every request so far was promised its maximum output."""
         self._preempted: list[int] = []
-        """Requests preempted for the next step."""
+        """Ids of the requests preempted for the next step."""
         self._grown: dict[int, list[int]] = {}
-        """By request: the blocks given to it since the last step, in order."""
+        """By id: the blocks given to the request since the last step, in order."""
 
     def add_batches(self, count: int, *, decodes: bool = True) -> tuple[MicroBatch, ...]:
         """Add and return `count` empty micro-batches, which share this pool's queue and memory."""

@@ -13,7 +13,7 @@ been settled, and micro-batches take strict turns. So a pipeline of P stages nee
 schedule that runs ahead decides the next step while a step runs. It assumes that every request of the running step
 continues up to its maximum output, so a request that ends early is computed in one step too many.
 
- Source: ORCA Algorithm 1 and Figure 8a, ExeGPT Figure 4.
+Source: ORCA Algorithm 1 and Figure 8a, ExeGPT Figure 4.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class Slack(NamedTuple):
         return left_ns / 1e9
 
     def even_tokens(self, to_encode: Iterable[int]) -> int:
-        """Return the largest number of prompt tokens of a step with which each other micro-batch can get as many.
+        """Return the largest number of prompt tokens that a step may take if every micro-batch gets an equal number.
 
         If one step encoded all prompts, stages would be idle during the turns of the other micro-batches.
 
@@ -138,9 +138,8 @@ class LaneForecast:
         self._begun: deque[tuple[int, int]] = deque()
         """Pairs (time at which a step was scheduled, nanoseconds that the step takes on one stage)."""
         self._due: defaultdict[MicroBatch, dict[int, list[tuple[int, int, Request]]]] = defaultdict(dict)
-        """By micro-batch and bound on the time per token: a heap of the times at which requests are due their next
-        token. The part of a time that grows with the micro-batch's iterations is left out. A request that has left is
-        removed once it is at the top.
+        """By micro-batch and bound on the time per token: a heap of the due times of requests' next tokens, without the
+        part that grows with the micro-batch's iterations. A request that has left is removed once it is at the top.
         """
 
     def first_due_ns(self, batch: MicroBatch, now_ns: int, slack: Slack) -> float:

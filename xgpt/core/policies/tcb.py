@@ -17,7 +17,9 @@ from xgpt.core.policies.request import Request
 from xgpt.core.schema import Batching
 
 LEAVING_SHARE = 0.25
-"""Ended slots are removed once they are this share of a batch's slots, since a removal copies the other slots' K/V."""
+"""Ended slots are removed once they are this share of a batch's remaining slots, since a removal copies the other
+slots' K/V.
+"""
 
 
 class Place(NamedTuple):

@@ -20,17 +20,17 @@ class Efficiency(Frozen):
     """
 
     matrix: float = Field(gt=0, le=1)
-    """Share of FLOP/s in large matrix products."""
+    """Share of the FLOP/s that large matrix products achieve."""
     attention: float = Field(gt=0, le=1)
-    """Share of FLOP/s in the attention of prompts."""
+    """Share of the FLOP/s that prefill attention achieves."""
     weights: float = Field(gt=0, le=1)
-    """Share of memory bandwidth in small matrix products, which mainly read weights."""
+    """Share of the memory bandwidth that small matrix products achieve, which mainly read weights."""
     kv: float = Field(gt=0, le=1)
-    """Share of memory bandwidth in decode attention, which mainly reads K/V."""
+    """Share of the memory bandwidth that decode attention achieves, which mainly reads K/V."""
     bus: float = Field(gt=0, le=1)
-    """Share of a link's bandwidth in all-reduces."""
+    """Share of a link's bandwidth that all-reduces achieve."""
     links: float = Field(gt=0, le=1)
-    """Share of a link's bandwidth in copies from one device or host to another."""
+    """Share of a link's bandwidth that copies between devices or hosts achieve."""
     attention_half_length: float = Field(default=0.0, ge=0)
     """Prompt length, in tokens, at which attention achieves half of its highest rate."""
     product_s: float = Field(default=0.0, ge=0)
@@ -69,8 +69,9 @@ class DeviceKind(Frozen):
     efficiency: Efficiency | None = None
     """Shares of these rates that kernels achieve. None means that the shares of an A40 are assumed."""
     efficiency_float8: Efficiency | None = None
-    """Shares of these rates that kernels achieve in eight bits. None means the same as `efficiency`. The output head
-    and all-reduces stay in half precision, so `efficiency` applies to them."""
+    """The same shares with eight-bit weights. None means the same as `efficiency`, which always applies to the output
+    head and all-reduces, since they stay in half precision.
+    """
     usable_memory: float = Field(default=0.9, gt=0, le=1)
     """Largest share of the memory that weights, K/V and workspace together may use."""
 

@@ -44,8 +44,8 @@ class Constraint(Frozen):
     plans use `Profile.headroom`.
 
     The plan maximises the `objective`. "arrivals" is the highest arrival rate at which a share `quantile` of all
-    requests keeps the bounds, with times counted from arrival (`Capacity`). It ignores the sla. "saturated" is the
-    throughput while requests are always waiting. Latency then counts from admission, as in the papers.
+    requests keeps the bounds, with times counted from arrival (`Capacity`). The sla then has no effect. "saturated" is
+    the throughput while requests are always waiting. Latency then counts from admission, as in the papers.
     """
 
     objective: Objective = "saturated"
@@ -84,7 +84,7 @@ class Constraint(Frozen):
 
     @property
     def planned_quantile(self) -> float:
-        """The share of requests that must keep the bound by a plan's predictions.
+        """The share of requests that must keep the bound in a plan's predictions.
 
         Under sla "request", this share is slightly above the quantile. Latency jumps when one more token falls into the
         next encode phase, so a plan that just reaches the quantile would easily miss it.

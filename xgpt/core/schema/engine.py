@@ -32,7 +32,7 @@ class EngineSpec(Frozen):
     schedules_ahead: bool = False
     """Whether a step is scheduled while the previous step runs, before the tokens of the previous step are known."""
     scheduler: Literal["own", "xgpt"] = "own"
-    """The scheduler: the engine's own, or xgpt's scheduler class."""
+    """Whether the engine's own scheduler runs, or xgpt's scheduler class."""
     waiting_step_s: NonNegativeFloat = 0.0
     """Further seconds of the loop for each step that is scheduled only after the previous step has ended."""
     waiting_request_s: NonNegativeFloat = 0.0
@@ -52,7 +52,8 @@ class EngineSpec(Frozen):
     batch_wait_tokens: NonNegativeInt = 0
     """Prompts wait no longer once decodes and waiting prompts together have this number of tokens."""
     receive_steps: PositiveInt = 1
-    """Number of decode steps between two checks for new requests. The step after a step that encodes also checks."""
+    """Number of decode steps between two checks for new requests. There is also a check after each step that encodes.
+    """
     layer_s: NonNegativeFloat | None = None
     """Seconds of each layer for gaps between kernels and for the smallest kernels, which profiles do not count."""
     step_s: NonNegativeFloat | None = None

@@ -25,7 +25,7 @@ class JointLengths(Frozen):
 
 
 class MixingEdge(Frozen):
-    """The extra time of mixed steps from which on another policy's plan has the higher throughput."""
+    """The extra time of mixed steps at which another policy's plan overtakes this plan's throughput."""
 
     mixing: float
     """Extra time of a mixed step, as a share of the time of a step with only its decodes (see `EngineSpec.mixing`)."""
@@ -53,9 +53,9 @@ class Capacity(Frozen):
     """The highest arrival rate at which a plan keeps its bounds, by simulation. Times count from arrival.
 
     A request keeps the bounds if three times are within their bounds, tightened by the headroom: time to the last
-    token, TTFT, and the mean gap between tokens. At the highest rate, the constraint's share `quantile` of the
-    `num_requests` simulated requests still keeps them. The `warm_up_requests` before these do not count. Lengths and
-    gaps between arrivals are drawn from `seed` and are the same at every rate.
+    token, TTFT, and the mean gap between tokens. At the highest rate, the share of the `num_requests` simulated
+    requests that keep them still reaches the constraint's quantile. The `warm_up_requests` before these do not count.
+    Lengths and gaps between arrivals are drawn from `seed` and are the same at every rate.
     """
 
     rate_per_s: float
@@ -75,7 +75,7 @@ class Capacity(Frozen):
     num_requests: int
     """Number of simulated requests that count."""
     warm_up_requests: int
-    """Number of simulated requests before the requests that count."""
+    """Number of simulated requests before those that count."""
     seed: int = 0
     """Seed from which lengths and arrivals are drawn."""
 
@@ -83,10 +83,11 @@ class Capacity(Frozen):
 class StepTimes(Frozen):
     """A model of a step's seconds through all stages of its lane.
 
-    The time is a sum of three parts. The first is a function of the step's number of tokens, linear between `tokens`.
-    The second is the attention of prompts: chunk [start, end) takes f(end) - f(start), where f is linear between
-    `prompts`. The third is for decodes, and depends on their number and on the number of tokens to which they attend.
-    The model is fitted to the profile. Scheduling rules use it, but no figure of a plan depends on it.
+    The time is a sum of three parts. The first depends on the step's number of tokens: `tokens_s` at `tokens`. The
+    second is the attention of prompts: chunk [start, end) takes f(end) - f(start), where f is `prompts_s` at `prompts`.
+    Both are linear between these points. The third is the attention of decodes, and depends on their number and on the
+    number of tokens to which they attend. The model is fitted to the profile. Scheduling rules use it, but no figure of
+    a plan depends on it.
     """
 
     tokens: tuple[int, ...] = Field(min_length=2)
@@ -120,7 +121,7 @@ class StepTimes(Frozen):
 
 
 class Estimate(Frozen):
-    """The predicted figures of a plan at saturation, and in `capacity` for random arrivals."""
+    """The predicted figures of a plan at saturation. `capacity` has those for random arrivals."""
 
     throughput_rps: NonNegativeFloat
     """Requests a second at saturation."""
@@ -139,17 +140,17 @@ class Estimate(Frozen):
     tpot_s: NonNegativeFloat
     """Mean time per output token."""
     itl_p99_s: NonNegativeFloat
-    """99th percentile of the gap between two tokens of a request."""
+    """99th percentile of the gap between two consecutive tokens of a request."""
     encode_batch: NonNegativeFloat
     """Mean number of requests in a step that encodes."""
     decode_batch: NonNegativeFloat
-    """Mean number of decoding requests. In policies with phases, it is the number at the start of a phase."""
+    """Mean number of decoding requests. In policies with phases, it is the number after a phase's encode step."""
     encode_tokens: NonNegativeFloat
     """Mean number of prompt tokens in a step that encodes."""
     cycle_s: NonNegativeFloat
     """Seconds from one step that encodes to the next."""
     bubble_fraction: float = 0.0
-    """Share of the time in which devices are idle."""
+    """Mean share of the time in which a device is idle."""
     memory_bytes: tuple[NonNegativeInt, ...] = Field(min_length=1)
     """Bytes of memory in use on each device of a replica."""
     cost_per_million_tokens: float | None = None
@@ -159,11 +160,11 @@ class Estimate(Frozen):
     Without a bound, any rate below the throughput is sustained.
     """
     mixing_edge: MixingEdge | None = None
-    """The extra time of mixed steps from which on another policy is the best. None means that no share from 0 to 0.4
+    """The extra time of mixed steps at which another policy becomes the best. None means that no share from 0 to 0.4
     changes the best policy, or that mixed steps were measured.
     """
     joint_lengths: JointLengths | None = None
-    """Effect of correlated lengths. None means that the workload is not a trace, or that its lengths are all equal."""
+    """Effect of correlated lengths. None means that the workload is not a trace, or that its lengths do not vary."""
     reuse: ReuseEstimate | None = None
     """The expected prefix reuse. None means that the plan expects none."""
     simulated: tuple[str, ...] = ()

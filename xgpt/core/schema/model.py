@@ -249,7 +249,7 @@ class ModelSpec(ModelShape):
 
     @property
     def special_attention(self) -> str | None:
-        """Name of the first field that makes attention more than a softmax over all keys, or None."""
+        """Name of the first field that makes attention differ from plain softmax attention over all keys, or None."""
         names = ("sliding_window", "attention_sinks", "score_softcap", "latent")
         return next((name for name in names if getattr(self, name)), None)
 
@@ -289,7 +289,7 @@ class ModelSpec(ModelShape):
 
     @property
     def sizes(self) -> Sizes:
-        """The model's sizes from which the numbers of weights of all kinds of layers follow."""
+        """The model's sizes that, besides a layer's own, determine its number of weights."""
         return Sizes(hidden=self.hidden_size, products=3 if self.gated_ffn else 2)
 
     @property
@@ -338,7 +338,7 @@ class ModelSpec(ModelShape):
 
     @property
     def unpacked(self) -> ModelSpec:
-        """The same model without quantisation."""
+        """The same model without quantisation: all weights have the dtype."""
         return self if self.quantization is None else self.but(quantization=None)
 
     def layer_weight_bytes(self, dtype: DType, first: int = 0, last: int | None = None) -> float:

@@ -159,7 +159,7 @@ def _ordered(layers: tuple[int, ...]) -> list[int]:
 
 
 class Sizes(Frozen):
-    """The model's sizes from which, with a block's own sizes, its number of weights follows."""
+    """The model's sizes that, besides a block's own, determine its number of weights."""
 
     hidden: PositiveInt
     """Width of hidden states."""

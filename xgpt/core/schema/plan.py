@@ -159,7 +159,7 @@ class Plan(Frozen):
         return max(1, self.stages[0].ep // self.stages[0].tp)
 
     def step_tokens(self, budget: int) -> int:
-        """Return the token budget of an engine step for a budget of `budget` tokens in the schedule. They differ only
+        """Return the engine's token budget for a step that has `budget` tokens in the schedule. The two differ only
         with speculative decoding.
         """
         if self.speculation is None:
@@ -236,7 +236,7 @@ class Plan(Frozen):
 
     @property
     def ttft_ns(self) -> int | None:
-        """Bound on the nanoseconds from a request's arrival to its first token in the engine. None means no bound.
+        """Bound on the nanoseconds from arrival to first token within the engine. None means no bound.
 
         It is the constraint's bound divided by 1 + headroom, less the time outside the engine.
         """

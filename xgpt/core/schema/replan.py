@@ -49,8 +49,7 @@ class Observation(Frozen):
         goodput: share of the latest requests that kept their bounds. None means that there are no bounds, or too few
             requests.
         cause: the change that made the server judge the plan. "asked" means that a user asked for it.
-        lengths: whether `workload` was observed or is the plan's own, as long as nothing shows that lengths have
-            changed.
+        lengths: whether `workload` was observed. It is the plan's own if nothing shows that lengths have changed.
         recent_input_mean, recent_output_mean: mean lengths of the recent requests, in tokens, even if `workload` is the
             plan's. None means the means of `workload`.
     """
@@ -156,7 +155,7 @@ class FailedJudgement(Frozen):
 
 
 class Proposal(NamedTuple):
-    """A decision, and the plan that will run. None means that the present plan keeps running."""
+    """A decision, and the plan that will run. If `plan` is None, the present plan keeps running."""
 
     decision: Decision
     plan: Plan | None

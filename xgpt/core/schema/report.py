@@ -39,8 +39,8 @@ class Comparison(Frozen):
 
     @property
     def error_at_pace(self) -> float | None:
-        """Relative error of `at_pace`, which the machine's pace does not explain. None means that the pace is not
-        known.
+        """Relative error of `at_pace`: the error without the effect of the machine's pace. None means that the pace is
+        not known.
         """
         if self.at_pace is None:
             return None
