@@ -15,7 +15,7 @@ BLOCKS, BLOCK_SIZE = 128, 16
 
 
 def main() -> None:
-    """Run the attention of a model with one layer, first with one thread and then with all. Do nothing if the model has
+    """Run the model's attention with one layer, first on one thread and then on all. Do nothing if the model has
     several kinds of layers.
     """
     dtype, kv_dtype, text = sys.argv[1:]

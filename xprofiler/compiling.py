@@ -1,7 +1,6 @@
-"""Compile kernels in separate processes before a machine is measured, and keep them on disk.
+"""Compile kernels in separate processes before a machine is measured, and store them on disk.
 
-On a machine that has compiled nothing yet, compiling attention and the simulation by counts takes half a minute on one
-core (Zen 4).
+On a new machine, compiling attention and the simulation by counts takes half a minute on one core (Zen 4).
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ MOST_S = 180.0
 
 
 class Ahead:
-    """Processes that compile the kernels for a model's profile and its first plan, except for kernels that are already
-    on disk.
+    """Processes that compile those kernels for a model's profile and first plan that are not on disk yet.
 
-    A process that fails does no harm: its kernels are compiled later. Leaving the context ends processes that still
+    If a process fails, its kernels are compiled when they are needed. Leaving the context ends processes that still
     run.
 
     Args:
@@ -61,7 +59,7 @@ class Ahead:
             process.wait()
 
     def wait(self) -> None:
-        """Wait until all processes have ended."""
+        """Wait for all processes, at most `MOST_S` seconds for each."""
         for mark, process in self._processes.items():
             with suppress(subprocess.TimeoutExpired, MachineError):
                 if process.wait(MOST_S) == 0:

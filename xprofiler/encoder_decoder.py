@@ -1,9 +1,9 @@
 """Measure step times of an encoder-decoder: encoder layers, and decoder layers with their cross-attention.
 
-The rest of a decoder layer is the time of a decode step minus self- and cross-attention, embedding and head. In a step
-that encodes, the decoder also processes its start tokens. The rest of an encoder layer is the time of such a step minus
-two times: the decoder's, and the time to compute the prompts' keys and values. So the sum of a step's parts in
-`xsimulator.costs.step_cost` equals the measured time of the step.
+A decoder layer's `rest` is the time of a decode step minus self- and cross-attention, embedding and head, per layer. A
+step that encodes also runs the decoder on its start tokens. An encoder layer's `rest` is the time of such a step minus
+embedding, head, attention, the decoder's time, and the time to compute the prompts' keys and values, per layer. So the
+parts of a step in `xsimulator.costs.step_cost` add up to the step's measured time.
 """
 
 from __future__ import annotations
@@ -49,13 +49,12 @@ class EncoderDecoderPoints:
     """The points at which an encoder-decoder is measured, within its context.
 
     Attributes:
-        prompts: lengths of the encoder's attention.
-        contexts: lengths of a decoder's attention, to its own tokens and to prompts.
-        decodes: whole steps that only decode, by their number of requests: (prompt tokens, decoder tokens) of each
-            request.
-        encodes: whole steps that only encode, by their prompt tokens: (number of prompts, tokens of each).
-        encode, own, cross: (batch, length) of each measured attention call. These are the points of the tables, and the
-            calls that whole steps make.
+        prompts: prompt lengths at which the encoder's attention is measured.
+        contexts: context lengths at which self- and cross-attention of the decoder are measured.
+        decodes: whole steps that only decode: by number of requests, the (prompt tokens, decoder tokens) of each.
+        encodes: whole steps without decodes: by number of prompt tokens, the (number of prompts, tokens of each).
+        encode, own, cross: (batch, length) of each measured call of encoder attention, decoder self-attention and
+            cross-attention: the points of the tables, and the calls within the measured steps.
     """
 
     prompts: list[int]
@@ -89,7 +88,7 @@ class EncoderDecoderPoints:
 
 
 class CrossBench(Bench):
-    """Measures an encoder-decoder. Sequences are (prompt tokens, the decoder's tokens before)."""
+    """Measures an encoder-decoder. Sequences are (prompt tokens, earlier decoder tokens)."""
 
     typical_sequences = ((128, 50),) * 8 + ((128, 0),)
     short_sequences = ((128, 50),)
@@ -138,8 +137,9 @@ class CrossBench(Bench):
         return self.seconds(lambda: self.model.token_embedding(tokens))
 
     def encoder_attention(self, num_prompts: int, length: int) -> float:
-        """Return the seconds of one layer's attention, including the layer's share of the work that is done once per
-        step."""
+        """Return the seconds of encoder attention per layer, including the layer's share of the work done once per
+        step.
+        """
         layers = self.spec.num_encoder_layers
         q, k, v = self.queries_keys_values(num_prompts * length)
         lengths = torch.full((num_prompts,), length, dtype=torch.int32, device=q.device)
@@ -152,8 +152,9 @@ class CrossBench(Bench):
         return self.seconds(run) / layers
 
     def own_attention(self, num_requests: int, num_own: int) -> float:
-        """Return the seconds of a decoder layer's self-attention, including the layer's share of the work that is done
-        once per step."""
+        """Return the seconds of decoder self-attention per layer, including the layer's share of the work done once per
+        step.
+        """
         caches, batch = self.worker.cache.layers, self.batch([(LEAST_PROMPT, num_own - 1)] * num_requests)
         q, k, v = self.queries_keys_values(num_requests)
 
@@ -166,7 +167,7 @@ class CrossBench(Bench):
         return self.seconds(run) / len(caches)
 
     def cross_attention(self, num_requests: int, length: int) -> float:
-        """Return the seconds of a decoder layer's attention to prompts whose keys and values are in the cache."""
+        """Return the seconds of cross-attention per layer, to prompts whose keys and values are in the cache."""
         caches, batch = self.worker.cache.layers, recalling(self.batch([(length, 1)] * num_requests))
         q, k, v = self.queries_keys_values(num_requests)
 
@@ -177,7 +178,9 @@ class CrossBench(Bench):
         return self.seconds(run) / len(caches)
 
     def keys_and_values(self, num_tokens: int) -> float:
-        """Return the seconds in which a decoder layer computes keys and values from the encoder's output."""
+        """Return the seconds in which a decoder layer computes and stores the keys and values of `num_tokens` prompt
+        tokens.
+        """
         model, caches = self.model, self.worker.cache.layers
         slots = recalling(self.batch([(num_tokens, 0)])).cache_slots
         memory = self.random(num_tokens, self.spec.hidden_size)
@@ -206,11 +209,12 @@ class CrossBench(Bench):
 
 
 def layers_of(spec: ModelSpec, degree: int, measured: Timings, alone: Timings) -> tuple[LayerTimes, EncoderLayerTimes]:
-    """Return a decoder layer's and an encoder layer's times at one degree.
+    """Return the times of a decoder layer and of an encoder layer at one tensor-parallel degree.
 
     Args:
-        alone: times on one device. A profile has the embedding's time for one device only, so the difference for a
-            group is counted in the layers.
+        measured: times on a group of `degree` devices.
+        alone: times on one device. A profile has only one device's time of the embedding. The group's difference
+            from it is included in the layers.
     """
     points = EncoderDecoderPoints.of(spec)
 
@@ -249,5 +253,5 @@ def layers_of(spec: ModelSpec, degree: int, measured: Timings, alone: Timings) -
 
 
 def bench_of(worker: Worker) -> type[Bench]:
-    """Return the class that measures a worker's model."""
+    """Return the `Bench` class for a worker's model."""
     return CrossBench if worker.model.spec.is_encoder_decoder else Bench

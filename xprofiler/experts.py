@@ -1,4 +1,4 @@
-"""Compute the expected load of experts, and read their times from other projects' tables.
+"""Compute the expected load of each expert, and read the times of experts from other projects' tables.
 
 A step reads the weights of only those experts to which at least one token is routed. If a group's devices hold
 different experts, the busiest device determines the group's time.
@@ -21,7 +21,8 @@ Array = npt.NDArray[np.float64]
 
 
 def chances(experts: Experts) -> Array:
-    """Return the probability that a token is routed to each expert, in falling order. The sum is `active`. # [experts]
+    """Return each expert's probability that a token is routed to it, in descending order. Their sum is `active`. #
+    [experts]
 
     The experts' shares are quantiles of the power law x ** -skew between 1 and the number of experts. No probability
     exceeds 1.
@@ -44,11 +45,11 @@ def chances(experts: Experts) -> Array:
 
 
 class Routing:
-    """Computes the load of a group's busiest device. Each device has `number / ep_degree` whole experts or slices.
+    """Computes the load of a group's busiest device. Each device has `number / ep_degree` experts, or slices of them.
 
-    Experts are assigned to devices in turn, the likeliest first. Chance makes the loads still less equal. If there are
-    r pairs of a token and its expert, the busiest of t devices has about sqrt(2 r (t - 1) ln t) / t more pairs than the
-    mean. These pairs count as further tokens.
+    Experts are assigned to devices in turn, the likeliest first. Random choices add to the imbalance: if tokens choose
+    r experts in all, the busiest of t devices gets about sqrt(2 r (t - 1) ln t) / t more of these choices than the
+    mean. They are counted as additional tokens.
     """
 
     def __init__(self, experts: Experts, ep_degree: int = 1) -> None:
@@ -57,14 +58,14 @@ class Routing:
         self._chances = chances(experts)[::ep_degree]
 
     def unevenness(self, tokens: npt.ArrayLike) -> Array:
-        """Return the factor by which chance gives the busiest device more work than the mean. # [n] -> [n]"""
+        """Return the busiest device's expected load divided by the mean load, due to random choices. # [n] -> [n]"""
         ep = self._ep_degree
         spread = np.sqrt(2 * (ep - 1) * np.log(ep) / (self._of_token * np.asarray(tokens, float)))
         return np.minimum(1 + spread, ep)
 
     def expected(self, tokens: float) -> tuple[Array, Array]:
-        """Return, for each of the device's experts, the expected number of tokens and the probability of at least one
-        token. # [experts] each
+        """Return two arrays for the busiest device's experts: the expected number of tokens, and the probability of at
+        least one. # [experts] each
         """
         tokens = tokens * float(self.unevenness(tokens))
         missed = (1 - np.minimum(self._chances, 1 - 1e-12)) ** tokens
@@ -92,13 +93,13 @@ EXPERT_COLUMNS = (
 
 
 class ExpertTable:
-    """Computes the times of a model's experts on the busiest device of a group, including routing.
+    """Computes the times of a model's experts, including routing, on a group's busiest device.
 
     Args:
-        tables: tables of the kind of device and framework.
+        tables: the tables for the kind of device and the framework.
         width_in: width of the experts' input.
         dtype: the tables' name for the type of the products.
-        rounds: whether activations are rounded to eight bits if the tables have kernels that do so.
+        rounds: whether to use kernels that round activations to eight bits, if the tables have any.
     """
 
     def __init__(self, tables: Tables, width_in: int, experts: Experts, dtype: str, *, rounds: bool = False) -> None:
@@ -107,9 +108,7 @@ class ExpertTable:
 
     @cached_property
     def _held(self) -> Curves:
-        """The curves of each group: routing, and logarithms of tokens and of seconds. They are from the table of the
-        nearest version that contains the experts.
-        """
+        """The curves of each group, from the nearest version's table that has the group."""
         faster = FASTER.get(self._dtype, ()) if self._rounds else ()
         found = self._of(self._tables.paths("moe", "moe"), faster) if faster else {}
         if faster and not found:
@@ -117,8 +116,7 @@ class ExpertTable:
         return self._of(self._tables.paths("moe", "moe"), (self._dtype,)) | found
 
     def _of(self, paths: Sequence[Path], kernels: Sequence[str]) -> Curves:
-        """Return routing, tokens and seconds of each group for these kernels, from the first table that contains the
-        kernels."""
+        """Return the curves of each group for these kernels. Each comes from the first table that has the group."""
         experts = self._experts
         wanted = (("hidden_size", self._hidden), ("inter_size", experts.ffn_size), ("topk", experts.active))
         found: Curves = {}
@@ -139,19 +137,18 @@ class ExpertTable:
 
     @property
     def groups(self) -> set[tuple[int, int]]:
-        """Pairs of a group's number of devices and the number of parts into which they divide the experts."""
+        """The measured groups: pairs (number of devices, expert-parallel degree)."""
         return set(self._held)
 
     def most_tokens(self, t: int, ep: int) -> float:
-        """Return the largest number of tokens that was measured on a group of `t` devices."""
+        """Return the largest measured number of tokens on this group."""
         return float(np.exp(self._held[t, ep][1][-1]))
 
     def seconds(self, tokens: Array, t: int, ep: int) -> Array:
-        """Return the seconds in which numbers of tokens are processed, if each token chooses its experts independently.
-        # [n] -> [n]
+        """Return the seconds for numbers of tokens, each of which chooses its experts independently. # [n] -> [n]
 
-        In tables with balanced routing, tokens were assigned to experts in turn. The devices then had equal loads, and
-        more experts were used than with random choices.
+        In tables with balanced routing, tokens were assigned to experts in turn, so devices had equal loads, and more
+        experts were used than with random choices. The result corrects for both.
         """
         routing, points, seconds = self._held[t, ep]
 
@@ -168,11 +165,11 @@ class ExpertTable:
 
 
 def _of_groups(rows: Rows) -> dict[tuple[int, int], tuple[Array, Array]]:
-    """Return logarithms of tokens and of seconds for each group. Only the fastest measured kernel counts.
+    """Return the logarithms of tokens and of seconds for each group. If several kernels were measured, the fastest
+    counts.
 
-    Two kinds of groups are left out: groups with only a few points, and groups with impossible times. A time is
-    impossible if divided experts took as long as all experts on one device, or if narrower slices took longer than
-    wider ones.
+    Groups with few points are left out, as are groups with impossible times: divided experts that took almost as long
+    as all experts on one device, or narrower slices that took longer than wider ones.
     """
     found: dict[tuple[int, int], tuple[Array, Array]] = {}
     usual = len(np.unique(rows["num_tokens"]))
@@ -191,7 +188,9 @@ def _of_groups(rows: Rows) -> dict[tuple[int, int], tuple[Array, Array]]:
 
 
 def _distribution(experts: Experts, kinds: set[str]) -> str | None:
-    """Return the measured distribution of tokens that is nearest to the model's, or None if there is none."""
+    """Return the name of the measured distribution of tokens that is nearest to the model's skew, or None if there is
+    none.
+    """
     exponents = {name: float(name.removeprefix("power_law_")) for name in kinds if name.startswith("power_law_")}
     if "balanced" in kinds:
         exponents["balanced"] = 0.0
@@ -199,5 +198,5 @@ def _distribution(experts: Experts, kinds: set[str]) -> str | None:
 
 
 def stored_as(quantization: Quantization | None, dtype: str) -> str:
-    """Return the tables' name for the type of products with these weights."""
+    """Return the tables' name for the type of products with weights in this format."""
     return dtype if quantization is None else STORED[quantization.kind]

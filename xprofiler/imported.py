@@ -1,11 +1,11 @@
-"""Compute a profile from published latencies: AIConfigurator's tables, from its wheel or a folder.
+"""Compute a profile from AIConfigurator's published latencies, from its wheel or a folder.
 
-The folder of a kind of device holds `<family of operators>/<framework>/<version>/<operator>_perf.parquet` with
+The folder of a kind of device contains `<family of operators>/<framework>/<version>/<operator>_perf.parquet`, with
 latencies in milliseconds. Matrix products, attention and all-reduces come from these tables. All other times (norms,
 activations, hops between stages, K/V transfer) come from the datasheet, as `provenance` states.
 
-Between a table's points, logarithms of latencies are interpolated, which is exact for power laws. Beyond the last
-point, latencies are proportional to size.
+Between a table's points, the logarithm of latency is interpolated over the logarithm of size. This is exact for power
+laws. Beyond the last point, latency is proportional to size.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ def profile(
     folder: Path | None = None,
     kv_dtype: DType | None = None,
 ) -> Profile:
-    """Return a profile from the tables, for every tensor-parallel degree that fits in a node and each way to divide the
+    """Return a profile from the tables, for every tensor-parallel degree that fits in a node and each way to divide
     experts.
 
     Args:
-        kv_dtype: type of K/V. None means the dtype.
-        engine: the engine. Its framework's kernels and the times of its loop are used.
-        folder: tables of one kind of device, or of several kinds by the names in `SYSTEMS`. None means the installed
-            wheel's tables.
+        kv_dtype: type of K/V. None means `dtype`.
+        engine: the serving engine. Determines the framework of the kernels, and the time of the loop.
+        folder: a folder of one kind of device, or with a subfolder for each kind, named as in `SYSTEMS`. None means the
+            installed wheel's tables.
 
     Raises:
-        InputError: there are no tables for this device, framework, dtype or model, or pyarrow is not installed.
+        InputError: there are no tables for this model, device, dtype or framework, or pyarrow is not installed.
     """
     if spec.is_encoder_decoder:
         raise InputError("model", spec.name, "tables can be imported only for decoder-only models")
@@ -112,7 +112,7 @@ def profile(
 
 
 def wheel_folder() -> Path:
-    """Return the folder of the installed wheel's tables.
+    """Return the installed wheel's folder `systems`, which contains the tables.
 
     Raises:
         InputError: the wheel is not installed.
@@ -151,10 +151,9 @@ TOKENS = tuple(sorted({*analytic.TOKENS, *(3 * n for n in analytic.TOKENS if 8 <
 
 
 class ImportedLayers:
-    """Computes the times of a model's layers on every group of devices.
+    """Computes the times of a model's layers for every way to divide them among devices.
 
-    If no table has the time of a part of a layer, this time comes from the datasheet, and the tables' `provenance` says
-    so.
+    If no table has a part of a layer, its time comes from the datasheet. `Tables.provenance` then says so.
     """
 
     def __init__(
@@ -175,7 +174,7 @@ class ImportedLayers:
         }
 
     def all(self) -> Iterator[LayerTimes]:
-        """Yield the times of a layer on each group of devices."""
+        """Yield a layer's times for each pair of a tensor-parallel and an expert-parallel degree."""
         degrees = analytic.tp_degrees(self.spec, self._cluster)
         if not self._experts:
             for t in degrees:
@@ -192,7 +191,7 @@ class ImportedLayers:
             yield self._layer(group)
 
     def format_of(self, part: Part) -> tuple[str, bool]:
-        """Return the tables' name for the type of a part's products, and whether each step scales the part's
+        """Return the tables' name for the type of a part's products, and whether each step computes scales of
         activations.
         """
         stored = self._stored(part)
@@ -233,8 +232,8 @@ class ImportedLayers:
     # Blocks that mix tokens -------------------------------------------------------------------------------------
 
     def _mixer(self, kind: Block, t: int, slower: float) -> tuple[Surface, Surface, Array]:
-        """Return three results: the seconds of attention or recurrence for prompts, those for decode, and the seconds
-        of their projections unless the first two include these. # [tokens]
+        """Return the seconds of attention or recurrence for prompts and for decode, and those of the projections that
+        these do not include. # third: [tokens]
         """
         dtype, finds_scales = self.format_of("attention")
         found: list[tuple[Surface, Surface, Array]] = []
@@ -278,8 +277,8 @@ class ImportedLayers:
         return analytic.surface(mixing.prompt), analytic.surface(mixing.decode), products
 
     def _in_turn(self, shapes: Sequence[tuple[float, float]], dtype: str, *, finds_scales: bool) -> Array:
-        """Return the seconds of two consecutive matrix products. The operator between them may round to eight bits.
-        # [tokens]
+        """Return the seconds of two consecutive matrix products. The operator between them may round its result to
+        eight bits. # [tokens]
         """
         first, second = shapes
         before = self.tables.product(TOKENS, *first, dtype, finds_scales=finds_scales)
@@ -307,8 +306,8 @@ class ImportedLayers:
         return found
 
     def _routed(self, kind: Block, group: tuple[int, int]) -> Array:
-        """Return the seconds of the routed experts. They were measured or, if not, are scaled by the datasheet's
-        roofline. # [tokens]
+        """Return the seconds of the routed experts. If the group was not measured, the nearest group's times are scaled
+        by the ratio of rooflines. # [tokens]
         """
         assert kind.experts is not None
         experts, params, stored = kind.experts, self.spec.sizes.expert(kind), self._stored("experts")
@@ -330,11 +329,11 @@ class ImportedLayers:
         return table.seconds(tokens, *near) * roofline(group) / roofline(near)
 
     def _unpacked(self, halves: ExpertTable, stored: Quantization | None, group: tuple[int, int]) -> Array:
-        """Return the seconds of a product with 4-bit weights, computed from the seconds of the same product in half
-        precision. # [tokens]
+        """Return the seconds of experts with 4-bit weights, estimated from those in half precision (`halves`). #
+        [tokens]
 
-        The tables contain a generic kernel for INT4, which is up to four times as slow as half precision. Engines use
-        Marlin's kernel, which reads 4-bit weights. In the largest batch, it multiplies as fast as half precision.
+        For INT4, the tables have only a generic kernel, which is up to four times as slow as half precision. Engines
+        use Marlin's kernel. It reads 4-bit weights, and in the largest batches it is as fast as half precision.
         """
         assert stored is not None
         self.tables.provenance["experts in INT4"] = "no longer than in bfloat16, with fewer bytes to read"
@@ -345,7 +344,7 @@ class ImportedLayers:
 
 
 def head(spec: ModelSpec, tables: Tables, kernels: analytic.Kernels, t: int) -> Curve:
-    """Return the seconds of the head. Its matrix product stays in half precision."""
+    """Return the seconds of the output head, by number of rows. Its matrix product is in half precision."""
     rows = np.asarray(analytic.BATCHES, float)
     gathered = [kernels.all_gather(n * spec.vocab_size, t) for n in analytic.BATCHES]
     seconds = tables.product(rows, spec.vocab_size / t, spec.hidden_size, "bfloat16") + gathered
@@ -361,13 +360,15 @@ def attention_shapes(spec: ModelSpec, attention: Attention, t: int) -> list[tupl
 
 
 def _recurrent_shapes(spec: ModelSpec, recurrent: Recurrent, t: int) -> list[tuple[float, float]]:
-    """Return the shapes of the products before and after a recurrent block, if each head's state is square."""
+    """Return the shapes of a recurrent block's input and output projections on one of t devices. Each head's state is
+    assumed to be square.
+    """
     out = min(_values(recurrent), recurrent.weights / spec.hidden_size / 2)
     return [((recurrent.weights / spec.hidden_size - out) / t, spec.hidden_size), (spec.hidden_size, out / t)]
 
 
 def _values(recurrent: Recurrent) -> float:
-    """Return the width of all values of a recurrent block, if each head's state is square."""
+    """Return the width of all values of a recurrent block. Each head's state is assumed to be square."""
     return float(np.sqrt(recurrent.state_elements * recurrent.num_heads))
 
 
@@ -376,7 +377,7 @@ def ffn_shapes(spec: ModelSpec, width: int) -> list[tuple[float, float]]:
 
 
 def _moved(spec: ModelSpec, kind: Block, t: int) -> float:
-    """Return the elements that the small kernels of a layer read and write for each token."""
+    """Return the number of elements that a layer's small kernels read and write per token."""
     elements = 8.0 * spec.hidden_size + (3 if spec.gated_ffn else 2) * (kind.ffn_size // t)
     if (attention := kind.attention) is not None:
         kept = max(1, attention.num_kv_heads // t) * attention.head_dim

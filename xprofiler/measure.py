@@ -1,8 +1,8 @@
-"""Measure step times on this machine, with the same layers and backends that xrunner runs.
+"""Measure step times on this machine, with xrunner's layers and backends.
 
-The parts of a step run faster one by one: the sum of their times is up to a tenth less than the time of the whole step.
-So whole steps are measured. The rest of a layer is the time of a whole step minus attention, embedding and head.
-Source: ExeGPT sec. 3 (XProfiler).
+The times of a step's parts, measured one by one, add up to as little as nine tenths of the whole step's time. So whole
+steps are measured. A layer's `rest` is the time of a whole step minus attention, embedding and head, per layer. Source:
+ExeGPT sec. 3 (XProfiler).
 """
 
 from __future__ import annotations
@@ -77,14 +77,13 @@ def profile(
     progress: Progress | None = None,
     wait: Callable[[], None] = lambda: None,
 ) -> Profile:
-    """Return the measured profile of a model on this machine. If the machine has several devices, all are measured at
-    the same time.
+    """Measure a model's profile on this machine. Several devices are measured at the same time.
 
     Args:
         kv_dtype: type of K/V. None means `dtype`.
-        wait: returns once kernels have been compiled. On a busy machine, it is called only after layouts of weights
-            have been compared.
-        progress: called with the number of measured points and the number of all points.
+        wait: waits until kernels have been compiled. On a busy machine, it is called only after weight layouts have
+            been compared.
+        progress: called with the number of measured points, the number of all points, and a text.
     """
     device = "cuda" if cluster.device.type == "gpu" else "cpu"
     progress = progress or silent
@@ -166,10 +165,11 @@ def _with_loading(profile: Profile, asked: _Asked) -> Profile:
 def loading_rate(
     spec: ModelSpec, dtype: DType, checkpoint: Path, device: str, layouts: Mapping[str, str] | None = None
 ) -> float:
-    """Return how many bytes of weights a worker reads from memory, converts and packs each second.
+    """Return the rate at which a worker loads weights, in bytes per second: reading them from the page cache,
+    converting, packing.
 
-    A few layers are loaded several times, first to bring the files into the page cache. The result is the mean of the
-    other times, not the shortest, because other processes would also slow a redeployment.
+    A few layers are loaded several times. The first time, which fills the page cache, does not count. The result is
+    from the mean of the other times, not the shortest, because other processes would also slow a redeployment.
     """
     last, last_encoder = min(spec.num_layers, LOADED_LAYERS), min(spec.num_encoder_layers, LOADED_LAYERS)
     part = Part(spec, (0, last), (0, last_encoder), is_first=False, is_last=False)
@@ -186,7 +186,9 @@ def loading_rate(
 
 
 def fastest_layouts(spec: ModelSpec, dtype: DType, degrees: Sequence[int], *, is_brief: bool = False) -> dict[str, str]:
-    """Return the fastest layout for each weight of a model on this CPU, at each tensor-parallel degree."""
+    """Return the fastest layout for each shape of a model's weights on this CPU, at all these tensor-parallel
+    degrees.
+    """
     memory.keep_freed_memory()  # as in a worker, so that calls need not allocate buffers again
     parts = [
         Part(spec, (0, spec.num_layers), (0, spec.num_encoder_layers), rank=rank, degree=degree)
@@ -202,7 +204,7 @@ def fastest_layouts(spec: ModelSpec, dtype: DType, degrees: Sequence[int], *, is
 
 
 def _together(asked: _Asked) -> Profile:
-    """Measure each tensor-parallel degree, the hops and the transfers, with one process for each device."""
+    """Measure all groups of devices, hops and K/V transfers, with one process per device."""
     spec, dtype, count = asked.spec, asked.dtype, asked.cluster.num_devices
     threads: int | None = None
     layouts: dict[str, str] = {}
@@ -268,9 +270,9 @@ def _jitter(measured: Timings) -> Jitter:
 
 
 def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Timings, alone: Timings) -> LayerTimes:
-    """Return a layer's times for one size of group.
+    """Return a layer's times on one group of devices, from `measured`. `alone` has the times on one device.
 
-    A profile has the embedding's time for one device only, so the difference for a group is counted in the layers.
+    A profile has only one device's time of the embedding. The group's difference from it is included in the layers.
     """
     rest: Timings = {}
     for n, sequences in points.steps.items():
@@ -298,10 +300,9 @@ def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Ti
 
 
 def _sliced(of_tokens: Curve) -> Curve:
-    """Return the curve with a further point, for two slices, because a step with more tokens than a slice runs slice by
-    slice.
+    """Add a point for two slices at the end of the curve. A step with more tokens than a slice runs slice by slice.
 
-    A line through the last two measured points would be wrong, since times on a GPU rise in stairs.
+    Extrapolating from the last two measured points would be wrong, since times on a GPU rise in stairs.
     """
     if of_tokens.points[-1] != SLICE_TOKENS:
         return of_tokens
@@ -310,11 +311,11 @@ def _sliced(of_tokens: Curve) -> Curve:
 
 
 def _with_loop(spec: ModelSpec, layer: LayerTimes, head: Curve, alone: Timings) -> LayerTimes:
-    """Return the times of a layer on a GPU. If a step with prompts takes longer than the sum of its parts, the
-    difference is counted as attention of prompts.
+    """Return a layer's times on a GPU. The excess of a measured step with prompts over the sum of its parts is added to
+    the attention of prompts.
 
-    Such a step is launched only when the previous step has ended, so the loop's time adds to it. A captured step also
-    computes logits for more tokens, and launches programs for more sequences, than the batch has.
+    Such a step is launched only after the previous step has ended, so the loop does not overlap with it. A captured
+    step also computes logits for more tokens, and launches programs for more sequences, than the batch has.
     """
     assert layer.last is not None
 
@@ -333,7 +334,7 @@ def _with_loop(spec: ModelSpec, layer: LayerTimes, head: Curve, alone: Timings) 
 
 
 def _with_last_layer(head: Curve, layer: LayerTimes) -> Curve:
-    """Return the head's times plus the times that the last layer spends on the sampled tokens after attention."""
+    """Return the head's times plus the time that the last layer spends on sampled tokens after attention."""
     assert layer.last is not None
     whole, all_tokens = (dict(zip(side.points, side.seconds, strict=True)) for side in (layer.rest, layer.last))
     seconds = (s + whole[n] - all_tokens[n] for n, s in zip(head.points, head.seconds, strict=True))

@@ -1,4 +1,6 @@
-"""Order the measurements in several passes over all points, so that no point is measured at a single clock rate."""
+"""Order the measurements in several passes over all points. So no point is measured at only one of the clock's
+rates.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ Point = TypeVar("Point")
 
 
 def in_passes(points: Iterable[Point], prompt_tokens: Callable[[Point], int], passes: int = PASSES) -> list[Point]:
-    """Return the points of all passes, one pass after the other.
+    """Return the points of all passes, one pass after the other. Points with long prompts are only in some passes.
 
     Args:
-        prompt_tokens: returns the prompt tokens that a point encodes.
+        prompt_tokens: returns the number of prompt tokens that a point encodes.
     """
     once = list(points)
     return [

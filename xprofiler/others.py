@@ -25,18 +25,20 @@ much."""
 
 
 class Others:
-    """Counts the CPU time of all processes except this one and its children, from its creation on (only on Linux)."""
+    """Counts the CPU time of all processes except this one and its descendants, from this object's creation on. On
+    other systems than Linux, it counts nothing.
+    """
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc, self._started = proc, time.monotonic()
         self._before, self._whole_before = self._seconds()
 
     def cores(self) -> dict[str, float]:
-        """Return how many cores each other process has used on average so far, by name, the busiest first. The name of
-        a process is followed by its id, for example "python[4711]", unless several processes have the same name.
+        """Return how many cores each other process has used on average so far, by name, the busiest first. The name
+        includes the process id, for example "python[4711]". Processes with the same name are added up, without ids.
 
-        "steal" is time that a virtual machine's host gave to other machines. `UNSEEN` is time of processes that have
-        ended or are not visible.
+        "steal" stands for the time that a virtual machine's host gave to other machines. `UNSEEN` stands for processes
+        that have ended or are not visible.
         """
         wall_s, by_name = max(time.monotonic() - self._started, 1e-9), dict[str, float]()
         seconds, whole = self._seconds()
@@ -51,8 +53,8 @@ class Others:
         return {name: round(taken / wall_s, 2) for name, taken in found if taken >= LEAST * wall_s}
 
     def _seconds(self) -> tuple[dict[tuple[int, int], tuple[str, float]], float]:
-        """Return the name and CPU seconds of every other process, by its id and start time, and the CPU seconds of the
-        whole machine minus those of this process and its children.
+        """Return two results: the name and CPU seconds of every other process, by id and start time, and the CPU
+        seconds of the whole machine minus those of this process and its descendants.
         """
         tick = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
         parents: dict[int, int] = {}
@@ -85,14 +87,14 @@ def _is_ours(number: int, parents: dict[int, int]) -> bool:
 
 
 def cores_taken() -> float:
-    """Return how many cores other processes use now."""
+    """Return how many cores other processes use, on average over the next `LOOK_S` seconds."""
     others = Others()
     time.sleep(LOOK_S)
     return sum(others.cores().values())
 
 
 def gflops() -> float:
-    """Return the GFLOP/s of a fixed matrix product on all cores. It shows whether the machine's clock rate has
+    """Return the GFLOP/s of a fixed matrix product on all cores. A different value shows that the clock rate has
     changed.
     """
     a = np.ones((1024, 1024), np.float32)
@@ -105,9 +107,9 @@ def gflops() -> float:
 
 
 def differences(profile: Profile) -> str | None:
-    """Return one line about how this machine differs from its state during profiling.
+    """Return one line on how this machine's state differs from that during profiling.
 
-    None means that this machine does not differ, or that the profile does not contain the state.
+    Return None if it does not differ notably, or if the profile does not contain the state.
     """
     if profile.gflops is None:
         return None

@@ -1,9 +1,8 @@
-"""Compute the range of a predicted figure from the errors of predictions on published measurements.
+"""Compute the likely range of a predicted figure from the errors of earlier predictions of published measurements.
 
-`configs/errors.json` holds the ratios of measured to predicted values for each cell (load, engine, family of models,
-device, source of step times) and quantity. `python -m benchmarks.truth --errors` writes it. The range of a figure comes
-from the ratios of the figure's cell. If there are too few ratios, those of the most similar cells are added, and the
-range is widened.
+`configs/errors.json` contains the ratios of measured to predicted values for each quantity and cell (load, engine,
+family of models, device, source of step times). `python -m benchmarks.truth --errors` writes it. A figure's range comes
+from the ratios of its cell. If these are too few, those of similar cells are added, and the range is widened.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ efficiencies.
 
 
 class Cell(NamedTuple):
-    """A class of predictions that have similar errors.
+    """A class of predictions with similar errors.
 
     Attributes:
         load: open loop, closed loop, offline or disaggregated.
@@ -62,12 +61,12 @@ class Cell(NamedTuple):
 
 
 class Likely(NamedTuple):
-    """A range as factors on a prediction.
+    """A likely range: the measured value is probably between `low` and `high` times the prediction.
 
     Attributes:
-        rows: number of ratios from which the range is computed, or 0.
-        shared: the properties that these measurements have in common with the prediction, such as " of dense models
-            planned from datasheets".
+        rows: number of ratios from which the range is computed. 0 if there were too few.
+        shared: what these measurements have in common with the prediction, such as " of dense models, planned from
+            datasheets".
     """
 
     low: float
@@ -87,7 +86,7 @@ def _shipped() -> Errors:
 
 
 def errors_in(text: str) -> Errors:
-    """Return the ratios in the text of an errors.json."""
+    """Parse the text of an errors.json."""
     found: Errors = {}
     for *cell, quantity, ratios in json.loads(text):
         found.setdefault(quantity, []).append((Cell(*cell), ratios))
@@ -95,12 +94,12 @@ def errors_in(text: str) -> Errors:
 
 
 def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False, errors: Errors | None = None) -> Likely:
-    """Return the range of a figure.
+    """Return the likely range of a quantity, for predictions of this cell.
 
     Args:
-        borrowed: whether the engine's times belong to another engine, or step times were computed with another device's
-            efficiencies. If so, the range is widened.
-        errors: the ratios by quantity. None means those in `configs/errors.json`.
+        borrowed: whether the engine's times are those of another engine or version, or step times were computed with
+            another device's efficiencies. If so, the range is widened.
+        errors: known ratios. None means those in `configs/errors.json`.
     """
     known = _shipped() if errors is None else errors
     for names, factor in SAME:
@@ -117,7 +116,9 @@ def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False, errors: Er
 
 
 def _in_words(cell: Cell, names: tuple[str, ...]) -> str:
-    """Return in words what measurements have in common with a cell, as the end of a sentence about them."""
+    """Return the end of a sentence about measurements: what they have in common with `cell`. `names` are the fields in
+    which they agree.
+    """
     planned = {"analytic": ", planned from datasheets", "imported": ", planned from imported tables"}
     words = {
         "family": f" of {'dense models' if cell.family == 'dense' else 'mixtures of experts'}",
@@ -130,7 +131,9 @@ def _in_words(cell: Cell, names: tuple[str, ...]) -> str:
 
 
 def within(ratios: list[float], factor: float = 1.0) -> tuple[float, float]:
-    """Return a range around the median of the ratios, `factor` times as wide as the range of the ratios."""
+    """Return a range around the median of the ratios, `factor` times as wide as that between their quantiles `INSIDE`.
+    With few ratios, it is wider.
+    """
     logs = np.log(ratios)
     middle = float(np.median(logs))
     low, high = (middle + factor * (float(np.quantile(logs, q)) - middle) for q in INSIDE)
@@ -139,7 +142,7 @@ def within(ratios: list[float], factor: float = 1.0) -> tuple[float, float]:
 
 
 def cell_of(plan: Plan) -> Cell | None:
-    """Return a plan's cell, or None if the plan's steps were measured on its own devices."""
+    """Return the cell of a plan's predictions, or None if its step times were measured."""
     if plan.profile.source == "measured":
         return None
     two_lanes = len(plan.policy.lanes) > 1

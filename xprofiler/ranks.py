@@ -1,11 +1,10 @@
 """Measure step times on several devices of this machine at once, and the links between them.
 
-Devices of a machine share memory bandwidth, and cores of a socket share power, so each device is measured while the
-other devices run the same work. To measure a tensor-parallel group, all its ranks run whole steps, including
-all-reduces.
+A machine's devices share memory bandwidth, and a socket's cores share power. So each device is measured while the
+others do the same work. In a tensor-parallel group, all ranks run whole steps together, including all-reduces.
 
-In a group, ranks wait for each other before every call. Ranks that compute by themselves wait for each other only once
-in several calls. Each wait needs a process switch, which can take longer than a small model's call on a loaded machine.
+In a group, ranks wait for each other before every call. Ranks that compute alone wait only once in several calls, since
+a wait needs process switches. On a loaded machine, these can take longer than a small model's call.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ Meet = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class RanksTask:
-    """The task of every rank. Ranks find each other through the file `store`."""
+    """The task that every rank gets. Ranks find each other through the file `store`."""
 
     settings: WorkerSettings
     num_devices: int
@@ -62,7 +61,7 @@ class RanksTask:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """The combined results of all ranks. `threads` is the number of threads of each rank, or None on GPUs."""
+    """The combined results of all ranks. `threads` is the number of threads per rank, or None on GPUs."""
 
     threads: int | None
     by_group: dict[tuple[int, int], Timings]
@@ -71,9 +70,9 @@ class Together:
 
 
 def degrees(spec: ModelSpec, num_devices: int) -> tuple[int, ...]:
-    """Return the tensor-parallel degrees that the devices and the model's heads allow.
+    """Return the tensor-parallel degrees that the number of devices and the model's sizes allow.
 
-    A degree that does not divide the number of devices must be a power of two. The remaining devices then compute
+    A degree must divide the number of devices or be a power of two. In the second case, the remaining devices compute
     alone, as in partial tensor parallelism.
     """
     found = []
@@ -88,8 +87,9 @@ def degrees(spec: ModelSpec, num_devices: int) -> tuple[int, ...]:
 
 
 def groups(spec: ModelSpec, num_devices: int) -> tuple[tuple[int, int], ...]:
-    """Return each tensor-parallel degree with each of its expert-parallel degrees: 1, and the number of the group's
-    devices."""
+    """Return pairs (tensor-parallel degree t, expert-parallel degree). The second is 1 or, if t divides the number of
+    experts, also t.
+    """
     number = 1 if spec.experts is None else spec.experts.number
     return tuple((t, ep) for t in degrees(spec, num_devices) for ep in dict.fromkeys((1, t)) if number % ep == 0)
 
@@ -98,7 +98,7 @@ def measure(settings: WorkerSettings, num_devices: int, progress: Progress, *, i
     """Measure several devices, with one process for each.
 
     Raises:
-        MachineError: a process died.
+        MachineError: a process has died.
     """
     with TemporaryDirectory(prefix="xgpt-") as directory:  # no other user may open this directory
         store = str(Path(directory) / "store")
@@ -189,8 +189,8 @@ def _device(task: RanksTask, rank: int) -> str:
 
 
 def _meet(others: Sequence[Connection]) -> None:
-    """Wait until all ranks have called this function. This takes one process switch for each rank. A barrier of
-    torch.distributed takes four.
+    """Wait until all ranks have called this function. This takes one process switch per rank, while torch.distributed's
+    barrier takes four.
     """
     for other in others:
         other.send_bytes(b".")
@@ -199,7 +199,7 @@ def _meet(others: Sequence[Connection]) -> None:
 
 
 def _mean_of_ranks(measured: Mapping[Key, float], *, counts: bool = True) -> dict[Key, float]:
-    """Return the mean over the ranks for which `counts` is true."""
+    """Return the mean of each point over those ranks that pass `counts` as true."""
     of_all = torch.tensor([*measured.values(), 1.0], dtype=torch.float64) * counts
     dist.all_reduce(of_all)
     *times, number = of_all.tolist()
@@ -207,7 +207,7 @@ def _mean_of_ranks(measured: Mapping[Key, float], *, counts: bool = True) -> dic
 
 
 def _hop(task: RanksTask, rank: int, meet: Meet, num_tokens: int) -> float:
-    """Return half the seconds of a round trip in which one device sends hidden states to another."""
+    """Return the seconds to send hidden states to another device: half of a round trip."""
     settings = task.settings
     dtype = state_dtype(settings.dtype, settings.device)
     hidden = torch.zeros(num_tokens, settings.spec.hidden_size, dtype=dtype, device=_device(task, rank))
@@ -216,10 +216,10 @@ def _hop(task: RanksTask, rank: int, meet: Meet, num_tokens: int) -> float:
 
 
 def _transfer(rank: int, meet: Meet, worker: Worker, num_tokens: int) -> float:
-    """Return the seconds to transfer the K/V of `num_tokens` tokens, all layers, between two workers.
+    """Return the seconds to transfer the K/V of `num_tokens` tokens, in all layers, to another worker.
 
-    The result is half the time of a round trip through host memory. With an encoder-decoder, encoder outputs with as
-    many bytes are transferred.
+    It is half of a round trip through host memory. For an encoder-decoder, encoder outputs with as many elements are
+    transferred instead.
     """
     spec = worker.model.spec
     cargo = worker.cargo(Part.whole(spec))
@@ -241,7 +241,7 @@ def _transfer(rank: int, meet: Meet, worker: Worker, num_tokens: int) -> float:
 
 
 def _there_and_back(rank: int, meet: Meet, send: Callable[[], object], receive: Callable[[], object]) -> float:
-    """Return the median seconds of a round trip between the first two ranks. Other ranks wait."""
+    """Return the median seconds of a round trip between the first two ranks."""
     seconds = []
     for _ in range(1 + REPEATS):
         meet()
