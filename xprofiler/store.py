@@ -1,4 +1,4 @@
-"""Find or make profiles, and store each under the hash of its content, by which every plan finds its profile."""
+"""Find or make profiles. Each is stored under the hash of its content, which plans contain."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ AsServed = Callable[[Profile, ModelSpec, Path | None, ClusterSpec, Progress | No
 
 
 def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, engine: str | None = None) -> DType:
-    """Return the data type in which a model runs on a cluster's devices: `dtype`, or the default there.
+    """Return the data type in which a model runs on a cluster's devices: `dtype`, or else the default there.
 
     Raises:
-        InputError: the model does not run in this type there. float8 is accepted only in plans for other machines.
+        InputError: the model does not run in `dtype` there. float8 is accepted only in plans for other machines.
     """
     on_cpu = cluster.device.type == "cpu"
     if dtype is None:
@@ -48,10 +48,10 @@ def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, 
 
 
 def kv_dtype_of(cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> DType | None:
-    """Return the data type of K/V on a cluster's devices, or None if it is the dtype's own.
+    """Check the data type of K/V. Return None if it is the one that `dtype` implies on these devices.
 
     Raises:
-        InputError: xgpt's engine does not support this type there.
+        InputError: K/V cannot have the type `kv_dtype` there.
     """
     kind = cluster.device.type
     if kv_dtype is None or kv_dtype == Precision.of(dtype, kind).kv:
@@ -79,10 +79,10 @@ def new_profile(
     progress: Progress | None = None,
     as_served: AsServed | None = None,
 ) -> Profile:
-    """Return step times: measured on this machine, computed from a datasheet, or imported. See `xgpt.profile`.
+    """Make a profile: measure this machine, compute it from a datasheet, or import it. See `xgpt.profile`.
 
     Raises:
-        InputError: there is no such model, cluster or table, or arguments contradict each other.
+        InputError: there is no such model, cluster or table, or the arguments contradict each other.
         MachineError: this machine cannot be measured.
     """
     spec, checkpoint = (model, None) if isinstance(model, ModelSpec) else load_model(model, config)
@@ -119,19 +119,20 @@ def obtain_profile(
     kv_dtype: DType | None = None,
     as_served: AsServed | None = None,
 ) -> Profile:
-    """Return the profile of a model on a cluster. If the cluster is this machine, the profile is measured once and then
-    cached. Otherwise it is computed from the datasheet.
+    """Return the profile of a model on a cluster. This machine is measured once, and the profile is cached. For other
+    clusters, the profile is computed from the datasheet.
 
-    A profile measured on a busy machine is cached for only ten minutes.
+    A profile from a busy machine is cached for only ten minutes.
 
     Args:
-        dtype: data type. None means the model's own or, on a CPU, the default there.
-        engine: the engine whose loop's time is added to times from a datasheet.
-        kv_dtype: type of K/V. None means the type that the checkpoint asks for, or else the dtype's own.
-        as_served: adapts a measured profile to a serving engine's steps. None means that the profile stays as measured.
+        dtype: data type. None means the model's default or, on a CPU, the first of `CPU_DTYPES`.
+        engine: the serving engine. Its loop's time is added to times from a datasheet.
+        kv_dtype: type of K/V. None means float8 on GPUs of other machines if the checkpoint states it, or else the type
+            that `dtype` implies.
+        as_served: adapts a measured profile to the steps of a serving engine. None leaves it as measured.
 
     Raises:
-        InputError: the model does not run in this dtype there, or the datasheet has no rate for the dtype.
+        InputError: the model does not run in `dtype` there, or the datasheet has no rate for it.
     """
     dtype = dtype_of(spec, cluster, dtype)
     if kv_dtype is None and not cluster.is_local and spec.quantization is not None and spec.quantization.kv_float8:
@@ -165,12 +166,12 @@ def measured_profile(
     kv_dtype: DType | None = None,
     as_served: AsServed | None = None,
 ) -> Profile:
-    """Measure step times on this machine, and store the profile, so that `obtain_profile` returns it later. For
+    """Measure step times on this machine. The profile is stored, and `obtain_profile` returns it from then on. For
     `as_served`, see `obtain_profile`.
 
     Raises:
         InfeasibleError: the weights do not fit in this machine's memory.
-        InputError: the model does not run here in this dtype, or not with this type of K/V.
+        InputError: the model does not run here in `dtype`, or not with K/V in `kv_dtype`.
         MachineError: this machine cannot be measured.
     """
     dtype = dtype_of(spec, cluster, dtype)
@@ -198,18 +199,18 @@ def measured_profile(
 
 
 def _latest(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> Path:
-    """Return the path of the file that names the profile that was measured last."""
+    """Return the path of a file with the hash of the last profile that was measured for these arguments."""
     return cache_dir() / "profiles" / f"{_cache_key(spec, cluster, dtype, kv_dtype)}.sha256"
 
 
 def given_profile(path: str, spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None) -> Profile:
-    """Return the profile in a user's file, for planning.
+    """Read a profile from a user's file, and check that plans for these arguments can use it.
 
     Args:
-        dtype: data type. None means the default on these devices.
+        dtype: data type of the plan. None means the default on these devices.
 
     Raises:
-        InputError: the file is malformed, or the profile is for another model, device or dtype.
+        InputError: the file is malformed, or `check_belongs` refuses the profile.
     """
     profile = load_json(Path(path), Profile, "profile")
     check_belongs(profile, spec, cluster, dtype_of(spec, cluster, dtype, profile.engine))
@@ -217,11 +218,11 @@ def given_profile(path: str, spec: ModelSpec, cluster: ClusterSpec, dtype: DType
 
 
 def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> None:
-    """Raise InputError if a profile is for another model, device or dtype, for fewer devices, or for an older engine of
-    xgpt.
+    """Check that a profile is for this model, kind of device and dtype, for enough devices and nodes, and not from an
+    older version of xgpt's engine.
 
     Raises:
-        InputError: the message states the profile's value, the plan's value, and what to do.
+        InputError: it is not. The message states the profile's value, the plan's value, and what to do.
     """
     make = f"make one with `xgpt profile --model {spec.name} --cluster {cluster.name} -o FILE`, or leave `profile` out"
     if (other := spec.differs_from(profile.model)) is not None:
@@ -245,11 +246,10 @@ def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype
 
 
 def check_engine(plan: Plan, engine: str) -> None:
-    """Raise InputError if a plan would run in another engine than the profile's, since the plan's figures would not
-    hold there.
+    """Check that a plan runs in the engine of its profile. The plan's figures would not hold in another.
 
     Raises:
-        InputError: the message names both engines, and states what to do.
+        InputError: it does not. The message names both engines, and states what to do.
     """
     profiled_engine = plan.profile.engine
     if profiled_engine in (None, engine):
@@ -264,8 +264,8 @@ def check_engine(plan: Plan, engine: str) -> None:
 
 
 def keep(profile: Profile) -> None:
-    """Store a profile in the cache, in place of a damaged copy, so that plans made from the profile can find it. Do
-    nothing if the cache cannot be written.
+    """Store a profile in the cache, where plans find it. A damaged copy is replaced. Do nothing if the cache cannot be
+    written.
     """
     path = _path_of(content := sha256(profile))
     if file_sha256(path) != content:
@@ -274,16 +274,16 @@ def keep(profile: Profile) -> None:
 
 
 def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
-    """Return the profile from which a plan was made. It is the given profile, a stored one, or one that is computed
-    from the datasheet.
+    """Return the profile from which a plan was made: the given one, a stored one, or one that is computed again from
+    the datasheet.
 
-    No profile is measured, since a second measurement would give different times.
+    Nothing is measured, since a second measurement would give other times.
 
     Args:
-        given: the profile, or its file.
+        given: the plan's profile, or its file.
 
     Raises:
-        InputError: the profile is not on this machine, or the given profile is not the plan's.
+        InputError: `given` is not the plan's profile, or the profile is not on this machine.
     """
     wanted = plan.profile.sha256
     if given is not None:
@@ -316,14 +316,14 @@ def import_profile(
     framework: str,
     kv_dtype: DType | None = None,
 ) -> Profile:
-    """Return a profile from imported tables: those of the installed package aiconfigurator, or of a folder.
+    """Return a profile from the tables of the installed package aiconfigurator, or of a folder.
 
     Args:
-        where: "aiconfigurator", or the folder.
-        framework: the engine whose kernels the tables have. Its version may follow.
+        where: "aiconfigurator", or the folder's path.
+        framework: the serving engine whose kernels to use. The name may include its version.
 
     Raises:
-        InputError: the tables do not exist, or do not have this model, device, dtype or framework.
+        InputError: there are no tables, or none for this model, device, dtype or framework.
     """
     folder = None if where == "aiconfigurator" else Path(where)
     if folder is not None and not folder.is_dir():
@@ -339,7 +339,7 @@ def profile_vllm(
     progress: Progress | None = None,
     as_served: AsServed | None = None,
 ) -> Profile:
-    """Return vLLM's step times on this machine. They are not cached, because a plan for vLLM is made from a given
+    """Measure vLLM's step times on this machine. They are not cached, since plans for vLLM are made from a given
     profile file. For `as_served`, see `obtain_profile`.
 
     Raises:
@@ -356,12 +356,12 @@ def profile_vllm(
 
 
 def _path_of(content: str) -> Path:
-    """Return the path of the profile whose content has this hash."""
+    """Return the path of the stored profile with this hash."""
     return cache_dir() / "profiles" / f"{content}.json"
 
 
 def _kept(content: str) -> Profile | None:
-    """Return the stored profile with this hash. Return None if there is none or its file was changed."""
+    """Return the stored profile with this hash, or None if it is missing or its file was changed."""
     try:
         profile = load_json(_path_of(content), Profile, "profile")
     except InputError:
@@ -370,7 +370,9 @@ def _kept(content: str) -> Profile | None:
 
 
 def _cache_key(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> str:
-    """Return a hash of all that step times depend on: the model's shape, the dtypes, the device, and versions."""
+    """Return the model's name and a hash of all that step times depend on: the model's shape, dtypes, devices,
+    versions.
+    """
     shape = spec.shape.but(name="").model_dump_json()
     versions = [
         xgpt_version(cluster.device.type),

@@ -1,4 +1,4 @@
-"""Read imported tables of latencies from files, and interpolate the logarithms of latencies."""
+"""Read imported tables of latencies, and interpolate the logarithms of latencies."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ LEAST_S = 1e-12
 
 
 class Tables:
-    """The latencies of one kind of device under one serving framework, in seconds.
+    """The times of one kind of device under one serving framework, in seconds.
 
-    The roofline of a device is the time to compute at its peak rate, or to read weights and K/V at its memory
-    bandwidth. A lower latency is raised to the roofline. Tables are measured in loops, in which data may stay in a
-    cache. Between the steps of a model they do not. `provenance` states how many points were raised.
+    A latency below the device's roofline is raised to it. The roofline is the time to compute at the device's peak rate
+    or to read weights and K/V at its memory bandwidth, whichever is longer. Tables were measured in loops, in which
+    data may stay in a cache. Between a model's steps, they do not. `provenance` states how many points were raised.
 
     Args:
-        device: the kind of device, for its roofline. None means that no latency is raised.
-        version: version of the framework whose tables are preferred. None means the newest.
+        device: the kind of device, for the roofline. None means that no latency is raised.
+        version: preferred version of the framework. None means the newest.
 
     Raises:
         InputError: a table is missing, or does not contain the requested sizes.
@@ -67,20 +67,20 @@ class Tables:
         finds_scales: bool = True,
         arrives_rounded: bool = False,
     ) -> Array:
-        """Return the seconds of the matrix product of [m, k] and [k, n].
+        """Return the seconds of the product of matrices [m, k] and [k, n].
 
-        The measured times of products in FP8 include computing the scale of [m, k]. Computing the scale was also
-        measured separately. If the checkpoint already contains the scale, this time is subtracted. The result is at
-        least the device's roofline.
+        Times of FP8 products in the tables include computing the scale of [m, k]. The time to compute the scale is also
+        in the tables. If the checkpoint contains the scale, this time is subtracted, but not below the device's
+        roofline.
 
-        Small products in FP8 with scales for blocks were measured with a launch for each product. They took tens of
-        microseconds longer than products in half precision, although the latter read twice as many bytes. Captured
-        graphs avoid launches, so the shorter time is used.
+        FP8 products with block scales were measured with a launch for each product. Small ones took tens of
+        microseconds longer than in half precision, although half precision reads twice as many bytes. Captured graphs
+        avoid launches, so the shorter of the two times is used.
 
         Args:
-            finds_scales: whether the scale of [m, k] is computed each time (FP8).
-            arrives_rounded: whether the kernel that produces [m, k] also rounds the result, if the checkpoint contains
-                the scale.
+            finds_scales: whether each call computes the scale of [m, k] (FP8).
+            arrives_rounded: whether the kernel that computes [m, k] also rounds it, if the checkpoint contains the
+                scale.
         """
         dtype = dtype or self.dtype
         if dtype == "fp8" and not finds_scales:
@@ -105,8 +105,9 @@ class Tables:
         return np.minimum(whole_s, np.maximum(saved_s, self._least_s("fp8", "fp8", 2 * rows * n * k, n * k)))
 
     def _quantizing_grid(self, operator: str) -> Grid2 | None:
-        """Return the milliseconds that an operator takes to round [m, k] or to compute its scale, or None if there is
-        no table."""
+        """Return the milliseconds in which `operator` rounds [m, k] or computes its scale. Return None if there is no
+        table.
+        """
         if not self._found("quantize", operator, self.framework):
             return None
         rows = self._read("quantize", operator, ("m", "k", "quant_dtype", "latency"), may_be_zero=True)
@@ -128,10 +129,11 @@ class Tables:
         return self._products[dtype](np.asarray(m, float), n, k) / 1e3
 
     def attention(self, phase: str, heads: int, kv_heads: int, head_dim: int, slower: float = 1.0) -> Surface:
-        """Return the seconds of attention for whole prompts (phase "context") or one token per request ("generation").
+        """Return the seconds of attention in a phase: for whole prompts ("context"), or for one token per request
+        ("generation").
 
         Args:
-            slower: factor by which the table's latencies are multiplied.
+            slower: factor on the table's latencies.
         """
         if phase not in self._attention:
             self._attention[phase] = self._attention_rows(phase)
@@ -174,9 +176,7 @@ class Tables:
         return surface_of(rows["batch_size"][chosen], length, latency * slower / 1e3, times)
 
     def _lifted(self, name: str, latency: Array, dtype: str, flops: Array, reads: Array) -> Array:
-        """Raise latencies, in ms, to the least time in which the device can do this computation and read these
-        elements.
-        """
+        """Raise latencies (ms) to the device's roofline for this number of FLOPs and of elements to read."""
         # Attention computes in half precision, even if K/V have another type.
         computed = dtype if name.startswith("gemm") else "bfloat16"
         least = 1e3 * self._least_s(dtype, computed, flops, reads)
@@ -189,8 +189,8 @@ class Tables:
         return np.maximum(latency, least)
 
     def _least_s(self, read: str, computed: str, flops: Array, elements: Array | float) -> Array:
-        """Return the device's roofline, in seconds, for products of type `computed` that read elements of type `read`,
-        or 0 if unknown.
+        """Return the device's roofline, in seconds: for FLOPs in the type `computed`, and elements read in the type
+        `read`. It is 0 if unknown.
         """
         device = self._device
         if device is None or device.memory_bandwidth_bytes_per_s is None:
@@ -231,8 +231,9 @@ class Tables:
         return rows
 
     def _all_reduce_rows(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the rows of all-reduces, with sizes in half-precision elements. For vLLM, return only rows from
-        captured graphs."""
+        """Return the table of all-reduces. Sizes are numbers of half-precision elements. If there are rows from
+        captured graphs (vLLM), return only these.
+        """
         names = ("num_gpus", "message_size", "kernel_source", "latency")
         rows = self._read("comm", "custom_allreduce", names)
         graph = np.char.endswith(rows["kernel_source"].astype(str), "_graph")
@@ -242,20 +243,20 @@ class Tables:
     def _read(
         self, family: str, operator: str, columns: Sequence[str], optional: Sequence[str] = (), **how: bool
     ) -> dict[str, npt.NDArray[Any]]:
-        """Return columns of the nearest version's table."""
+        """Read columns of the nearest version's table."""
         path = self.paths(family, operator)[0]
         rows = self.read(path, columns, optional, **how)
         self.note(operator, path)
         return rows
 
     def paths(self, family: str, operator: str, framework: str | None = None) -> list[Path]:
-        """Return the paths of an operator's tables. Tables of the engine's version and of later versions come first,
-        then those of older versions, each in order of nearness.
+        """Return the paths of an operator's tables: first the engine's version and later ones, ascending, then older
+        ones, descending. Without a version, the newest comes first.
 
-        Kernels change between versions. A later version may take half the time.
+        Kernels change between versions. A later one may take half the time.
 
         Args:
-            framework: a framework other than the engine's. Its newest tables come first, and the result may be empty.
+            framework: another framework. Its newest tables come first, and the result may be empty.
 
         Raises:
             InputError: there is no table.
@@ -285,13 +286,14 @@ class Tables:
     def read(
         self, path: Path, columns: Sequence[str], optional: Sequence[str] = (), *, may_be_zero: bool = False
     ) -> dict[str, npt.NDArray[Any]]:
-        """Return columns of a table.
+        """Read columns of a table.
 
         Args:
-            may_be_zero: whether a latency of 0 is allowed.
+            optional: columns to read only if the table has them.
+            may_be_zero: whether latencies may be 0.
 
         Raises:
-            InputError: the table is malformed, or pyarrow is not installed.
+            InputError: the file at `path` is malformed, or pyarrow is not installed.
         """
         try:
             from pyarrow import ArrowInvalid, parquet
@@ -320,8 +322,9 @@ class Tables:
 
 
 class Grid3:
-    """log(latency) over (log m, log n, log k), linear between points. Beyond the last point, latency is proportional to
-    size."""
+    """A function from (log m, log n, log k) to log(latency), linear between points. Beyond the last point, latency is
+    proportional to size.
+    """
 
     def __init__(self, m: Array, n: Array, k: Array, latency: Array) -> None:
         usual = np.logical_and.reduce([_usual(axis) for axis in (n, k)])
@@ -340,7 +343,7 @@ class Grid3:
 
 
 class Grid2:
-    """Latency over (log m, log k): linear between points and constant beyond them."""
+    """A function from (log m, log k) to latency, linear between points and constant beyond them."""
 
     def __init__(self, m: Array, k: Array, latency: Array) -> None:
         axes, places = zip(*(np.unique(axis, return_inverse=True) for axis in (m, k)), strict=True)
@@ -358,8 +361,8 @@ class Grid2:
 
 
 def _usual(values: Array) -> npt.NDArray[np.bool_]:
-    """Return which points have a size that was measured about as often as the other sizes. Some tables contain a few
-    points at one model's unusual sizes. These are too few to interpolate.
+    """Return which points have a size that occurs about as often as other sizes. Some tables contain one model's
+    unusual sizes, at too few points to interpolate.
     """
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     chosen: npt.NDArray[np.bool_] = (counts >= np.median(counts) / 4)[place]
@@ -367,7 +370,7 @@ def _usual(values: Array) -> npt.NDArray[np.bool_]:
 
 
 def _filled(grid: Array, axes: Sequence[Array]) -> Array:
-    """Fill in the missing points of a grid: the latency of the next smaller point, multiplied by the ratio of sizes."""
+    """Fill in a grid's missing points: the latency of the next smaller point times the ratio of sizes."""
     for place in map(tuple, np.argwhere(np.isnan(grid))):
         for d in range(grid.ndim):
             before = (*place[:d], place[d] - 1, *place[d + 1 :])
@@ -382,8 +385,8 @@ def _filled(grid: Array, axes: Sequence[Array]) -> Array:
 
 
 def interpolate(x: npt.ArrayLike, points: Array, values: Array, axis: int = 0) -> Array:
-    """Interpolate the logarithms of values at the logarithms of sizes `x`, along an axis. Values are constant below the
-    first point and proportional to size beyond the last.
+    """Interpolate along an axis. Sizes (`x`, `points`) and values are logarithms. Values are constant below the first
+    point, and proportional to size beyond the last.
     """
     inside = np.clip(x, points[0], points[-1])
     i = np.clip(np.searchsorted(points, inside, side="right") - 1, 0, len(points) - 2)
@@ -394,9 +397,7 @@ def interpolate(x: npt.ArrayLike, points: Array, values: Array, axis: int = 0) -
 
 
 def surface_of(batch: Array, length: Array, seconds: Array, times: float = 1.0) -> Surface:
-    """Return the surface through points with scaled batches. A batch of b gets the time that was measured for b *
-    times.
-    """
+    """Return the surface through these points. A batch of b gets the time that was measured for b * `times`."""
     batches, row = np.unique(batch, return_inverse=True)
     lengths, column = np.unique(length, return_inverse=True)
     grid = np.full((len(batches), len(lengths)), np.nan)
@@ -415,7 +416,7 @@ def surface_of(batch: Array, length: Array, seconds: Array, times: float = 1.0) 
 
 
 def mean_surface(surfaces: Sequence[Surface], weights: Sequence[float]) -> Surface:
-    """Return the weighted sum of surfaces, at the batches and lengths of all of them."""
+    """Return the weighted sum of surfaces. It has the points of all of them."""
     if len(surfaces) == 1 and weights[0] == 1:
         return surfaces[0]
     batches, lengths = (
@@ -438,14 +439,14 @@ def _along(x: Array, points: Array, values: Array) -> Array:
 
 
 def _distance(pair: tuple[int, int], wanted: tuple[int, int]) -> tuple[float, float]:
-    """Return a distance between two pairs of numbers of heads. It compares first the number of heads per key/value
-    head, then the number of heads.
+    """Return the distance between two pairs (heads, key/value heads). It compares first the number of heads per
+    key/value head, then the number of key/value heads.
     """
     group, wanted_group = pair[0] / pair[1], wanted[0] / wanted[1]
     return abs(np.log(group / wanted_group)), abs(np.log(pair[1] / wanted[1]))
 
 
 def _version_key(text: str) -> tuple[tuple[int, str], ...]:
-    """Return a sort key for versions: 1.10.0 after 1.9.0, 1.3.0 after 1.3.0rc20."""
+    """Return a version's sort key: 1.10.0 is after 1.9.0, and 1.3.0 after 1.3.0rc20."""
     parts = re.findall(r"\d+|[a-z]+", text.lower())
     return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in [*parts, "0"])

@@ -1,21 +1,21 @@
 """Measure step times of vLLM through its offline interface.
 
-vLLM is measured from outside: only whole steps can be timed, from the moment when vLLM's engine core schedules one step
-to the moment when it schedules the next. Steps are separated into parts as follows:
+Only whole steps of vLLM can be timed, from the moment when its engine core schedules one step to the moment when it
+schedules the next. They are separated into parts as follows:
 
     one prompt of n tokens, decode of n requests over little context   -> head(n): how much longer the decode takes
     b prompts of 32 tokens, whose attention takes no time              -> tokens(32 b) + head(b)
     decodes over longer contexts                                       -> decode attention: how much longer they take
-    a prompt in pieces                                                 -> attention of prompts: how much longer later
-                                                                          pieces take
+    a prompt in chunks                                                 -> attention of prompts: how much longer later
+                                                                          chunks take
 
-So `head` contains the time of each of a step's requests except the first, including the work of vLLM's own loop. The
-work of xgpt's scheduler, which runs in a served vLLM, is added (`with_scheduler`). Times are means over passes, as in
-`measure`. A few long steps may all run at one clock rate, and then differ from steps of similar sizes. The time per
-token should never rise with the number of tokens, so sizes that violate this are averaged. The attention of prompts, at
-usual lengths a few hundredths of a step, is fitted to all pieces together. Steps that both decode and encode a piece of
-a prompt are also measured: `provenance` states by how much their time differs from the sum of separate steps. For
-decodes over long contexts, a vLLM connector pretends that K/V exist.
+So `head` contains the time of all but the first of a step's requests, including that of vLLM's own loop. A served vLLM
+also runs xgpt's scheduler, whose time is added (`with_scheduler`). Times are means over passes, as in `measure`. A few
+long steps may all run at one clock rate, and then differ from steps of similar sizes. The time per token should never
+rise with the number of tokens, so sizes that violate this are averaged. The attention of prompts takes a few hundredths
+of a step at usual lengths. It is fitted to all chunks together. Steps that both decode and encode a prompt chunk are
+also measured: `provenance` states by how much their time differs from that of separate steps. For decodes over long
+contexts, a vLLM connector pretends that K/V exist.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ Progress = Callable[[int, int, str], None]
 
 
 class StepSizes(NamedTuple):
-    """The sizes of measured steps.
+    """The sizes of the steps to measure.
 
     Attributes:
         batches: numbers of requests that decode together.
-        cached_tokens: largest number of tokens in the contexts of a decode batch.
+        cached_tokens: largest sum of context tokens in a decode batch.
         step_tokens: largest number of prompt tokens in a step.
-        piece: tokens in a piece of a prompt, enough to keep the device busy.
-        captured_tokens: largest number of tokens of a step that vLLM runs as a captured graph, or 0 without graphs.
-            Slightly larger steps are measured, too, since they take much longer.
+        piece: number of tokens in a prompt chunk, enough to keep the device busy.
+        captured_tokens: largest number of tokens of a step that vLLM runs as a CUDA graph, or 0 without graphs. A
+            slightly larger step takes much longer, so it is measured, too.
     """
 
     batches: tuple[int, ...]
@@ -82,7 +82,7 @@ class StepSizes(NamedTuple):
 
     @classmethod
     def of(cls, spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> StepSizes:
-        """Return the sizes to measure. On GPUs, the contexts of a decode batch are limited by the memory for K/V."""
+        """Return the sizes to measure. On GPUs, `cached_tokens` is limited by the memory for K/V."""
         device = cluster.device
         if device.type == "cpu":
             return CPU_SIZES
@@ -95,9 +95,10 @@ GPU_SIZES = StepSizes((1, 2, 4, 8, 16, 32, 64, 128, 256, 512), 65536, 8192, 1024
 
 
 class Probe(NamedTuple):
-    """A step to measure: `batch` requests, each with `length` tokens in the prompt or, if they decode, in the context.
+    """A step to measure. It has `batch` requests, each with a prompt (kind "encode") or a context ("decode") of
+    `length` tokens.
 
-    The kind "pieces" means several steps: a prompt of `length` tokens, cut into pieces of `piece` tokens, with `batch`
+    The kind "pieces" means several steps: a prompt of `length` tokens in chunks of `piece` tokens, with `batch`
     requests that decode in the same steps.
     """
 
@@ -108,8 +109,8 @@ class Probe(NamedTuple):
 
     @property
     def group(self) -> tuple[int | None, list[tuple[int, int, bool]]]:
-        """The input of `xrunner.vllm.offline` for this step. It has the largest number of tokens of a step, or None for
-        no limit, and for each request (prompt tokens, output tokens, whether K/V exist).
+        """The input of `xrunner.vllm.offline` for this step: the limit of tokens per step (None for no limit), and each
+        request as (prompt tokens, output tokens, whether K/V exist).
         """
         if self.kind == "decode":
             return None, [(self.length - NUM_DECODES - 1, NUM_DECODES + 1, True)] * self.batch
@@ -121,23 +122,25 @@ class Probe(NamedTuple):
 
     @property
     def num_requests(self) -> int:
-        """Number of requests in the point's group."""
+        """Number of requests in `group`."""
         return self.batch + (self.kind == "pieces")
 
     @property
     def step_tokens(self) -> int:
-        """Prompt tokens of the point's step, or 0 for a prompt in pieces, which has many steps."""
+        """Number of the step's prompt tokens if its kind is "encode", else 0."""
         return self.batch * self.length if self.kind == "encode" else 0
 
     def holds(self, step: StepRecord) -> bool:
-        """Return whether a step is to be timed. Other steps only prepare the timed ones."""
+        """Return whether this step of vLLM's log is one to time. Other steps only prepare those."""
         if self.kind == "pieces":
             return len(step.encode) == 1 and len(step.decode) == self.batch
         return bool(step.decode) == (self.kind == "decode")
 
 
 def points(max_context: int, to_measure: StepSizes) -> list[Probe]:
-    """Return the points to measure in each pass. Pieces of prompts are smaller if the context cannot contain two."""
+    """Return the steps to measure in each pass. Prompt chunks are smaller than `piece` if the context cannot contain
+    two.
+    """
     batches, cached_tokens, step_tokens, piece, captured_tokens = to_measure
     piece = min(piece, (max_context - 2) // 2)
     contexts = [n for n in CONTEXTS if n <= max_context]
@@ -160,10 +163,10 @@ def profile(
     checkpoint: Path | None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Return vLLM's profile with this model, measured on one device of this machine.
+    """Measure vLLM's profile of this model on one device of this machine.
 
     Raises:
-        InputError: there is no checkpoint, or the model has an encoder.
+        InputError: `checkpoint` is None, or the model has an encoder.
         MachineError: vLLM is not installed or does not run.
     """
     if checkpoint is None:
@@ -177,10 +180,10 @@ def profile(
 
 
 def with_scheduler(profile: Profile) -> Profile:
-    """Return vLLM's profile with the time that xgpt's scheduler and its channel take in each step of a served vLLM.
+    """Add the time of xgpt's scheduler and its channel in a served vLLM to vLLM's profile.
 
-    The offline interface does not show this time. It grows with the number of a step's requests (`overhead`), and
-    with the number of prompts that begin (`encode_attention`, in which each prompt counts once).
+    The offline interface does not include this time. Its part per request of a step is in `overhead`. Its part per
+    prompt is in `encode_attention`, where each prompt counts once.
     """
     (layer,), most = profile.layers, profile.overhead.points[-1]
     attention, begin_s = layer.encode_attention, BEGIN_S / profile.model.num_layers
@@ -201,7 +204,7 @@ def _run(
     groups: list[tuple[int | None, list[tuple[int, int, bool]]]],
     progress: Progress | None,
 ) -> tuple[list[StepRecord], str]:
-    """Return the log of vLLM's steps for these groups, and vLLM's version."""
+    """Run these groups in vLLM. Return the log of its steps, and its version."""
     vllm_python = python()
     block_size = block_size_of(cluster)
     num_blocks = 2 + max(sum(-(-(n + out) // block_size) for n, out, _ in group) for _, group in groups)
@@ -248,9 +251,7 @@ def _run(
 
 
 def _times(log: list[StepRecord], jobs: Sequence[Probe]) -> dict[Probe, list[float]]:
-    """Return the seconds of each point's timed steps, without the first pass. The steps in the log have the same order
-    as `jobs`.
-    """
+    """Return the seconds of each point's timed steps, except in the first pass. The log has the order of `jobs`."""
     job_of = [index for index, job in enumerate(jobs) for _ in range(job.num_requests)]
     first_pass = len(set(jobs))
     times: dict[Probe, list[float]] = {job: [] for job in jobs}
@@ -276,10 +277,10 @@ def fit(
     times: dict[Probe, list[float]],
     vllm_version: str,
 ) -> Profile:
-    """Compute the times of a step's parts from the seconds of whole steps.
+    """Compute a profile, with the times of a step's parts, from the seconds of whole steps.
 
     Raises:
-        MachineError: a point was not measured.
+        MachineError: `times` has no seconds for a point.
     """
     missing = [point for point, seconds in times.items() if not seconds]
     if missing:
@@ -327,17 +328,17 @@ def fit(
 def _decode_attention(
     spec: ModelSpec, batches: Sequence[int], step: dict[Probe, float], rest: _Line, head: _Line
 ) -> Surface:
-    """Return the decode attention of a layer."""
+    """Return the seconds of decode attention per layer."""
     decodes = [point for point in step if point.kind == "decode"]
     each = {(p.batch, p.length): _more(step[p], rest(p.batch) + head(p.batch)) / spec.num_layers for p in decodes}
     return Surface.filled(each, batches, [n for n in CONTEXTS if (1, n) in each])
 
 
 def _encode_attention(spec: ModelSpec, times: dict[Probe, list[float]], rest: _Line) -> Surface:
-    """Return the attention of a layer for one prompt. Several prompts take the sum of their times.
+    """Return the seconds of a prompt's attention per layer. Several prompts take the sum of their times.
 
-    A piece of p tokens also attends to all earlier tokens. Attention to p earlier tokens takes twice as long as causal
-    attention within the piece. So if each earlier token adds c seconds to a piece, the attention of a prompt of n
+    A chunk of p tokens also attends to all earlier tokens. Attention to p earlier tokens takes twice as long as causal
+    attention within the chunk. So if each earlier token adds c seconds to a chunk, the attention of a prompt of n
     tokens takes c n^2 / 2p seconds.
     """
     lengths = tuple(2**k for k in range(SHORT.bit_length() - 1, spec.max_context.bit_length()))
@@ -353,8 +354,8 @@ def _encode_attention(spec: ModelSpec, times: dict[Probe, list[float]], rest: _L
 
 
 def _mixed_error(times: dict[Probe, list[float]], rest: _Line) -> tuple[float, float] | None:
-    """Return two numbers: by what share a step that decodes and encodes a piece takes longer than two separate steps,
-    and the standard error of this share. Return None if it was not measured.
+    """Return the relative excess of the time of a step that decodes and encodes a chunk over that of two separate
+    steps, and the excess's standard error. Return None if such steps were not measured.
     """
     pieces = {bool(point.batch): point for point in times if point.kind == "pieces"}
     decode = Probe("decode", BESIDE, BESIDE_CONTEXT)
@@ -371,16 +372,16 @@ def _mixed_error(times: dict[Probe, list[float]], rest: _Line) -> tuple[float, f
 
 
 def _by_start(seconds: list[float], num_starts: int) -> npt.NDArray[np.float64]:
-    """Return the seconds of each piece in each pass. # [passes, starts]"""
+    """Arrange the seconds of chunks by pass and by the chunk's number. # [passes, starts]"""
     return np.reshape(seconds, (-1, num_starts))
 
 
 def _ever_cheaper(sizes: dict[int, tuple[float, float]]) -> dict[int, float]:
-    """Return the seconds of steps by their number of tokens, changed so that the time per token never rises. Sizes that
-    violate this are averaged, weighted by the time for which they were measured.
+    """Return the seconds of steps, by number of tokens, changed so that the time per token never rises with the number.
+    Sizes that violate this are averaged, weighted by the total time of their measurements.
 
     Args:
-        sizes: seconds of a step, and of all its measurements, by tokens.
+        sizes: by number of tokens, the mean seconds of a step, and the sum over its measurements.
     """
     from scipy.optimize import isotonic_regression
 
@@ -393,7 +394,7 @@ def _ever_cheaper(sizes: dict[int, tuple[float, float]]) -> dict[int, float]:
 
 
 class _Line:
-    """A piecewise linear function, constant beyond its points."""
+    """A piecewise linear function from a number to seconds, constant beyond its points."""
 
     def __init__(self, seconds: dict[int, float]) -> None:
         self._points = sorted(seconds)
