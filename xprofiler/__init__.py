@@ -9,8 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 GENERATIONS = {"cpu": 15, "gpu": 11}
-"""Versions by type of device. Increment a version if steps are executed or measured differently. Older profiles are
-then no longer used for planning.
+"""Versions of xgpt's engine by type of device. Increment one if steps are executed or measured differently. Older
+profiles are then no longer used.
 """
 
 

@@ -68,7 +68,7 @@ A40_EFFICIENCY = Efficiency(
     step_s=200e-6,
     source="ExeGPT Table 6: OPT-13B on four A40",
 )
-"""Efficiencies for kinds of device whose files contain none."""
+"""Efficiencies of kinds of device whose datasheets contain none."""
 
 
 def profile(

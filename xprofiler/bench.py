@@ -42,8 +42,9 @@ TOKENS = (*range(1, 15), 16, 17, 18, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 25
 token budget. If requests arrive at a lower rate, steps can have any size.
 """
 STAIR = 128
-"""Tokens between the measured sizes of large steps on a GPU. A GPU's matrix products process tiles of about this number
-of rows, so times rise in stairs."""
+"""Difference in tokens between the measured sizes of large steps on a GPU. Its matrix products process tiles of about
+so many rows, so times rise in stairs.
+"""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = tuple(n - BLOCK_SIZE // 2 for n in (16, 64, 128, 256, 512, 1024, 2048))
 """Measured contexts end in the middle of a block. Kernels read whole blocks, on average half a block beyond a
@@ -54,20 +55,19 @@ STEP_PROMPT = 128
 """Length of prompts in measured whole steps. Their attention takes so little time that an error in measuring it does
 not affect the rest of a layer."""
 TYPICAL_STEP = [(100, 1)] * 8 + [(0, 128)]
-"""A step that is measured repeatedly for the profile's spread. Each sequence is (tokens before, tokens now)."""
+"""A step that is measured repeatedly, for `spread`. Each sequence is (tokens before, tokens now)."""
 SHORT_STEP = [(100, 1)]
-"""The shortest step of a server. It is measured `SHORT_STEPS` times with each typical step, for the jitter."""
+"""The shortest step of a server. It is measured `SHORT_STEPS` times after each typical step, for `jitter_of`."""
 SHORT_STEPS = 6
 JITTER_QUANTILES = 100
-"""Number of evenly spaced quantiles of short steps' times in a profile."""
+"""Number of evenly spaced quantiles that `jitter_of` returns."""
 JOBS_A_STEP = 16
 """Number of points after which the typical step is measured again, and workers wait for each other."""
 STEPS_A_STRETCH = 3
-"""Number of consecutive typical steps in one mean: such means vary about as much as the mean over one request's
-steps."""
+"""Number of consecutive typical steps per mean. Such means vary about as much as the mean over one request's steps."""
 WORST_ONE_IN, MORE_PASSES = 4, 6
-"""If measured times vary too much (`RESTLESS`), the quarter of the points with the largest errors is measured six times
-more.
+"""If measured times vary too much (`RESTLESS`), the quarter of the points with the largest errors is measured six more
+times.
 """
 BRIEF_PASSES, BRIEF_TOKENS = 2, 512
 """Number of passes, and tokens of the largest measured step, on a busy machine. Steps of more than 128 tokens compute
@@ -84,8 +84,8 @@ SUSTAINED_S, SUSTAINED_TOKENS = 0.15, 512
 the clock falls to the rate that the power limit allows in service.
 """
 MIXED_DECODES, MIXED_CONTEXT, MIXED_PROMPTS, MIXED_LENGTH = 32, 56, 4, 120
-"""Four numbers that define a step measured in a GPU engine's loop: its decodes, their context, its prompts, and their
-length. Together they have 512 tokens. Decodes and prompts of these sizes are also points of the profile's tables.
+"""A step that is measured in the loop of a GPU engine: its number of decodes, their context, its number of prompts, and
+their length. It has 512 tokens. Decodes and prompts of these sizes are also measured points.
 """
 MAX_STEP_TOKENS = 2048
 """Largest number of prompt tokens in a measured attention call. The time of a larger call is extrapolated in
@@ -98,7 +98,8 @@ NUM_BLOCKS = MAX_CACHED_TOKENS // BLOCK_SIZE + 2 * max(BATCHES)
 
 Sizes = Sequence[tuple[int, int]]
 """Sequences of a batch, decodes first. In a decoder-only model each is (tokens before, tokens now). In an
-encoder-decoder each is (prompt tokens, the decoder's tokens before). With 0 tokens before, the prompt is encoded."""
+encoder-decoder each is (prompt tokens, earlier decoder tokens), where 0 means that the prompt is encoded.
+"""
 Jobs = dict[tuple[str | int, ...], Callable[[], float]]
 Timings = dict[tuple[str | int, ...], float]
 """Seconds of each point, by its name and sizes."""
@@ -281,7 +282,9 @@ class Bench:
         self._meet, self._in_group, self._is_brief, self._clock = meet, in_group, is_brief, clock
         self._capture = CudaCapture()
         self._captured: dict[tuple[object, ...], tuple[Callable[[], object], Callable[[], None]]] = {}
-        """Captured calls by key. For each, the tensors that must stay alive, and the function that replays the call."""
+        """Captured calls by key: the original function, whose tensors must stay alive, and the function that replays
+        it.
+        """
 
     def meet(self) -> None:
         """Wait for the workers that measure at the same time, if any."""

@@ -17,7 +17,7 @@ from xgpt.core.io import write_atomic
 from xgpt.core.schema import DType, ModelSpec
 
 MOST_S = 180.0
-"""Longest time to wait for a process."""
+"""Largest number of seconds to wait for a process."""
 
 
 class Ahead:

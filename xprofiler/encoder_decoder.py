@@ -39,9 +39,9 @@ from xrunner.models.layers import UNSCALED
 from xrunner.worker import Worker
 
 DECODER_TOKENS = tuple(n for n in TOKENS if n <= max(BATCHES))
-"""Decoder tokens of measured steps: one for each request."""
+"""Numbers of decoder tokens in measured steps, one token per request."""
 LEAST_PROMPT = 8
-"""Prompt tokens of each request in steps that measure attention to the decoder's own tokens."""
+"""Number of prompt tokens of each request when the decoder's self-attention is measured."""
 
 
 @dataclass(frozen=True)

@@ -74,13 +74,16 @@ class Routing:
 
 Rows = dict[str, npt.NDArray[Any]]
 Curves = dict[tuple[int, int], tuple[str, Array, Array]]
-"""Routing, and logarithms of tokens and of seconds, for each group of devices."""
+"""For each group (devices, expert-parallel degree): the distribution of tokens, and logarithms of numbers of tokens and
+of seconds.
+"""
 
 STORED = {"fp8": "fp8", "fp8_block": "fp8_block", "mxfp4": "w4a16_mxfp4", "int4": "int4_wo", "int8": "int8_wo"}
 STORED |= {"nvfp4": "nvfp4", "mxfp8": "fp8_block"}
 """The tables' name for each format of stored weights."""
 DIVIDED = 0.9
-"""Divided among devices, the experts must take at most this share of their time on one device, for the largest batch.
+"""At the largest number of tokens, experts divided among devices must take at most this share of their time on one
+device.
 """
 FASTER = {"w4a16_mxfp4": ("w4a8_mxfp4_mxfp8",)}
 """Kernels for the same weights that round activations to eight bits, on devices that support this."""

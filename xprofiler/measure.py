@@ -64,7 +64,7 @@ from xrunner.parallel import Part, build
 from xrunner.weights import Checkpoint, load_prepacked
 
 LOADED_LAYERS, LOADS = 4, 4
-"""Number of layers that are loaded to measure how fast weights load, and how often they are loaded."""
+"""Number of layers that `loading_rate` loads, and how many times."""
 
 
 def profile(

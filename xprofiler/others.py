@@ -13,15 +13,16 @@ from xgpt.core.machine import num_cores
 from xgpt.core.schema import Profile
 
 BUSY = 0.25
-"""If other processes use at least this share of the cores, the machine is too busy for a full measurement."""
+"""If other processes use more than this share of the cores, the machine is too busy for a full measurement."""
 LEAST = 0.05
-"""A process that uses at least this many cores is named."""
+"""`Others.cores` lists processes that use at least this many cores."""
 STEAL, UNSEEN = "steal", "processes that ended or are not visible"
 LOOK_S = 0.5
 """Seconds for which `cores_taken` observes."""
 NOTABLE = 0.1
-"""A machine counts as changed if its GFLOP/s, or the share of its cores that other processes use, differ by this
-much."""
+"""A machine counts as changed if its GFLOP/s (relatively), or the share of its cores that other processes use, differ
+by more.
+"""
 
 
 class Others:

@@ -23,7 +23,7 @@ LEAST_ROWS = 12
 INSIDE = (0.05, 0.95)
 """Quantiles of the ratios that bound a range."""
 UNKNOWN = (0.5, 2.0)
-"""Range of a figure that was never measured, as factors on the prediction."""
+"""Range if there are too few ratios, as factors on the prediction."""
 SAME: tuple[tuple[tuple[str, ...], float], ...] = (
     (("load", "engine", "family", "device", "profile"), 1.0),
     (("load", "engine", "family", "profile"), 1.15),
@@ -33,8 +33,8 @@ SAME: tuple[tuple[tuple[str, ...], float], ...] = (
     (("family", "profile"), 2.0),
     (("family",), 2.2),
 )
-"""Sets of properties that another cell must have in common with the figure's cell, in the order in which they are
-tried. Each set comes with the factor by which the range is widened.
+"""Sets of fields in which other cells must agree with the figure's cell, in the order in which they are tried, and each
+set's factor on the width of the range.
 """
 BORROWED = 1.25
 """Factor on the width of a range if times belong to another engine or version, or were computed with another device's

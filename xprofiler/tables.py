@@ -17,7 +17,7 @@ from xgpt.core.schema import DeviceKind, Surface
 Array = npt.NDArray[np.float64]
 
 WIDTHS = {"fp8": 1.0, "nvfp4": 0.5625}
-"""Bytes of an element, by its type's name in tables. Other types have two bytes."""
+"""Bytes per element, by the start of the type's name in tables. Other types have two bytes."""
 LEAST_S = 1e-12
 """Seconds that replace a time of 0, since its logarithm would be infinite."""
 

@@ -41,21 +41,21 @@ from xrunner.vllm.offline import DONE
 from xrunner.vllm.process import last_error, package_path, preload, python, started, version_of
 
 SHORT = 32
-"""Number of tokens of a prompt or context whose attention is so short that it counts as 0."""
+"""Number of tokens of a short prompt or context. Its attention is assumed to take no time."""
 CONTEXTS = (SHORT, 128, 512, 1024, 2048)
 HEAD_BATCHES = (8, 32, 128)
 """Numbers of requests at which the head's time is separated from the time of tokens."""
 NUM_DECODES = 4
-"""Number of decode steps that are measured for each point in a pass."""
+"""Number of decode steps that are timed per point and pass."""
 KV_SHARE = 0.25
 """Largest share of a GPU's memory that the K/V of a decode batch may take."""
 REQUEST_S, BEGIN_S = 20e-6, 1.3e-3
-"""Seconds that a served vLLM with xgpt's scheduler takes longer than vLLM's offline interface, for each request of a
-step and for each prompt that begins in it (docs/results/gpu.md).
+"""Additional seconds of a served vLLM with xgpt's scheduler, compared with vLLM's offline interface: for each request
+of a step, and for each prompt that begins in it (docs/results/gpu.md).
 """
 NUM_PIECES, NUM_MIXED = 15, 6
 BESIDE, BESIDE_CONTEXT = 8, 512
-"""Number of requests that decode in the same steps as a prompt's pieces, and their context. These steps show the cost
+"""Number of requests that decode in the same steps as a prompt's chunks, and their context. These steps show the cost
 of mixing.
 """
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 MOST_PROMPTS = 64
-"""Largest number of pieces of prompts in a captured step. The step's kernels are launched for this many pieces, even if
-the batch has fewer.
+"""Largest number of prompt chunks in a captured step. Its kernels are launched for this many, even if the batch has
+fewer.
 """
 
 
@@ -95,7 +95,7 @@ class Scoring(NamedTuple):
 
 
 PLAIN = Scoring()
-"""The scoring of most models: all visible keys, scaled."""
+"""The scoring of most models: only the default scale."""
 
 
 class Sequences(NamedTuple):

@@ -19,10 +19,10 @@ class Deployment(Frozen):
     """One replica: a model divided into stages. Worker i uses the device that the stages call i."""
 
     settings: WorkerSettings
-    """Settings of all workers, apart from each worker's K/V blocks and device number."""
+    """Settings of all workers. Each worker adds its number of K/V blocks and its device."""
     stages: tuple[Stage, ...]
     devices_per_node: PositiveInt = 1
-    """Number of devices of a machine, even if these stages have only some of them."""
+    """Number of devices per machine, even if the stages use only some of them."""
 
     @classmethod
     def of(cls, plan: Plan) -> Self:

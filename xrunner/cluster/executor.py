@@ -88,14 +88,14 @@ class RemoteExecutor:
         self._pending = {lane: _Pending([], []) for lane in self._lanes}
         self._under_way: dict[int, Step] = {}
         self._moved: dict[int, int] = {}
-        """Number of workers that have received their part of a transfer, by transfer."""
+        """By transfer, the number of workers that have received their part of it."""
         self._after_encoder: dict[int, m.Work] = {}
-        """Second passes of steps whose first pass, through the encoder, has not ended."""
+        """Second passes of steps whose first pass, through the encoder, has not ended yet."""
         self._in_order: dict[str, deque[int]] = {lane: deque() for lane in self._lanes}
         """Steps under way, in the order in which they began."""
         self._done: dict[int, m.Done] = {}
-        """Ended steps that wait for an earlier step to end. The earlier step takes longer because its prompts first go
-        through the encoder.
+        """Ended steps that wait for an earlier one, which takes longer because its prompts first go through the
+        encoder.
         """
         self._number = 0
         self._generations: dict[int, Generation] = {}

@@ -18,13 +18,12 @@ from xgpt.core.errors import MachineError
 from xgpt.core.network import interface_of
 
 ALIVE_S = 0.5
-"""Interval at which a launcher reports that it is running."""
+"""Seconds between two reports of a launcher that it is running."""
 SILENCE_S, BUSY_S = 15.0, 60.0
-"""Seconds without a report after which a launcher counts as hung. The second number applies while the launcher's
-process is working.
+"""Seconds without a report after which a launcher counts as hung. The second number applies if the launcher is working.
 """
 END_S = 5.0
-"""Seconds in which workers and the launcher must end."""
+"""Seconds after which a launcher that does not end is killed."""
 READ_BYTES = 1 << 16
 
 

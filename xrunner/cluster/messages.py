@@ -48,7 +48,9 @@ class Beginning(_Message):
     generation: Generation
     blocks: Sequence[int] = ()
     cached: int = 0
-    """Number of tokens whose K/V are present or will be received. If another token follows them, it is decoded next."""
+    """Number of the request's tokens whose K/V are present or will be received. The token after them, if any, is
+    decoded next.
+    """
     moving: Sequence[int] = ()
     """Blocks to send to, or receive from, the other lane."""
 

@@ -36,9 +36,9 @@ from xrunner.cluster.launching import (
 )
 
 MEET_S = 600.0
-"""Seconds after the loss of a machine within which Ray must have enough machines, and Ray's head must answer."""
+"""Seconds within which Ray must find enough machines, for example after the loss of one, and Ray's head must answer."""
 AGAIN_S = 1.0
-"""Time between two attempts to reach the head, or to start a launcher."""
+"""Seconds between two attempts to reach Ray's head, or to start a launcher."""
 _connecting = threading.Lock()
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class RayLauncher:
         """Make Ray start the actor, and send it the last order."""
         self._placed_s = time.monotonic()
         self._calls: list[Any] = []
-        """Calls to the actor that it has not answered, or empty if the actor died before it had started."""
+        """Unanswered calls to the actor. Empty if the actor died before it had started."""
         try:
             self._actor = self._create()
             self._calls.append(self._actor.exited.remote())

@@ -30,7 +30,7 @@ from xrunner.weights import state_dtype
 from xrunner.worker import Worker
 
 ALIVE_S = 0.5
-"""Interval at which a worker reports that it is running."""
+"""Seconds between two reports of a worker that it is running."""
 
 
 @dataclass(frozen=True, slots=True)

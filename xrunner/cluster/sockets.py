@@ -25,9 +25,9 @@ CONTROL_BYTES = 1 << 20
 DATA_BYTES = 256 << 20
 """Largest message, in bytes, that carries a step's requests or its results (tokens and log probabilities)."""
 HANDSHAKE_S = 10
-"""Time in which a peer must have proved that it has the secret."""
+"""Seconds within which a peer must prove that it has the key."""
 WAKEUP_BYTES = 4096
-"""Largest number of wake-ups that are read together and count as one."""
+"""Largest number of wake-ups that `clear` reads at a time."""
 
 
 @dataclass(frozen=True, slots=True)

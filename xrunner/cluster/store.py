@@ -21,7 +21,7 @@ from xrunner.cluster.sockets import Secret, Sockets
 WAIT_S = 300.0
 """Seconds to wait for a key if torch sets no timeout."""
 ANSWER_S = 30.0
-"""Seconds in which a call that waits for no key must be answered."""
+"""Seconds within which a call that does not wait for keys must be answered."""
 
 
 @dataclass

@@ -22,11 +22,13 @@ from xrunner.cluster.deployment import Deployment, Role
 from xrunner.transfer import Cargo, Moving, Piece, encoder_output_pieces, pieces
 
 MAX_UNDER_WAY = 8
-"""Largest number of tensors under way. Further tensors wait. The number exceeds a pipeline's number of
+"""Largest number of unfinished sends of hidden states. Further sends wait. It exceeds a pipeline's number of
 micro-batches.
 """
 MAX_MEMORIES = 64
-"""Largest number of encoder outputs under way. A step's second pass receives one for each slice of the step."""
+"""Largest number of unfinished sends of encoder outputs per receiver. A step's second pass receives one for each
+slice.
+"""
 
 
 @dataclass
@@ -74,7 +76,7 @@ class RankPipe:
     device: str
     traffic: Traffic
     _under_way: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
-    """Sends under way, with their tensors, which must not change until they have been received."""
+    """Unfinished sends and their tensors, which must not change until they have been received."""
     _memories: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
 
     def receive(self, num_rows: int) -> Tensor:

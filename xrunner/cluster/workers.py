@@ -24,18 +24,18 @@ from xrunner.cluster.store import EpochKeys
 from xrunner.executor import WorkerLost
 
 SILENCE_S = 4.0
-"""A worker that has been silent for this time counts as lost, unless the operating system shows that it is working."""
+"""Seconds of silence after which a worker counts as lost, unless the operating system shows that it is working."""
 BUSY_S = 60.0
-"""A worker may be silent for this time if the operating system shows that it is working, or if it is loading its part
-on another machine.
-"""
+"""The same for a worker that the operating system shows to be working, or that loads its part on another machine."""
 START_S = 120.0
-"""Seconds in which all workers must start. Seconds in which their launcher is working do not count."""
+"""Seconds within which all workers must start. The time in which their launchers are starting or working does not
+count.
+"""
 LOAD_S = 3600.0
-"""Seconds in which all workers must have built their parts."""
+"""Seconds within which all workers must have built their parts."""
 RESTARTS = 3
 PERIOD_S = 60.0
-"""The server ends after more than `RESTARTS` restarts within this time."""
+"""Seconds. After more than `RESTARTS` restarts within this time, the server ends."""
 POLL_MS = 50
 
 

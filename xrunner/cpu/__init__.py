@@ -15,7 +15,7 @@ from xrunner.attention.base import AttentionBackend
 from xrunner.packing.base import WeightLayout
 
 LAYOUTS: dict[str, WeightLayout] = {}
-"""Weight layouts by name, the fastest first."""
+"""Weight layouts by name. Each dtype's first available layout is the default."""
 BACKENDS: dict[str, type[AttentionBackend]] = {}
 
 try:

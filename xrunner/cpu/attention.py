@@ -41,16 +41,15 @@ from xrunner.cpu.simd import address, at, take_next
 from xrunner.cpu.threads import num_threads
 
 LEAST_GROUP = 4
-"""Smallest number of a decode's queries that form a tile. If there are fewer, they are computed faster one by one."""
+"""Smallest number of heads per K/V head at which a decode's queries form a tile. Fewer are faster one by one."""
 TASKS_A_THREAD = 8
-"""Number of tasks for each thread: so many that no thread waits long for the last task."""
+"""Number of tasks per thread, large enough that no thread waits long for the last task."""
 SPAN_FLOATS = 1 << 16
-"""Largest size, in float32 numbers, of the tiles that read the same keys, so that they fit in the second-level
-cache."""
+"""Largest size of a span's tiles, in float32 numbers, so that they fit in the second-level cache."""
 
 
 PIECES: dict[type[Way], tuple[int, int]] = {Vectors: (64, 32), Matrices: (128, 128)}
-"""Number of keys that a span reads at a time, for a prompt and for a decode whose heads share K/V heads."""
+"""Number of keys in a piece, for prompts and for decodes."""
 
 _NO_PLACES = np.zeros(0, dtype=np.int32)
 _NO_BIAS = np.zeros((0, 0), dtype=np.float32)

@@ -24,19 +24,17 @@ from xrunner.eight_bits import quantise
 from xrunner.packing.base import PackedLinear
 
 MOST_CANDIDATES = 32
-"""At most one in this many outputs is multiplied in float32. Reading more of them one by one would take as long as
-reading all outputs.
+"""At most one in this many outputs is computed again in float32. To read more of them one by one would take as long as
+to read the whole weight.
 """
 MOST_REST = 63
-"""Largest number of calls for which screening is left out after repeated failures. So failed screening takes almost no
-time.
-"""
+"""Largest number of calls without screening after repeated failures. So failures cost almost no time."""
 _AT_ONCE = 4096
-"""Number of outputs whose errors are measured together."""
+"""Number of outputs whose errors are computed at a time, to save memory."""
 _BLOCK = 256
 """Number of outputs that are skipped together if none is a candidate."""
 _ROUNDING = 2.0**-20
-"""Error of float32 itself, relative to the product of the two norms, for sums of thousands of products."""
+"""Bound on the error of float32 sums of thousands of products, relative to the product of the two vectors' norms."""
 
 
 class Screen:

@@ -34,25 +34,23 @@ from xrunner.cpu.threads import compiled, num_threads, run
 from xrunner.packing.base import PackedLinear
 
 WIDTH = 32
-"""Number of outputs in a panel, which fill two registers."""
+"""Number of outputs in a panel. They fill two registers."""
 HEIGHT = 16
-"""Rows of a register."""
+"""Number of rows in a register."""
 GROUP = 32
-"""Number of rows whose sums stay in registers: sums take four of the eight registers, weights and inputs two each."""
+"""Number of rows whose sums stay in registers. Sums take four of the eight registers, weights and inputs two each."""
 STEP = 64
-"""Bytes of a row in one multiplication."""
+"""Number of bytes of a row in one multiplication."""
 SUMS_BYTES = 4 * GROUP * WIDTH
 SCRATCH = SUMS_BYTES + 64
-"""Scratch memory of a thread, in bytes: for sums that leave the registers, and the configuration of the
-registers.
-"""
+"""Scratch memory per thread, in bytes: sums that leave the registers, then the registers' configuration."""
 LINE = 4 * WIDTH
 """Bytes of a panel's line."""
 STEP_LINES = HEIGHT * LINE // 64
 """Cache lines of weights that one iteration of the inner loop reads."""
 CHUNK = 8
-"""Number of groups for which a weight is read once, as long as the inputs of these groups take at most CHUNK_BYTES of
-the second-level cache.
+"""Largest number of groups that are multiplied each time a weight is read. Their inputs must fit in CHUNK_BYTES of the
+second-level cache.
 """
 CHUNK_BYTES = 5 * 2**18
 

@@ -38,27 +38,27 @@ from xrunner.cpu.threads import num_threads
 from xrunner.packing.base import PackedLinear
 
 WIDTH = 32
-"""Number of outputs in a panel, which fill two registers."""
+"""Number of outputs in a panel. They fill two registers."""
 GROUP = 12
 """Number of rows whose sums stay in registers. Sums take 24 of the 32 registers, weights two, and inputs the others."""
 SLICE = 128
-"""Number of inputs of a panel by which up to GROUP rows are multiplied at a time. They take 16 KiB, which stay in the
-first-level cache. If there are more rows, each group is multiplied by all inputs of a block from the second-level
-cache, so that its sums are read and written only once.
+"""Number of inputs in a slice of a panel. A slice takes 16 KiB and stays in the first-level cache. If there are more
+rows than `GROUP`, a slice is a whole block in the second-level cache, so that each group's sums are read and written
+only once.
 """
 DEEPEST = 1024
 """Largest number of inputs in a block: a group's sums are read and written once for each block."""
 CHUNK = 132
-"""Number of rows for which the weight is read once. Their inputs in a block take half a MiB."""
+"""Number of rows that are multiplied each time the weight is read. Their inputs in a block take half a MiB."""
 STEPS = 4
 """Number of inputs in one iteration of the inner loop."""
 FEW = 6
-"""Largest number of rows that are multiplied by a slice as one group, without prefetching. For one group, the
-processor's own prefetching is faster, at 26 GB/s instead of 20. More rows form two groups. The second group finds the
-slice in the first-level cache, and multiplies while memory delivers the prefetched lines.
+"""Largest number of rows that form one group, without prefetching. For one group, the processor's own prefetching is
+faster, at 26 GB/s instead of 20. More rows form two groups. The second group finds the slice in the first-level cache,
+and multiplies while memory delivers the prefetched lines.
 """
 SPREAD = (8, 4, 2)
-"""Numbers of cache lines that may be prefetched between the multiplications of an iteration."""
+"""The possible numbers of cache lines that an iteration prefetches."""
 LINES = STEPS * WIDTH // 16
 """Number of cache lines of weights that an iteration reads. It prefetches at most as many."""
 

@@ -10,14 +10,14 @@ from numba import njit
 LARGEST = np.float32(127.0)
 TINIEST = np.float32(np.finfo(np.float32).tiny)
 MAGNITUDE = np.int32(0x7FFFFFFF)
-"""Bits of a float32 without its sign: as integers they are ordered by magnitude, with NaN above all."""
+"""Mask of a float32's bits without the sign. As integers, these bits are ordered by magnitude, with NaN above all."""
 INFINITE = np.int32(0x7F800000)
 """The bits of infinity."""
 
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
 INNER: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-"""Options of a function that only kernels call: compiling takes a fifth less time without an entry point for Python."""
+"""Options of functions that only kernels call. Without an entry point for Python, compiling takes a fifth less time."""
 
 
 @njit(inline="always")

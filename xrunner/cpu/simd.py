@@ -25,7 +25,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 UNROLL = 4
-"""Number of dimensions in one iteration of a dot product, so many that computing addresses takes little time."""
+"""Number of dimensions in one iteration of a dot product, large enough that address computations take little time."""
 
 # 2^x for -0.5 <= x <= 0.5, highest power first; 1e-7 relative.
 _EXP2 = (
@@ -38,7 +38,7 @@ _EXP2 = (
     1.0,
 )
 _ROUGH_EXP2 = (5.5171606487e-02, 2.4261111739e-01, 6.9326099701e-01, 9.9992807413e-01)
-"""Coefficients of 2^x with an error of 7e-05, for results that are rounded to bfloat16."""
+"""Coefficients of a polynomial for 2^x with an error of 7e-05, for results that are rounded to bfloat16."""
 
 HIDDEN = -1e30
 """A number below any score."""

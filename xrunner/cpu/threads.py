@@ -14,7 +14,7 @@ from numba import njit
 numba.config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]
 
 LEAST_SHARED = 2**15
-"""Least number of elements for which dividing rows among threads saves more time than it costs."""
+"""Smallest number of elements at which several threads are faster than one."""
 
 Kernel = tuple[Callable[..., None], Callable[..., None]]
 """A kernel compiled for one thread and for several."""

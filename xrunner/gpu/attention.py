@@ -23,15 +23,13 @@ from xrunner.gpu.fused import power_of_two
 
 MOST_SPLITS = 64
 PROGRAMS_A_PROCESSOR = 4
-"""Number of programs for each of the device's processors in a decode step. Contexts are split until there are this many
-programs.
-"""
+"""Number of programs per multiprocessor in a decode step. Contexts are split until there are so many."""
 CAPTURED_SPLITS = 8
-"""Largest number of splits in a captured step with prompts, in which only the device knows the number of decodes. With
-many decodes, most of these splits are empty.
+"""Largest number of splits per context in a captured step with prompts, where the host does not know the number of
+decodes. With many decodes, most of the launched splits are unused.
 """
 LEAST_DOT = 16
-"""Rows and columns of the smallest product that tensor cores compute."""
+"""Smallest number of rows and of columns in a product of tensor cores."""
 
 
 class Tile(NamedTuple):

@@ -102,7 +102,9 @@ class Model(nn.Module):
         self.has_embedding = self.has_head = self.runs_decoder = True
         self.first_layers: dict[str, int] = {}
         self._rotaries: dict[bool, Rotary] = {}
-        """Rotary embeddings: the model's own under True, and those of layers with a window under False."""
+        """Rotary embeddings: under True that of the model's spec, under False that of layers with a window and another
+        base.
+        """
         self.token_embedding = Embedding(empty, spec.vocab_size, spec.hidden_size)
         tied = self.token_embedding.weight if spec.tie_embeddings else None
         self.lm_head = Head(empty, spec.hidden_size, spec.vocab_size, weight=tied)

@@ -24,7 +24,7 @@ from xrunner.models.base import Model
 from xrunner.models.layers import Attend, CrossAttention, Empty, RelativeBias
 
 READING_BLOCK = 16
-"""Tokens in a block of the encoder's own keys and values."""
+"""Number of tokens in a block of the encoder's temporary cache."""
 
 
 class CrossLayer(nn.Module):

@@ -14,7 +14,7 @@ from xrunner.attention.base import Scoring
 from xrunner.models.layers import Attend, Empty, Linear, RmsNorm, Rotary, parameter
 
 NORM_EPS = 1e-6
-"""Epsilon of the norms on intermediate vectors, even if the model's other norms have a different one."""
+"""Epsilon of the norms within latent attention. The model's other norms may have a different one."""
 
 
 class HeadProjections(nn.Module):

@@ -261,7 +261,7 @@ class RelativeBias(nn.Module):
         self.max_distance = spec.relative_max_distance
         self.bidirectional = bidirectional
         self._buckets: dict[int, Tensor] = {}
-        """Buckets of all distances, by the number of tokens in the longest sequence (a power of two)."""
+        """Buckets of all distances, by the largest number of tokens in a sequence (a power of two)."""
 
     def forward(self, distance: Tensor) -> Tensor:
         """Return the bias of each distance (key position minus query position). # int64 [...] -> [..., heads]"""

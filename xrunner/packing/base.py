@@ -21,8 +21,8 @@ Shape = tuple[int, int]
 
 
 HighestLinear = Callable[[Tensor, Tensor | None], Tensor]
-"""Returns the sums for x plus the given numbers. Each row's argmax is the same as for sums in float32. Other sums of
-the row may be wrong, but are never higher. # float32 [rows, in], [rows, out] -> [rows, out]
+"""Returns x W^T plus the given numbers. Each row's argmax is that of the float32 sums. The row's other sums may be
+wrong, but are never higher. # float32 [rows, in], [rows, out] -> [rows, out]
 """
 
 

@@ -22,13 +22,11 @@ from xrunner.eight_bits import quantise
 from xrunner.packing.base import HighestLinear, PackedLinear, Shape, WeightLayout
 
 _MKL_ROWS = 512
-"""Number of rows for which MKL chooses its layout. Products with other numbers of rows are also correct. With few rows
-they are no slower.
-"""
+"""Number of rows for which MKL chooses its layout. Other numbers of rows work, too, and small ones are no slower."""
 
 ZERO = 128
-"""The number that represents zero in rows of unsigned eight-bit numbers. Signed rows take hundreds of times as long on
-Zen 4."""
+"""The number that represents zero in rows, which are uint8. Signed rows would take hundreds of times as long on Zen 4.
+"""
 
 # oneDNN's name and algorithm for each activation function that it fuses.
 _ONEDNN = {
@@ -155,9 +153,7 @@ def pack_highest(weight: Tensor, whole: PackedLinear, layouts: Mapping[str, str]
 
 
 ROWS = (1, 8, 32, 128, 512)
-"""Numbers of rows at which layouts are compared. At each number, times are relative to the fastest layout, so that all
-numbers count equally.
-"""
+"""Numbers of rows at which layouts are compared."""
 MOST_PRODUCT = 2**33
 """Largest product that is timed, as a number of multiplications. A larger product, such as the head of a large
 vocabulary, has few rows in a step anyway.
@@ -168,8 +164,8 @@ TIE = 1.05
 product may differ by 5%.
 """
 EVICTING = 2**24
-"""Number of elements (64 MiB) to read before each product. In a real step, a weight has left a core's cache since it
-was last used.
+"""Number of float32 numbers (64 MiB) to read before each product. In a real step, too, a weight is no longer in a
+core's cache.
 """
 
 

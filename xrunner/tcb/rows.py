@@ -27,10 +27,12 @@ from xrunner.attention import Batch, Scoring
 from xrunner.models import DecoderModel, EncoderDecoderModel, Model
 
 MASK_BYTES = 64 * 2**20
-"""Largest size of the masks that are used together, including a bias for each head."""
+"""Largest size, in bytes, of the masks (including a bias for each head) of the slots that are computed together."""
 
 WIDENED_BYTES = 4 * 2**20
-"""Largest size of the keys and values that are converted together, so that they fit in a processor's cache."""
+"""Largest size, in bytes, of the keys and values that are converted together, so that they fit in a processor's
+cache.
+"""
 
 PADDING = -1
 """The owner of padding tokens."""
@@ -135,10 +137,10 @@ class Rows(ABC):
         numbers = torch.full((len(layout.owner), layout.most), PADDING, device=self._device)
         numbers[self._slot, self._number] = self._number
         self._sees_prompt = same_owner(numbers, self._owner)
-        """The prompt tokens to which a request's generated tokens attend."""
+        """Whether each request's generated tokens attend to each prompt token of the slot."""
         self._sees_own = torch.eye(layout.most, dtype=torch.bool, device=self._device).repeat(1, most_steps)[None]
-        """The generated tokens to which a request's generated token attends. A step's tokens are adjacent, one for each
-        of the slot's `most` requests, so each request attends to every `most`-th token. # bool [1, most, steps * most]
+        """Whether each request's generated tokens attend to each generated token of the slot. A step's tokens are
+        adjacent, one per request, so a request attends to every `most`-th token. # bool [1, most, steps * most]
         """
 
     @abstractmethod
