@@ -237,7 +237,7 @@ POLICY_GROUPS: dict[str, tuple[str, ...]] = {
 
 
 class Pinned(Frozen):
-    """The schedule's settings that the user fixed. Re-planning keeps them, and also `constraint` and `admission`."""
+    """The schedule's settings that the user fixed. Re-planning keeps them. See also `constraint` and `admission`."""
 
     policy: PolicyChoice = "auto"
     """The policy, or the group of policies."""
