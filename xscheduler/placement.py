@@ -32,7 +32,7 @@ are tried.
 FEW_DEVICES = 8
 """With up to this many devices, every size of a replica and every division into WAA's two lanes is tried."""
 TYPICAL_BATCH = 32
-"""Decode batch at which the times of stages, and of WAA's two lanes, are balanced."""
+"""Decode batch for which layers are distributed over stages, and devices over WAA's two lanes."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class LanePlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """Describes how a model is distributed over devices: all of a plan except the policy and its searched variables.
+    """The distribution of a model over devices: all of a plan except its policy and the policy's searched variables.
 
     Attributes:
         layouts: the only lane, or WAA's encode lane and decode lane.
@@ -179,7 +179,7 @@ class Placements:
         return next(found).lane
 
     def one_lane(self, kind: str, size: int, replicas: int) -> Iterator[Placement]:
-        """Yield the placements with `replicas` replicas, each of which has a single lane on `size` devices."""
+        """Yield the placements with `replicas` replicas. Each replica has a single lane on `size` devices."""
         for layout in self._standing(size, replicas):
             tp = {"tp_degree": layout.tp.degree, "tp_devices": layout.tp.devices, "ep_degree": layout.tp.ep_degree}
             for fixed in CHOICES[kind].microbatches(_microbatches(layout.num_stages)):
@@ -325,7 +325,7 @@ class Placements:
         return self._model.num_encoder_layers or self._model.num_layers
 
     def _encoders_by_memory(self, size: int) -> int:
-        """Return the number of encode devices with which all devices hold the same number of bytes, if K/V fills the
+        """Return the number of encode devices for which all devices hold equal numbers of bytes, if K/V fills the
         decode lane's free memory.
         """
         model, dtype = self._model, self._profile.dtype

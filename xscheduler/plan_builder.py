@@ -29,7 +29,7 @@ def plan_of(
     settings: PolicySettings,
     certificate: SearchCertificate,
 ) -> Plan:
-    """Return the plan for one point of a search space, which is a choice of settings.
+    """Return the plan for one point of a search space. A point is one choice of settings.
 
     Args:
         values: the point's predictions by name. The throughput includes all replicas.
@@ -70,7 +70,7 @@ def plan_of(
 
 
 def _slots(space: Space, values: dict[str, float]) -> int:
-    """Return the number of requests for which a replica has K/V memory at the same time."""
+    """Return the number of requests whose K/V fits in a replica's memory at the same time."""
     return max(1, int(space.capacity_beside(np.asarray([values["peak_tokens"]]))[0]))
 
 
@@ -142,7 +142,7 @@ def _reuse(reused: Reused, block_size: int) -> ReuseEstimate:
 
 
 def _taken_from_another(problem: Problem) -> tuple[str, ...]:
-    """Return a warning if step times were computed with the efficiencies of another device."""
+    """Return a warning if step times were computed from the measured efficiencies of another device."""
     device = problem.cluster.device
     if problem.profile.source != "analytic":
         return ()

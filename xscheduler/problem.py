@@ -27,13 +27,12 @@ class Problem:
 
     Attributes:
         kv: how K/V memory is promised to requests. None means by the engine's default (`promise`).
-        engine: the engine that will run the plan. None means an engine of which nothing but step times is known.
+        engine: the engine that will run the plan. None means an engine about which only the step times are known.
         deployed: the engine that runs now. Its memory limits the plan, and it has reserved memory for `max_batch`
             requests. None means `engine`.
         max_devices: largest number of the cluster's devices to use. None means all.
         uniform: whether only placements with one lane of equal stages are considered.
-        even: whether only placements that vLLM can run are considered: those whose lanes each have one tensor-parallel
-            degree.
+        even: whether only placements that vLLM can run are considered: each lane has one tensor-parallel degree.
         replicas: the only number of replicas to consider. None means any.
         fixed: fixed values of control variables and of the placement's variables.
         placement: the only placement to consider, even if the search would not list it. None means any.
@@ -61,7 +60,8 @@ class Problem:
 
     @property
     def step_profile(self) -> Profile:
-        """The profile of steps in which each request gets one token on average, speculative decoding included."""
+        """The profile, converted so that a step gives each request one token on average despite speculative decoding.
+        """
         return speculating(self.profile, self.model, self.speculation)
 
     @classmethod
@@ -83,13 +83,13 @@ class Problem:
         )
 
     def engine_of(self, kind: str) -> EngineSpec | None:
-        """Return the engine, with the settings with which a plan of this policy starts it."""
+        """Return the engine with the settings that a plan of this policy gives it."""
         return None if self.engine is None else self.engine.started_for(kind)
 
     def promise(self, kind: str, microbatches: int) -> KvPromise:
         """Return how K/V memory is promised under a policy, as the user requested or by the engine's default.
 
-        By default, memory is reserved for the longest output wherever no fast simulation includes preemption: in
+        By default, memory is reserved for the longest output where the fast simulation cannot preempt requests: in
         pipelines, with a draft, and with cached prompts.
         """
         if self.kv is not None:

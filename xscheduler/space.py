@@ -42,8 +42,8 @@ UNCUT = "an encoder reads a prompt whole, so prompts cannot be cut into chunks"
 
 
 def runnable(kinds: Iterable[str], model: ModelSpec, speculation: Speculation | None = None) -> tuple[str, ...]:
-    """Return the policies in `kinds` under which the model can run. Policies that cut prompts are left out if the model
-    has an encoder (see `UNCUT`), and policies without speculative decoding if `speculation` is given.
+    """Return the policies in `kinds` that can run the model. Policies that cut prompts are left out if the model has an
+    encoder (see `UNCUT`), and policies without speculative decoding if `speculation` is given.
     """
     able = (kind for kind in kinds if not (CHOICES[kind].cuts_prompts and model.is_encoder_decoder))
     return tuple(kind for kind in able if speculation is None or kind in SPECULATIVE_POLICIES)
@@ -216,8 +216,8 @@ class Space:
         return np.minimum(in_memory, limits.max_batch * self.placement.microbatches)
 
     def prompts_fit(self, encode_tokens: Array, step_tokens: Array) -> npt.NDArray[np.bool_]:
-        """Return whether WAA's encode lane has memory for one batch in each stage and one batch in transfer, and also
-        for the longest prompt, which would otherwise wait forever.
+        """Return whether WAA's encode lane has memory for one batch in each stage and one in transfer. It must also
+        hold the longest prompt, which would otherwise wait forever.
         """
         memory = self.limits.encode_memory
         if memory is None:
@@ -343,8 +343,8 @@ class Space:
         return self._predicted(model, columns, dict.fromkeys(self._growing(), 1.0) if self.between else {})
 
     def _predicted(self, model: Any, columns: Mapping[str, Array | Ints], step: Mapping[str, float]) -> Evaluation:
-        """Return the predictions for points. `Evaluation.lesser` predicts batches that are smaller by `step`, only for
-        the points for which it is needed.
+        """Return the predictions for points. `Evaluation.lesser` predicts batches that are smaller by `step`, but only
+        for points that need it.
         """
         less = {name: np.maximum(columns[name] - by, self._least(name)) for name, by in step.items()}
 
@@ -486,12 +486,12 @@ class Evaluation:
 
     @cached_property
     def fits(self) -> npt.NDArray[np.bool_]:
-        """Whether points fit in memory and are allowed by the policy."""
+        """Whether each point fits in memory and is allowed by the policy."""
         return self.in_memory & self._space.forecast.is_allowed(self.performance)
 
     @cached_property
     def in_memory(self) -> npt.NDArray[np.bool_]:
-        """Whether points fit in memory. If the smallest settings of a box do not fit, no point of the box fits."""
+        """Whether each point fits in memory. If the smallest settings of a box do not fit, no point of the box fits."""
         performance, space = self.performance, self._space
         fits = performance.peak_requests <= space.capacity_beside(performance.peak_tokens)
         return fits & space.prompts_fit(performance.encode_tokens, performance.peak_tokens)
@@ -526,9 +526,9 @@ class Evaluation:
         return excess
 
     def max_rates(self, at_least: float = 0.0) -> Array:
-        """For points on load curves, return the highest arrival rate at which each point keeps the bounds, waiting
-        included. The rates are in closed form (`xsimulator.queueing`), for all replicas together. 0 means that a point
-        keeps the bounds at no rate above `at_least`.
+        """For points on load curves, compute in closed form (`xsimulator.queueing`) the highest arrival rate at which
+        each point keeps the bounds, waiting included. It is for all replicas together. 0 means that a point keeps the
+        bounds at no rate above `at_least`.
 
         # [curves, loads]
         """

@@ -59,7 +59,7 @@ def infeasible(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
 
 
 def why_slow(candidates: Candidates, kinds: Sequence[str]) -> str:
-    """Return the end of a message: how long the fastest schedule takes for an output of the quantile's length."""
+    """Return the end of a message: the fastest schedule's time for an output of the quantile's length."""
     return _reason(candidates, fastest(candidates, kinds))
 
 
@@ -140,7 +140,7 @@ def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[s
 
 
 def _not_held(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
-    """Return the error for fixed values with which no schedule exists."""
+    """Return the error for fixed values that no schedule has."""
     problem = candidates.problem
     fixed = ", ".join(f"{name}={value}" for name, value in problem.fixed.items())
     tp = problem.fixed.get("tp", 1)
@@ -165,7 +165,9 @@ def _not_held(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
 
 
 def _no_memory(candidates: Candidates) -> InfeasibleError:
-    """Return the error for a model that fits on no placement. It states why, and how many devices would be enough."""
+    """Return the error for a model that fits on no placement. It states the reason, and a number of devices that would
+    be enough.
+    """
     problem, number = candidates.problem, candidates.placements.num_devices
     memory, needed = candidates.memory(candidates.placements.widest), candidates.devices_needed()
     device = problem.cluster.device.name

@@ -171,8 +171,8 @@ class Trial:
 
 
 def endings(ends: Array, first: int, last: int) -> tuple[int, float]:
-    """Return how many of the sorted times `ends` lie after `ends[first]`, up to `ends[last]`, and the difference
-    between these two times. Many requests may end at the same time.
+    """Return two values for the sorted times `ends`: the number of times after `ends[first]` up to `ends[last]`, and
+    the difference between these two. Many requests may end at the same time.
     """
     begin, end = ends[first], ends[last]
     return int(np.searchsorted(ends, end, "right") - np.searchsorted(ends, begin, "right")), float(end - begin)
@@ -192,10 +192,11 @@ def run_of(
 
 
 class CapacitySearch:
-    """Searches for the highest arrival rate at which a plan keeps its bounds, and remembers all simulated rates.
+    """Searches for the highest arrival rate at which a plan keeps its bounds. Results of all simulated rates are
+    cached.
 
     Args:
-        predicted: the closed form's rate, at which the search begins.
+        predicted: the closed form's rate. The search begins there.
         most: a rate at which the bounds are broken. None means the plan's saturated throughput, which is then
             simulated. Above saturated throughput the queue grows without limit, although a run may end before the
             bounds are broken.
@@ -336,7 +337,8 @@ class CapacitySearch:
 
 
 def capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, edges: bool = True) -> Capacity | None:
-    """Return the highest arrival rate at which a plan keeps its bounds, by simulation, or None if it has no bounds.
+    """Return the highest arrival rate at which a plan keeps its bounds in simulation, or None if the plan has no
+    bounds.
 
     Args:
         predicted: the closed form's rate.
@@ -348,7 +350,7 @@ def capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, ed
 
 
 def _wait_s(plan: Plan, throughput: float) -> float:
-    """Return the quantile, in s, of the time for which requests wait at a rate `PRECISION` below saturation.
+    """Return the quantile of requests' waiting times, in s, at a rate `PRECISION` below saturation.
 
     In heavy traffic, P(wait > t) = exp(-2 (1 - load) X t / (1 + s^2)), where X is the throughput and s the coefficient
     of variation of output lengths.

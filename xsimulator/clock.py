@@ -37,7 +37,7 @@ class Clock:
 
     Attributes:
         free_ns: for each stage, the time at which it has finished all scheduled steps.
-        took_ns: for each stage, how long the last scheduled step takes.
+        took_ns: for each stage, the duration of the last scheduled step.
     """
 
     def __init__(self, cost: LaneCost, jitter: Jitter | None = None) -> None:
@@ -47,7 +47,7 @@ class Clock:
         self._jittered = None if jitter is None else JitteredTimes(jitter)
 
     def end_ns(self, issue_ns: int, counts: StepCounts) -> int:
-        """Return when a step that is scheduled at `issue_ns` leaves the last stage."""
+        """Return the time at which a step that is scheduled at `issue_ns` leaves the last stage."""
         cost, free, now = self.cost, self.free_ns, issue_ns
         costs = cost.step_ns(counts)
         if self._jittered is not None:

@@ -1,4 +1,6 @@
-"""Compute how many API servers an engine needs. An API server tokenises prompts and streams tokens on one core."""
+"""Compute the number of API servers that an engine needs. An API server tokenises prompts and streams tokens on one
+core.
+"""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ class Reused:
     """The tokens of prompts that requests find in the cache, and the memory for these tokens.
 
     Attributes:
-        whole, cached: for each kind of request, the number of prompt tokens, and how many of them are cached.
-            # [kinds] each
+        whole, cached: for each kind of request, the number of prompt tokens, and of those that are cached. # [kinds]
+            each
         probabilities: probability of each kind of request. # [kinds]
         kept_tokens: tokens of K/V memory that contain prompts of running and earlier requests.
         most: share of all prompt tokens that requests would find in an unlimited cache.
@@ -183,7 +183,7 @@ def steady_decode_batch(lengths: Lengths, encode_batch: float, decode_iterations
 def decoded(outputs: npt.ArrayLike, speculation: Speculation | None, rng: np.random.Generator) -> Ints:
     """Return output lengths in steps of the schedule, for simulating requests with a draft. # [requests]
 
-    An engine step counts as several steps of the schedule, each of which gives a request one token on average. The
+    An engine step counts as several steps of the schedule. Each of these gives a request one token on average. The
     first token comes with the prompt. Then engine steps emit 1, 2, ... tokens with the probabilities in
     `Speculation.shares` until the output is complete. So a request whose drafts are rarely accepted takes more steps.
     Without a draft, the lengths are unchanged.

@@ -23,7 +23,7 @@ Batch = tuple[str, int, int]
 """The lane, micro-batch and replica of requests that decode together."""
 
 VIRTUAL_SHARE = 0.8
-"""Smallest share of admissions for which the log must show when a request with `quantile_output` tokens would have
+"""The log must show for at least this share of admissions when a request with `quantile_output` tokens would have
 ended.
 """
 
@@ -144,8 +144,8 @@ def window_of(log: Sequence[StepRecord], skip_requests: int, num_requests: int) 
 
 
 def without_core_waits(log: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the log of one lane without the times for which steps waited for a CPU core. Later steps and arrivals move
-    earlier.
+    """Return the log of one lane without the times that steps waited for a CPU core. Later steps and arrivals are moved
+    to earlier times.
     """
     found, waited_ns = [], 0
     for record in log:
@@ -189,7 +189,7 @@ class RequestTimes:
 
     @classmethod
     def of_ns(cls, arrived: Array, first: Array, last: Array, tokens: npt.ArrayLike, num_lost: int = 0) -> RequestTimes:
-        """Return the times of requests, from the ns at which each arrived and got its first and last token.
+        """Return the times of requests, given when each arrived and got its first and last token, in ns.
 
         Args:
             tokens: number of output tokens of each request.

@@ -35,7 +35,7 @@ WORKSPACE_BYTES = 256 * MIB
 PADDED = "mxfp4"
 """Engines pad the sizes of experts in this weight format. Its kernels need no buffers between the matrix products."""
 OWN_KERNELS = re.compile(r"^g?h(100|20|200)|^g?b[23]00")
-"""Names of devices for which engines have their own kernels for `PADDED`. On other devices they use Marlin."""
+"""Names of devices on which engines use their own kernels for `PADDED`. On other devices they use Marlin."""
 
 
 def activation_bytes_per_token(spec: ModelSpec, dtype: DType) -> int:
@@ -250,8 +250,8 @@ class LaneMemory:
             )
 
     def blocks_beside(self, step_tokens: npt.ArrayLike) -> Array:
-        """Return how many blocks fit in memory on every stage while a step of `step_tokens` tokens runs.
-        # [n] -> [n]
+        """Return the number of blocks that fit in memory on every stage while a step of `step_tokens` tokens runs. #
+        [n] -> [n]
 
         These blocks include the memory that each request needs whatever its length (see `request_blocks`).
         """

@@ -93,7 +93,7 @@ class LoadCurves:
     Args:
         found: predictions at saturation, curve by curve, from the smallest to the largest batch. # [curves * loads]
         goal: the bounds, and the share of requests that must keep these bounds.
-        headroom: share by which steps may take longer than predicted.
+        headroom: relative excess of step times over the predictions that must not break the bounds.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class LoadCurves:
             self._stay_variation = np.maximum((stays**2 @ self._shares) / (stays @ self._shares) ** 2 - 1, 0.0)
 
     def _set_bounds(self, goal: Goal, slack: float, beyond: Array) -> None:
-        """Compute how much of each bound remains for waiting, and the share of requests that break a bound without
+        """Compute the time that each bound leaves for waiting, and the share of requests that break a bound without
         waiting.
 
         Args:

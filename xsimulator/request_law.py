@@ -275,8 +275,8 @@ class SeenSteps:
         return len(self.start_s) if (self.admitted < 0).any() else int(self.admitted.max())
 
     def first_output_s(self, ids: Ints, *, encode_emits: bool) -> Array:
-        """Return the times at which requests get their first tokens. With `encode_emits`, this is the end of the step
-        that encodes the prompt, otherwise the end of the first decode step.
+        """Return the times of requests' first tokens. With `encode_emits`, this is the end of the step that encodes the
+        prompt, otherwise the end of the first decode step.
         """
         if encode_emits:
             return self.end_s[self.first_token[ids]]

@@ -75,7 +75,7 @@ def _in_order(rows: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 def idle_shares(spans: Sequence[Span]) -> dict[StageKey, float]:
-    """Return the share of time for which each stage is idle, in the middle half of the time that the spans cover."""
+    """Return each stage's idle share of time. Only the middle half of the time that the spans cover counts."""
     if not spans:
         return {}
     first, last = min(span.start_ns for span in spans), max(span.end_ns for span in spans)

@@ -1,7 +1,7 @@
-"""Compute from samples of the load how many replicas of each kind a fleet should have now.
+"""Compute from samples of the load the number of replicas of each kind that a fleet should have now.
 
-The recommender reads no clock and starts nothing. `xgpt.autoscaling` publishes its numbers for an autoscaler, and
-`simulate_day` follows it in simulated time, in which replicas take time to start and to end.
+The recommender reads no clock and starts nothing. `xgpt.autoscaling` publishes its numbers for an autoscaler.
+`simulate_day` follows them in simulated time, where replicas take time to start and to end.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ TOGETHER = "none: requests that began together stay together, which closed forms
 class Objective(ABC):
     """Finds the plans with the highest value of a figure.
 
-    An objective ranks candidates in closed form, verifies the best candidates by simulation, and computes how much
-    better any other candidate could be.
+    An objective ranks candidates in closed form, verifies the best candidates by simulation, and computes an upper
+    bound for all other candidates.
 
     Args:
         finish: completes a plan before it is simulated. For example, it sets the order of admission.

@@ -101,8 +101,8 @@ class Branch:
                 low, self.bound = rate, min(self.bound, served)
 
     def breach(self, rate: float, waits: Waits | None) -> float:
-        """Return by what share the bounds are exceeded: by a simulated rate or by random points of boxes, whichever
-        share is larger.
+        """Return the larger of two shares: by which a simulated rate exceeds the branch's bound, and by which random
+        points exceed the bounds of their boxes.
         """
         by_point = breach(self.relaxed, NUM_BOXES, np.random.default_rng(0))
         return max(by_point, rate / max(self._served(rate, FAR_BELOW * rate, waits), 1e-9) - 1)
@@ -120,8 +120,8 @@ class Branch:
         return next((axis.values.tolist() for axis in self.space.axes if axis.variable.name == "token_budget"), [])
 
     def _served(self, rate: float, at_least: float, waits: Waits | None) -> float:
-        """Return an upper bound on throughput if the latency bounds must be kept in the time that remains after the
-        waits at `rate`. The result is at least `at_least`.
+        """Return an upper bound on throughput if latency must be within the time that remains after the waits at
+        `rate`. The result is at least `at_least`.
         """
         left = self._left(rate, waits)
         most = float(left.max())
@@ -151,8 +151,8 @@ class Branch:
 
 
 class _Searched(NamedTuple):
-    """A search of a branch's settings: `left` is the share of the latency bound that they may use, for each token
-    budget. `at_least` is the rate at which the search began, and `bound` is its result.
+    """A search of a branch's settings. `left` is, for each token budget, the share of the latency bound that settings
+    may use. `at_least` is the rate at which the search began, and `bound` its result.
     """
 
     left: Array
@@ -163,8 +163,8 @@ class _Searched(NamedTuple):
         """Return whether this bound can be reused: it is valid if settings may use at most the shares `left` of the
         latency bound, and a new search could not lower it.
 
-        The latter is true if the best point found is still allowed, since the bound exceeds this point's throughput by
-        no more than the precision of a search.
+        A new search could not lower it if the best point found is still allowed: the bound exceeds this point's
+        throughput by no more than the precision of a search.
         """
         throughput, best = self.bound
         if (left > self.left).any():
@@ -214,8 +214,8 @@ class Branches:
         self._waits = Waits(self._constraint, self._lengths)
 
     def breach(self, space: Space, rate: float, *, waits: bool = True) -> float:
-        """Return by what share the bounds of a space's branch are exceeded: by a simulated rate or by random points of
-        boxes, whichever share is larger.
+        """Return by what share a simulated rate or random points exceed the bounds of a space's branch (see
+        `Branch.breach`).
 
         Args:
             waits: whether to compare the rate with the bounds that include waits.

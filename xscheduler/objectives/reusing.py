@@ -27,7 +27,7 @@ from xsimulator.lengths import reused_at
 STEPS = 4
 """Number of cache sizes, chosen so that the cached share grows by equal amounts."""
 SHARES = (0.5, 0.65, 0.8, 0.9, 0.95)
-"""Further cache sizes to try, as shares of the K/V memory."""
+"""Further cache sizes to try, as shares of a plan's K/V memory."""
 BOUND = "the best of any division of memory between running requests and cached prompts"
 ROUNDS = 1
 """Number of further searches. Each assumes the number of running requests found by the search before it."""
@@ -129,7 +129,7 @@ def _consistent(plan_each: PlanEach, division: _Division, best: Plan) -> dict[st
 
 
 def promising(divisions: list[Problem], best_rps: Callable[[Problem], float]) -> list[Problem]:
-    """Return the divisions of memory with the highest throughput at saturation, for which arrivals are simulated."""
+    """Return the divisions of memory with the highest throughput at saturation. Arrivals are simulated for them."""
     if len(divisions) == 1:
         return divisions
 

@@ -1,11 +1,11 @@
 """Find the plans with the highest throughput at saturation (requests are always waiting), and check them by simulation.
 
-Closed forms describe the steady state in which running requests are at different points of their outputs. If outputs
-have nearly equal lengths there is another steady state, in which requests that began together end together. So each
-plan is simulated, and simulated figures replace predictions from which they differ. If throughput disagrees or a bound
-is broken, the plans that are best in closed form under several tighter bounds are also simulated. The plan with the
-highest simulated throughput becomes the policy's plan. The tighter bounds come from a fixed sequence, so a looser bound
-adds plans and removes none.
+Closed forms describe a steady state: running requests are at different points of their outputs. If outputs have nearly
+equal lengths, there is another steady state: requests that began together end together. So each plan is simulated.
+Predictions that differ from the simulated figures are replaced by them. If throughput disagrees or a bound is broken,
+the plans that are best in closed form under several tighter bounds are also simulated. The plan with the highest
+simulated throughput becomes the policy's plan. The tighter bounds come from a fixed sequence, so a looser bound adds
+plans and removes none.
 """
 
 from __future__ import annotations
@@ -177,7 +177,8 @@ class Saturated(Objective):
         return stable
 
     def _kept_by_all(self, ranked: Ranked, bound_s: float) -> dict[str, Plan]:
-        """Return, for each policy, the fastest plan with which enough requests keep the bound in simulation.
+        """Return, for each policy, the plan with the highest throughput among those that let enough requests keep the
+        bound in simulation.
 
         A policy is not simulated if even its closed-form throughput under a looser bound is below the best policy's
         throughput. Its plan then keeps the bound only in closed form.

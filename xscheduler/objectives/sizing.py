@@ -40,7 +40,7 @@ class Fewest(NamedTuple):
 
 
 def fewest_devices(problem: Problem, plan_each: PlanEach) -> Fewest:
-    """Return the smallest number of the cluster's devices with which a plan keeps the constraint at the arrival rate.
+    """Return the smallest number of the cluster's devices on which a plan keeps the constraint at the arrival rate.
 
     Args:
         plan_each: returns each policy's best plan, with the policy, search and order that the final plan will have.

@@ -93,8 +93,8 @@ class TunedArrivals(Arrivals):
         """Return the policy's best single-stage plan in closed form, or an empty list if `fixed` includes a
         single-stage plan.
 
-        With tuned settings, a single stage may be better than a pipeline, in which a step has less time and only one of
-        the micro-batches encodes a given prompt.
+        With tuned settings, a single stage may be better than a pipeline. In a pipeline, a step has less time, and only
+        one of the micro-batches encodes a given prompt.
         """
         problem = self.scheduler.problem
         if any(len(plan.stages) == 1 for plan in fixed) or "pp" in problem.fixed:
@@ -117,7 +117,8 @@ def tune(plan: Plan, profile: Profile, *, others: Sequence[Plan] = (), order: Ad
 
     Args:
         plan: a plan with fixed settings and a simulated capacity.
-        others: further plans with fixed settings from which to start, on other placements or with other budgets.
+        others: further plans with fixed settings, on other placements or with other budgets. Tuning also starts from
+            them.
         order: order of admission. None means that the order is tuned as well.
     """
     import optuna
@@ -176,8 +177,8 @@ def _settled(plan: Plan, profile: Profile, rate: float) -> Plan:
 
 
 def _slack_settings(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield the settings from which to start: first the fixed budget, with orders fcfs and in-time, then budgets that
-    depend on slack.
+    """Yield the first settings to try: the fixed budget with orders fcfs and in-time, then budgets that depend on
+    slack.
     """
     budget = plan.policy.token_budget  # type: ignore[union-attr]
     fixed = {

@@ -83,7 +83,7 @@ def judged(
         slowdown: ratio of step times to the profile's step times. None means the plan's slowdown.
 
     Raises:
-        InputError: the profile is not that of the plan's devices.
+        InputError: `profile` was not made for the plan's devices.
     """
     terms, situation = terms or Terms(), Situation.of(plan, profile, observation, slowdown)
     if plan.constraint.maximises_arrivals:
@@ -166,7 +166,7 @@ def decide(judge: Judge) -> Verdict:
     keeps the bound at some arrival rate.
 
     Raises:
-        InputError: the profile is not that of the plan's devices.
+        InputError: `profile` was not made for the plan's devices.
     """
     try:
         verdict = _decide_feasible(judge)
@@ -273,9 +273,7 @@ def _candidates(judge: Judge) -> tuple[Plan, Plan | None]:
 
 
 def within_pins(plan: Plan, kinds: Collection[str]) -> tuple[str, ...]:
-    """Return the policies in `kinds` that the user's requirements on the plan allow and under which the model can
-    run.
-    """
+    """Return the policies in `kinds` that the user's requirements allow and that can run the model."""
     asked = plan.pinned.policy
     if asked != "auto":
         choices = POLICY_GROUPS.get(asked, (TUNED.get(asked, asked),))
@@ -286,15 +284,15 @@ def within_pins(plan: Plan, kinds: Collection[str]) -> tuple[str, ...]:
 
 
 def loading_s(plan: Plan, profile: Profile, running: Plan) -> float:
-    """Return how many seconds loading weights takes in a change of placement. The result is 0 if both plans have the
-    same number of replicas with one device each, since the devices then keep their weights.
+    """Return the seconds for loading weights when the placement changes. The result is 0 if both plans have the same
+    number of replicas with one device each, since the devices then keep their weights.
     """
     keeps = plan.devices_per_replica == running.devices_per_replica == 1 and plan.replicas == running.replicas
     return 0.0 if keeps else weights_loading_s(plan, profile)
 
 
 def weights_loading_s(plan: Plan, profile: Profile) -> float:
-    """Return the seconds in which the devices load a plan's weights from a checkpoint in host memory.
+    """Return the seconds that the devices need to load a plan's weights from a checkpoint in host memory.
 
     Source: ExeGPT sec. 7.7, Table 4.
     """
@@ -334,8 +332,8 @@ def _compare(judge: Judge, best: Plan, *, pause_s: float, is_swap: bool) -> Verd
 
 
 def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:
-    """Return the verdict, with a plan that also keeps the bound if requests are longer, provided that such a plan costs
-    little.
+    """Return the verdict. If a plan that also keeps the bound for longer requests costs little, the verdict has this
+    plan.
     """
     plan, running = (verdict.plan, verdict.plan) if verdict.switch else (judge.plan, judge.running)
     assert plan is not None and running is not None

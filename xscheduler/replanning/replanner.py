@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 NICENESS = 10
 """Niceness of the planning process, so that serving has priority."""
 PATIENCE_S = 120.0
-"""The replanner gives up if planning uses more of a core's time than this, or uses none for as long. On a busy machine
+"""The replanner gives up once planning has used this much CPU time, or has used none for this long. On a busy machine
 planning may take much longer.
 """
 LOOK_S = 1.0
@@ -56,7 +56,7 @@ class Replanned:
     """The result of re-planning for other lengths.
 
     Attributes:
-        judged: the running plan. In a server it is the plan that the server runs now.
+        judged: the running plan. If a server was observed, it is the plan that the server runs now.
         observation: the observed lengths.
         decision: the change of plan, with its gain and its cost.
         plan: the plan to run next.
@@ -72,7 +72,7 @@ def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms
     """Compare a running plan with the best plan. Return the decision and the new plan, if any.
 
     Raises:
-        InputError: the profile does not belong to the plan's devices.
+        InputError: `profile` was not made for the plan's devices.
     """
     from xscheduler.replanning.decide import judged
 
@@ -137,7 +137,7 @@ def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
 
     Raises:
         InputError: the file is malformed, or the server runs another model or version.
-        MachineError: the server does not answer, or has seen too few requests.
+        MachineError: the server does not respond, or has served too few requests.
     """
     if not source.startswith(("http://", "https://")):
         lengths = read_lengths(Path(source), "lengths")
@@ -249,7 +249,7 @@ class BackgroundPlanner:
             asking.cancel()
 
     def _used_s(self) -> float:
-        """Return how much of a core's time the process has used or, where systems do not state it, the present time."""
+        """Return the process's CPU time in seconds or, on systems that do not report it, the current time."""
         if self._process is None:
             return 0.0
         try:

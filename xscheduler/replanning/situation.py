@@ -160,8 +160,8 @@ def reestimate(
 ) -> dict[str, float]:
     """Return a plan's predictions for other lengths, with the plan's computed numbers unchanged.
 
-    Requests are assumed to be always waiting (saturation). A computed number is, for example, how many prompt tokens
-    rra encodes in a phase, whatever the number of requests.
+    Requests are assumed to be always waiting (saturation). Such a number is, for example, that of the prompt tokens in
+    a phase of rra.
 
     Args:
         ratio: factor by which the closed form's latency is multiplied.

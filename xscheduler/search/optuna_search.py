@@ -1,4 +1,4 @@
-"""Sample settings with Optuna, for objectives and constraints for which no valid bounds are known."""
+"""Sample settings with Optuna, for objectives and constraints without known valid bounds."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Compute from a profile how long a step takes on the stages of a lane."""
+"""Compute from a profile the times of steps on the stages of a lane."""

@@ -1,4 +1,4 @@
-"""Compute how long steps take on the stages of a lane: tables for the closed forms, and times of single steps.
+"""Compute the times of steps on the stages of a lane: tables for the closed forms, and times of single steps.
 
 The closed forms read the tables. The simulated engine, calibration and the observation of a machine's pace compute
 single steps, from the same curves.
@@ -144,7 +144,7 @@ class LaneCost:
         return Table(points, [base_s + attention_s for base_s, attention_s in zip(base, attention, strict=True)])
 
     def contexts_between(self, first: float, last: float) -> Array:
-        """Return `first`, `last` and the contexts between them at which the tables of decode attention have points."""
+        """Return `first`, `last`, and the points of the decode attention tables that lie between them."""
         inside = np.concatenate([degree.decode.lengths for degree in self._degrees.values()])
         return np.unique(np.concatenate([[first, last], inside[(inside > first) & (inside < last)]]))
 

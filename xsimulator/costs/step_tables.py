@@ -1,4 +1,4 @@
-"""Compute how long a lane's steps take in compiled code, as `LaneCost.step_ns` does in Python."""
+"""Compute in compiled code the times of a lane's steps, as `LaneCost.step_ns` does in Python."""
 
 from __future__ import annotations
 
@@ -222,8 +222,8 @@ def prompts_s(t, grid, pieces, step):
 
 @helper
 def pass_stages(t, free_ns, issue_ns, costs_ns, num_tokens):
-    """Return when a step leaves the last stage. Set each entry of `free_ns` to the time when the stage has finished the
-    step.
+    """Return the time at which a step leaves the last stage. Set each entry of `free_ns` to the time at which its stage
+    has finished the step.
     """
     now_ns = free_ns[0] = max(issue_ns, free_ns[0]) + costs_ns[t.kind_of[0]]
     if len(free_ns) == 1:

@@ -74,7 +74,8 @@ BATCH = np.dtype(
 - phase, since_encode, credit: as in the scheduling rule.
 - num_encoding, first, last: number of requests whose prompts are not encoded yet, and the first and last of them.
 - waited: number of steps for which prompts have waited for more prompts.
-- num_issued: how many prompts of this list are in running steps. unissued: the first prompt that is in no step yet.
+- num_issued: number of prompts of this list that are in running steps. unissued: the first prompt that is in no step
+  yet.
 """
 
 STEP = np.dtype(
@@ -108,8 +109,8 @@ LANE = np.dtype(
 - first_counted, last_counted: requests [first_counted, last_counted) are measured.
 - num_sent: number of requests sent. In a closed loop, the next one is sent `path_ns` after a request has ended.
 - emits: whether an encode step computes first tokens.
-- num_encoded, num_moving, num_arrived, num_joined: under waa, how many requests have been encoded, have begun to move
-  to the decode lane, have arrived there, and have joined a micro-batch. Requests do all this in the order in which
+- num_encoded, num_moving, num_arrived, num_joined: under waa, numbers of requests that have been encoded, have begun to
+  move to the decode lane, have arrived there, and have joined a micro-batch. Requests do all this in the order in which
   their prompts ended.
 - num_decode: under waa, the number of micro-batches of the decode lane.
 - occupies: whether a transfer takes compute time of the devices.
@@ -137,7 +138,7 @@ class Stream(NamedTuple):
 
 
 class GoalNs(NamedTuple):
-    """Bounds, in nanoseconds, all of which a request must keep.
+    """Bounds in nanoseconds. A request must keep all of them.
 
     Attributes:
         whole_ns, first_ns: bounds on the time from arrival to the last and to the first token.

@@ -105,7 +105,7 @@ class Forecast(ABC, Generic[M]):
         return np.arange(room.least, max(room.least, int(room.capacity)) + 1)
 
     def line_counts(self, outer: Ints, inner: Ints, room: PlacementLimits) -> npt.NDArray[Any]:
-        """Return how many values of the variable `line` are allowed with each value of the other variable."""
+        """Return the number of values of the variable `line` that are allowed with each value of the other variable."""
         return np.full(len(outer), len(inner))
 
     def curve_values(self, values: Ints) -> Ints:

@@ -12,7 +12,7 @@ GRID = np.unique(np.concatenate([np.linspace(0, 64, 65), np.geomspace(64, 8192, 
 FINER = np.linspace(0, 1, 17)
 """Points that divide a segment of the grid."""
 LEVELS = 3
-"""How many times a segment is divided at the points `FINER`."""
+"""Number of times that a segment is divided at the points `FINER`."""
 PERIODS = 4
 """Number of earlier batches whose remaining requests are counted batch by batch, before an integral counts the rest."""
 BEFORE = np.arange(1.0, PERIODS + 1)[:, None, None]
@@ -38,18 +38,17 @@ def at_points(rounds: Array, each: Array) -> Array:
 
 
 def size_for(each: Array) -> int:
-    """Return how many grid points, from the first on, cover these micro-batch sizes."""
+    """Return the number of grid points, from the first on, that cover these micro-batch sizes."""
     return min(int(GRID.searchsorted(each.max())) + 2, len(GRID))
 
 
 def locate(y: Array, level: Array) -> tuple[npt.NDArray[np.intp], Array]:
-    """Return where each row of `y` last crosses its level: the index of the grid point before the crossing, and the
-    fraction of the distance from there to the next point.
+    """Return the place where each row of `y` last crosses its level: the index of the grid point before the crossing,
+    and the fraction of the distance from there to the next point.
 
     A row usually rises, but it falls over any part of the grid where larger batches take longer per request. If a
-    random fluctuation takes a lane past such a part, the lane serves too few requests to come back, so the last
-    crossing is the state in which it stays.
-    # [n, grid], [n] -> [n], [n]
+    random fluctuation takes a lane past such a part, the lane serves too few requests to come back. It then stays at
+    the last crossing. # [n, grid], [n] -> [n], [n]
     """
     below = y <= level[:, None]
     last = y.shape[1] - 1 - below[:, ::-1].argmax(axis=1)
@@ -105,7 +104,7 @@ class LanePair:
 
 
 class Stays:
-    """Computes how long requests are in the two lanes (their residence time).
+    """Computes the residence times of requests in the two lanes.
 
     Args:
         survival: P(D >= t) for the number D of iterations in the decode lane, t = 1 .. max D.
@@ -162,7 +161,7 @@ def between(values: Array, at: Array) -> Array:
 
 
 class Waiting:
-    """Computes, for each rate in requests a second, how many slots stay free because the encode lane is busy.
+    """Computes, for each rate in requests a second, the number of slots that stay free because the encode lane is busy.
 
     The encode lane is modelled as a queue of batches. As the rate approaches `limit`, the number of free slots goes to
     infinity.

@@ -102,7 +102,7 @@ class _Mix(NamedTuple):
 
 
 class Mixes:
-    """Computes how many prompts, prompt tokens and decodes a step has under one workload.
+    """Computes the numbers of prompts, prompt tokens and decodes in steps under one workload.
 
     The result does not depend on devices, so a profile's tables and its lower tables can share it. The last result is
     cached.

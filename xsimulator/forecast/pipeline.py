@@ -1,4 +1,4 @@
-"""Compute how long consecutive steps take through the stages of a lane.
+"""Compute the times of consecutive steps through the stages of a lane.
 
 Steps go through the stages in order. Step n finishes stage j at
 
@@ -153,8 +153,7 @@ class RandomSteps:
         return self._through[(self._all_shorter[0] <= 1 - share).argmax(axis=0), np.arange(len(self.m))]
 
     def share(self) -> Array:
-        """Return where the true time lies between the two `bounds`: 0 means at the first, 1 at the second.
-        # [cases, n]
+        """Return the position of the true time between the two `bounds`: 0 is the first, 1 the second. # [cases, n]
 
         `python -m benchmarks.rounds --fit` fits the coefficients.
         """

@@ -40,9 +40,7 @@ class Iterations:
 
     @cached_property
     def longest_met(self) -> Array:
-        """Of the `longest` iterations, the mean number in which a request of the quantile's output length decodes. #
-        [m]
-        """
+        """Mean number of the `longest` iterations in which a request of the quantile's output length decodes. # [m]"""
         return self._some[:, : self.decodes].sum(axis=1)
 
     @property
@@ -78,7 +76,7 @@ class LeastSteps:
         mixed: seconds of a step that also encodes m / E[D] prompts, which keep the batch at m.
         met: seconds of such a mixed step in which a given request decodes. Its slot has no prompt, so only m - 1
             requests are replaced.
-        passing: seconds in which a step that only decodes goes through all stages and hops. # [placements, 1, m]
+        passing: seconds of a step that only decodes, through all stages and hops. # [placements, 1, m]
         steady, steady_passing: as `decode` and `passing`, if every step decodes m requests. The other two assume only
             that steps decode m requests on average.
         first: seconds of a step that only decodes, on the first stage. # [placements, m]

@@ -12,7 +12,7 @@ free (as in a queue with batch arrivals). All requests are in the lanes until th
 output are then moved, join (after half an iteration on average) and run their iterations. If all requests of a batch
 end together, whole batches are in the lanes. Otherwise, half a batch's slots are free on average. If devices are CPU
 cores, moving K/V takes their compute time, so both lanes do nothing else meanwhile (TransferCost.occupies). Source:
-ExeGPT sec. 4.1, 6, for the case B = B_E E[S], in which encode and decode take turns.
+ExeGPT sec. 4.1, 6, for the case B = B_E E[S]. Encode and decode then take turns.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ class TwoLaneModel:
     def _balance(
         self, lanes: LanePair, waiting: Waiting, cap: Array, never_waits: Bools | None = None
     ) -> tuple[Array, Array]:
-        """Return the number of decoding requests and the seconds of an iteration at which the number of requests in
-        both lanes equals the cap.
+        """Return the number of decoding requests, and the seconds of an iteration, if both lanes together have as many
+        requests as the cap.
 
         The result is interpolated within a segment of the last division, so it is slightly too low.
 

@@ -1,4 +1,4 @@
-"""Predict waa, with which some devices encode and the others decode, asynchronously."""
+"""Predict waa: some devices encode, and the others decode asynchronously."""
 
 from __future__ import annotations
 

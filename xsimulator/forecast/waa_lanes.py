@@ -1,6 +1,4 @@
-"""Predict the times of waa's two lanes: how long encode batches and their transfers take, and how long decode
-iterations take.
-"""
+"""Predict the times of waa's two lanes: of encode batches, their transfers, and decode iterations."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from xsimulator.lengths import Lengths
 
 
 class DecodeLane:
-    """Predicts how long iterations take, by the numbers of requests that decode and that join.
+    """Predicts the times of iterations from the numbers of requests that decode and that join.
 
     Args:
         mean_decodes: mean number of iterations of a request.
@@ -163,7 +161,7 @@ class Encoding(NamedTuple):
 
 
 class EncodeLane:
-    """Predicts how long encode batches take, by number of prompts.
+    """Predicts the times of encode batches from their numbers of prompts.
 
     Args:
         transferred: share of requests whose K/V moves to the decode lane.
