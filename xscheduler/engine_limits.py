@@ -5,7 +5,7 @@ from __future__ import annotations
 from xgpt.core.schema import Block, EngineSpec, ModelSpec, Quantization
 
 GROUPED = ("fp8_block", "int4")
-"""Weight formats with one scale for each block or group of weights, which must not be divided among devices."""
+"""Weight formats with one scale for each block or group of weights. No block or group may be divided among devices."""
 
 SHARING = ("vllm", "sglang")
 """Engines in which several replicas can share the experts of a layer."""

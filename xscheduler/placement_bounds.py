@@ -60,7 +60,7 @@ class _Stages(NamedTuple):
     met_s: Array
     """A mixed step in which a given request decodes. Its prompts replace only the other m - 1 requests."""
     encode_s: Array
-    """The time of one prompt in the largest step, where a prompt costs the least. # [kinds]"""
+    """A prompt's share of the time of the largest step. In this step a prompt costs the least. # [kinds]"""
     passing_s: Array
     """The sum of `decode_s` over all stages, plus the hops between them. # [m]"""
     steady_s: Array
@@ -81,8 +81,8 @@ class PlacementBounds:
     """Bounds for the placements of one problem, under any constraint.
 
     Args:
-        profile: a profile with lower tables (`xscheduler.lower_tables`), whose times never fall with size.
-        quantile_decodes: decode iterations of the request that must keep the latency bound.
+        profile: a profile with lower tables (`xscheduler.lower_tables`). Its times never fall with size.
+        quantile_decodes: number of decode iterations of a request of the quantile's length.
         max_batch: largest number of requests in a micro-batch.
     """
 

@@ -60,8 +60,7 @@ class Problem:
 
     @property
     def step_profile(self) -> Profile:
-        """The profile, converted so that a step gives each request one token on average despite speculative decoding.
-        """
+        """The profile, converted so that a step gives each request one token on average even with a draft."""
         return speculating(self.profile, self.model, self.speculation)
 
     @classmethod

@@ -30,7 +30,7 @@ class Fastest(NamedTuple):
 
 
 def infeasible(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
-    """Return an error that names the constraint that cannot be kept and the nearest value that can be kept."""
+    """Return the error that names the bound that cannot be kept, and its nearest value that can be kept."""
     constraint = candidates.problem.constraint
     nearest, quickest = _nearest(candidates, kinds)
     reason = _reason(candidates, quickest)
@@ -185,7 +185,7 @@ def _no_memory(candidates: Candidates) -> InfeasibleError:
 
 
 def _slowest_points(space: Space) -> dict[str, Ints]:
-    """Return, for each branch, the point with the lowest latency, which is its slow corner."""
+    """Return the slow corner of each branch. It is the point with the lowest latency."""
     branches = space.branches()
     columns = {name: np.asarray([branch[name] for branch in branches]) for name in branches[0]}
     for axis in space.searched:

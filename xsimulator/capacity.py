@@ -1,7 +1,7 @@
 """Find by simulation the highest arrival rate at which a plan keeps its bounds, waiting included.
 
-Requests arrive in a Poisson or gamma process. Every rate is simulated with the same lengths and the same gaps, scaled
-to the rate (common random numbers), so that results differ because of the rate and not because of chance. One replica
+Requests arrive in a Poisson or gamma process. Every rate is simulated with the same lengths and with the same gaps,
+scaled to the rate (common random numbers). So results differ because of the rate and not because of chance. One replica
 is simulated with its share of the arrivals. A run ends as soon as more requests have broken their bounds than the
 quantile allows.
 """
@@ -197,9 +197,8 @@ class CapacitySearch:
 
     Args:
         predicted: the closed form's rate. The search begins there.
-        most: a rate at which the bounds are broken. None means the plan's saturated throughput, which is then
-            simulated. Above saturated throughput the queue grows without limit, although a run may end before the
-            bounds are broken.
+        most: a rate at which the bounds are broken. None means the plan's simulated throughput at saturation. Above
+            saturated throughput the queue grows without limit, although a run may end before the bounds are broken.
         least_requests: see `Trial`.
 
     Attributes:
@@ -238,8 +237,8 @@ class CapacitySearch:
         return 0 < rate < self._promised and rate < self._most and self._excess_at(rate, self._slack) <= self._slack
 
     def excess_over(self, rate: float, far: float) -> float:
-        """Return the excess at a rate: the largest quantile of time / bound over all goals, or infinite if it exceeds
-        `far`.
+        """Return the excess at a rate: the largest quantile of time / bound over all goals, headroom included, or
+        infinite if it exceeds `far`.
         """
         return self._excess_at(rate, far * self._slack) / self._slack
 
@@ -361,7 +360,7 @@ def _wait_s(plan: Plan, throughput: float) -> float:
 
 
 def _follows_bounds(plan: Plan) -> bool:
-    """Return whether the plan's steps take all the time that its bounds allow, as with slack."""
+    """Return whether the plan fills its steps up to the time that its bounds allow, as `slack` does."""
     return getattr(plan.policy, "slack", None) is not None
 
 

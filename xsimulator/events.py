@@ -17,12 +17,12 @@ from xgpt.core.schema.step_log import ANYONE, Account, Arrival, Chain, StepRecor
 
 
 class SimulatedRequest(NamedTuple):
-    """A request with its output length, which the schedule must not see, and with the keys of K/V blocks that requests
-    can share.
+    """A request with its output length and with the keys of K/V blocks that requests can share. The schedule must not
+    see the output length.
 
     Attributes:
         chain: keys of the prompt's blocks.
-        output_chain: keys of the blocks after the prompt, which stay cached when the request ends.
+        output_chain: keys of the blocks after the prompt. They stay cached when the request ends.
     """
 
     id: int

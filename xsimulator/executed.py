@@ -137,8 +137,8 @@ def paces_of_workers(
 ) -> Paces | None:
     """Return the measured and predicted times of each stage's worker, summed over all steps of a log.
 
-    Return None if the time of a worker is missing, or if workers were restarted and report only the time since then. A
-    stage with several tensor-parallel workers counts by its first worker, which waits for the others.
+    Return None if the time of a worker is missing, or if workers were restarted and report only the time since then.
+    For a stage with several tensor-parallel workers, its first worker counts, since it waits for the others.
 
     Args:
         busy_s: seconds for which each worker was busy. The keys are the workers' names in the server's metrics.

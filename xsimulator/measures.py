@@ -1,7 +1,7 @@
 """Measure throughput and latencies from a log of steps. The same definitions hold for simulated and real engines.
 
-At saturation, latency counts from admission, which is the start of the step that begins to encode the request
-(`measure`). If requests arrive over time, latency counts from arrival (`request_times`).
+At saturation, latency counts from admission: the start of the step that begins to encode the request (`measure`). If
+requests arrive over time, latency counts from arrival (`request_times`).
 """
 
 from __future__ import annotations

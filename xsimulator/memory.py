@@ -176,7 +176,7 @@ class LaneMemory:
         keeps: the engine, which reserves memory for itself. None means xgpt's own.
         slots: largest number of requests in the engine's batches.
         speculation: the draft, whose weights and K/V are also in memory, or None.
-        kept_blocks: number of blocks with prompts of running and earlier requests, which later requests may share.
+        kept_blocks: number of blocks with prompts of running and earlier requests. Later requests may share them.
 
     Raises:
         InfeasibleError: not even the weights fit on some stage.
@@ -273,8 +273,8 @@ class LaneMemory:
         """Return the number of tokens of the longest request that fits in memory by itself.
 
         Args:
-            step_tokens: number of tokens of the largest step, whose activations need memory beside K/V.
-            in_flight: number of tokens of running steps, which a layer keeps beyond its window.
+            step_tokens: number of tokens of the largest step. Its activations need memory beside K/V.
+            in_flight: number of tokens of running steps. A layer keeps them beyond its window.
         """
         buffers = self._buffers.of(np.asarray([step_tokens]))[:, 0]
         return min(

@@ -8,8 +8,8 @@ throughput X(k) of the schedule with k requests, or at X(n) if k exceeds the num
 where s is the coefficient of variation of the time for which a request occupies a slot. If slots become free together,
 after a phase or a batch, s = 0. A request that arrives when k others are in the system spends, one after the other,
 
-- the time until the next step that may admit it, which is uniform over the time between two such steps;
-- if all n slots are taken, the wait for a slot, which has an exponential distribution since the tail of P is geometric;
+- the time until the next step that may admit it, uniform over the time between two such steps;
+- if all n slots are taken, the wait for a slot, exponentially distributed since the tail of P is geometric;
 - its running time, with the step times of the schedule with k + 1 requests.
 
 Up to n, the model is exact for Poisson arrivals and processor sharing, whatever the distribution of running times.

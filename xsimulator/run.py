@@ -233,7 +233,7 @@ def simulate(
     arrivals: ArrivalProcess | None = None,
     on_span: OnSpan | None = None,
 ) -> tuple[Measured, list[StepRecord]]:
-    """Return the figures and steps of a simulated run of sampled requests, which arrive over time or all at the start.
+    """Return the figures and steps of a simulated run of sampled requests. They arrive over time, or all at the start.
 
     One replica is simulated with its share of the arrivals, and its throughput is multiplied by the number of replicas.
 
@@ -394,7 +394,7 @@ def replay_trace(
 
 
 def _replayed(plan: Plan, workload: Workload, trace: TraceLengths, num_requests: int) -> TraceLengths:
-    """Return the requests of a trace that one replica gets, as many as are needed to measure `num_requests`."""
+    """Return one replica's requests of a trace, as many as are needed to measure `num_requests`."""
     check_fits(plan, workload)
     if trace.timestamp_s is None:
         raise InputError("workload", workload.name, "it has no timestamps; give `arrival_rate_per_s`")

@@ -32,7 +32,7 @@ class StageShape(NamedTuple):
 
     @property
     def group(self) -> tuple[int, int]:
-        """Tensor-parallel and expert-parallel degree, which are the key of the layers' tables in a profile."""
+        """Tensor-parallel and expert-parallel degree. They are the key of the layers' tables in a profile."""
         return self.tp, self.ep
 
 

@@ -173,7 +173,7 @@ class LoadForecast:
 
         Args:
             deviations: number of standard errors of the forecast to reserve.
-            factor: the plan's load factor, which is the reserve for chance.
+            factor: the plan's load factor. It is the reserve for chance.
         """
         points = np.linspace(from_s, to_s, 5)
         grown = np.sqrt(np.clip(points / max(self._lead_s, 1.0), 0.25, 2.0))

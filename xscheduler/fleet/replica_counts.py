@@ -290,8 +290,8 @@ def _held(problem: FleetProblem, states: Ints) -> npt.NDArray[np.bool_]:
 
 
 def _shares(problem: FleetProblem) -> tuple[Array, Array]:
-    """Return two arrays: the share of each interval's need that a replica serves, at most 1, and the sum that these
-    shares must reach, which is 1 or 0.
+    """Return two arrays: the share (at most 1) of each interval's need that a replica serves, and the sum (1 or 0) that
+    these shares must reach.
 
     Unlike needs, shares are never so small that a solver treats them as zero. The limit of 1 changes no integer
     solution. # [intervals, kinds], [intervals]

@@ -172,7 +172,7 @@ class Arrivals(Objective):
         }
 
     def _certified(self, plan: Plan, kind: str, breach: float, *, best: bool) -> Plan:
-        """Return the plan with its certificate, which covers all plans of its policy or, for the best plan, of all
+        """Return the plan with its certificate. It covers all plans of the policy or, for the best plan, of all
         policies.
         """
         rate, together = rate_of(plan), "throughput_rps" in plan.estimate.simulated
@@ -215,7 +215,7 @@ class Arrivals(Objective):
         return space if space.constraint == self._in_loop else space.under(self._in_loop, space.bound)
 
     def _finish(self, plan: Plan) -> Plan:
-        """Return the plan after `finish`, which sets its admission and its simulated figures."""
+        """Return the plan after `finish` has set its admission and its simulated figures."""
         key = plan.policy, plan.stages, plan.replicas
         if key not in self._finished:
             self._finished[key] = self.finish(plan)
@@ -373,7 +373,9 @@ def _error_of(plan: Plan, profile: Profile, rate: float) -> float:
 
 
 def _with_rival(ordered: dict[str, Plan]) -> Plan:
-    """Return the best plan, which names the next plan as its rival if simulation cannot distinguish their rates."""
+    """Return the best plan. If simulation cannot distinguish its rate from the next plan's, it names that plan as its
+    rival.
+    """
     plan, *others = ordered.values()
     found = plan.estimate.capacity
     noise = DEVIATIONS * (0.0 if found is None else found.error or 0.0)

@@ -1,4 +1,4 @@
-"""Define the interface of an objective, which finds the plan with the highest value of a figure and proves its gap."""
+"""Define the interface of an objective. It finds the plan with the highest value of a figure and proves its gap."""
 
 from __future__ import annotations
 

@@ -239,8 +239,8 @@ def best_by_rate(problem: Problem, kinds: Sequence[str], search: SearchMethod = 
 def _with_figures(plan: Plan, problem: Problem) -> Plan:
     """Correct a plan's figures at saturation by simulation, unless prompts share cached prefixes.
 
-    The search for the plan's arrival rate, which comes later, uses the throughput at saturation as an upper limit, and
-    chooses the number of simulated requests from it.
+    The later search for the plan's arrival rate uses the throughput at saturation as an upper limit, and to choose the
+    number of simulated requests.
     """
     return plan if problem.reused is not None else with_simulated_figures(plan, problem.profile)
 

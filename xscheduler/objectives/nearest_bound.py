@@ -15,7 +15,7 @@ from xscheduler.schedule import Scheduler
 from xscheduler.why_not import why_slow
 
 STEP = 1.01
-"""Ratio of neighbouring bounds to try. The bounds are powers of this ratio, so the answer does not depend on the
+"""Ratio of neighbouring bounds to try. The bounds are powers of this ratio, so the result does not depend on the
 requested bound.
 """
 STRIDES = (4, 12, *range(41, 1000, 41))

@@ -25,7 +25,7 @@ from xscheduler.problem import Problem
 from xsimulator.lengths import reused_at
 
 STEPS = 4
-"""Number of cache sizes, chosen so that the cached share grows by equal amounts."""
+"""Number of cache sizes. From each to the next, the cached share grows by the same amount."""
 SHARES = (0.5, 0.65, 0.8, 0.9, 0.95)
 """Further cache sizes to try, as shares of a plan's K/V memory."""
 BOUND = "the best of any division of memory between running requests and cached prompts"
@@ -116,8 +116,7 @@ def _consistent(plan_each: PlanEach, division: _Division, best: Plan) -> dict[st
     """Return each policy's best plan. The plan assumes only as much reuse as its own number of running requests
     permits.
 
-    This number matters at saturation, where a conversation's next prompt may enter before the previous answer has
-    ended.
+    This number matters at saturation: a conversation's next prompt may enter before the previous output has ended.
     """
     if not division.has_answers:
         return _planned(plan_each, division.problem())

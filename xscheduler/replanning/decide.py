@@ -351,9 +351,7 @@ def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:
 
 
 def _although_broken(near: Verdict, constraint: Constraint) -> Verdict:
-    """Return the verdict `near` with the original constraint, which no plan keeps. `near` was reached under a looser
-    bound.
-    """
+    """Return the verdict `near`, reached under a looser bound, with the original constraint that no plan keeps."""
     assert near.best is not None and near.plan is not None
     wider_s = near.plan.constraint.latency_bound_s
     return replace(

@@ -67,7 +67,7 @@ class Situation:
         return replace(self, plan=self.plan.but(constraint=constraint))
 
     def problem(self, *, in_place: bool) -> Problem:
-        """Return the planning problem, on the server's devices, whose best plan may take over.
+        """Return the planning problem on the server's devices. Its best plan may take over.
 
         The number of replicas is fixed if replicas are on several machines or share experts.
 
@@ -127,7 +127,7 @@ def at_pace(plan: Plan, slowdown: float | None) -> Plan:
 
 
 def within_context(workload: Workload, max_context: int) -> Workload:
-    """Return the workload with its longest outputs and inputs shortened so that any input and output fit together.
+    """Return the workload. Its longest outputs and inputs are shortened so that any input and output fit together.
 
     Each observed request fitted into the context, but the longest input and the longest output can be from different
     requests. A chat without a limit may use the whole context, so an output length that was allowed but never generated

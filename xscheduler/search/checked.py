@@ -2,9 +2,9 @@
 
 Branch and bound relies on the bounds of boxes (xscheduler.box_bounds). Afterwards, random boxes are drawn in the space
 of the best point and in the next most promising space. If a point exceeds the bound of its box, the excess is added to
-the gap. If the excess is more than a tolerance, the bounds prove nothing. Small spaces are then searched exhaustively,
-which is a proof. Larger spaces are also searched by Optuna, and the better of the two points is returned without a
-proof.
+the gap. If the excess is more than a tolerance, the bounds prove nothing. Small spaces are then searched exhaustively.
+This proves the result. Larger spaces are also searched by Optuna, and the better of the two points is returned without
+a proof.
 """
 
 from __future__ import annotations

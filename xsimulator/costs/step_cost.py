@@ -38,7 +38,7 @@ class LaneCost:
     Stages with equal costs form one kind. Arrays have an entry for each kind.
 
     Args:
-        degrees: the profile's tables, which several lanes may share. None means that the tables are computed here.
+        degrees: the profile's tables. Several lanes may share them. None means that the tables are computed here.
         engine: the engine that runs the steps. None means an engine about which only the profile is known.
         is_floor: whether the tables of `profile` are lower bounds (`xscheduler.lower_tables`). Closed forms then count
             the cost of mixing for one decode only.
@@ -426,7 +426,8 @@ class StepCounts(NamedTuple):
 
     @classmethod
     def of(cls, encode: Sequence[tuple[int, int, int]], contexts: Sequence[int]) -> StepCounts:
-        """Return the counts of a step of a decoder-only model, which samples for each decode and each prompt that ends.
+        """Return the counts of a step of a decoder-only model. The step samples for each decode and each prompt that
+        ends.
 
         Args:
             contexts: number of tokens to which each decoding request attends.
@@ -471,7 +472,7 @@ class TransferCost:
         self.line = Line(line.points / share, line.values)
         """Seconds, by number of tokens of all prompts in the batch."""
         self.occupies = encode.profile.num_threads is not None
-        """Whether a transfer takes the devices' compute time, as it does on CPUs, which have no copy engine."""
+        """Whether a transfer takes the devices' compute time. It does on CPUs, since they have no copy engine."""
 
     def at(self, tokens: float) -> float:
         return self.line.at(tokens)

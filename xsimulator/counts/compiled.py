@@ -1,6 +1,6 @@
 """Compile loops with numba, and store the compiled code on disk.
 
-A helper is compiled into its callers. A function that Python calls is compiled when it first runs, which takes some
+A helper is compiled into its callers. A function that Python calls is compiled when it first runs. This takes some
 seconds. The compiled code is stored on disk (`xgpt.core.compiled_code`).
 """
 
@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 _WITHOUT_ENTRY: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 helper = njit(forceinline=True, **_WITHOUT_ENTRY)
-"""Compile a function into its callers, without an entry point for Python, which would take a third of the time."""
+"""Compile a function into its callers. Compiling an entry point for Python, too, would take a third of the time."""
 
 
 def kept(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -220,7 +220,7 @@ def waits_for_others(s, lane, batch):
 
 @helper
 def fill(s, lane, batch):
-    """Add pieces of prompts to the step, up to the token budget (orca, chunked)."""
+    """Add prompt chunks to the step, up to the token budget (orca, chunked)."""
     left = batch.token_budget - (0 if lane.prompts_first else batch.decoding)
     id_ = batch.first
     while id_ != NONE:
@@ -331,7 +331,7 @@ def settle(s, lane):
 
 @helper
 def join_encoded(s, lane, step, now_ns):
-    """Record that a step has encoded its pieces of prompts. Requests whose prompts end begin to decode."""
+    """Record that a step has encoded its prompt chunks. Requests whose prompts end begin to decode."""
     batch = s.batches[step.batch]
     for i in range(step.first_piece, step.last_piece):
         piece = s.pieces[i % len(s.pieces)]

@@ -30,7 +30,7 @@ class PlacementLimits(NamedTuple):
     """The limits of control variables on a placement.
 
     Attributes:
-        least: least number of requests, which is one for each micro-batch.
+        least: least number of requests: one for each micro-batch.
         capacity: number of requests whose K/V fits in memory at the same time.
         max_batch: largest number of requests in a micro-batch.
         engine: the engine that runs the plan. None means any.
@@ -173,7 +173,7 @@ class Forecast(ABC, Generic[M]):
     def box_latencies(
         self, model: M, lesser: Callable[[], Performance], floor: Performance, corners: int, microbatches: float
     ) -> tuple[Array, Array, Array] | None:
-        """Return lower bounds on latency, TTFT and TPOT of each box, which is a range of settings.
+        """Return lower bounds on latency, TTFT and TPOT of each box. A box is a range of settings.
 
         Return None if these bounds are the predictions for the box's slow corner.
 

@@ -50,7 +50,7 @@ ROUNDING = 1.05
 MOST_UNUSED = 0.75
 """Largest share of a step's tokens that stays unused because the next whole prompt does not fit."""
 NUM_BUSY = len(PROMPTS) + len(WEIGHTS)
-"""Number of values that represent busy steps, which are steps that encode. Values for steps with one prompt come first,
+"""Number of values that represent busy steps, that is, steps that encode. Values for steps with one prompt come first,
 then values for steps with several.
 """
 
@@ -438,8 +438,8 @@ def _spans(prompts: Array, room: Array, load: Array) -> Array:
 
 
 def _means_of(values: Array, probabilities: Array, shares: Array) -> Array:
-    """Return the means of consecutive parts of a distribution, whose shares are given. # [values], [values], [shares]
-    -> [shares]
+    """Return the means of consecutive parts of a distribution. `shares` has the parts' shares. # [values], [values],
+    [shares] -> [shares]
     """
     edges, cuts = np.concatenate([[0.0], np.cumsum(probabilities)]), np.concatenate([[0.0], np.cumsum(shares)])
     inside = np.minimum(edges[1:, None], cuts[1:]) - np.maximum(edges[:-1, None], cuts[:-1])  # [values, shares]

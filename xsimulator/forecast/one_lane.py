@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class OneLaneModel:
-    """The times of steps of one lane under one workload, which the forecasts of single-lane policies read.
+    """The times of steps of one lane under one workload. Forecasts of single-lane policies read them.
 
     Args:
         lane: step costs on the lane's stages.

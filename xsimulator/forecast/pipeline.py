@@ -34,7 +34,7 @@ _BLOM = _blom(np.arange(1025))
 
 
 def expected_max_deviate(count: npt.ArrayLike) -> Array:
-    """Return the expected maximum of `count` standard normal deviates (Blom's approximation), which is 0 for one."""
+    """Return the expected maximum of `count` standard normal deviates (Blom's approximation). It is 0 for one."""
     n = np.asarray(count).astype(int)
     return _BLOM[n] if n.max() < len(_BLOM) else _blom(n)
 

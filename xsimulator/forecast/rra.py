@@ -1,4 +1,4 @@
-"""Predict rra, which encodes B_E requests, runs N_D decode iterations, and repeats this."""
+"""Predict rra. It encodes B_E requests, runs N_D decode iterations, and repeats this."""
 
 from __future__ import annotations
 

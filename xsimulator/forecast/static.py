@@ -1,4 +1,4 @@
-"""Predict static, which encodes a batch and decodes it until its longest output ends."""
+"""Predict static. It encodes a batch and decodes it until the longest output ends."""
 
 from __future__ import annotations
 

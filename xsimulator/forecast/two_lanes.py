@@ -40,7 +40,7 @@ def is_tight(cap: Array, encode_batch: Array) -> Bools:
     low, by up to 77%.
 
     A batch enters as soon as enough requests have ended. In the closed form, the batch waits until the mean number of
-    requests is low enough, which is right only for many requests. If few batches fit, Little's law gives the bound.
+    requests is low enough. This is accurate only for many requests. If few batches fit, Little's law gives the bound.
     """
     return cap < FEW_BATCHES * (encode_batch + 1)
 
