@@ -32,7 +32,7 @@ INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnn
 
 
 class Finding(Frozen):
-    """A line of `xgpt doctor`."""
+    """A line of `xgpt doctor`: a property of the machine, with advice if it may be a problem."""
 
     name: str
     """Name of a property of the machine."""
@@ -43,10 +43,10 @@ class Finding(Frozen):
 
 
 def examine(root: Path = Path("/")) -> list[Finding]:
-    """Return findings about the machine, installed software and cached files. This takes two to four seconds.
+    """Examine the machine, the installed software and the cached files. This takes two to four seconds.
 
     Args:
-        root: directory that contains proc. Tests use another directory.
+        root: directory that contains proc. Only tests set it.
     """
     return [_python(), _devices(), instructions(root), _load(), _clock(), *_profiles(), _vllm(), _files(), _disk()]
 
@@ -71,7 +71,7 @@ def _devices() -> Finding:
 
 
 def instructions(root: Path = Path("/")) -> Finding:
-    """Return the processor's instruction sets that speed up matrix products."""
+    """Find which instruction sets for fast matrix products the processor has."""
     try:
         flags = re.search(r"^flags\s*:(.*)$", (root / "proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
@@ -104,7 +104,9 @@ def _clock() -> Finding:
 
 
 def _profiles() -> list[Finding]:
-    """Return findings about the profiles that were measured on this machine, and their fastest layouts."""
+    """Return findings about the profiles measured on this machine, and about the layouts that were fastest in
+    them.
+    """
     directory = cache_dir() / "profiles"
     kept, broken = [], 0
     for path in sorted(directory.glob("*.json")):

@@ -1,4 +1,4 @@
-"""Find the language model in a config.json, and the defaults of transformers for fields that it leaves out."""
+"""Find the language model in a config.json, and the values that transformers uses for missing fields."""
 
 from __future__ import annotations
 
@@ -106,10 +106,10 @@ def language_model(config: dict[str, Any], source: str) -> tuple[str, dict[str, 
 
 
 def tower_params(config: Mapping[str, Any]) -> int:
-    """Estimate the number of weights in a model's encoders of images and sound.
+    """Estimate the number of weights in a model's image and sound encoders.
 
-    Each block has attention and two or three matrices between the hidden and the intermediate size. Two more matrices
-    merge several patches into a token. Positions, norms and patch embeddings are not counted.
+    Counted are, for each block, the attention and two or three matrices of the feed-forward block, and two matrices
+    that merge several patches into a token. Positions, norms and patch embeddings are not counted.
     """
     inner = config.get("thinker_config")
     parts = [config, inner] if isinstance(inner, dict) else [config]
@@ -149,6 +149,6 @@ def _defaults() -> dict[str, dict[str, Any]]:
 def given_by_default(family: str) -> dict[str, Any]:
     """Return the values that transformers uses for fields that a config.json leaves out.
 
-    `python -m tools.make_config_defaults` reads them from transformers' config classes.
+    `python -m tools.make_config_defaults` takes these values from transformers' config classes.
     """
     return _defaults().get(family, {})

@@ -1,7 +1,7 @@
-"""List the known fields of config.json, both those that are read and those without effect. Other fields are errors.
+"""The known fields of config.json: fields that are read, and fields without effect. Any other field is an error.
 
-`transformers` 5 keeps unknown fields in the config, where code may read them. So a field that is not in these tables is
-an error and not ignored.
+`transformers` 5 keeps unknown fields in the config, and a model's code may read them. So fields that are not in these
+tables are not ignored.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Fields:
 
     Attributes:
         read: fields that determine the `ModelSpec`.
-        only: fields that switch on an unsupported variant, with the values that are accepted.
+        only: fields that may switch on an unsupported variant, each with its accepted values.
         without_effect: fields that `transformers` does not read.
         aliases: alternative names of fields. If both names are given, the values must be the same.
-        untimed: fields that affect tokens but neither times nor memory, in families that xgpt plans but does not run
-            itself.
+        untimed: fields that affect the generated tokens but neither times nor memory. Only families that xgpt's own
+            engine does not run have such fields.
     """
 
     read: frozenset[str]
@@ -218,7 +218,7 @@ def check_fields(family: str, config: Mapping[str, Any]) -> None:
     """Check that all fields of a config.json, and their values, are known.
 
     Raises:
-        InputError: a field or its value is not known. The message states the field.
+        InputError: a field or its value is not known. The message names the field.
     """
     known = FIELDS[family]
     passed = (
@@ -250,7 +250,7 @@ def check_fields(family: str, config: Mapping[str, Any]) -> None:
 
 
 def _is_off(name: str, value: Any) -> bool:
-    """Return whether the value of an unknown field means that the model does not have the field's feature."""
+    """Return whether the value of an unknown field switches the field's feature off."""
     if value is None or (isinstance(value, (list, dict, str)) and not value):
         return True
     if name.startswith(("use_", "do_", "scale_", "norm_")):

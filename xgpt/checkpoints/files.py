@@ -1,4 +1,4 @@
-"""Read a checkpoint's model from its config.json, without torch. Planning needs nothing else of a checkpoint."""
+"""Read the model that a checkpoint's config.json describes, without torch. Planning needs no weights."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ ENCODER_DECODERS = ("t5", "mt5")
 
 
 def read_spec(directory: Path) -> ModelSpec:
-    """Return the model that a directory in Hugging Face's layout describes, as `transformers` 5 reads the directory.
+    """Return the model in a directory with Hugging Face's layout. Fields have the same meaning as in `transformers` 5.
 
     Stop tokens come from generation_config.json or, if it is missing, from config.json. The tokenizer's end token is
-    added, as in vLLM. Embedding and head are tied if config.json says so and no head is stored.
+    added, as in vLLM. Embedding and head share weights if config.json says so and the weight files have no head.
 
     Raises:
         InputError: there is no config.json, the family or variant is not supported, a field is not known, or the
@@ -56,7 +56,7 @@ def read_spec(directory: Path) -> ModelSpec:
 
 
 def read_config(path: Path) -> ModelSpec:
-    """Return the model that a config.json alone describes, including stop tokens and tied weights.
+    """Return the model that a config.json alone describes. Stop tokens and tied weights are taken from it, too.
 
     Raises:
         InputError: as `read_spec` does.
@@ -67,7 +67,7 @@ def read_config(path: Path) -> ModelSpec:
 
 
 def _read_spec(path: Path, directory: Path | None) -> ModelSpec:
-    """Return the model that a config.json describes, together with the other files of its directory if one is given."""
+    """Return the model that a config.json and, if a directory is given, the directory's other files describe."""
     config = _read_object(path) or {}
     generation = {} if directory is None else _read_object(directory / "generation_config.json") or {}
     headers = [] if directory is None else list(_headers(directory))
@@ -126,7 +126,7 @@ def spec_of(
 
 
 def sampling_defaults(directory: Path) -> dict[str, float]:
-    """Return the sampling settings of generation_config.json, which are defaults for requests, as in vLLM.
+    """Return the sampling settings of generation_config.json. As in vLLM, they are defaults for requests.
 
     Raises:
         InputError: a value is out of its range.
@@ -164,7 +164,7 @@ def _tokenizer_end(directory: Path) -> int | None:
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
-    """Return a JSON object, or None if there is no such file."""
+    """Return the JSON object in a file, or None if there is no such file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -179,7 +179,7 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 
 def _headers(directory: Path) -> Iterator[str]:
-    """Yield the JSON headers of the weight files. A broken file has an empty header, since loading reports the error.
+    """Yield the JSON header of each weight file. For a broken file it is empty, and loading reports the error later.
 
     A safetensors file begins with the length of its header (8 bytes, little-endian) and the header.
     """
@@ -191,7 +191,7 @@ def _headers(directory: Path) -> Iterator[str]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return a checkpoint's weight files, as `transformers` chooses them, or nothing if there are none.
+    """Return the weight files that `transformers` would load, or nothing if there are none.
 
     They are model.safetensors, or the shards that model.safetensors.index.json names in the same directory.
 
@@ -224,14 +224,16 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _stored_dtype(headers: Sequence[str]) -> DType | None:
-    """Return the dtype of the first file's weights, or None if it is not unique. GPT-2's configs state no dtype."""
+    """Return the dtype of the first weight file, or None if its weights have several. It is used if config.json states
+    no dtype.
+    """
     names = re.findall(rf'"dtype":\s*"({"|".join(STORED_DTYPES)})"', headers[0] if headers else "")
     dtypes = {STORED_DTYPES[name] for name in names}
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _decoder_start(config: Mapping[str, Any], generation: Mapping[str, Any]) -> int:
-    """Return the token with which a decoder starts, from generation_config.json or, if it is missing there,
+    """Return the id of the token with which a decoder starts. It is in generation_config.json or else in
     config.json.
     """
     for where in (generation, config):

@@ -1,4 +1,4 @@
-"""Find models by their Hugging Face id in this machine's cache, without a network."""
+"""Find models by their Hugging Face id in this machine's cache, without network access."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def is_id(name: str) -> bool:
 
 
 def id_of(checkpoint: str | None) -> str | None:
-    """Return the hub id of a plan's checkpoint, or None if the checkpoint is a directory or there is no checkpoint.
+    """Return the hub id of a plan's checkpoint, or None if the checkpoint is a directory or None.
 
     Raises:
-        InputError: the hub does not allow such an id.
+        InputError: the id is malformed.
     """
     if checkpoint is None or not checkpoint.startswith(HUB):
         return None
@@ -32,7 +32,7 @@ def id_of(checkpoint: str | None) -> str | None:
 
 
 def cached(model_id: str) -> Path | None:
-    """Return the directory of a model's newest download in huggingface_hub's cache, or None if there is no download."""
+    """Return the directory of a model's main revision in huggingface_hub's cache, or None if it is not there."""
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     model = cache / f"models--{model_id.replace('/', '--')}"

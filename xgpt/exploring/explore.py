@@ -1,9 +1,9 @@
 """Answer the questions of the planning page in several parts, the quickest first.
 
-A question contains the arguments of `xgpt.plan` by name, and `current`, the command of the current deployment. Closed
-forms give the first parts immediately, and a simulated run follows. The last part is the plan that `xgpt plan` would
-write. A separate process (`python -m xgpt.exploring.explore`) answers, and gives up a question when a newer question
-arrives.
+A question contains arguments of `xgpt.plan` by name, and optionally `current`: the command of the current deployment.
+Closed forms give the first parts immediately. A simulated run follows, then the plan that `xgpt plan` would write, and
+last a comparison with the current deployment. A separate process (`python -m xgpt.exploring.explore`) answers. It
+abandons a question when a newer one arrives.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Explorer:
         """Yield the parts of the answer to a question.
 
         Raises:
-            XgptError: the question is wrong, or no schedule keeps the bounds. Earlier parts have been yielded.
+            XgptError: an argument is not accepted, or no schedule keeps the bounds. Some parts may have been yielded
+                before.
         """
         current = asked.pop("current", None) or None
         if not isinstance(current, str | None):
@@ -90,8 +91,8 @@ class Explorer:
             yield {"part": "current", **scored(search, current, planned.best)}
 
     def _scheduler(self, request: PlanRequest) -> tuple[Scheduler, Part]:
-        """Return a request's scheduler, and the part of the answer that does not depend on bounds. The scheduler's
-        tables are cached.
+        """Return a request's scheduler, and the part of the answer that does not depend on bounds. Both are cached for
+        requests that differ only in bounds. The part is empty at first, and the caller fills it.
         """
         free = request.but(**FREE)
         key = free.model_dump_json()
@@ -106,12 +107,13 @@ class Explorer:
 
 
 def _runs_as(plan: Plan) -> tuple[object, ...]:
-    """Return a key that is equal for plans with the same steps."""
+    """Return a key that is equal for two plans if they run the same steps."""
     return plan.policy, plan.stages, plan.cluster.num_devices
 
 
 def quick(search: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, float | None]]:
-    """Return each policy's best plan in closed form, the best of all first, with its arrival rate if plans maximise it.
+    """Return each policy's best plan in closed form, the best of all first. Each comes with its arrival rate, or with
+    None if plans maximise something else.
 
     Raises:
         InfeasibleError: no plan keeps the bounds.
@@ -132,7 +134,7 @@ def quick(search: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, fl
 
 
 def table(plans: dict[str, tuple[Plan, float | None]]) -> Part:
-    """Return a table with a row for each policy."""
+    """Return a table with the figures of each policy's plan."""
     rows = []
     for kind, (plan, rate) in plans.items():
         e = plan.estimate
@@ -168,7 +170,7 @@ def outline_of(plan: Plan) -> Part:
 
 
 def trade_off(search: Scheduler, kinds: tuple[str, ...]) -> Part:
-    """Return each policy's highest throughput at saturation for each latency."""
+    """Return for each policy a curve: the highest throughput at saturation over the latency."""
     relaxed = search.under(search.problem.constraint.but(**FREE))
     lines = []
     for kind in kinds:
@@ -189,7 +191,7 @@ def timeline(plan: Plan, search: Scheduler) -> Part:
 
 
 def looser(search: Scheduler, kinds: tuple[str, ...]) -> list[Part]:
-    """Return the best plan in closed form under the latency bound and under each looser bound."""
+    """Return the best policy and its rate in closed form, under the latency bound and under each looser one."""
     bound = search.problem.constraint.latency_bound_s
     rows = []
     for factor in () if bound is None else (1.0, *LOOSER):
@@ -201,7 +203,9 @@ def looser(search: Scheduler, kinds: tuple[str, ...]) -> list[Part]:
 
 
 def scored(search: Scheduler, command: str, best: Plan) -> Part:
-    """Return the current deployment's figures and the plan's gain, or the reason why it cannot be scored."""
+    """Return the current deployment's figures and the gain of the plan `best` over it, or the reason why it cannot be
+    scored.
+    """
     try:
         running = read_current(command, search.problem.cluster)
         plan = score_current(search.problem, running)
@@ -216,7 +220,7 @@ def scored(search: Scheduler, command: str, best: Plan) -> Part:
 
 
 def settled(planned: Planned) -> Part:
-    """Return the plans of `xgpt plan`, with simulated arrival rates."""
+    """Return the plans that `xgpt plan` finds, with simulated arrival rates."""
     rated = {
         kind: (plan, None if plan.estimate.capacity is None else rate_of(plan)) for kind, plan in planned.plans.items()
     }
@@ -247,14 +251,17 @@ def refusal(error: Exception) -> Part:
 
 
 class _Superseded(BaseException):
-    """Raised when a newer question arrives. No `except Exception` in the planner catches this exception."""
+    """Raised when a newer question arrives. It is no Exception, so that no `except Exception` in the planner catches
+    it.
+    """
 
 
 def main() -> None:
-    """Read questions as lines {"id", "asked"}, and write answers as lines {"id", "part", …}. SIGUSR1 ends an answer.
+    """Read questions as lines {"id", "asked"}, and write answers as lines {"id", "part", …}. SIGUSR1 ends the current
+    answer.
 
-    The sender must have read {"part": "ready"} before it sends the signal. It sends the signal before the next
-    question, so the signal never ends the wrong answer.
+    The sender may send the signal only after it has read {"part": "ready"}. It must send the signal before the next
+    question. Otherwise the signal could end the new answer.
     """
     is_computing = is_superseded = False
 

@@ -1,7 +1,7 @@
-"""Serve the planning page with an HTTP server on loopback and a process that answers questions.
+"""Serve the planning page: an HTTP server on loopback, and a process that answers the page's questions.
 
 Any user of the machine can connect to loopback, and answers may contain private files of the user who started the
-server. So each request must contain a token, which is part of the address that `serve` prints.
+server. So each request must contain a token. It is part of the address that `serve` reports.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class AnswerProcess:
         """Set once the process can be interrupted or has ended."""
 
     async def start(self) -> None:
-        """Start the process, which then loads its modules."""
+        """Start the process. It then loads its modules in the background."""
         if self._reading is not None:
             await self._reading  # a line of the previous process must not count as an answer
         self._is_ready.clear()
@@ -128,10 +128,10 @@ class AnswerProcess:
 
 
 def build_app(token: str) -> Starlette:
-    """Return the application, which serves the page, the names from which to choose, and the answers.
+    """Return the application. It serves the page, the names of shipped configs to choose from, and the answers.
 
     Args:
-        token: the token that requests for the page must contain in the query, and other requests in the header X-Token.
+        token: the token that every request must contain, in its query or in its header X-Token.
     """
     worker = AnswerProcess()
 
@@ -157,7 +157,7 @@ def build_app(token: str) -> Starlette:
         return StreamingResponse(worker.answers(asked), media_type="application/x-ndjson")
 
     async def trace(request: Request, body: bytes) -> Response:
-        """Return the histograms of a trace that was dropped on the page, under the name of its file."""
+        """Return a trace that was dropped on the page as a workload: its length histograms, named after its file."""
         name = Path(request.query_params.get("name", "")).name
         with tempfile.TemporaryDirectory() as directory:
             endings = [ending for ending in Path(name).suffixes[-2:] if ending in SUFFIXES]
@@ -187,7 +187,9 @@ def build_app(token: str) -> Starlette:
 
 
 class _WithToken:
-    """Wraps an application, rejects requests without the token, and forbids showing the page in a frame."""
+    """Wraps an application so that it rejects requests without the token, and forbids browsers to show the page in a
+    frame.
+    """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
@@ -221,9 +223,10 @@ _HEADERS = [
 
 
 def _of_this_page(answer: Callable[[Request, bytes], Any]) -> Callable[[Request], Any]:
-    """Wrap a handler so that it rejects bodies that are too long and requests from pages of other sites.
+    """Wrap a handler so that it rejects too long bodies and requests from other sites' pages.
 
-    Only the server's page can send JSON without a preflight request.
+    Requests must have the content type JSON. From pages of other sites, browsers send such requests only after a
+    preflight request, which fails here.
     """
 
     async def checked(request: Request) -> Response:

@@ -1,1 +1,3 @@
-"""Write the files that start a plan elsewhere: scripts, Kubernetes objects, deployments of Dynamo and llm-d."""
+"""Write the files that start a plan elsewhere: scripts, Compose files, Kubernetes objects, and deployments of Dynamo
+and llm-d.
+"""

@@ -1,7 +1,7 @@
 """Write the files that start a plan on another machine or platform.
 
-Most of them run `xgpt serve`, so that the endpoint's keys and limits apply. Versions are pinned, and starting needs no
-network. A plan that does not fit its devices is an error.
+Most of them run `xgpt serve`, so that the endpoint's keys and limits apply. Versions are pinned. A plan that needs more
+memory than its devices have is an error.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def export(plan: Plan, target: Target) -> dict[str, str]:
     """Return the contents of a target's files, by file name.
 
     Raises:
-        InputError: by its estimate the plan does not fit its devices, or it is for another engine, or the target cannot
-            run it.
+        InputError: by its estimate the plan needs more memory than its devices have, it is for another engine, or the
+            target cannot run it.
     """
     check_target(plan, target)
     check_memory(plan)
@@ -79,10 +79,10 @@ def export(plan: Plan, target: Target) -> dict[str, str]:
 
 
 def check_target(plan: Plan, target: Target) -> None:
-    """Check that a target starts the engine of a plan.
+    """Check that a target starts the engine for which a plan was made.
 
     Raises:
-        InputError: the target starts another engine. The message states for which engine to plan.
+        InputError: the target starts another engine. The message names the engine for which to plan.
     """
     engine = plan.engine
     if (None if engine is None else engine.framework) in FRAMEWORKS[target]:
@@ -100,7 +100,7 @@ def check_target(plan: Plan, target: Target) -> None:
 
 
 def check_memory(plan: Plan) -> None:
-    """Check that a plan fits in the memory of its devices.
+    """Check that by its estimate a plan fits into the memory of its devices.
 
     Raises:
         InputError: the plan does not fit. The message states the needed and the available memory of the fullest device.
@@ -144,7 +144,7 @@ def _vllm(plan: Plan) -> dict[str, str]:
 
 
 def _nodes(plan: Plan) -> tuple[str, str]:
-    """Return a comment and arguments for starting vLLM's script on several nodes, or empty texts for one node.
+    """Return what vLLM's script needs to start on several nodes: a comment and arguments. Both are empty for one node.
 
     Raises:
         InputError: the plan's devices do not divide evenly among its nodes.
@@ -167,7 +167,8 @@ def _nodes(plan: Plan) -> tuple[str, str]:
 
 
 def _engine_itself(plan: Plan) -> dict[str, str]:
-    """Return a script that starts one replica of a plan in its engine, with the engine's own scheduler.
+    """Return a script that starts one replica of a plan in its engine, with the engine's own scheduler. Replicas that
+    share experts start together.
 
     Raises:
         InputError: no command of the engine can run the plan.
@@ -207,8 +208,8 @@ def _script(head: str, command: Sequence[str], variables: str = "", *, fetched: 
     """Return a script that runs a command and passes its own arguments on to the command.
 
     Args:
-        variables: further arguments with shell variables, already quoted.
-        fetched: id of a model whose weights the script downloads first if they are missing. None means no download.
+        variables: further arguments, already quoted. They may contain shell variables.
+        fetched: hub id of the model whose missing weights the script downloads first. None means no download.
     """
     fetch = ""
     if fetched is not None:
@@ -219,7 +220,7 @@ def _script(head: str, command: Sequence[str], variables: str = "", *, fetched: 
 
 
 def compose_files(plan: Plan) -> dict[str, str]:
-    """Return compose.yaml, with a service for each replica.
+    """Return compose.yaml. It has a service for each replica, or for all replicas that share experts.
 
     Raises:
         InputError: the plan is not for vLLM's own scheduler, or needs several machines.

@@ -35,7 +35,8 @@ TOLERATED = 10
 
 
 def fleet_files(fleet: FleetPlan) -> dict[str, str]:
-    """Return the files of a fleet: a directory for each kind, the recommender, autoscalers, and a kustomization.
+    """Return the files of a fleet: a directory for each kind of replica, the recommender, autoscalers, and a
+    kustomization.
 
     Raises:
         InputError: pods cannot run one of the plans, or fleet.json is too large for a ConfigMap.
@@ -65,7 +66,7 @@ def fleet_files(fleet: FleetPlan) -> dict[str, str]:
 
 
 def _names(base: str, number: int) -> Names:
-    """Return the names of the objects for one kind of replica."""
+    """Return the names of the Kubernetes objects for the kind `number`."""
     labels = {"app.kubernetes.io/part-of": base, "xgpt-kind": str(number)}
     return Names(f"{base}-{number}", {"app.kubernetes.io/name": f"{base}-{number}", **labels})
 
@@ -118,7 +119,9 @@ def _recommender(fleet: FleetPlan, base: str, document: str) -> list[Object]:
 
 
 def _pods_of(fleet: FleetPlan, base: str, number: int) -> Object:
-    """Return a Service whose name resolves to the addresses of all ready pods of a kind."""
+    """Return a headless Service: its name resolves to the addresses of all ready pods of a kind that answer
+    requests.
+    """
     names = _names(base, number)
     leaders = LEADER_LABELS if num_nodes(fleet.kinds[number].plan) > 1 else {}
     ports = [{"name": "http", "port": PORT, "targetPort": "http"}]
@@ -161,7 +164,9 @@ def _pod(fleet: FleetPlan, name: str, base: str) -> Object:
 
 
 def _scaled(fleet: FleetPlan, base: str, number: int) -> tuple[Object, int]:
-    """Return a reference to the object that an autoscaler scales, and the largest number of replicas."""
+    """Return a reference to the object that a kind's autoscaler scales, and the kind's largest number of
+    replicas.
+    """
     kind = fleet.kinds[number]
     target = GROUP if num_nodes(kind.plan) > 1 else {"apiVersion": "apps/v1", "kind": "Deployment"}
     planned = max(interval.replicas[number] for interval in fleet.intervals)

@@ -1,7 +1,7 @@
 """Write a plan as Kubernetes objects: a Deployment, or a LeaderWorkerSet if a replica spans several nodes.
 
-Pods run `xgpt serve`, with vLLM unless the plan was made for xgpt's own engine. The pods of a replica on several nodes
-connect to their leader, by vLLM's flags or as a Ray cluster.
+Pods run `xgpt serve`, with vLLM unless the plan was made for xgpt's own engine. If a replica spans several nodes, its
+pods connect to their leader: with vLLM's flags, or as a Ray cluster for xgpt's engine.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TOLERANCE = 0.1
 
 
 def kubernetes_files(plan: Plan) -> dict[str, str]:
-    """Return the files by name: objects, kustomization, autoscaler and, for vLLM, the image's Dockerfile.
+    """Return contents by file name: the objects, a kustomization, an autoscaler and, for vLLM, the image's Dockerfile.
 
     Raises:
         InputError: pods cannot run the plan.
@@ -89,10 +89,10 @@ def num_nodes(plan: Plan) -> int:
 
 
 def replica_files(plan: Plan, names: Names) -> dict[str, str]:
-    """Return the files of `kubernetes_files` except the autoscaler, with these names of the objects.
+    """Return the files of `kubernetes_files` except the autoscaler. The objects have the names in `names`.
 
-    The files have a Deployment with a pod for each replica. If a replica spans nodes, they instead have a
-    LeaderWorkerSet with a group of pods for each replica: all pods compute, and the leader answers requests.
+    A Deployment has a pod for each replica. If a replica spans nodes, a LeaderWorkerSet instead has a group of pods for
+    each replica: all pods compute, and the leader answers requests.
     """
     in_vllm, nodes = plan.profile.engine != "xgpt", num_nodes(plan)
     check_engine(plan, "vllm" if in_vllm else "xgpt")
@@ -149,10 +149,12 @@ def deployment(plan: Plan, selector: Mapping[str, str], spec: Object, meta: Obje
 
 
 def group_of_pods(plan: Plan, names: Names, size: int, leader: Object, worker: Object, meta: Object) -> Object:
-    """Return a LeaderWorkerSet. For each replica it has a leader and workers, which start and end together.
+    """Return a LeaderWorkerSet. Each replica has a leader and workers, which start and end together.
 
     Args:
-        meta: metadata of the set and its leaders. Workers have only the labels that all pods of the plan have.
+        size: number of pods of a replica, leader included.
+        meta: metadata of the set. Its labels are also those of leaders. Workers have only the labels of all pods of the
+            plan.
     """
     template = {
         "size": size,
@@ -173,7 +175,7 @@ def serving_command(names: Names, port: int, more: Sequence[str]) -> list[str]:
 
 
 def follower_command(meet: Sequence[str]) -> list[str]:
-    """Return the command of a pod that computes for its group's leader."""
+    """Return the command of a worker pod, which computes for its group's leader."""
     return ["python3", "-m", "xgpt", "serve", f"{ETC}/plan/plan.json", *meet]
 
 
@@ -187,9 +189,10 @@ def weights_note(plan: Plan, names: Names) -> str:
 
 
 def _autoscaler(plan: Plan, names: Names) -> dict[str, str]:
-    """Return an autoscaler that overlays can add, or nothing if the plan has no arrival rate.
+    """Return an autoscaler that overlays can add, or nothing if the plan's highest arrival rate is not known.
 
-    The autoscaler adds replicas when the arrival rate of each exceeds the highest rate within the plan's bounds.
+    The autoscaler adds replicas when the arrival rate per replica exceeds the highest rate at which a replica keeps the
+    plan's bounds.
     """
     if plan.estimate.capacity is None:
         return {}
@@ -217,5 +220,5 @@ def _autoscaler(plan: Plan, names: Names) -> dict[str, str]:
 
 
 def kustomization(resources: list[str]) -> str:
-    """Return a kustomization, to which overlays can add a namespace, images and autoscalers."""
+    """Return a kustomization of these resources. Overlays can add a namespace, images and autoscalers to it."""
     return to_yaml([{"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": resources}])

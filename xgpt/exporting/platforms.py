@@ -1,8 +1,8 @@
 """Write a plan for vLLM as deployment objects of Dynamo or llm-d.
 
 A plan with one lane runs with its own schedule: Dynamo loads xgpt's scheduler class into vLLM, and llm-d's pods run
-`xgpt serve`. The two lanes of WAA become prefill and decode workers with the plan's sizes and numbers. vLLM's own
-scheduler then forms batches of prompts, and the platform's router replaces xgpt's front.
+`xgpt serve`. The two lanes of WAA become prefill workers and decode workers. Their sizes and numbers are the plan's.
+vLLM's own scheduler then forms batches, and the platform's router replaces xgpt's front.
 """
 
 from __future__ import annotations
@@ -169,17 +169,17 @@ def _checked(plan: Plan, target: str) -> Names:
 
 
 def _reads_plan(plan: Plan) -> bool:
-    """Return whether pods need plan.json. They need it if xgpt's scheduler runs the plan, which must then have only one
-    lane.
+    """Return whether pods need plan.json: whether xgpt's scheduler runs the plan. It runs only plans with one lane
+    here.
     """
     return len(plan.policy.lanes) == 1 and not runs_by_itself(plan)
 
 
 def _lanes(plan: Plan, alone: str) -> list[tuple[LaneName, str]]:
-    """Return each lane of a plan with its role on the platform.
+    """Return each lane of a plan, with the name of its role on the platform.
 
     Args:
-        alone: role of the lane if the plan has only one lane.
+        alone: name of the role if the plan has only one lane.
     """
     return list(ROLES.items()) if len(plan.policy.lanes) > 1 else [("both", alone)]
 
@@ -194,12 +194,14 @@ def _model(plan: Plan) -> str:
 
 
 def _served_name(plan: Plan) -> str:
-    """Return the name that clients send as `model`, which is the hub id, as with `vllm serve ID`."""
+    """Return the name that clients send as `model`: the hub id, as with `vllm serve ID`, or else the model's
+    name.
+    """
     return hub.id_of(plan.checkpoint) or plan.model.name
 
 
 def _arguments(plan: Plan, lane: LaneName) -> list[str]:
-    """Return vLLM's engine arguments for one replica's lane."""
+    """Return vLLM's engine arguments for a lane of one replica."""
     one = plan.but(replicas=1)
     if runs_by_itself(plan):
         drafts = pods.with_mounted_draft(plan) if pods.mounts_draft(plan) else plan
@@ -214,7 +216,9 @@ def _arguments(plan: Plan, lane: LaneName) -> list[str]:
 
 
 def _partition(plan: Plan, lane: LaneName) -> list[Object]:
-    """Return the environment variable for the layers of a lane's stages, unless the stages are equal."""
+    """Return the environment variable that divides the layers among a lane's stages, or nothing if the stages are
+    equal.
+    """
     stages = [stage for stage in plan.stages if lane in ("both", stage.lane)]
     return [{"name": name, "value": value} for name, value in partition_of(stages).items()]
 
@@ -224,7 +228,7 @@ def _nixl(role: str) -> dict[str, Any]:
 
 
 def _component(plan: Plan, names: Names, work: PodSpec, name: str, type_: str, replicas: int) -> Object:
-    """Return a component of a DynamoGraphDeployment, to which Dynamo's operator adds what its runtime needs."""
+    """Return a component of a DynamoGraphDeployment. Dynamo's operator adds to it what its runtime needs."""
     spec = pods.pod(plan, names, work, fetches=False)
     for entries in (spec["volumes"], spec["containers"][0]["volumeMounts"]):
         entries[:] = [entry for entry in entries if entry["name"] != "shm"]
@@ -240,7 +244,7 @@ def _component(plan: Plan, names: Names, work: PodSpec, name: str, type_: str, r
 
 
 def _llmd_lane(plan: Plan, names: Names, image: str, lane: LaneName, role: str) -> Object:
-    """Return a lane's Deployment, or its LeaderWorkerSet if one replica's lane spans several nodes."""
+    """Return a lane's Deployment, or a LeaderWorkerSet if the lane of one replica spans several nodes."""
     with_xgpt = _reads_plan(plan)
     nodes = nodes_of(plan, _devices(plan, lane))
     write = _with_xgpt if with_xgpt else _vllm_itself
@@ -259,7 +263,7 @@ def _llmd_lane(plan: Plan, names: Names, image: str, lane: LaneName, role: str) 
 
 
 def _with_xgpt(plan: Plan, names: Names, image: str, lane: LaneName, nodes: int) -> PodSpec:
-    """Return the container of a lane whose worker is `xgpt serve` with vLLM."""
+    """Return the container for a lane that `xgpt serve` runs in vLLM."""
     return PodSpec(
         image,
         serving_command(names, FRONT_PORT, ["--engine", "vllm", *(MEET if nodes > 1 else ())]),
@@ -271,8 +275,8 @@ def _with_xgpt(plan: Plan, names: Names, image: str, lane: LaneName, nodes: int)
 
 
 def _vllm_itself(plan: Plan, names: Names, image: str, lane: LaneName, nodes: int) -> PodSpec:
-    """Return the container of a lane whose worker is vLLM's own server. In the decode lane, llm-d's proxy is in front
-    of this server.
+    """Return the container for a lane that vLLM's own server runs. In the decode lane, llm-d's proxy is in front of
+    this server.
     """
     port = DECODE_PORT if lane == "decode" else FRONT_PORT
     role = {"encode": "kv_producer", "decode": "kv_consumer"}.get(lane)
@@ -301,7 +305,7 @@ def _vllm_itself(plan: Plan, names: Names, image: str, lane: LaneName, nodes: in
 
 
 def _engine(answers: PodSpec) -> list[str]:
-    """Return the command of vLLM's server up to the options for answering requests."""
+    """Return the command of vLLM's server without its last options, which are for answering requests."""
     command = list(answers.command)
     return command[: command.index("--port")]
 

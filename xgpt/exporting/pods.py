@@ -1,4 +1,5 @@
-"""Write the pods that run a plan, other parts that exports have in common, and the packages in images.
+"""Write the parts that several exports share: the pods that run a plan, other Kubernetes objects, and the packages in
+images.
 
 Pods run as a user without privileges on a read-only root file system. The plan comes from a ConfigMap, keys come from a
 Secret, and weights come from a volume claim or, if the model has a Hugging Face id, from the hub.
@@ -72,14 +73,13 @@ class Names:
 
 @dataclass(frozen=True)
 class PodSpec:
-    """What the main container of a pod runs, and what it needs.
+    """What a pod's main container runs, and what it needs.
 
     Attributes:
         ports: port numbers by name.
-        probed: name of the port that answers probes. None means that there are no probes, since the pod ends when the
-            engine ends.
-        alive, ready: paths of the probes that test whether the container runs, and whether it accepts requests.
-        mounts_keys, mounts_plan: whether the clients' keys are mounted as a file, and whether the plan is.
+        probed: name of the port that answers probes. None means no probes: such a pod ends when its engine ends.
+        alive, ready: paths of the two probes: whether the container runs, and whether it accepts requests.
+        mounts_keys, mounts_plan: whether a file with the clients' keys is mounted, and whether the plan is mounted.
         env: further environment variables, as Kubernetes objects.
     """
 
@@ -97,7 +97,7 @@ class PodSpec:
 
 
 def config_map(plan: Plan, names: Names) -> Object:
-    """Return a ConfigMap with the plan of one replica. In this plan, the checkpoint is the directory of the weights in
+    """Return a ConfigMap with the plan of one replica. The plan's checkpoint is replaced by the weights' directory in
     pods.
 
     Raises:
@@ -114,19 +114,23 @@ def config_map(plan: Plan, names: Names) -> Object:
 
 
 def draft_directory(plan: Plan) -> str | None:
-    """Return the directory of the draft's weights, or None if there is no draft or the engine downloads it."""
+    """Return the directory of the draft's weights, or None if there is no draft model or if the engine downloads
+    it.
+    """
     draft = None if plan.speculation is None else plan.speculation.draft
     return None if draft is None or (hub.is_id(draft) and not Path(draft).exists()) else draft
 
 
 def mounts_draft(plan: Plan) -> bool:
-    """Return whether pods mount the draft's weights. Pods that mount the model's weights download nothing."""
+    """Return whether pods mount the draft's weights. They do if these are in a directory, or if the model's weights are
+    mounted.
+    """
     has_draft = plan.speculation is not None and plan.speculation.draft is not None
     return draft_directory(plan) is not None or (has_draft and hub.id_of(plan.checkpoint) is None)
 
 
 def with_mounted_draft(plan: Plan) -> Plan:
-    """Return the plan with the draft's weights where containers mount them."""
+    """Return the plan with the path at which containers mount the draft's weights."""
     assert plan.speculation is not None
     return plan.but(speculation=plan.speculation.but(draft=DRAFT_PATH))
 
@@ -135,7 +139,7 @@ def pod(plan: Plan, names: Names, work: PodSpec, *, fetches: bool = True) -> Obj
     """Return a pod's specification.
 
     Args:
-        fetches: whether an init container downloads the weights to MODEL_PATH if the model has a hub id. Otherwise the
+        fetches: if the model has a hub id, whether an init container downloads the weights to MODEL_PATH. Otherwise the
             main container downloads them.
     """
     model_id = hub.id_of(plan.checkpoint)
@@ -257,10 +261,11 @@ def _own_variables() -> list[Object]:
 def network_policy(
     plan: Plan, names: Names, ports: Sequence[Object], *, among: bool = False, beyond: Sequence[Object] = ()
 ) -> Object:
-    """Return a NetworkPolicy that lets pods of the namespace reach a plan's pods only on these ports.
+    """Return a NetworkPolicy for a plan's pods. Pods of the namespace can reach them only on `ports`. The plan's pods
+    can reach only each other, `beyond`, name servers, and the hub if weights come from it.
 
     Args:
-        among: whether the plan's pods may communicate with each other on all ports.
+        among: whether the plan's pods may reach each other, on all ports.
         beyond: ports that the plan's pods may reach at any address.
     """
     ingress: list[Object] = [{"from": [{"podSelector": {}}], "ports": list(ports)}]
@@ -282,9 +287,10 @@ def network_policy(
 
 
 def disruption_budget(names: Names) -> Object:
-    """Return a PodDisruptionBudget with which draining nodes may end 5% of the pods at the same time, but at least one.
+    """Return a PodDisruptionBudget. When nodes are drained, 5% of the pods may be unavailable at the same time, but at
+    least one.
 
-    Ending one pod at a time would take hours for a thousand replicas. With 5% at a time, requests keep the bounds
+    With one pod at a time, draining a thousand replicas would take hours. With 5%, requests still keep the bounds
     (benchmarks.many_replicas).
     """
     spec = {"maxUnavailable": "5%", "selector": {"matchLabels": names.selector}}
@@ -303,8 +309,8 @@ def _probe(work: PodSpec, path: str, **settings: int) -> Object:
 
 
 def _resources(plan: Plan, devices: int) -> Object:
-    """Return a container's resources: a core for each GPU, four cores for endpoint and loop, and memory to load
-    weights.
+    """Return a container's resources: its GPUs, a core for each, four more cores for the endpoint and the engine's
+    loop, and memory that suffices to load weights.
     """
     memory_gib = 8 + 4 * devices + shared_memory_gib(devices)
     gpus = {"nvidia.com/gpu": str(devices)} if devices else {}
@@ -320,7 +326,7 @@ def _weights_gib(plan: Plan) -> int:
 
 
 def shared_memory_gib(devices: int) -> int:
-    """Return the size of the shared memory through which a pod's workers communicate, in GiB."""
+    """Return the size in GiB of the shared memory through which a pod's workers communicate."""
     return 2 + 2 * devices
 
 
@@ -331,7 +337,7 @@ def _gib(count: int) -> str:
 def to_yaml(objects: Sequence[Object], comment: str = "") -> str:
     """Return a comment and objects as YAML documents.
 
-    No name in a plan can add YAML: the YAML library quotes texts, and every line of the comment begins with #.
+    Names in a plan cannot inject YAML: the YAML library quotes texts, and every line of the comment begins with #.
     """
 
     class Dumper(yaml.SafeDumper):
@@ -368,7 +374,7 @@ def vllm_dockerfile(plan: Plan, image: str, base: str | None = None) -> str:
     """Return the Dockerfile of an image with xgpt next to vLLM.
 
     Args:
-        base: an image with vLLM. The build checks its version of vLLM. None means vLLM's own image.
+        base: an image that contains vLLM. The build then checks vLLM's version in it. None means vLLM's own image.
     """
     check = (
         f"RUN python3 -c \"import vllm; assert vllm.__version__.startswith('{TESTED_VERSION}'), vllm.__version__\"\n"
@@ -383,7 +389,9 @@ def vllm_dockerfile(plan: Plan, image: str, base: str | None = None) -> str:
 
 
 def pinned(name: str) -> str:
-    """Return a requirement pinned to the installed version, or without a version if the package is not installed."""
+    """Return the requirement for a package at the installed version, or at any version if the package is not
+    installed.
+    """
     try:
         return f"{name}=={version(name).partition('+')[0]}"
     except PackageNotFoundError:

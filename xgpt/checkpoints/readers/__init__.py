@@ -1,4 +1,4 @@
-"""Map each model_type to a function that reads the fields of `ModelSpec` from a config.json."""
+"""For each model_type, the function that makes the fields of `ModelSpec` from a config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read the fields of config.json that all families have in common, check single fields, and read how weights are
+"""Read the fields of config.json that all families share, check single fields, and read the format in which weights are
 stored.
 """
 
@@ -36,7 +36,7 @@ def quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None = Non
         side: content of hf_quant_config.json, or None.
 
     Raises:
-        InputError: the method is not known.
+        InputError: the quantisation method is not known.
     """
     given = config.get("quantization_config")
     if given is None and side is not None:
@@ -113,8 +113,9 @@ def _int4(group_size: Any, *, has_zero_points: bool) -> dict[str, Any]:
 
 
 def _mixed(layers: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return three fields: the main format (of the experts or, if there are none, of the dense blocks), the parts with
-    8-bit weights, and the parts in the model's dtype. Return None if a format is not known.
+    """Return the quantisation of a checkpoint whose parts have different formats: the main format (that of the experts
+    or else of the dense blocks), the parts with 8-bit weights, and the parts in the model's dtype. Return None if a
+    format is not known.
     """
     kinds: dict[str, str] = {}
     for name, layer_format in layers.items():
@@ -148,7 +149,7 @@ def _names(given: Mapping[str, Any], field: str) -> Iterable[str]:
 
 
 def _matcher(patterns: Iterable[str]) -> Any:
-    """Return a function that returns whether any of the patterns matches a weight's name."""
+    """Return a predicate for names of weights: whether a name matches one of the patterns."""
     exact = [pattern for pattern in patterns if not pattern.startswith("re:")]
     expressions = [re.compile(pattern.removeprefix("re:")) for pattern in patterns if pattern.startswith("re:")]
 
@@ -233,12 +234,12 @@ def common(
 
 
 def windows(config: dict[str, Any], default: int | None, full_every: int | None) -> dict[str, Any]:
-    """Return the sliding window, and the layers without a window.
+    """Return two fields: the sliding window, and the layers without a window.
 
     Args:
         default: the window if config.json states none.
-        full_every: if config.json has no `layer_types`, one layer in `full_every` attends to all tokens. None means
-            that no layer does.
+        full_every: used if config.json has no `layer_types`: one layer in `full_every` attends to all tokens. None
+            means that no layer does.
 
     Raises:
         InputError: a layer's attention is of an unknown kind.

@@ -53,7 +53,7 @@ def _llama(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def gated(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that families with Llama's shape have in common: all except rotary embeddings and windows."""
+    """Return the fields of a model with Llama's architecture, except rotary embeddings and windows."""
     hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     head_dim = count(config, "head_dim") if config.get("head_dim") is not None else hidden // heads
     # Latent attention rotates only a part of a head.
@@ -138,7 +138,7 @@ def _phi3(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that Gemma 2 and 3 have in common."""
+    """Return the fields that are read in the same way for Gemma 2 and Gemma 3."""
     config = {"head_dim": 256, "query_pre_attn_scalar": 256} | config
     if (bidirectional := config.get("use_bidirectional_attention")) not in (None, False):
         raise InputError("config.json: use_bidirectional_attention", bidirectional, "only False is supported")

@@ -1,5 +1,5 @@
-"""Read config.json of families for which xgpt makes plans but which its own engine does not run. The result is a list
-of blocks with the sizes of their layers.
+"""Read config.json of families that xgpt plans for other engines but does not run itself. The result lists the model's
+kinds of layers with their sizes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def planned(family: str, config: Config, defaults: Config) -> Config:
         defaults: values for fields that config.json leaves out.
 
     Raises:
-        InputError: a size has an unknown value, or no reader uses the size.
+        InputError: a size has an unknown value, or config.json has a size that xgpt does not use.
         KeyError: a size is missing.
     """
     read = ReadFields(defaults | config)
@@ -120,7 +120,7 @@ def _mixers(family: str, config: Config, number: int) -> list[tuple[Attention | 
 
 
 def _layer_types(family: str, config: Config, number: int) -> list[str]:
-    """Return, for each layer, the kind of its block that mixes tokens."""
+    """Return the kind of each layer's token-mixing block, such as full_attention or linear_attention."""
     given = config.get("layers_block_type") or config.get("layer_types")
     if given is not None:
         if not isinstance(given, list) or len(given) != number or not all(isinstance(kind, str) for kind in given):
@@ -209,8 +209,8 @@ def _searched_attention(config: Config, block: Config) -> Attention | None:
 
 
 def _compressed(config: Config, kind: str) -> Attention:
-    """Return DeepSeek-V4's attention. Each token attends to the latest tokens and to compressed entries, each of which
-    represents several earlier tokens.
+    """Return DeepSeek-V4's attention. Each token attends to the latest tokens and to compressed entries. One entry
+    stands for several earlier tokens.
     """
     hidden, heads, dim = count(config, "hidden_size"), count(config, "num_attention_heads"), count(config, "head_dim")
     rank, groups, out_rank = count(config, "q_lora_rank"), count(config, "o_groups"), count(config, "o_lora_rank")
@@ -236,7 +236,7 @@ def _compressed(config: Config, kind: str) -> Attention:
 
 
 def _mixed_streams(config: Config) -> int:
-    """Return the number of a layer's weights that mix its residual streams (hyper-connections)."""
+    """Return how many weights of a layer mix its residual streams (hyper-connections)."""
     streams = config.get("hc_mult") or 1
     return 2 * (2 + streams) * streams * streams * count(config, "hidden_size") if streams > 1 else 0
 
@@ -304,7 +304,9 @@ def _recurrent(family: str, config: Config) -> Recurrent:
 
 
 def _feeds(family: str, config: Config, number: int) -> list[tuple[int, Experts | None]]:
-    """Return, for each layer, the width of the dense feed-forward block, and the experts."""
+    """Return two values for each layer: the width of its dense feed-forward block (0: no such block), and its experts
+    or None.
+    """
     if (searched := config.get("block_configs")) is not None:
         return [(_searched_width(config, block["ffn"]), None) for block in searched]
     experts, ffn = _experts(family, config), _ffn_size(family, config)
@@ -421,7 +423,7 @@ WITHOUT_EFFECT = words("""
 
 
 class ReadFields(dict[str, Any]):
-    """The fields of a config.json. The object records which fields are read."""
+    """The fields of a config.json. The object records which of them have been read."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
@@ -441,15 +443,15 @@ class ReadFields(dict[str, Any]):
         return super().get(name, default)
 
     def setdefault(self, name: str, default: Any = None) -> Any:
-        """Return the value of a field. A missing field is set to `default` first."""
+        """Return the value of a field. If the field is missing, set it to `default` first."""
         self._read.add(name)
         return super().setdefault(name, default)
 
     def refuse_unread_sizes(self, family: str, given: Mapping[str, Any]) -> None:
-        """Check that all sizes in `given` were read, except empty and zero ones.
+        """Check that all sizes in `given` have been read. Empty values and zeros need not be read.
 
         Raises:
-            InputError: a size was not read. The message states the field.
+            InputError: a size has not been read. The message names the field.
         """
         passed = self._read | BOOKKEEPING | TRAINING | SEARCH | COMMON | WITHOUT_EFFECT
         for name, value in given.items():

@@ -1,4 +1,4 @@
-"""Rename size fields of families that use other names, before the sizes of layers are read."""
+"""Rename the size fields of families that use their own names, before the sizes of layers are read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def _glm5_next(config: Config) -> Config:
 
 
 def _bailing_hybrid(config: Config) -> Config:
-    """Set full attention in the last layer of every group, and in all layers after the last complete group."""
+    """Set the layer types. Full attention is in the last layer of every group, and in all layers after the last
+    complete group.
+    """
     number, size = config["num_hidden_layers"], config.get("layer_group_size")
     if size and "layer_types" not in config:
         config["layer_types"] = [
@@ -57,7 +59,7 @@ def _bailing_hybrid(config: Config) -> Config:
 
 
 def _lfm2(config: Config) -> Config:
-    """Rename sizes that early configs state under other names. The early names take precedence."""
+    """Rename sizes that early configs state under other names. If both names are given, the early one counts."""
     for name, early in {"intermediate_size": "block_ff_dim", "hidden_size": "block_dim"}.items():
         config[name] = config.get(early) or config[name]
     if (heads := config.get("num_heads")) not in (None, config["num_attention_heads"]):
@@ -75,8 +77,8 @@ def _lfm2(config: Config) -> Config:
 
 
 def _llama4(config: Config) -> Config:
-    """Set the layer types. Layers with rotary embeddings attend within chunks. By default, every fourth layer attends
-    to all tokens.
+    """Set the layer types. Layers with rotary embeddings attend within chunks, and the others to all tokens. By
+    default, every fourth layer has no rotary embeddings.
     """
     number, every = config["num_hidden_layers"], config.get("no_rope_layer_interval") or 4
     if "layer_types" not in config and config.get("attention_chunk_size"):
@@ -86,8 +88,9 @@ def _llama4(config: Config) -> Config:
 
 
 def _longcat_flash(config: Config) -> Config:
-    """Split each layer into two layers with attention and a dense block. The first one also has the experts, of which
-    some return their input unchanged.
+    """Split each layer into two. Both have attention and a dense block, and the first one also has the experts. Some
+    experts return their input unchanged, so the number of experts per token is lowered to the average number of real
+    ones.
     """
     number, real = 2 * config["num_layers"], config["n_routed_experts"]
     config |= {"num_hidden_layers": number, "moe_layers": list(range(0, number, 2))}
@@ -97,8 +100,8 @@ def _longcat_flash(config: Config) -> Config:
 
 
 def _glm_moe_dsa(config: Config) -> Config:
-    """Set which layers have an indexer (of sparse attention): the first layers, then one in every `index_topk_freq`
-    layers. Each other layer attends to the tokens that the last indexer before it has selected.
+    """Set which layers have an indexer of sparse attention: the first layers, then one in every `index_topk_freq`
+    layers. Any other layer attends to the tokens that the previous indexer has selected.
     """
     every, first = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset") or 0
     if "indexer_types" not in config and every > 1:

@@ -27,10 +27,10 @@ ANY = ("default", "linear", "llama3", "yarn")
 def rope(
     config: dict[str, Any], theta: float = 10000.0, *, kinds: tuple[str, ...] = ANY, head_dim: int | None = None
 ) -> dict[str, Any]:
-    """Return the settings of rotary embeddings in `rope_theta` and `rope_scaling` or, since transformers 5,
-    `rope_parameters`. With linear scaling and YaRN, `max_context` is the scaled context, as in vLLM.
+    """Return the settings of rotary embeddings. They are in `rope_theta` and `rope_scaling` or, since transformers 5,
+    in `rope_parameters`. As in vLLM, `max_context` is the context after linear or YaRN scaling.
 
-    If a config has both the older and the newer fields, transformers 5 uses the older ones.
+    If a config has both the older and the newer fields, the older ones count, as in transformers 5.
 
     Args:
         theta: the base if config.json states none.
@@ -134,5 +134,5 @@ def _number(factor: object) -> float:
 
 
 def magnitude(factor: float, share: float = 1.0) -> float:
-    """Return YaRN's factor on queries and keys for a context that is `factor` times as long."""
+    """Return YaRN's factor on queries and keys, for a context extended by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * share * math.log(factor) + 1.0
