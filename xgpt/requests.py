@@ -54,7 +54,7 @@ R = TypeVar("R", bound="RequestBase")
 
 @dataclass(frozen=True)
 class Option:
-    """How the command line shows a field, if this does not follow from the field's name and type.
+    """How the command line shows a field, where this does not follow from the field's name and type.
 
     Attributes:
         flag: the option's name. "" means --name with dashes, or --no-name for a switch that is on by default. None
@@ -98,7 +98,7 @@ class RequestBase(Frozen):
     """The base class of all requests.
 
     Attributes:
-        most_used: fields that the help shows first.
+        most_used: names of the fields that the help lists first.
     """
 
     most_used: ClassVar[tuple[str, ...]] = ()
@@ -335,7 +335,7 @@ class FleetRequest(ProblemFields, BoundFields, Policy):
 
 
 class ProfileRequest(ModelAndDevices):
-    """A request for a profile, which contains the step times of a model on devices."""
+    """A request for a profile: the step times of a model on devices."""
 
     group: ClassVar[str] = "Source"
     engine: EngineKind = "xgpt"
@@ -455,7 +455,7 @@ class Replanning(RequestBase):
 
 
 class ReplanRequest(OfAPlan, Replanning):
-    """A decision on whether to replace a plan for other lengths."""
+    """A request to decide whether another plan should replace a plan, since request lengths differ."""
 
     group: ClassVar[str] = "Plan"
     lengths: Annotated[Name, Option(metavar="CSV|URL", is_required=True)]
@@ -473,7 +473,7 @@ def _time_of_day(text: str) -> str:
 
 
 class AutoscaleRequest(RequestBase):
-    """A recommendation of the number of a fleet's replicas."""
+    """A request to recommend how many replicas a fleet needs."""
 
     group: ClassVar[str] = "Load"
     scrape: Annotated[tuple[str, ...], Option(metavar="[KIND=]URL")] = ()
@@ -612,10 +612,10 @@ REQUESTS: dict[str, type[RequestBase]] = {
 
 
 def parse_arguments(given: dict[str, Any], type_: type[R]) -> R:
-    """Return the request with a function's keyword arguments.
+    """Return the request that a function's keyword arguments make.
 
     Raises:
-        InputError: an argument is not accepted or not known. The message names the first such argument, in one line.
+        InputError: an argument is not accepted or not known. The message is one line about the first such argument.
     """
     try:
         return type_.model_validate(given)
@@ -624,7 +624,7 @@ def parse_arguments(given: dict[str, Any], type_: type[R]) -> R:
 
 
 def request_of(type_: type[R], asked: dict[str, Any]) -> R:
-    """Return the request with these keyword arguments. The value None means that an argument was not given.
+    """Return the request that these keyword arguments make. An argument with the value None counts as not given.
 
     Raises:
         InputError: an argument is not known, is not accepted, or cannot be combined with another argument.
@@ -645,7 +645,7 @@ def request_of(type_: type[R], asked: dict[str, Any]) -> R:
 
 
 def plan_request(**asked: Any) -> PlanRequest:
-    """Return the request for a plan with these keyword arguments, as `request_of` does.
+    """Return the request for a plan that these keyword arguments make.
 
     Raises:
         InputError: as `request_of` does.
@@ -654,8 +654,8 @@ def plan_request(**asked: Any) -> PlanRequest:
 
 
 def as_plan_request(request: ProblemRequest | FleetRequest, **changes: Any) -> PlanRequest:
-    """Return a plan request with the fields that are set in another request. Fields that plan requests lack are left
-    out.
+    """Return a plan request with the fields set in another request, and with `changes`. Left out are `among`,
+    `devices`, and fields that plan requests lack.
     """
     shared = (PlanRequest.model_fields.keys() & request.model_fields_set) - {"among", "devices"}
     return plan_request(**{name: getattr(request, name) for name in shared} | changes)
@@ -667,7 +667,7 @@ def _objective(given: dict[str, Any]) -> str:
 
 
 def _check_objective(given: dict[str, Any]) -> None:
-    """Check that options belong to the objective and can be combined."""
+    """Check that the arguments belong to the objective and can be combined."""
     saturated = given["objective"] == "saturated"
     other = "arrivals" if saturated else "saturated"
     by_rate = "arrival_rate_per_s" in given and not saturated
@@ -691,7 +691,9 @@ def _check_objective(given: dict[str, Any]) -> None:
 
 
 def _check_clusters(given: dict[str, Any]) -> None:
-    """Check that devices are chosen in only one way, and that there is an arrival rate if the choice needs one."""
+    """Check that clusters and devices are chosen in only one way, and that an arrival rate is given if the choice needs
+    one.
+    """
     devices = given.get("devices", "auto")
     if devices != "auto" and (not isinstance(devices, int) or devices < 1):
         raise InputError("devices", devices, "give auto, or a number of devices, at least 1")

@@ -1,4 +1,4 @@
-"""Load models, clusters, engines and workloads by name, from shipped configs or the user's files."""
+"""Load models, clusters, engines and workloads, by the name of a shipped config or from the user's file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FRAMEWORKS = {"trtllm": "tensorrt-llm"}
 
 
 class DetectedCluster(Frozen):
-    """A cluster file that stands for the machine on which it is read."""
+    """Content of a cluster file that means the machine on which the file is read."""
 
     name: Literal["local"]
     detect: Literal[True]
@@ -32,12 +32,13 @@ class DetectedCluster(Frozen):
 
 
 def load_model(name: str, config: str | None = None) -> tuple[ModelSpec, Path | None]:
-    """Return a model, and the absolute path of the directory of its weights (None if they are not on this machine).
+    """Return a model, and the absolute path of its weights' directory or None. None means that the weights are not on
+    this machine.
 
     Args:
         name: a shipped model, a YAML file, a config.json, a directory in Hugging Face layout, or a Hugging Face id.
-        config: config.json for an id. None means the file in huggingface_hub's cache, or else a shipped config. The
-            network is never used.
+        config: path of the config.json if `name` is an id. None means the file in huggingface_hub's cache, or else a
+            shipped config. The network is never used.
 
     Raises:
         InputError: there is no such model, or the file does not describe a model.
@@ -95,7 +96,7 @@ def load_cluster(name: str) -> ClusterSpec:
 
 
 def check_names(among: Iterable[str]) -> None:
-    """Check that the names of clusters in `among` are known.
+    """Check that all names of clusters in `among` are known.
 
     Raises:
         InputError: a name is not known. The message names the argument `among`.
@@ -106,9 +107,9 @@ def check_names(among: Iterable[str]) -> None:
 
 
 def load_engine(name: str) -> EngineSpec:
-    """Return an engine by name or file. A name without a version means the newest version.
+    """Return an engine by name or file. A name without a version means the engine's newest shipped version.
 
-    `xgpt-vllm`, also with a version, means vLLM with xgpt's scheduler class.
+    `xgpt-vllm`, with or without a version, means vLLM with xgpt's scheduler class.
 
     Raises:
         InputError: there is no such engine, or the file does not describe an engine.
@@ -121,7 +122,7 @@ def load_engine(name: str) -> EngineSpec:
 
 
 def engine_of(profile: Profile) -> EngineSpec | None:
-    """Return the engine to which a profile's step times belong, or None if no description of an engine applies.
+    """Return the engine whose step times a profile contains, or None if no shipped engine fits.
 
     If vLLM was measured on this machine, it runs xgpt's schedule, so the description of vLLM's own scheduler does not
     apply.
@@ -135,7 +136,7 @@ def engine_of(profile: Profile) -> EngineSpec | None:
 
 
 def version_of(name: str) -> tuple[int, ...]:
-    """Return the version at the end of an engine's name."""
+    """Return the version at the end of an engine's name as numbers."""
     return tuple(map(int, name.rpartition("-")[2].split(".")))
 
 
@@ -178,7 +179,8 @@ def load_classes(name: str) -> tuple[RequestClass, ...]:
 
 
 def workload_of(given: str | Workload, spec: ModelSpec | None = None) -> Workload:
-    """Return a workload, given as a name, a file or an object, after checking that it fits into a model's context.
+    """Return the workload that a name, a file or an object gives. With `spec`, check that it fits into the model's
+    context.
 
     Raises:
         InputError: as `load_workload` does.
@@ -191,13 +193,15 @@ def workload_of(given: str | Workload, spec: ModelSpec | None = None) -> Workloa
 
 
 def load_trace(name: str) -> TraceLengths | None:
-    """Return the requests of a workload that is a trace, or None if the workload is not a trace."""
+    """Return the requests of a trace, or None if the workload is not a trace of single requests."""
     path = find_config("workloads", name)
     return read_lengths(path) if has_requests(path) else None
 
 
 def _check_context(workload: Workload, spec: ModelSpec) -> None:
-    """Check that lengths fit into the context. In encoder-decoders, input and output must fit separately."""
+    """Check that input and output together fit into the model's context. In encoder-decoders, each must fit by
+    itself.
+    """
     longest_input, longest_output = workload.input.lengths[-1], workload.output.lengths[-1]
     longest = max(longest_input, longest_output) if spec.is_encoder_decoder else longest_input + longest_output
     if longest > spec.max_context:

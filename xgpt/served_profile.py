@@ -1,8 +1,8 @@
-"""Fit a measured profile to the steps of a served engine, which take longer because of the endpoint and clients.
+"""Fit a measured profile to the steps of a served engine. These take longer, because of the endpoint and the clients.
 
 For a profile, single steps are timed on an idle machine. A served engine shares cores with the front and with clients,
-chunks prompts, and writes K/V memory for the first time. In vLLM, xgpt's scheduler also runs between the steps. A short
-load shows these effects: each of the profile's tables is multiplied by the factor that fits the load's steps best
+chunks prompts, and writes K/V memory for the first time. In vLLM, xgpt's scheduler also runs between the steps. So a
+short load is served, and each of the profile's tables is multiplied by the factor that fits the load's steps best
 (`xsimulator.calibrate`).
 """
 
@@ -54,8 +54,8 @@ served, unless the machine was already busy before.
 
 
 class _Load(NamedTuple):
-    """Sizes of the load's steps, as in typical plans for an engine and a kind of device, the seconds of each stage, and
-    the largest number of requests.
+    """The short load for an engine and a kind of device: step sizes of typical plans, seconds for each arrival rate,
+    and the largest number of requests.
     """
 
     token_budget: int
@@ -83,9 +83,9 @@ def as_served(
 ) -> Profile:
     """Serve a short load on this machine, and return the profile fitted to the load's steps.
 
-    The profile is returned unchanged for several devices, for an encoder-decoder, and if the load fails. A profile of
-    vLLM is of one device, and on a machine with several GPUs one of them serves the load. The fitted profile's `others`
-    lists the other processes during the measurement or during the load, whichever was disturbed more.
+    The profile is returned unchanged for several devices, for an encoder-decoder, if the load fails, and if it has too
+    few steps. For a profile of vLLM, one GPU of the machine serves the load. The fitted profile's `others` lists the
+    other processes that used cores during the measurement or, if these disturbed more, during the load.
     """
     if profile.engine == "vllm" and cluster.device.type == "gpu":
         cluster = cluster.but(devices_per_node=1)
@@ -110,8 +110,8 @@ def as_served(
 
 
 def _quieter_load(plan: Plan, progress: Progress, most: int) -> tuple[dict[str, float], list[StepRecord]]:
-    """Serve the load, and again if other processes disturbed it, at most `most` times in all. Return the steps of the
-    less disturbed load, and how many cores each other process used.
+    """Serve the load, and serve it again while other processes disturb it, at most `most` times in all. For the least
+    disturbed load, return how many cores each other process used, and the steps.
     """
     loads: list[tuple[dict[str, float], list[StepRecord]]] = []
     for _ in range(most):
@@ -125,7 +125,9 @@ def _quieter_load(plan: Plan, progress: Progress, most: int) -> tuple[dict[str, 
 
 
 def _steps_of_load(plan: Plan) -> list[StepRecord]:
-    """Serve the load and return its steps. The caller's thread may run an event loop, as in a notebook."""
+    """Serve the load, and return its steps. This works even in a thread with a running event loop, as in a
+    notebook.
+    """
     rng, rate, sizes = np.random.default_rng(0), plan.estimate.throughput_rps, _load_for(plan.profile, plan.cluster)
     stage_s = min(sizes.stage_s, sizes.most_requests / (rate * sum(STAGES)))
     stages = [(share * rate, stage_s) for share in STAGES]
@@ -147,7 +149,9 @@ def _load_for(profile: Profile | ProfileRef, cluster: ClusterSpec) -> _Load:
 
 
 def _plan(profile: Profile, spec: ModelSpec, checkpoint: Path | None, cluster: ClusterSpec) -> Plan:
-    """Return a plan whose steps have many sizes. Its largest batch is halved until its K/V fit into the memory."""
+    """Return a plan with which the load's steps have many different sizes. Its largest batch is halved until its K/V
+    fit into memory.
+    """
 
     def equally_often(lengths: tuple[int, ...]) -> Histogram:
         some = sorted({min(length, spec.max_context // 4) for length in lengths})
@@ -175,10 +179,10 @@ def _plan(profile: Profile, spec: ModelSpec, checkpoint: Path | None, cluster: C
 
 
 def _fitted(profile: Profile, steps: Steps) -> Profile:
-    """Return the profile with each table multiplied by a fitted factor, and with the jitter of the load's steps.
+    """Return the profile with each table multiplied by a fitted factor. Its jitter is that of the load's steps.
 
-    A prior keeps the factors close to a common factor, since a few seconds of load do not determine each table
-    separately. Stalled steps are ignored.
+    A few seconds of load do not determine each table's factor separately, so a prior keeps all factors close to a
+    common one. Stalled steps are ignored.
     """
     counted = steps.where(steps.seconds < STALL * steps.parts.sum(axis=1))
     pace = float(counted.seconds.sum() / counted.parts.sum())

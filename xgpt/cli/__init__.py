@@ -1,7 +1,8 @@
-"""Define the command line. `commands` declares each command's arguments, and the module with its name runs it.
+"""Define the command line. `commands` declares each command's arguments. The function with the command's name, in one
+of the other modules, runs it.
 
-A command calls one function of xgpt.api and prints the result. Only click is imported before this call, so that `xgpt
-plan --help` answers immediately.
+A command calls one function of xgpt.api and prints the result. Until then only click is imported, so that `xgpt plan
+--help` answers immediately.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class _Commands(click.Group):
         return getattr(commands, name) if name in COMMANDS else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands with their complete first sentences, on two lines if necessary."""
+        """Write the list of commands, each with the complete first sentence of its help, on two lines if
+        necessary.
+        """
         with formatter.section("Commands"):
             texts = [(name, getattr(commands, name).get_short_help_str(LONGEST_HELP)) for name in COMMANDS]
             formatter.write_dl(texts)
@@ -123,7 +126,9 @@ OPTIONS_ELSEWHERE = {
 
 
 def _elsewhere(error: click.NoSuchOption) -> str:
-    """Return the end of the error for an unknown option: what was probably meant, or commands that have the option."""
+    """Return the end of the error for an unknown option: the option that was probably meant, or the commands that have
+    the option.
+    """
     if error.ctx is not None and error.ctx.info_name == "replan" and error.option_name in ("--workload", "--trace"):
         return " Give --lengths."
     named = [name for name in COMMANDS if _takes(name, error.option_name)]
@@ -204,7 +209,7 @@ def _way_out(error: click.BadParameter) -> str:
 
 
 def in_options(message: str, params: Sequence[click.Parameter]) -> str:
-    """Return a message in which arguments of the API are written as options, as in --seed 1 for `seed=1`."""
+    """Return a message with the API's arguments written as options, as in --seed 1 for `seed=1`."""
     longest = [(param.name, max(param.opts, key=len)) for param in params if isinstance(param, click.Option)]
     options = {name: option for param, option in longest for name in (param, option[2:].replace("-", "_"))}
     message = re.sub(r"^([a-z_]+)(\.\d+)?(?=:| is )", lambda match: options.get(match[1], match[0]), message)

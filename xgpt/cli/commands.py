@@ -1,4 +1,5 @@
-"""Declare the arguments and the help of each command. `run` in the module with the command's name does the work.
+"""Declare the arguments and the help of each command. The functions that do the work are in `run`, `plain`, `compare`
+and `completion`.
 
 Only click is imported here, so that help and shell completion answer immediately.
 """

@@ -66,7 +66,7 @@ def compare(output: str | None, force: bool, as_json: bool, current: str | None,
 
 
 def _show(found: Compared, output: str | None) -> None:
-    """Print the plans, and how the current deployment compares."""
+    """Print the plans, and the comparison with the current deployment."""
     tables = [render.plans_table(found.plans)]
     commands = command_in_words(found.plans, found.kept)
     highest = max(found.plans.values(), key=maximised)  # its search covers the schedules of all policies

@@ -1,4 +1,4 @@
-"""Make the options of commands from the fields in `xgpt.requests`, and help that lists options in groups."""
+"""Make each command's options from the fields of its request in `xgpt.requests`. Help lists options in groups."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OUTPUT = "Output"
 
 @cache
 def _declared() -> dict[str, list[dict[str, Any]]]:
-    """Return the fields of each command's request from options.json, which is generated."""
+    """Return the fields of each command's request, from the generated file options.json."""
     found: dict[str, list[dict[str, Any]]] = json.loads(Path(__file__).parents[1].joinpath("options.json").read_bytes())
     return found
 
@@ -72,11 +72,11 @@ class Command(click.Command):
 
 
 def command(name: str, most_used: tuple[str, ...] = ()) -> Callable[[F], Command]:
-    """Return a decorator that makes a command with the options of the command's request. The command calls
-    `xgpt.cli.NAME.run`.
+    """Return a decorator that makes a command with the options of the command's request. The command calls the function
+    `name` in the module that runs it.
 
     Args:
-        most_used: options that help lists first although they are not fields of the request.
+        most_used: further options that help lists first. They are not fields of the request.
     """
 
     def make(function: F) -> Command:
@@ -93,7 +93,7 @@ def command(name: str, most_used: tuple[str, ...] = ()) -> Callable[[F], Command
 
 
 def _run(name: str, **params: Any) -> Any:
-    """Import the file that runs a command, and run it."""
+    """Import the module that runs a command, and run the command."""
     file = FILES.get(name, "run")
     return getattr(importlib.import_module(f"xgpt.cli.{file}"), name)(**params)
 
@@ -147,7 +147,7 @@ def _type(field: dict[str, Any]) -> Any:
 
 
 def fields_as_options(text: str, flags: dict[str, str]) -> str:
-    """Return a text in which fields are written as options: --sla for `sla`, and --sla request for `sla=request`."""
+    """Return a text with fields written as options: --sla for `sla`, and --sla request for `sla=request`."""
 
     def option(match: re.Match[str]) -> str:
         name, _, value = match[1].partition("=")
@@ -157,7 +157,9 @@ def fields_as_options(text: str, flags: dict[str, str]) -> str:
 
 
 def given() -> dict[str, Any]:
-    """Return the values that the user gave for request fields of the running command, by name."""
+    """Return the values that the user gave for fields of the running command's request. Keys are the fields'
+    names.
+    """
     context = click.get_current_context()
     options = [param.name for param in context.command.params if isinstance(param, RequestOption)]
     default = click.core.ParameterSource.DEFAULT
@@ -165,7 +167,7 @@ def given() -> dict[str, Any]:
 
 
 def _names(kind: ConfigKind) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
-    """Return a function that completes names of shipped configs, and files, for a shell."""
+    """Return a function with which a shell completes the names of shipped configs, and files."""
 
     def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from xgpt.core.io import config_names
@@ -177,7 +179,7 @@ def _names(kind: ConfigKind) -> Callable[[click.Context, click.Parameter, str], 
 
 
 def _is_bounded(context: click.Context, option: click.Parameter, bound_s: float | None) -> float | None:
-    """Return the latency bound, after checking that there is some bound. (click reports missing options last.)"""
+    """Return the latency bound, after checking that some bound is given: this one, --ttft or --tpot."""
     parts = (context.params.get(name) for name in ("ttft_s", "tpot_s"))
     is_given = context.get_parameter_source("latency_bound_s") is not click.core.ParameterSource.DEFAULT
     if not (is_given or context.resilient_parsing) and all(part is None for part in parts):
@@ -188,10 +190,10 @@ def _is_bounded(context: click.Context, option: click.Parameter, bound_s: float 
 
 
 def refuse_idle(names: Collection[str], accepted: str) -> None:
-    """Raise an error if the user gave options of the running command that would have no effect.
+    """Check that the user gave none of the running command's options in `names`. They would have no effect.
 
     Args:
-        accepted: end of the error message, which states what the options need.
+        accepted: end of the error message: what the options need to have an effect.
 
     Raises:
         InputError: such an option was given.
@@ -223,7 +225,7 @@ def output_option(text: str, default: str | None = None, metavar: str = "FILE") 
 
 
 def output_file(path: str | Path, name: str = "output") -> OutputFile:
-    """Return the file that the running command will write to `path`, after the checks that are possible in advance.
+    """Check now whether the running command can later write to `path`, and return the file to write.
 
     Args:
         name: the parameter that gave the path.
@@ -238,7 +240,7 @@ def output_file(path: str | Path, name: str = "output") -> OutputFile:
 
 
 def unchecked_file(path: str | Path, name: str = "output") -> OutputFile:
-    """Return the file that the running command will write to `path`. The path is checked only when the file is written.
+    """Return the file that the running command will write to `path`. Whether it can be written is checked only then.
 
     Raises:
         InputError: `path` is "-", which means standard output in other tools.

@@ -1,4 +1,4 @@
-"""Run the commands that print lines, which `commands.py` declares."""
+"""Run those commands of `commands.py` that print lines, not tables."""
 
 from __future__ import annotations
 

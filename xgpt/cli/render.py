@@ -49,10 +49,11 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 class Fitting:
-    """A table with lines of text below it. It leaves out its least important columns until it fits the terminal.
+    """A table with lines of text below it. On a narrow terminal, it leaves out its least important columns until it
+    fits.
 
     Args:
-        least: names of columns, in the order in which they are left out.
+        least: names of the columns that may be left out, in this order.
         below: lines of text, each under the table.
     """
 
@@ -86,7 +87,7 @@ QUIET_S = 2.0
 
 
 class ProgressBar:
-    """Shows progress on standard error, as a bar on a terminal or else as a line for each stage of long work."""
+    """Shows progress on standard error: a bar on a terminal, or else a line for each stage of long work."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)
@@ -110,7 +111,7 @@ class ProgressBar:
             self._shown = stage
 
     def pause(self) -> None:
-        """Remove the bar until there is new progress, so that other text can be printed."""
+        """Stop the bar until there is new progress, so that other text can be printed."""
         # A bar that never started would still print an empty line.
         if self._bar.live.is_started:
             self._bar.stop()
@@ -188,7 +189,9 @@ def plans_table(plans: dict[str, Plan], title: str | None = None) -> Fitting:
 
 
 def choices_table(choices: Sequence[ClusterChoice]) -> Table:
-    """Return a table of the devices and the price with which each cluster sustains the arrival rate, cheapest first."""
+    """Return a table of the compared clusters: the fewest devices of each that sustain the arrival rate, and their
+    price per hour.
+    """
     rows = [
         [
             choice.problem.cluster.name,
@@ -224,7 +227,9 @@ TIMES = {"ttft": "time to first token, s", "tpot": "time per output token, s", "
 
 
 def simulated_tables(run: Simulated) -> list[Table]:
-    """Return tables of a simulated run. If requests arrive at a rate, their times are in a separate table."""
+    """Return tables of a simulated run's figures. If requests arrive at a rate, their times are in a separate
+    table.
+    """
     figures = run.figures
     of_times = [] if run.times is None else [*run.times.figures]
     rows = [
@@ -265,7 +270,7 @@ SHOWN = ("throughput_rps", "latency_s", "ttft_s", "ttft_p50_s", "ttft_p99_s", "i
 def bench_table(report: BenchReport) -> Table:
     """Return a table of predicted and measured figures with their errors.
 
-    If requests arrive, times count from arrival, so the latency from admission is left out.
+    If requests arrive at a rate, their times count from arrival. The latency from admission is then left out.
     """
     arrives = report.arrival_rate_per_s is not None
     rows = [
@@ -293,7 +298,9 @@ def bench_report(report: BenchReport) -> list[object]:
 
 
 def bench_notes(report: BenchReport) -> list[str]:
-    """Return lines on the bounds, on failures, and on likely disturbances if steps took longer than the plan allows."""
+    """Return lines on the bounds, on failed requests, and, if steps took longer than the plan allows, on likely
+    disturbances.
+    """
     notes = [] if report.differences is None else [report.differences]
     if report.bound_kept is not None and report.share_within_bound is not None:
         kept = "kept" if report.bound_kept else "BROKEN"
@@ -502,7 +509,7 @@ def kinds_table(fleet: FleetPlan) -> Table:
 
 
 def day_table(fleet: FleetPlan) -> Table:
-    """Return a table of the day in which consecutive intervals with the same replicas and lengths are merged."""
+    """Return a table of the day. Consecutive intervals with the same replicas and lengths share a row."""
     rows = []
     numbered = enumerate(fleet.intervals)
     for _, part in groupby(numbered, key=lambda item: (item[1].replicas, item[1].lengths)):
@@ -522,8 +529,8 @@ def day_table(fleet: FleetPlan) -> Table:
 
 
 def costs_table(fleet: FleetPlan) -> Table:
-    """Return a table of the cost and of the share of requests within the bounds, for the planned and the constant
-    fleet.
+    """Return a table that compares the planned with the constant fleet: cost, and share of requests within the
+    bounds.
     """
 
     def row(name: str, figures: FleetFigures) -> list[str]:
@@ -537,6 +544,6 @@ def costs_table(fleet: FleetPlan) -> Table:
 
 
 def _clock(seconds: float) -> str:
-    """Return a time of day as text, as in 2:30 for 9000."""
+    """Return seconds since midnight as a time of day, as in 2:30 for 9000."""
     minutes = round(seconds / 60)
     return f"{minutes // 60}:{minutes % 60:02d}" if seconds % 60 == 0 or seconds > 3600 else f"{seconds:g} s"

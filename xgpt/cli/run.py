@@ -1,4 +1,4 @@
-"""Run the commands that print tables, which `commands.py` declares."""
+"""Run those commands of `commands.py` that print tables."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def simulate(plan_path: str, timeline: str | None, force: bool, as_json: bool, *
 
 
 def _tell_share(asked: dict[str, Any]) -> None:
-    """Print on standard error how much of the trace was replayed, unless the whole trace was."""
+    """Print on standard error how much of the trace was replayed, unless it was all of it."""
     trace, num_requests = load_trace(asked["workload"]), asked.get("num_requests") or 2000
     if trace is None or num_requests == "all":
         return

@@ -33,7 +33,9 @@ class Decimal(click.FloatRange):
 
 
 def of_class(value: str) -> tuple[str, float]:
-    """Return the class (or "" for all requests) and the number in CLASS=NUMBER, or in a number above zero."""
+    """Return the class and the number in text such as CLASS=NUMBER, or "" and the number if there is no class. The
+    number must be above zero.
+    """
     name, equals, number = value.rpartition("=")
     if equals and not name:
         raise click.BadParameter(f"{value!r} has no class before =; give S or CLASS=S")
@@ -66,7 +68,9 @@ class Seconds(click.ParamType):
 
 
 def rates(value: str) -> list[tuple[float, float | None]]:
-    """Return arrivals a second, given as R or as stages R:SECONDS,R:SECONDS,R."""
+    """Return arrival rates as (requests per second, seconds), given as R or as stages R:SECONDS,R:SECONDS,R. None means
+    until the end.
+    """
     stages = []
     for part in value.split(","):
         rate, colon, seconds = part.strip().partition(":")
@@ -88,7 +92,7 @@ class SecondsOrNone(Decimal):
 
 
 def prices(value: str) -> dict[str, float]:
-    """Return clusters with their prices, given as CLUSTER=PRICE,CLUSTER=PRICE."""
+    """Return prices per device and hour by cluster, given as CLUSTER=PRICE,CLUSTER=PRICE."""
     found: dict[str, float] = {}
     for part in value.split(","):
         name, _, text = part.strip().rpartition("=")
@@ -135,7 +139,7 @@ def devices_of_each(value: str) -> int | dict[str, int]:
 
 
 def held(value: str) -> tuple[str, int]:
-    """Return the control variable and the value in NAME=N."""
+    """Return the control variable and its value, given as NAME=N."""
     name, _, text = (part.strip() for part in value.partition("="))
     try:
         number = whole(text)
@@ -147,7 +151,9 @@ def held(value: str) -> tuple[str, int]:
 
 
 def acceptance(value: str) -> float | tuple[float, ...] | str:
-    """Return the shares of draft tokens that are accepted, given as SHARE or SHARE,SHARE, or the name of a file."""
+    """Return the acceptance of drafts, given as SHARE, as SHARE,SHARE or as the name of a file.
+    `PlanRequest.acceptance` states what these mean.
+    """
     try:
         shares = [decimal(part) for part in value.split(",")]
     except ValueError:

@@ -1,6 +1,6 @@
 """Draw charts as SVG with matplotlib. The same input gives the same bytes.
 
-A page contains a chart as an image (a data URL), so nothing in the chart can run or access the page.
+A page embeds a chart as an image (a data URL), so a chart cannot run scripts or access the page.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Chart(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A bar of a timeline. Times are in seconds from the timeline's left edge."""
+    """A bar of a timeline. Its times are in seconds from the timeline's left edge."""
 
     row: int
     start_s: float
@@ -77,8 +77,8 @@ def _axes(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def timeline(spans: Sequence[Bar], rows: Sequence[str], decoding: Series, alt: str, caption: str) -> Chart:
-    """Draw the steps of each stage over time, coloured by encode and decode. Below them, draw the number of requests in
-    decode.
+    """Draw the steps of each stage over time, coloured by encode (prefill) and decode. Below them, draw the number of
+    requests in decode.
     """
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(10, 1.6 + 0.35 * len(rows)))
@@ -106,7 +106,7 @@ def timeline(spans: Sequence[Bar], rows: Sequence[str], decoding: Series, alt: s
 def frontier(
     lines: Sequence[Series], chosen: tuple[float, float], bound_s: float | None, alt: str, caption: str
 ) -> Chart:
-    """Draw each policy's highest throughput, in requests a second, over latency, in s."""
+    """Draw for each policy the highest throughput (requests per second) over the latency (seconds)."""
     with mpl.rc_context(_STYLE):
         figure, axes = _axes(10, 4)
         for line, colour in zip(lines, COLOURS, strict=False):
@@ -129,7 +129,7 @@ def frontier(
 def memory(
     devices: Sequence[str], parts: dict[str, Sequence[float]], limit_gib: float, alt: str, caption: str
 ) -> Chart:
-    """Draw how each device uses its memory, in GiB, and the limit."""
+    """Draw each device's memory by use, and the limit, in GiB."""
     with mpl.rc_context(_STYLE):
         figure, axes = _axes(10, 0.9 + 0.3 * len(devices))
         left = [0.0] * len(devices)
@@ -161,7 +161,7 @@ def histogram(edges: npt.ArrayLike, shares: npt.ArrayLike, mean: float, label: s
 
 
 class DayChart(NamedTuple):
-    """A fleet's load, replicas, share of requests within the bounds, and cost in each interval of a day."""
+    """What a day's chart shows for each interval: load, replicas, share of requests within the bounds, and cost."""
 
     hours: Sequence[float]  # the intervals' edges
     load: Sequence[float]  # requests a second

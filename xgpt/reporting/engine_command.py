@@ -20,10 +20,11 @@ QUANTIZES = ("vllm", "sglang")
 
 
 def engine_command(plan: Plan, kept: Given | None = None) -> str | None:
-    """Return the command that starts one replica of a plan in its engine, or None if the plan needs xgpt's scheduler.
+    """Return the command that starts one replica of a plan in its engine. Return None if the engine's own scheduler
+    cannot run the plan.
 
-    The engines' own schedulers run only steps that mix prompts and decodes under a token budget, on equal stages. If a
-    plan has no engine, the command is for vLLM.
+    The engines' own schedulers run only the policy chunked, on GPUs and on equal stages. If a plan names no engine, the
+    command is for vLLM.
 
     Args:
         kept: further options for vLLM's command, such as those of the current deployment.
@@ -76,7 +77,7 @@ def engine_command(plan: Plan, kept: Given | None = None) -> str | None:
 
 
 def vllm_draft(speculation: Speculation | None) -> list[str]:
-    """Return vLLM's option for speculative decoding."""
+    """Return vLLM's option for speculative decoding, or nothing without drafts."""
     if speculation is None:
         return []
     config: dict[str, object] = {"method": speculation.method, "num_speculative_tokens": speculation.tokens}
@@ -88,7 +89,9 @@ def vllm_draft(speculation: Speculation | None) -> list[str]:
 
 
 def _sglang_draft(speculation: Speculation | None) -> list[str]:
-    """Return SGLang's options for drafts without branches. SGLang's name for multi-token prediction is EAGLE, too."""
+    """Return SGLang's options for drafts without branches, or nothing without drafts. SGLang calls multi-token
+    prediction EAGLE, too.
+    """
     if speculation is None:
         return []
     name = {"mtp": "EAGLE"}.get(speculation.method, speculation.method.upper())

@@ -1,4 +1,4 @@
-"""Compute the data that a page draws: the steps of each stage, the memory of each device, and a policy's trade-off
+"""Compute what a page draws: the steps of each stage, the memory use of each device, and each policy's trade-off
 between latency and throughput.
 """
 
@@ -21,7 +21,9 @@ GIB = 2.0**30
 
 
 class StepBar(NamedTuple):
-    """A stage's step, with its kind and its times in seconds from the timeline's left edge."""
+    """A step of a stage: its row, its times in seconds from the timeline's left edge, and its kind (encode means
+    prefill).
+    """
 
     row: int
     start_s: float
@@ -35,7 +37,8 @@ class TimelineFigure(NamedTuple):
     Attributes:
         rows: names of the stages, one for each row.
         bars: steps of the stages.
-        decoding: (seconds, requests in decode) for each step of the first stage that decodes.
+        decoding: for each step with decodes in the first stage: (its start in seconds from the left edge, requests in
+            decode).
     """
 
     rows: tuple[str, ...]
@@ -58,7 +61,9 @@ class MemoryFigure(NamedTuple):
 
 
 def timeline(plan: Plan, spans: Sequence[StageSpan]) -> TimelineFigure:
-    """Return some encode phases from the middle of a simulated run, when the state is steady."""
+    """Return a part from the middle of a simulated run, where the state is steady. It contains several prefill
+    steps.
+    """
     spans = sorted(spans, key=lambda span: span.start_ns)
     encodes = sorted({span.start_ns for span in spans if span.step.encode and span.stage == 0})
     middle = len(encodes) // 2
@@ -89,7 +94,7 @@ def timeline(plan: Plan, spans: Sequence[StageSpan]) -> TimelineFigure:
 
 
 def memory(plan: Plan) -> MemoryFigure:
-    """Return how each device of a replica uses its memory."""
+    """Return the memory use of each device of a replica."""
     kv: list[float] = []
     for stage in plan.stages:
         layers = (stage.decode_layers[1] - stage.decode_layers[0]) / plan.model.num_layers
@@ -108,7 +113,7 @@ NUM_PLACEMENTS = 40
 
 
 class TradeOff(NamedTuple):
-    """A schedule that no other predicted schedule beats in both throughput and latency."""
+    """A schedule on the trade-off: no other evaluated schedule has both a lower latency and a higher throughput."""
 
     latency_s: float
     throughput_rps: float
@@ -116,10 +121,11 @@ class TradeOff(NamedTuple):
 
 
 def frontier(spaces: Sequence[Space]) -> list[TradeOff]:
-    """Return the trade-off of all spaces, from the lowest latency to the highest throughput.
+    """Return the trade-off between latency and throughput over all spaces, from the lowest latency to the highest
+    throughput.
 
-    The schedules are taken from a grid of each placement's settings. Each schedule is attainable, but a better schedule
-    may exist between two grid points. Only the search proves that a schedule is the best.
+    Schedules are evaluated on a grid of each placement's settings. Each of them is attainable, but better ones may
+    exist between grid points. Only the search proves how good a schedule is.
     """
     points = [
         point for space in sorted(spaces, key=lambda space: -space.bound)[:NUM_PLACEMENTS] for point in of_space(space)
@@ -132,7 +138,7 @@ def frontier(spaces: Sequence[Space]) -> list[TradeOff]:
 
 
 def of_space(space: Space) -> list[TradeOff]:
-    """Return the trade-off of one placement."""
+    """Return the trade-off of one space: of one placement's settings."""
     columns = space.grid_points(NUM_POINTS)
     evaluation = space.evaluate(columns)
     latency, throughput = evaluation.performance.latency, evaluation.throughput

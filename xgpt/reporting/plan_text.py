@@ -28,8 +28,8 @@ TIMED_WORDS = {
 
 
 def settings_text(plan: Plan) -> str:
-    """Return the values of a plan's control variables, as in "encode_batch 4, decode_iterations 9", and for several
-    devices the plan's replicas and stages.
+    """Return the values of a plan's control variables, as in "encode_batch 4, decode_iterations 9". A plan for several
+    devices also has its replicas and stages.
     """
     policy = plan.policy
     texts = [f"{variable.name} {getattr(policy, variable.name)}" for variable in policy.variables]
@@ -78,7 +78,9 @@ def objective_in_words(constraint: Constraint) -> str:
 
 
 def own_objective_in_words(plans: Mapping[str, Plan]) -> list[str]:
-    """Return a line with each policy's value of the user's own objective, or nothing if there is no such objective."""
+    """Return a line with the value that each policy's plan gives the user's own objective, or nothing if there is
+    none.
+    """
     if next(iter(plans.values())).constraint.maximise is None:
         return []
     return [
@@ -91,7 +93,9 @@ def _process(constraint: Constraint) -> str:
 
 
 def engine_in_words(plan: Plan) -> list[str]:
-    """Return lines on the plan's engine and its effects on the prediction, or nothing if there is no engine."""
+    """Return lines on the plan's engine and on how it affects the prediction, or nothing if no engine is named or it is
+    xgpt's.
+    """
     engine = plan.engine
     if engine is None or engine.framework == "xgpt":
         return []
@@ -114,8 +118,8 @@ def engine_in_words(plan: Plan) -> list[str]:
 
 
 def ranges_from_rows(plan: Plan) -> list[str]:
-    """Return a line on the likely ranges of a plan's figures, derived from errors on published measurements, or nothing
-    if steps were measured.
+    """Return a line on the likely ranges of a plan's figures. They follow from prediction errors on published
+    measurements. Return nothing if there are no such ranges, as for measured steps.
     """
     figures = {
         "rate_per_s": ("arrival rate within the bounds", "requests/s"),
@@ -132,8 +136,8 @@ def ranges_from_rows(plan: Plan) -> list[str]:
 
 
 def mixing_in_words(plan: Plan) -> list[str]:
-    """Return a line that states how much mixed steps must slow decodes for another policy to be better, or nothing if
-    this is not known.
+    """Return a line that states how much prompts in a step must slow its decodes until another policy is better. Return
+    nothing if this is not known.
     """
     edge = plan.estimate.mixing_edge
     if edge is None:
@@ -192,7 +196,7 @@ def arrivals_in_words(plan: Plan) -> list[str]:
 
 
 def order_in_words(plan: Plan) -> list[str]:
-    """Return a line that says what simulated requests lack for the plan's order of admission, or nothing."""
+    """Return a line that says what the plan's order of admission needs but simulated requests lack, or nothing."""
     match plan.admission.order:
         case "lpt":
             lacks = "simulated requests all have the same maximum output, so the figures are those of fcfs"
@@ -262,7 +266,7 @@ def headroom_in_words(plan: Plan) -> list[str]:
 
 
 def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
-    """Return lines on policies that have no plan, and on policies whose latency was not simulated."""
+    """Return lines on the policies without a plan, and on those whose latency was not simulated."""
     kinds = POLICY_GROUPS.get(policy, (policy,))
     either = POLICY_GROUPS["waa"] if "waa" in plans else ()
     missing = [kind for kind in kinds if kind not in plans and kind not in either]
@@ -288,8 +292,8 @@ def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
 
 
 def log_in_words(workload: object, plan: Plan) -> list[str]:
-    """Return a line that compares a log's arrival rate with the plan's, or nothing if the workload is not a log with
-    times.
+    """Return a line that compares a log's arrival rate with the plan's rate, or nothing if the workload is not a log
+    with times.
     """
     trace = load_trace(workload) if isinstance(workload, str) else None
     if trace is None or trace.timestamp_s is None or len(trace.input) < 2 or trace.timestamp_s[-1] <= 0:
@@ -307,7 +311,9 @@ def log_in_words(workload: object, plan: Plan) -> list[str]:
 
 
 def reuse_in_words(plan: Plan) -> list[str]:
-    """Return a line on the share of prompt tokens that the plan expects to be cached, and on the gain."""
+    """Return a line on the share of prompt tokens that the plan expects in the prefix cache, and on the gain from it.
+    Return nothing without reuse.
+    """
     reuse = plan.estimate.reuse
     if reuse is None:
         return []
@@ -323,7 +329,9 @@ def reuse_in_words(plan: Plan) -> list[str]:
 
 
 def joint_in_words(plan: Plan) -> list[str]:
-    """Return a line on how much the correlation of a trace's inputs and outputs changes the estimate."""
+    """Return a line on how the correlation between a trace's input and output lengths changes the estimate, or nothing
+    if not known.
+    """
     joint = plan.estimate.joint_lengths
     if joint is None:
         return []
@@ -335,7 +343,9 @@ def joint_in_words(plan: Plan) -> list[str]:
 
 
 def uniform_in_words(best: Plan, uniform: Plan | None) -> str:
-    """Return a line that compares the best plan on equal stages with the chosen plan."""
+    """Return a line that compares the chosen plan with `uniform`: the best plan on equal stages (None: no such plan
+    keeps the bounds).
+    """
     if uniform is best:
         return "best uniform plan (equal stages, neither rra nor waa): the chosen plan itself"
     if uniform is None:
@@ -350,7 +360,9 @@ def uniform_in_words(best: Plan, uniform: Plan | None) -> str:
 
 
 def uneven_in_words(best: Plan, uneven: Plan) -> str:
-    """Return a line on how much a plan for several machines would gain with stages that vLLM cannot run."""
+    """Return a line on how much more than `best` the plan `uneven` would serve. `uneven` has stages that vLLM cannot
+    run.
+    """
     gain = maximised(uneven) / maximised(best) - 1
     left_out = "stages have equal tensor-parallel degrees, since plans for several machines are for vLLM"
     if gain <= 0:
@@ -365,8 +377,8 @@ def uneven_in_words(best: Plan, uneven: Plan) -> str:
 def _shape(plan: Plan) -> str:
     """Return the replicas and the tensor-parallel degrees of stages, as in "2 x [2 1 1]" or, with WAA, "[1 1] > [2]".
 
-    "4e2" means four devices that divide the experts into two parts. "1e8" means one of eight single devices among which
-    the experts are divided.
+    "4e2" means four devices, with the experts divided into two parts. "1e8" means a single device, with the experts
+    divided among eight such devices.
     """
     lanes = []
     for lane in ("both", "encode", "decode"):
@@ -424,7 +436,7 @@ def schedule_in_words(plan: Plan) -> str:
 
 
 def limit_in_words(plan: Plan) -> str:
-    """Return a sentence on the upper bound for all other schedules, given a plan whose gap is known."""
+    """Return a sentence on the upper bound for all other schedules. The plan's gap must be known."""
     constraint = plan.constraint
     most = f"{maximised(plan) * (1 + (plan.search.gap or 0.0)):.4g} requests/s"
     if not constraint.bounds_latency:
@@ -437,7 +449,9 @@ def limit_in_words(plan: Plan) -> str:
 
 
 def proof_in_words(plan: Plan) -> str:
-    """Return a description of a plan's proof: the upper bound for other schedules, and how much was searched."""
+    """Return a description of a plan's proof: the upper bound for other schedules, and how many points the search
+    evaluated.
+    """
     search = plan.search
     proof = f"no proof of optimality ({search.bound.removeprefix('none: ')})"
     if search.gap is not None:
@@ -454,10 +468,11 @@ def proof_in_words(plan: Plan) -> str:
 
 
 def speculation_in_words(plan: Plan, ahead: Mapping[int, float]) -> Iterator[str]:
-    """Yield lines on speculative decoding and on the rate for each number of draft tokens, or nothing without drafts.
+    """Yield lines on speculative decoding and on the rate for each number of draft tokens. Yield nothing if the request
+    has no drafts.
 
     Args:
-        ahead: the rates, as in `Planned.ahead`.
+        ahead: rates by number of draft tokens, as in `Planned.ahead`.
     """
     tried = ", ".join(f"{tokens}: {value:.4g}" for tokens, value in sorted(ahead.items()))
     others = f" (requests/s by number of draft tokens: {tried})" if ahead else ""

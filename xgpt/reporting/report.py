@@ -45,7 +45,7 @@ HISTOGRAM_BINS = 40
 
 
 def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
-    """Return the page, as HTML that loads no other files.
+    """Return the page as HTML that loads no other files.
 
     Raises:
         InputError: requests of the plan's workload do not fit into the plan's memory.
@@ -169,8 +169,8 @@ def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
 
 
 def _arriving(plan: Plan, profile: Profile) -> dict[str, object] | None:
-    """Return simulated times from arrival, or None if no rate keeps the bounds. The arrival rate is the plan's highest
-    or, without bounds, `LOAD_WITHOUT_BOUNDS` of the throughput.
+    """Simulate arrivals, and return the times of requests from arrival, or None if no rate keeps the bounds. The
+    arrival rate is the plan's highest one or, without bounds, `LOAD_WITHOUT_BOUNDS` of the throughput at saturation.
     """
     bounded = plan.constraint.bounds_latency
     rate = rate_of(plan) if bounded else LOAD_WITHOUT_BOUNDS * plan.estimate.throughput_rps
@@ -188,8 +188,8 @@ def _arriving(plan: Plan, profile: Profile) -> dict[str, object] | None:
 
 
 def _classes(plan: Plan, profile: Profile) -> dict[str, object] | None:
-    """Return each class's bounds and the share of its requests that keep them at the highest arrival rate. Return None
-    if there are no classes or no rate keeps the bounds.
+    """Return for each class its bounds, and the share of its requests that keep them at the plan's highest arrival
+    rate. Return None if there are no classes or if no rate keeps the bounds.
     """
     if not plan.constraint.classes or not (rate := rate_of(plan)):
         return None

@@ -1,4 +1,4 @@
-"""Check whether this machine can serve a plan, and list what is missing."""
+"""Check whether this machine can serve a plan, and list what it lacks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_devices(plan: Plan, num_nodes: int = 1) -> None:
-    """Check that this machine has enough devices of the plan's type.
+    """Check that this machine has enough devices of the plan's type (CPU or GPU) for its part of the plan.
 
     Raises:
         MachineError: devices are missing. The message states which devices, and how to plan for this machine's devices.
@@ -72,10 +72,11 @@ def located(plan: Plan, checkpoint: str | None = None) -> Plan:
 
 
 def missing(plan: Plan, given: str | Profile | None = None, *, replan: bool = True) -> list[str]:
-    """Return lines of text on what is missing on this machine for a server with all functions.
+    """Return a line of text for each thing that this machine lacks for a server with all functions.
 
     Args:
-        replan: whether the server re-plans, which needs the plan's profile.
+        given: the plan's profile, or its path. None means the copy on this machine.
+        replan: whether the server re-plans. This needs the plan's profile.
 
     Raises:
         InputError: `given` is not the plan's profile.
@@ -99,7 +100,9 @@ def missing(plan: Plan, given: str | Profile | None = None, *, replan: bool = Tr
 
 
 def _device_here(plan: Plan) -> str:
-    """Return the kind of device on this machine. A CPU is divided among the devices of the plan's cluster."""
+    """Return the name of this machine's kind of device. A CPU counts as divided into as many devices as the plan's
+    cluster has.
+    """
     here = detect()
     if here.device.type == "cpu":
         here = detect(min(plan.cluster.devices_per_node, num_cores()))
@@ -107,7 +110,8 @@ def _device_here(plan: Plan) -> str:
 
 
 def check_plan(plan: Plan, ray: str | None = None) -> None:
-    """Check that xgpt's own engine can serve a plan here, given its engine, devices, dtype, memory and checkpoint.
+    """Check that xgpt's own engine can serve a plan here: check the plan's engine, devices, dtype, memory and
+    checkpoint.
 
     Args:
         ray: address of the Ray cluster whose machines run the plan. None means that this machine runs it.
@@ -136,7 +140,7 @@ def check_plan(plan: Plan, ray: str | None = None) -> None:
 
 
 def check_planned(plan: Plan) -> None:
-    """Check that `xgpt serve` can run a new plan on this machine. The weights are not checked.
+    """Check that `xgpt serve` can run a newly made plan on this machine. The weights are not checked.
 
     Raises:
         MachineError: devices or memory are missing.
@@ -169,7 +173,9 @@ def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "xgpt") -> N
 
 
 def _allocated_bytes(plan: Plan) -> list[int]:
-    """Return the bytes of weights and K/V memory on each device, which exceed the estimate if a plan was edited."""
+    """Return the bytes of weights and K/V memory on each device, from the plan's blocks. They exceed the estimate if
+    the plan was edited. Return nothing for vLLM.
+    """
     found = list[int]()
     if plan.profile.engine == "vllm":  # vLLM checks its own memory
         return found
@@ -217,7 +223,7 @@ def check_runs_on_ray(plan: Plan, address: str) -> None:
 
 
 def nodes_of(plan: Plan, devices: int) -> int:
-    """Return the number of machines on which `devices` devices of a replica are.
+    """Return the number of machines among which `devices` devices of a replica are divided.
 
     Raises:
         InputError: the devices do not divide evenly among the machines.
@@ -231,11 +237,10 @@ def nodes_of(plan: Plan, devices: int) -> int:
 
 
 def check_own_schedule(plan: Plan) -> None:
-    """Check that a plan has neither a draft nor experts that replicas share, since only an engine's own scheduler can
-    run these.
+    """Check that xgpt's scheduler can run a plan: that it has neither drafts nor experts that replicas share.
 
     Raises:
-        InputError: the plan has a draft, or experts that replicas share.
+        InputError: the plan has drafts, or experts that replicas share.
     """
     if plan.sharing_replicas > 1:
         accepted = (
@@ -249,7 +254,7 @@ def check_own_schedule(plan: Plan) -> None:
 
 
 def check_plan_for_vllm(plan: Plan, num_nodes: int = 1) -> str:
-    """Check that vLLM can serve a plan on this machine, and return vLLM's version.
+    """Check that vLLM can serve a plan on this machine.
 
     Args:
         num_nodes: number of machines that run a replica together.
@@ -273,10 +278,10 @@ def check_plan_for_vllm(plan: Plan, num_nodes: int = 1) -> str:
 
 
 def check_vllm_runs(plan: Plan) -> None:
-    """Check that vLLM with xgpt's scheduler can run a plan on some machine.
+    """Check that vLLM with xgpt's scheduler can run a plan. This machine is not checked.
 
     Raises:
-        InputError: vLLM cannot run the plan. The message states the reason.
+        InputError: vLLM cannot run the plan, for the reason in the message.
     """
     check_own_schedule(plan)
     if any(block.recurrent is not None for block in plan.model.kinds):

@@ -10,7 +10,7 @@ class EngineOrder(Frozen):
 
     Attributes:
         ray: address of the Ray cluster whose machines run the plan. None means that this machine runs it.
-        core_waits: whether the records of steps state how long threads waited for a core.
+        core_waits: whether each step's record states how long the step's threads waited for a core.
     """
 
     plan: Plan

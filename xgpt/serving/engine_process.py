@@ -55,13 +55,13 @@ def build_engine(
     *,
     reuse: bool = True,
 ) -> Engine | Replicas:
-    """Load a plan's weights, warm the engine up, and return the engine.
+    """Load a plan's weights, and return the warmed-up engine.
 
-    A plan for one device of this machine runs in this process. For any other plan, each device has a separate process,
-    which `close` ends.
+    A plan for one device of this machine runs in this process. For any other plan, each device has a separate process.
+    The engine's `close` ends these processes.
 
     Args:
-        batching: layout of batches. In rows, requests share no K/V.
+        batching: layout of batches. Unless it is flat, requests share no K/V.
         ray: address of the Ray cluster whose machines run the plan. None means that this machine runs it.
         reuse: whether requests share the K/V of common prompt prefixes.
 
@@ -107,14 +107,16 @@ def _one_worker(plan: Plan, schedule: Schedule) -> Worker:
 
 
 def _row_worker(plan: Plan, batching: Batching) -> RowWorker:
-    """Return a worker in this process that holds the whole model and runs rows."""
+    """Return a worker in this process that holds the whole model and runs batches in rows."""
     worker = build_row_worker(WorkerSettings.of(plan, num_blocks=0), batching, row_tokens(plan))
     warm_up(worker)
     return worker
 
 
 def _redeployer(worker: Worker, plan: Plan) -> Deployer:
-    """Return a function that allocates the K/V memory of another plan. The weights stay loaded."""
+    """Return a function that changes the worker to another plan: it allocates the plan's K/V memory. The weights stay
+    loaded.
+    """
     # `deploy` must not refer to the old worker, whose memory must be freed before the next worker's is allocated.
     model, backend = worker.model, worker.backend
     layer = worker.cache.layers[0]
@@ -142,7 +144,7 @@ def _redeployer_of(workers: RemoteExecutor) -> Deployer:
 
 
 def _workers(plan: Plan, replica: int, ray: str | None) -> RemoteExecutor:
-    """Return the executor of a replica's workers. Each device has a worker process."""
+    """Start a replica's workers, one process for each device, and return their executor."""
     deployment = Deployment.of(plan)
     total = deployment.num_workers
     if ray is None:
@@ -200,7 +202,7 @@ def _build(order: EngineOrder, on_step: OnStep) -> HostedEngine:
 
 
 def _is_alone(order: EngineOrder) -> bool:
-    """Return whether this process executes the steps on a CPU, without worker processes."""
+    """Return whether this process itself executes the steps, on a CPU and without worker processes."""
     return order.plan.num_devices == 1 and order.plan.cluster.device.type == "cpu" and order.ray is None
 
 

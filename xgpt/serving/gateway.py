@@ -1,9 +1,9 @@
 """Serve a plan behind the Shepherd Model Gateway (`pip install smg`) instead of xgpt's endpoint.
 
 The gateway answers clients: it renders chats, tokenises, parses tool calls and reasoning, and offers the APIs
-Completions, Chat, Responses and Messages. The gateway sends token ids to this process over gRPC
-(`xrunner.engine_service`). This process is connected to the engine in the same way as xgpt's endpoint, and serves pages
-on an admin port.
+Completions, Chat, Responses and Messages. It sends token ids to this process over gRPC (`xrunner.engine_service`). This
+process connects to the engine as xgpt's endpoint does, and serves the live page, the plan and the metrics on an admin
+port.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def check_gateway(plan: Plan, request: ServeRequest) -> None:
     """Check that the gateway is installed and supports the request.
 
     Raises:
-        InputError: the gateway is not installed, or it does not support a field.
+        InputError: the gateway is not installed, or it does not support a field of the request.
     """
     missing = [name for name in ("smg", "grpc", "smg_grpc_proto") if find_spec(name) is None]
     if missing:
@@ -92,7 +92,7 @@ def serve_behind_gateway(plan: Plan, request: ServeRequest, limits: Limits) -> N
     """Serve a plan behind the gateway until SIGTERM or SIGINT.
 
     Raises:
-        MachineError: the engine does not start, fails again and again, or a port is taken.
+        MachineError: the engine does not start, the gateway does not start or fails too often, or a port is taken.
     """
     with running(plan, request) as (engine, model):
         asyncio.run(_serve(plan, request, limits, engine, model))
@@ -142,8 +142,9 @@ class Gateway:
         self._process: Process | None = None
 
     async def start(self) -> None:
-        """Start the gateway, and return once it lists the model. Raises MachineError if the gateway ends or does not
-        answer.
+        """Start the gateway, and wait until it lists the model.
+
+        Raises MachineError if the gateway ends, or does not answer in time.
         """
         self._process = process = await _started(self._arguments)
         end_s = time.monotonic() + START_S
@@ -158,7 +159,7 @@ class Gateway:
         raise MachineError(f"the gateway has not answered within {START_S:g} s; its own messages are above")
 
     async def watch(self) -> None:
-        """Until cancelled, start the gateway again whenever it has ended or hangs.
+        """Restart the gateway whenever it has ended or hangs, until this task is cancelled.
 
         Raises:
             MachineError: the gateway ends or hangs too often, or does not start again.
@@ -180,7 +181,7 @@ class Gateway:
             await self.start()
 
     async def _answers(self, within_s: float) -> bool:
-        """Return whether the gateway lists the model in time."""
+        """Return whether the gateway lists the model within this time."""
         with suppress(OSError, ValueError, asyncio.IncompleteReadError):  # TimeoutError is an OSError
             return await asyncio.wait_for(_lists(self._host, self.port, self._model), within_s)
         return False
@@ -202,7 +203,7 @@ class Gateway:
 
 
 def gateway_arguments(plan: Plan, request: ServeRequest, port: int, engine_port: int) -> list[str]:
-    """Return the gateway's command line, with one engine and a limit on each resource that clients use."""
+    """Return the gateway's arguments. They connect it to one engine, and limit each resource that clients use."""
     options: dict[str, object] = {
         "--host": request.host,
         "--port": port,
@@ -230,9 +231,10 @@ def gateway_arguments(plan: Plan, request: ServeRequest, port: int, engine_port:
 
 
 def parsers(plan: Plan) -> dict[str, str]:
-    """Return the gateway's options for parsing tool calls and reasoning, given the checkpoint's chat template.
+    """Return the gateway's options for parsing tool calls and reasoning. They follow from the checkpoint's chat
+    template.
 
-    By default the gateway chooses parsers by the model's name, but here the model's name is a directory.
+    By default the gateway chooses parsers by the model's name. Here this would be the name of a directory.
     """
     template = _template(plan)
     found = {}
@@ -270,7 +272,7 @@ async def _lists(host: str, port: int, model: str) -> bool:
 
 
 async def _started(arguments: list[str]) -> Process:
-    """Start a gateway's process. The process ends when its input is closed, and writes its log to this process's
+    """Start the gateway's process. It ends when its standard input is closed, and writes its log to this process's
     stderr.
     """
     command = (sys.executable, "-m", "xgpt.serving.gateway_process")
@@ -288,7 +290,7 @@ ADMIN_HOST = "127.0.0.1"
 
 @asynccontextmanager
 async def admin_server(engine: EngineClient, model: ServedModel, port: int) -> AsyncIterator[int]:
-    """Serve the engine's pages, and yield the port.
+    """Serve the engine's pages on 127.0.0.1 until the context ends, and yield the port.
 
     Args:
         port: port on which to listen. 0 means any free port.
@@ -316,7 +318,7 @@ async def admin_server(engine: EngineClient, model: ServedModel, port: int) -> A
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that handles no signals, since the process handles them."""
+    """A uvicorn server that handles no signals. The process handles them itself."""
 
     def install_signal_handlers(self) -> None:
         """Install no handlers."""

@@ -39,14 +39,13 @@ logger = logging.getLogger(__name__)
 def running(
     plan: Plan, request: ServeRequest, machines: Machines | None = None
 ) -> Iterator[tuple[EngineClient, ServedModel]]:
-    """Start a plan's engine in a separate process, and its planner and its step log. The end of the context ends all of
-    them.
+    """Start a plan's engine in a separate process, its planner and its step log. All end with the context.
 
     Args:
         machines: the machines on which vLLM runs the plan. None means only this machine.
 
     Yields:
-        The engine's client, which is not started yet, and the model with its tokenizer.
+        The engine's client, and the model with its tokenizer. The caller must start the client.
 
     Raises:
         InputError: the plan cannot be run in the requested way.
@@ -89,7 +88,7 @@ def running(
 
 
 def start_engine(plan: Plan, request: ServeRequest, machines: Machines | None = None) -> RemoteEngine:
-    """Start a plan's engine (xgpt's in a separate process, or vLLM), and return the engine, ready for requests.
+    """Start a plan's engine: xgpt's in a separate process, or vLLM. Return the engine once it is ready for requests.
 
     Raises:
         InputError: the plan cannot be run in the requested way.
@@ -121,7 +120,9 @@ def start_engine(plan: Plan, request: ServeRequest, machines: Machines | None = 
 
 
 def _planner(plan: Plan, request: ServeRequest) -> BackgroundPlanner | None:
-    """Return the planner for re-planning, or None if re-planning is off. In this case the log states the reason."""
+    """Return the planner for re-planning, or None if re-planning is off or impossible here. If it is impossible, the
+    log states the reason.
+    """
     replan = request.replan
     if request.engine == "vllm" and replan and plan.num_devices > 1:
         logger.warning("re-planning is off: vLLM cannot change to another plan on several devices")

@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 
 class ServeRequest(ServeFields):
-    """A request to serve a plan, with methods that check it and read its keys, limits and certificates."""
+    """A request to serve a plan. Its methods check it, and read its keys, limits and certificates."""
 
     def keys(self, plan: Plan) -> ApiKeys | None:
-        """Return the API keys, or None if no file is given.
+        """Return the API keys in `api_key_file`, or None if no file is given.
 
         Raises:
-            InputError: the file contains no key or names a class that the plan does not have, or the host needs keys
-                but no file is given.
+            InputError: the file contains no key, or names a class that the plan does not have. Or other machines can
+                reach `host`, and no file is given.
         """
         names = [each.name for each in plan.constraint.classes]
         keys = None if self.api_key_file is None else ApiKeys.read(self.api_key_file, names)
@@ -76,8 +76,8 @@ class ServeRequest(ServeFields):
         return Classes(plan, self.answer_within_of)
 
     def limits(self, plan: Plan) -> Limits:
-        """Return the limits on requests. If no default for max_tokens is given, the checkpoint's max_new_tokens is the
-        default.
+        """Return the limits on requests. The default of max_tokens is `default_max_tokens` or else the checkpoint's
+        max_new_tokens.
 
         Raises:
             InputError: the limits contradict each other.
@@ -94,10 +94,11 @@ class ServeRequest(ServeFields):
         )
 
     def check_batching(self, plan: Plan) -> None:
-        """Check that the engine and the plan support the batching.
+        """Check that the engine and the plan support `batching`.
 
         Raises:
-            InputError: vLLM runs the plan, or the plan does not run whole batches on one device.
+            InputError: `batching` is not flat, but vLLM runs the plan, or the plan does not run whole batches on one
+                device.
         """
         if self.batching == "flat":
             return
@@ -106,10 +107,10 @@ class ServeRequest(ServeFields):
         policies.build_rows(plan, self.batching)
 
     def check_reuse(self, plan: Plan) -> None:
-        """Check that a plan that relies on prefix reuse runs with reuse. Otherwise the plan's figures would be wrong.
+        """Check that reuse is on if the plan counts on it. Otherwise the plan's figures would be wrong.
 
         Raises:
-            InputError: reuse is off. The message states which option turns it off.
+            InputError: reuse is off. The message names the option that turns it off.
         """
 
         in_vllm = self.engine == "vllm"
@@ -149,12 +150,12 @@ class ServeRequest(ServeFields):
 
 
 def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = lambda line: None) -> None:
-    """Serve a plan until SIGTERM or SIGINT. If vLLM runs a replica on several machines, only the first machine answers
+    """Serve a plan until SIGTERM or SIGINT. If vLLM runs a replica on several machines, only its first machine answers
     requests.
 
     Args:
-        on_note: called with lines of text about what is started or, in a dry run, about what is missing on this
-            machine.
+        on_note: called with a line of text about each process that starts or, in a dry run, about what this machine
+            lacks.
 
     Raises:
         InputError: this machine cannot serve the plan as requested.
@@ -208,8 +209,8 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
 
 
 def _check_port(request: ServeRequest, on_note: Callable[[str], None]) -> None:
-    """Check that the port is free, before the engine is started, since starting takes long. A dry run only reports a
-    port that is taken.
+    """Check that the port is free. This comes before the engine's start, which takes long. A dry run only reports a
+    taken port.
 
     Raises:
         MachineError: the address is not available.
@@ -234,8 +235,8 @@ def _differences(plan: Plan, request: ServeRequest) -> str | None:
 
 @contextmanager
 def _no_end_by_hangup() -> Iterator[None]:
-    """Ignore SIGHUP while the server starts. SIGHUP makes the server read its key file again, and it has just read this
-    file.
+    """Ignore SIGHUP while the server starts. A running server reads its key file again on SIGHUP, but now it has just
+    read it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -274,11 +275,13 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, machines: Machines
 
 
 def open_tracer(endpoint: str | None) -> Tracer | None:
-    """Return a tracer for the OTLP endpoint that is given here or in OpenTelemetry's environment variables, or None if
-    there is no endpoint.
+    """Return a tracer for the OTLP endpoint in `endpoint` or in OpenTelemetry's environment variables, or None if there
+    is none.
+
+    If only the variables name an endpoint and OpenTelemetry is not installed, log this and return None.
 
     Raises:
-        InputError: the endpoint is not a URL, or OpenTelemetry is not installed.
+        InputError: `endpoint` is not a URL, or it is given and OpenTelemetry is not installed.
     """
     variables = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
     if endpoint is None and (
@@ -305,11 +308,11 @@ MASTER_PORT = 29500
 
 
 def share_of(plan: Plan, request: ServeRequest) -> tuple[Plan, Machines | None]:
-    """Return the part of a plan that this machine serves, and the machines with which it serves this part. The machines
-    are None if it serves the part by itself.
+    """Return the part of a plan that this machine serves, and the machines that serve this part together. None means
+    that this machine serves it alone.
 
-    A machine serves several replicas or a part of one replica. Each replica has a separate endpoint on its first
-    machine, so replicas are independent. A gateway in front of the endpoints distributes the requests.
+    A machine serves either whole replicas or a part of one replica. Replicas that span machines have separate
+    endpoints, each on the replica's first machine. A gateway in front of the endpoints must distribute the requests.
 
     Raises:
         InputError: the plan's devices do not divide evenly among the machines, or an argument is missing.
@@ -336,7 +339,8 @@ def share_of(plan: Plan, request: ServeRequest) -> tuple[Plan, Machines | None]:
 
 
 def follow_first(plan: Plan, machines: Machines) -> None:
-    """Run this machine's part of a replica until the engine on the replica's first machine stops or SIGTERM arrives.
+    """Run this machine's part of a replica. It ends when the engine on the replica's first machine stops, or on
+    SIGTERM.
 
     Raises:
         MachineError: the first machine cannot be reached, or refuses this machine.
