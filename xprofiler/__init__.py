@@ -15,7 +15,7 @@ profiles are then no longer used.
 
 
 def xgpt_version(device_type: Literal["cpu", "gpu"]) -> str:
-    """Return the engine version that profiles state if they were measured on this type of device."""
+    """Return the engine version in profiles that are measured on this type of device."""
     return f"steps of generation {GENERATIONS[device_type]}"
 
 

@@ -130,9 +130,8 @@ def groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]
 
 
 def shared_groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
-    """Return pairs (tensor-parallel degree t, number of devices n), with n > t, for groups that share experts: n / t
-    tensor-parallel groups divide the experts among all n devices. These are the devices of a node, or of all linked
-    nodes.
+    """Return pairs (t, n) for which n / t tensor-parallel groups of t devices divide the experts among all n devices:
+    those of a node, or of all linked nodes.
     """
     found = [kind.experts for kind in spec.kinds if kind.experts is not None]
     linked = cluster.num_devices if cluster.inter_node is not None else cluster.devices_per_node
@@ -300,8 +299,8 @@ class Kernels:
         return max(read, flops / (self._rate * self.efficiency.attention)) + self.efficiency.attention_s
 
     def index(self, pairs: float, read_bytes: float, indexer: Indexer) -> float:
-        """Return the seconds in which sparse attention's index scores pairs of tokens. Every device scores all pairs,
-        in eight bits.
+        """Return the seconds in which sparse attention's index scores pairs of tokens, all of them on every device, in
+        eight bits.
         """
         flops = 2 * pairs * indexer.num_heads * indexer.head_dim
         read_s = read_bytes / (self._bandwidth * self.efficiency.kv)
@@ -320,8 +319,8 @@ class Kernels:
         return elements * self.state / self._bandwidth
 
     def all_reduce(self, elements: float, devices: int) -> float:
-        """Return the seconds of an all-reduce. Data goes around a ring of `devices` twice, and each hop carries 1 /
-        `devices` of it. The latency is that of all hops, or `all_reduce_s` of the device's efficiencies.
+        """Return the seconds of an all-reduce. Data goes around a ring twice, and each hop carries 1 / `devices` of it.
+        `all_reduce_s` in the device's efficiencies replaces the hops' latencies.
         """
         return self._around(elements, devices, 2)
 

@@ -115,9 +115,7 @@ def _kernel(tables: Tables, phase: str, heads: int, slower: float) -> Surface:
 
 
 def _fastest(rows: Rows, chosen: npt.NDArray[np.bool_], factor: float) -> Surface:
-    """Return the surface through the chosen rows of a table. If several kernels were measured at a point, the fastest
-    counts.
-    """
+    """Return the surface through the chosen rows of a table. If a point has several kernels, the fastest counts."""
     latency = rows["latency"][chosen]
     order = np.argsort(latency)[::-1]
     length = (rows["isl"] + rows["step"])[chosen]

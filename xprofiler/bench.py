@@ -187,7 +187,7 @@ def least_certain(times: Mapping[tuple[str | int, ...], Sequence[float]]) -> lis
 def middle_mean(values: Sequence[float]) -> float:
     """Return the mean. If there are at least four values, leave out the smallest and the largest.
 
-    Other processes make about one call in ten much longer. Plain means of some points would be too large.
+    Other processes make about one call in ten much longer.
     """
     ordered = sorted(values)
     return statistics.mean(ordered[1:-1] if len(ordered) > LEAST_TRIMMED else ordered)
@@ -570,7 +570,7 @@ def seconds_by_threads(bench: Bench, part: int = 0, parts: int = 1) -> dict[int,
     """Return the seconds of a typical step for each of `thread_counts`. The step runs on the cores that the worker
     would have in service.
 
-    On a small shared machine, one thread can be faster than two.
+    On a small shared machine, one thread may be the fastest.
 
     Args:
         part, parts: see `take_cores`.

@@ -150,8 +150,8 @@ class ExpertTable:
     def seconds(self, tokens: Array, t: int, ep: int) -> Array:
         """Return the seconds for numbers of tokens, each of which chooses its experts independently. # [n] -> [n]
 
-        In tables with balanced routing, tokens were assigned to experts in turn, so devices had equal loads, and more
-        experts were used than with random choices. The result corrects for both.
+        In tables with balanced routing, devices had equal loads, and more experts were used than with random choices.
+        The result corrects for both.
         """
         routing, points, seconds = self._held[t, ep]
 
@@ -191,9 +191,7 @@ def _of_groups(rows: Rows) -> dict[tuple[int, int], tuple[Array, Array]]:
 
 
 def _distribution(experts: Experts, kinds: set[str]) -> str | None:
-    """Return the name of the measured distribution of tokens that is nearest to the model's skew, or None if there is
-    none.
-    """
+    """Return the name of the measured distribution that is nearest to the model's skew, or None if there is none."""
     exponents = {name: float(name.removeprefix("power_law_")) for name in kinds if name.startswith("power_law_")}
     if "balanced" in kinds:
         exponents["balanced"] = 0.0

@@ -165,11 +165,10 @@ def _with_loading(profile: Profile, asked: _Asked) -> Profile:
 def loading_rate(
     spec: ModelSpec, dtype: DType, checkpoint: Path, device: str, layouts: Mapping[str, str] | None = None
 ) -> float:
-    """Return the rate at which a worker loads weights, in bytes per second: reading them from the page cache,
-    converting, packing.
+    """Return the bytes of weights per second that a worker reads from the page cache, converts and packs.
 
-    A few layers are loaded several times. The first time, which fills the page cache, does not count. The result is
-    from the mean of the other times, not the shortest, because other processes would also slow a redeployment.
+    A few layers are loaded several times. The first time fills the page cache and does not count. The mean of the
+    others counts, not the shortest, because other processes would also slow a redeployment.
     """
     last, last_encoder = min(spec.num_layers, LOADED_LAYERS), min(spec.num_encoder_layers, LOADED_LAYERS)
     part = Part(spec, (0, last), (0, last_encoder), is_first=False, is_last=False)

@@ -95,9 +95,7 @@ def cores_taken() -> float:
 
 
 def gflops() -> float:
-    """Return the GFLOP/s of a fixed matrix product on all cores. A different value shows that the clock rate has
-    changed.
-    """
+    """Return the GFLOP/s of a fixed matrix product on all cores. They show changes of the clock rate."""
     a = np.ones((1024, 1024), np.float32)
     best = float("inf")
     for _ in range(5):

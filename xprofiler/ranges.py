@@ -116,9 +116,7 @@ def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False, errors: Er
 
 
 def _in_words(cell: Cell, names: tuple[str, ...]) -> str:
-    """Return the end of a sentence about measurements: what they have in common with `cell`. `names` are the fields in
-    which they agree.
-    """
+    """Return the end of a sentence about measurements that agree with `cell` in the fields `names`."""
     planned = {"analytic": ", planned from datasheets", "imported": ", planned from imported tables"}
     words = {
         "family": f" of {'dense models' if cell.family == 'dense' else 'mixtures of experts'}",

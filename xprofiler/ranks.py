@@ -4,7 +4,7 @@ A machine's devices share memory bandwidth, and a socket's cores share power. So
 others do the same work. In a tensor-parallel group, all ranks run whole steps together, including all-reduces.
 
 In a group, ranks wait for each other before every call. Ranks that compute alone wait only once in several calls, since
-a wait needs process switches. On a loaded machine, these can take longer than a small model's call.
+a process switch on a loaded machine can take longer than a small model's call.
 """
 
 from __future__ import annotations

@@ -127,8 +127,8 @@ def obtain_profile(
     Args:
         dtype: data type. None means the model's default or, on a CPU, the first of `CPU_DTYPES`.
         engine: the serving engine. Its loop's time is added to times from a datasheet.
-        kv_dtype: type of K/V. None means float8 on GPUs of other machines if the checkpoint states it, or else the type
-            that `dtype` implies.
+        kv_dtype: type of K/V. None means the checkpoint's float8 (on GPUs of other machines), or else the type that
+            `dtype` implies.
         as_served: adapts a measured profile to the steps of a serving engine. None leaves it as measured.
 
     Raises:
@@ -218,11 +218,11 @@ def given_profile(path: str, spec: ModelSpec, cluster: ClusterSpec, dtype: DType
 
 
 def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> None:
-    """Check that a profile is for this model, kind of device and dtype, for enough devices and nodes, and not from an
-    older version of xgpt's engine.
+    """Check that a profile is for this model, kind of device and dtype, for enough devices and nodes, and for this
+    version of xgpt's engine.
 
     Raises:
-        InputError: it is not. The message states the profile's value, the plan's value, and what to do.
+        InputError: one of these differs. The message states the profile's value, the plan's value, and what to do.
     """
     make = f"make one with `xgpt profile --model {spec.name} --cluster {cluster.name} -o FILE`, or leave `profile` out"
     if (other := spec.differs_from(profile.model)) is not None:
@@ -246,10 +246,11 @@ def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype
 
 
 def check_engine(plan: Plan, engine: str) -> None:
-    """Check that a plan runs in the engine of its profile. The plan's figures would not hold in another.
+    """Check that a plan's step times are those of `engine`, or of none. In another engine, the plan's figures would not
+    hold.
 
     Raises:
-        InputError: it does not. The message names both engines, and states what to do.
+        InputError: they are another engine's. The message names both engines, and states what to do.
     """
     profiled_engine = plan.profile.engine
     if profiled_engine in (None, engine):

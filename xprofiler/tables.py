@@ -69,9 +69,8 @@ class Tables:
     ) -> Array:
         """Return the seconds of the product of matrices [m, k] and [k, n].
 
-        Times of FP8 products in the tables include computing the scale of [m, k]. The time to compute the scale is also
-        in the tables. If the checkpoint contains the scale, this time is subtracted, but not below the device's
-        roofline.
+        In the tables, times of FP8 products include that of computing the scale of [m, k], which the tables also have
+        separately. If the checkpoint contains the scale, it is subtracted, but not below the device's roofline.
 
         FP8 products with block scales were measured with a launch for each product. Small ones took tens of
         microseconds longer than in half precision, although half precision reads twice as many bytes. Captured graphs
@@ -253,7 +252,7 @@ class Tables:
         """Return the paths of an operator's tables: first the engine's version and later ones, ascending, then older
         ones, descending. Without a version, the newest comes first.
 
-        Kernels change between versions. A later one may take half the time.
+        A later version may take half the time.
 
         Args:
             framework: another framework. Its newest tables come first, and the result may be empty.
@@ -361,8 +360,8 @@ class Grid2:
 
 
 def _usual(values: Array) -> npt.NDArray[np.bool_]:
-    """Return which points have a size that occurs about as often as other sizes. Some tables contain one model's
-    unusual sizes, at too few points to interpolate.
+    """Return which points have a usual size. Some tables contain one model's unusual sizes, at too few points to
+    interpolate.
     """
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     chosen: npt.NDArray[np.bool_] = (counts >= np.median(counts) / 4)[place]

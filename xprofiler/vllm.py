@@ -354,8 +354,8 @@ def _encode_attention(spec: ModelSpec, times: dict[Probe, list[float]], rest: _L
 
 
 def _mixed_error(times: dict[Probe, list[float]], rest: _Line) -> tuple[float, float] | None:
-    """Return the relative excess of the time of a step that decodes and encodes a chunk over that of two separate
-    steps, and the excess's standard error. Return None if such steps were not measured.
+    """Return the relative excess of the time of a mixed step (decodes and a prompt chunk) over that of two separate
+    steps, and its standard error. Return None if mixed steps were not measured.
     """
     pieces = {bool(point.batch): point for point in times if point.kind == "pieces"}
     decode = Probe("decode", BESIDE, BESIDE_CONTEXT)

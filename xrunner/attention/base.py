@@ -193,8 +193,8 @@ class AttentionBackend(ABC):
     """Computes attention over a paged cache. A backend has no state, so one object serves all layers.
 
     Attributes:
-        capturable: whether a decode batch can be captured in a CUDA graph. Then no data may be read back from the
-            device, and launches may depend only on shapes.
+        capturable: whether a decode batch can be captured in a CUDA graph. Such a backend reads no data back from the
+            device, and its launches depend only on shapes.
     """
 
     capturable: ClassVar[bool] = False

@@ -16,7 +16,7 @@ from xrunner.parallel import Part
 
 
 class Deployment(Frozen):
-    """One replica: a model divided into stages. Worker i uses the device that the stages call i."""
+    """One replica: a model divided into stages. Worker i uses the stages' device number i."""
 
     settings: WorkerSettings
     """Settings of all workers. Each worker adds its number of K/V blocks and its device."""

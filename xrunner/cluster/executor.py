@@ -109,7 +109,8 @@ class RemoteExecutor:
         """Deploy other stages on the same workers. Return the executor that replaces this one.
 
         Raises:
-            MachineError: there are too few workers, or a worker cannot build its part. `deploy` this executor again.
+            MachineError: there are too few workers, or a worker cannot build its part. The caller can `deploy` this
+                executor again.
         """
         self.disconnect()
         deployment = Deployment.model_validate(dict(self._deployment) | {"stages": stages})

@@ -77,7 +77,7 @@ class Work(_Message):
 class RunEncoder(_Message):
     """Release and begin requests. Then run prompts through the encoder. `Work` with the same number follows later.
 
-    Requests are released and begun here, not in that `Work`: before it, another step's message may release them.
+    Requests are released and begun here, since another step's message may release them before that `Work` comes.
 
     Attributes:
         decode: the requests that the step decodes. Their number determines how the step is cut into slices.

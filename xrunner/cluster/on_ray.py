@@ -1,8 +1,7 @@
 """Start and watch workers on several machines through Ray, which runs one launcher on each machine.
 
 Ray (https://docs.ray.io, "Placement Groups" and "Actors") knows which machines are free and alive. An actor owns a
-machine's `LauncherProcess`. The rest is as on one machine: workers report to the engine's process over encrypted
-sockets, and tensors travel through torch.distributed.
+machine's `LauncherProcess`. Workers report to the engine's process, and exchange tensors, as on one machine.
 """
 
 from __future__ import annotations

@@ -78,8 +78,7 @@ class EpochKeys:
 
 
 class EngineStore(dist.Store):
-    """A worker's client of the store, as a `torch.distributed.Store`. Several threads may use it at the same time, each
-    with its own socket.
+    """A worker's client of the store, as a `torch.distributed.Store`. Each thread that uses it has its own socket.
 
     The caller must keep this object alive. torch's C++ wrapper does not.
     """

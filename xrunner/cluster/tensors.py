@@ -1,5 +1,6 @@
 """Exchange tensors between workers through torch.distributed: all-reduces within a stage, hidden states between stages,
-and K/V (or encoder outputs) from WAA's encode lane to its decode lane. The last run in a separate thread.
+and K/V (or encoder outputs) from WAA's encode lane to its decode lane. K/V and encoder outputs are sent in a separate
+thread.
 """
 
 from __future__ import annotations

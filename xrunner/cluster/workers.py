@@ -174,8 +174,7 @@ class Workers:
             raise WorkerLost(self._shared.lost)
 
     def deploy(self, deployment: Deployment, answers_to: str) -> dict[int, float]:
-        """Make all workers replace their previous parts of the model by their parts of `deployment`. No step may be
-        under way.
+        """Make all workers build their parts of `deployment`, in place of the previous ones. No step may be under way.
 
         Returns:
             Each worker's build time in seconds, by the worker's number.

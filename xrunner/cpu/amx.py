@@ -1,5 +1,5 @@
-"""Multiply bfloat16 numbers in the processor's matrix registers (AMX), with sums in float32, in functions that
-numba-compiled kernels call.
+"""Multiply bfloat16 numbers in the processor's matrix registers (AMX), with sums in float32. Kernels compiled by numba
+call these functions.
 
 A register holds 16 rows of 64 bytes. One instruction multiplies a 16 x 32 matrix by a 32 x 16 matrix. In the second
 matrix, two rows are interleaved: element i of an even row is followed by element i of the next row. As in `tiles`, each

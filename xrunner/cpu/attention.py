@@ -138,8 +138,8 @@ class NumbaAttention(AttentionBackend):
 
 
 def suits_matrices(cache: Tensor) -> bool:
-    """Return whether attention over this cache can run in matrix registers: the processor has them, K/V are bfloat16,
-    and blocks and heads fill whole registers.
+    """Return whether the processor has matrix registers, the cache is bfloat16, and its blocks and heads fill whole
+    registers.
     """
     block_size, head_dim = cache.shape[3:]
     whole = block_size % amx.SQUARE == 0 and head_dim % amx.DEPTH == 0

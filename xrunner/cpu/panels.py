@@ -10,8 +10,8 @@ instruction multiplies together. For bfloat16 and int8, one call rounds the rows
 The sums of up to GROUP rows by WIDTH outputs stay in registers. A compiler would not keep them there, so the inner loop
 is in assembly. A slice of a panel stays in a cache while all groups of rows are multiplied by it. A block of the rows'
 inputs stays in the second-level cache while it is multiplied by all panels. Panels of gates alternate with panels of
-gated outputs. A gate is applied while its sums are in a cache, so only half as much is written. The threads are torch's
-OpenMP threads, as in attention.
+gated outputs. A gate is applied while its sums are in a cache, so only half as much is written. The threads are
+torch's.
 
 Source: K. Goto and R. van de Geijn, Anatomy of High-Performance Matrix Multiplication (2008).
 """
@@ -127,7 +127,7 @@ class PanelOutputs:
         self._no_bias = np.zeros(self._parts * self.width, dtype=np.float32)
 
     def in_panels(self, of_outputs: Tensor) -> Tensor:
-        """Sort rows, one per output, into the order of panels, padded with zeros. # [out, ...] -> [panels * WIDTH,
+        """Arrange rows, one per output, in the order of panels, padded with zeros. # [out, ...] -> [panels * WIDTH,
         ...]
         """
         if self._parts == 1 and self.number == self.width:

@@ -256,8 +256,8 @@ def attend(way, span, context, rules, space):
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def place_keys(context, begin, end, most, places):
-    """Write into `places` where keys are in the cache, from key `begin` to the end of the block that contains key `end
-    - 1`, but at most `most` keys. Return their number.
+    """Write the cache positions of keys into `places`, from key `begin` on. They end with the block that contains key
+    `end - 1`, or after `most` keys. Return their number.
     """
     block_size = context.block_size
     count = min(most, max((end + block_size - 1) // block_size * block_size - begin, 0))

@@ -209,7 +209,7 @@ def widen(
 def at(typing_context: Any, array: Any, first: Any) -> Any:
     """Return a pointer to element `first` of an array or pointer. The pointer does not keep the array alive.
 
-    Passing an array makes numba count its references atomically. This is too slow for inner loops.
+    Numba counts references to arrays that are passed, atomically. This is too slow for inner loops.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:

@@ -3,8 +3,8 @@ programs.
 
 No data is read back from the device, and every launch depends only on shapes, so a step can be captured in a CUDA
 graph. A captured step runs any batch of its shape, so its kernels read the number of decodes from `Batch.counts`.
-Models with position biases, attention in both directions, windows, sinks, soft caps or latent attention use plain torch
-instead. Triton is imported only when the backend is built, so that no other code needs it.
+Position biases, attention in both directions, windows, sinks, soft caps and latent attention run in plain torch. Triton
+is imported only when the backend is built, so that no other code needs it.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ def num_splits(num_tiles: int, most_keys: int, keys: int, num_processors: int) -
 
 
 def dot_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of products. It is float32 instead of bfloat16 on CPUs and on GPUs before Ampere, whose tensor
-    cores do not support bfloat16.
+    """Return the dtype of products: float32 instead of bfloat16 on CPUs and on GPUs without bfloat16 tensor cores
+    (before Ampere).
     """
     if dtype == torch.bfloat16 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
         return torch.float32

@@ -1,8 +1,8 @@
 """Capture a CUDA graph of a step for each of several batch sizes. A replay is one launch instead of hundreds.
 
-A captured step reads its batch at fixed addresses. So a batch is copied there and padded to the next captured size:
-decode batches with sequences of no request, whose K/V are in a separate block, and batches with prompts with tokens of
-no sequence. Source: vLLM's and nano-vllm's decode graphs.
+A captured step reads its batch at fixed addresses. So a batch is copied there and padded to the next captured size.
+Padding in a decode batch is sequences of no request, whose K/V are in a separate block. In other batches it is tokens
+of no sequence. Source: vLLM's and nano-vllm's decode graphs.
 """
 
 from __future__ import annotations

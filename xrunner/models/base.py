@@ -64,8 +64,8 @@ class Model(nn.Module):
     """Maps a batch to logits. Each family defines the blocks, and the names of their weights in checkpoints.
 
     Attributes:
-        decoder_start: tokens that an encoder-decoder's decoder processes first. Empty for decoder-only models. The
-            prompts of an encoder-decoder cannot be cut into chunks, because the encoder reads a whole prompt at once.
+        decoder_start: tokens that an encoder-decoder's decoder processes first. Its prompts cannot be cut into chunks,
+            because the encoder reads a whole prompt at once. Empty for decoder-only models.
         norm: the type of all norms.
         norms_results: see `DecoderLayer`.
         checkpoint_layers: the name in checkpoints of each list of layers in this class.
@@ -113,8 +113,8 @@ class Model(nn.Module):
         return self.norm(empty, self.spec.hidden_size, self.spec.norm_eps)
 
     def layer(self, empty: Empty, layer: int) -> DecoderLayer:
-        """Return a new layer. A family whose layers have another structure overrides this method. Its layer is a
-        subclass of `DecoderLayer`, whose `forward` must call `attend_to` if `rows` are given.
+        """Return a new layer. Families with another structure return a subclass of `DecoderLayer`. Its `forward` must
+        call `attend_to` if `rows` are given.
         """
         attention, mlp = self.attention(empty, layer), self.mlp(empty, layer)
         return DecoderLayer(partial(self._norm, empty), attention, mlp, norms_results=self.norms_results)

@@ -3,8 +3,8 @@
 In a batch, a new sequence consists of its whole prompt and the decoder's start token. A decoding sequence consists of
 its last token. In the cache, a prompt's slots hold the keys and values of cross-attention, which are computed once. The
 slots after the prompt's hold the keys and values of the decoder's self-attention. So a request takes as many blocks as
-in a decoder-only model. The keys and values of the encoder's self-attention are needed only within one layer of one
-step, and are in a temporary cache.
+in a decoder-only model. The encoder's own keys and values are needed only within one layer of one step. They have a
+temporary cache.
 """
 
 from __future__ import annotations

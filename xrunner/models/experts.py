@@ -23,8 +23,8 @@ def of_one_expert(spec: ModelSpec) -> ModelSpec:
 
 
 class Router(nn.Module):
-    """Chooses experts for each token. Scores are computed in the dtype of the activations, even if other products have
-    another dtype.
+    """Chooses experts for each token. Scores are in the dtype of activations, even if other products have another
+    dtype.
     """
 
     def __init__(self, empty: Empty, spec: ModelSpec, *, bias: bool) -> None:
@@ -38,8 +38,7 @@ class Router(nn.Module):
         self.e_score_correction_bias = parameter(empty(spec.experts.number)) if is_sigmoid else None
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the experts that are chosen for each token, and their weights. # [tokens, hidden] -> int64, float32
-        [tokens, chosen]"""
+        """Return each token's experts and their weights. # [tokens, hidden] -> int64, float32 [tokens, chosen]"""
         experts, scores = self.of, F.linear(hidden, self.weight, self.bias).float()
         if experts.normalised and experts.scoring == "softmax" and experts.num_groups == 1:
             highest, chosen = scores.topk(experts.active, dim=-1)
@@ -67,8 +66,8 @@ class Router(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Sums the outputs of each token's experts, with the router's weights, and adds the output of the shared experts.
-    Every token goes through the shared experts.
+    """Sums the outputs of each token's experts, with the router's weights. Then adds the output of the shared experts,
+    which is computed for every token.
 
     Args:
         block: builds one expert.

@@ -1,9 +1,9 @@
 """Run a row batch, from its prompts to the last token of its longest output, as TCB and its baselines do.
 
-The layers are those of ordinary serving. Only the layout differs. All slots of a batch have the same number of tokens,
-so padding is computed, too. Until the longest output has ended, a decode step computes one token of every request.
-Attention is computed for as many requests in each slot as the fullest slot has. Keys and values are stored slot by slot
-until the batch has ended. `Rows.keep` removes slots whose requests have all ended. Each request's positions start at 0.
+The layers are those of ordinary serving. All slots of a batch have the same number of tokens, so padding is computed,
+too. Until the longest output has ended, a decode step computes one token of every request. Attention is computed for as
+many requests in each slot as the fullest slot has. Keys and values are stored slot by slot until the batch has ended.
+`Rows.keep` removes slots whose requests have all ended. Each request's positions start at 0.
 
 Attention is computed over whole slots, with a mask. Ordinary serving instead concatenates requests and uses the
 backends in `xrunner.attention`. Source: TCB sec. 4.1.2 and 4.2.1, equations (5), (6) and (8).
@@ -39,7 +39,7 @@ PADDING = -1
 
 
 def attend_slots(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Compute each query's attention over the allowed keys of its slot. There must be at least one.
+    """Compute each query's attention over the allowed keys of its slot. Each query must have at least one.
 
     Args:
         q: # [slots, heads, queries, dim]
@@ -123,8 +123,8 @@ class Layout:
 
 
 class Rows(ABC):
-    """A row batch on the device. In decode steps, attention is computed for `most` requests in every slot, some of
-    which may be padding. All other operations are computed only for real requests.
+    """A row batch on the device. In decode steps, attention is computed as if every slot had `most` requests. All other
+    operations are computed only for real requests.
     """
 
     def __init__(self, model: Model, layout: Layout, most_steps: int) -> None:
