@@ -66,7 +66,7 @@ def names_in(text: str) -> frozenset[str]:
     """Return the names of the figures in an expression.
 
     Raises:
-        ValueError: the text is not an expression over figures. The message states what is accepted.
+        ValueError: `text` is not an expression over figures. The message states what is accepted.
     """
     tree = _parsed(text)
     _check(tree)

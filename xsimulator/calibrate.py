@@ -58,7 +58,7 @@ def steps_of(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> Steps:
     """Return the steps of a log, with the predicted time of each part. Each replica must have one device.
 
     Raises:
-        InputError: a replica has several devices.
+        InputError: a replica of `plan` has several devices.
     """
     if plan.devices_per_replica > 1:
         raise InputError(
@@ -80,7 +80,7 @@ def calibrate(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> tuple[
         The corrected profile, and its errors before and after the correction.
 
     Raises:
-        InputError: the log is too short.
+        InputError: `log` has too few steps, or a replica of `plan` has several devices.
     """
     steps = steps_of(plan, profile, log)
     middle = int(np.quantile(steps.first_request, 0.5))

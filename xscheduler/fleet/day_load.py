@@ -92,7 +92,7 @@ def read_day(path: Path, seed: int = 0) -> Day:
         seed: seed for drawing requests from rates and workloads.
 
     Raises:
-        InputError: the file is malformed, or the trace has no times.
+        InputError: the file at `path` is malformed, or is a trace without times.
     """
     if path.suffix in (".yaml", ".yml"):
         return _drawn(parse(load_yaml(path, "trace"), DaySpec, "trace"), np.random.default_rng(seed))
@@ -123,7 +123,7 @@ def cut(day: Day, interval_s: float) -> Intervals:
     """Cut a day into intervals.
 
     Raises:
-        InputError: there would be too many intervals.
+        InputError: `interval_s` is so short that there would be too many intervals.
     """
     count = max(1, ceil(day.seconds / interval_s - 1 / PARTS))
     if count > MOST_INTERVALS:

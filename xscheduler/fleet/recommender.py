@@ -83,8 +83,8 @@ class Recommendation(NamedTuple):
 class Recommender:
     """Recommends the number of a fleet's replicas at every sample of the load.
 
-    A higher number is recommended immediately. A lower number is recommended once it would have been enough for some
-    time: as long as a replica takes to start and to end.
+    A higher number is recommended immediately. A lower number is recommended only after it would have been enough for
+    as long as a replica takes to start and to end.
 
     Args:
         limits: limits on the devices that kinds share.

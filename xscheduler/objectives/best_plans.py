@@ -113,7 +113,7 @@ def _check_maximised(problem: Problem) -> None:
     """Check that the price of devices is known if the user's objective names their cost.
 
     Raises:
-        InputError: the price is unknown.
+        InputError: the price of devices is not known.
     """
     text = problem.constraint.maximise
     if text is not None and "cost" in names_in(text) and problem.cluster.price_per_device_hour is None:
@@ -171,7 +171,7 @@ def check_held(policy: PolicyChoice, fixed: Mapping[str, int]) -> None:
     """Check that the fixed variables exist. Call this before anything is measured for a plan.
 
     Raises:
-        InputError: a variable does not exist, or none of the policies has this variable.
+        InputError: `fixed` names an unknown variable or one that no policy has, or gives 0 where at least 1 is needed.
     """
     _with_variables(POLICY_GROUPS.get(policy, (TUNED.get(policy, policy),)), policy, fixed)
 
@@ -180,7 +180,7 @@ def _with_variables(kinds: tuple[str, ...], policy: str, fixed: Mapping[str, int
     """Return those policies that have all fixed variables.
 
     Raises:
-        InputError: a variable does not exist, or none of the policies has this variable.
+        InputError: `fixed` names an unknown variable or one that no policy has, or gives 0 where at least 1 is needed.
     """
     of_kind = {kind: variables_of(kind) for kind in CHOICES}
     known = set().union(*of_kind.values())

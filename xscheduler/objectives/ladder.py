@@ -210,8 +210,7 @@ def _top(bound_s: float) -> int:
 
 
 def with_law(plan: Plan, law: RequestLaw, closed_s: float | None = None) -> Plan:
-    """Return the plan with its simulated latency. Of the closed form's certificate, only the gap is kept, as a
-    remark.
+    """Return the plan with its simulated latency. Only the gap of the closed form's certificate is kept, as a remark.
 
     Args:
         closed_s: the bound, in s, under which the plan is the best in closed form. None means that the remark names no

@@ -64,7 +64,7 @@ def fewest_devices(problem: Problem, plan_each: PlanEach) -> Fewest:
 
 
 def cheapest(problems: Sequence[Problem], plan_each: PlanEach) -> list[ClusterChoice]:
-    """Return for each cluster the smallest number of devices that sustains the arrival rate, the cheapest first.
+    """Return for each cluster the smallest number of devices that sustains the arrival rate, sorted by price.
 
     Clusters that do not sustain the rate come last.
 
@@ -72,7 +72,7 @@ def cheapest(problems: Sequence[Problem], plan_each: PlanEach) -> list[ClusterCh
         plan_each: see `fewest_devices`.
 
     Raises:
-        InputError: a cluster has no price.
+        InputError: the cluster of a problem states no price.
     """
     choices = []
     for problem in problems:

@@ -136,7 +136,7 @@ def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
         source: path of a trace in CSV or JSON lines, or the URL of a server (without /plan).
 
     Raises:
-        InputError: the file is malformed, or the server runs another model or version.
+        InputError: the file at `source` is malformed, or the server runs another model or version.
         MachineError: the server does not respond, or has served too few requests.
     """
     if not source.startswith(("http://", "https://")):

@@ -278,7 +278,7 @@ class Degrees(dict[Group, GroupTables]):
     """The tables of a profile's groups, computed on demand.
 
     Raises:
-        InputError: the profile does not cover a group.
+        InputError: the profile has no tables for a group.
     """
 
     def __init__(self, profile: Profile) -> None:

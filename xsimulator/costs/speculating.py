@@ -1,12 +1,12 @@
 """Convert a profile for speculative decoding, so that one step gives each request one token on average.
 
-A decode step of b requests, each with k drafted tokens, sends (1 + k) b tokens through the model once, and b tokens
-through the draft k times. Each request gets T = `Speculation.tokens_per_step` tokens on average. All other code counts
-one token for each request and step. So a step of the converted profile stands for 1 / T of an engine step, and encodes
-1 / T of the prompts of an engine step. If n tokens take f(n) seconds, this step takes f((1 + k) b + T p) / T for b
-requests and p prompt tokens. A table f by tokens becomes F(n) = f(T n) / T, which is exact for prompts. Decodes take
-F((1 + k) b / T) - F(b) more. This difference and the time of the draft's passes are added to the table of decode
-attention.
+A decode step of b requests, each with k drafted tokens, sends (1 + k) b tokens through the model once. The draft has k
+passes: the first reads as many tokens, and each other one b tokens. Each request gets T = `Speculation.tokens_per_step`
+tokens on average. All other code counts one token for each request and step. So a step of the converted profile stands
+for 1 / T of an engine step, and encodes 1 / T of the prompts of an engine step. If n tokens take f(n) seconds, this
+step takes f((1 + k) b + T p) / T for b requests and p prompt tokens. A table f by tokens becomes F(n) = f(T n) / T,
+which is exact for prompts. Decodes take F((1 + k) b / T) - F(b) more. This difference and the time of the draft's
+passes are added to the table of decode attention.
 
 Attention reads a request's K/V once for all tokens that are verified together.
 """

@@ -53,7 +53,7 @@ class LaneCost:
         counts: number of stages of each kind.
 
     Raises:
-        InputError: the profile lacks a degree or the time between stages.
+        InputError: `profile` lacks a tensor-parallel degree or the transfer times between stages.
     """
 
     def __init__(
@@ -329,7 +329,7 @@ def lanes_of(plan: Plan, profile: Profile) -> dict[StageLane, LaneCost]:
         profile: the profile as measured, without the plan's slowdown.
 
     Raises:
-        InputError: the profile lacks a degree or the time between stages.
+        InputError: `profile` lacks a tensor-parallel degree or the transfer times between stages.
     """
     found = {}
     profile = speculating(profile.slowed(plan.profile.slowdown), plan.model, plan.speculation)

@@ -22,7 +22,9 @@ NUM_GRIDS = 4
 NUM_PARTS = 7
 """Number of parts into which `layer_of` divides a layer's seconds, including the head."""
 NUM_FIELDS = 6
-"""Fields of a kind of stage: group, decoder layers, encoder layers, has embedding, has head, is on another node."""
+"""Number of fields of a kind of stage: group, decoder layers, encoder layers, whether it has the embedding, whether it
+has the head, and whether its input comes from another node.
+"""
 
 
 class StepTables(NamedTuple):

@@ -69,8 +69,7 @@ class Forecast(ABC, Generic[M]):
         follows: variables that grow in proportion to the load variable.
         num_curves: number of values of the other variable for which there is a load curve.
         stations: the policy's properties as a queueing system.
-        swaps_between_steps: whether an engine can change between two steps from this policy to any other policy with
-            this property.
+        swaps_between_steps: whether an engine can change, between two steps, to any other policy with this property.
         reserves_kv: whether K/V memory is always reserved in full.
         cuts_prompts: whether steps encode pieces of prompts.
     """

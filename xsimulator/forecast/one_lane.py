@@ -143,7 +143,7 @@ class PhaseColumns(NamedTuple):
     weights: Array
     """Number of iterations of each segment."""
     unneeded: Array
-    """Number of iterations in which a request of the quantile's output length no longer decodes, in its last phase."""
+    """Number of iterations of its last phase in which a request of the quantile's output length no longer decodes."""
     share: Array
     """Number of decoding requests, relative to the number of requests that a phase encodes."""
     age: Array
