@@ -489,8 +489,7 @@ def bench(target: Plan | PathLike, *, progress: Progress | None = None, **asked:
 
 
 def export(plan: Plan | FleetPlan | PathLike, to: Target) -> dict[str, str]:
-    """Return the files that start a plan or a fleet on another machine or platform. Keys are file names, values are
-    contents.
+    """Return the contents, by file name, of files that start a plan or a fleet on another machine or platform.
 
     >>> import xgpt
     >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,

@@ -269,8 +269,7 @@ def replayed(
 
 
 def draw(plan: Plan, load: Load, rng: np.random.Generator) -> Drawn:
-    """Draw a load's requests at random, including further ones that keep the load steady until the last measured one
-    ends.
+    """Draw a load's requests at random, and further ones that keep the load steady.
 
     Raises:
         InputError: the requests do not fit into the plan's memory.

@@ -109,7 +109,8 @@ class Connection:
     async def ask(self, method: str, path: str, body: bytes = b"") -> int:
         """Send a request with a JSON body, and return the response's status.
 
-        Raises OSError or h11.ProtocolError if the request fails (see `Failure`).
+        Raises:
+            OSError, h11.ProtocolError: the request failed (see `Failure`).
         """
         if self._writer is None or self._http.our_state is not h11.IDLE or self._reader.at_eof():
             self.close()

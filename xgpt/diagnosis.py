@@ -32,7 +32,7 @@ INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnn
 
 
 class Finding(Frozen):
-    """A line of `xgpt doctor`: a property of the machine, with advice if it may be a problem."""
+    """A line of `xgpt doctor`: a property of the machine."""
 
     name: str
     """Name of a property of the machine."""

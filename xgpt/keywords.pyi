@@ -13,7 +13,7 @@ class Speculated(TypedDict, total=False):
     speculative_tokens: int | None
     """Number of draft tokens in a step, with `speculative`."""
     acceptance: float | Sequence[float] | str | PathLike[str] | None
-    """Acceptance of drafts, with `speculative`. Several shares: the share of steps that accept at least one draft token, at least two, and so on. A single share: the probability that a draft token is accepted if all earlier ones are. A file: a saved metrics page of a server (vLLM, SGLang)."""
+    """Acceptance of drafts, with `speculative`. Several shares, one for each draft position: share i is the share of steps that accept at least i draft tokens. A single share: the probability that a draft token is accepted if all earlier ones are. A file: a saved metrics page of a server (vLLM, SGLang)."""
     draft_model: str | PathLike[str] | None
     """Checkpoint of the draft model, for the engine's command."""
 

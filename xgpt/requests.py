@@ -247,9 +247,9 @@ class Speculated(RequestBase):
     acceptance: Annotated[
         float | tuple[float, ...] | Name | None, Option(metavar="SHARE|SHARE,…|FILE", kind="acceptance")
     ] = None
-    """Acceptance of drafts, with `speculative`. Several shares: the share of steps that accept at least one draft
-    token, at least two, and so on. A single share: the probability that a draft token is accepted if all earlier ones
-    are. A file: a saved metrics page of a server (vLLM, SGLang)."""
+    """Acceptance of drafts, with `speculative`. Several shares, one for each draft position: share i is the share of
+    steps that accept at least i draft tokens. A single share: the probability that a draft token is accepted if all
+    earlier ones are. A file: a saved metrics page of a server (vLLM, SGLang)."""
     draft_model: Annotated[Name | None, Option(metavar="NAME", unset="none for mtp and ngram")] = None
     """Checkpoint of the draft model, for the engine's command."""
 

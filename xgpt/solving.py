@@ -129,8 +129,7 @@ def _with_best_draft(
     """Find the best number of draft tokens. Return the problem and each policy's best plan with this number, and
     `Planned.ahead`.
 
-    Numbers are tried from 0 upwards, until two in a row gain nothing. If the request states the number, only that is
-    used.
+    Unless the request states the number, numbers are tried from 0 upwards until two in a row gain nothing.
     """
     most, plans_of = problem.speculation, _plan_each(request, progress)
     if most is None or request.speculative_tokens is not None:

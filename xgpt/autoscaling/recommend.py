@@ -171,7 +171,7 @@ class _Metrics:
         self._at = Gauge(AT, "Unix time at which the replicas were recommended, in seconds.", registry=registry)
 
     def __call__(self, found: Recommendation, ready: tuple[int, ...] | None) -> None:
-        """Set the metrics to a recommendation and to the number of replicas of each kind that answered."""
+        """Publish a recommendation, and how many replicas of each kind answered."""
         for labels, wanted, count in zip(self._labels, found.replicas, ready or (0,) * len(self._labels), strict=True):
             self._wanted.labels(*labels).set(wanted)
             self._ready.labels(*labels).set(count)

@@ -68,9 +68,7 @@ class Seconds(click.ParamType):
 
 
 def rates(value: str) -> list[tuple[float, float | None]]:
-    """Return arrival rates as (requests per second, seconds), given as R or as stages R:SECONDS,R:SECONDS,R. None means
-    until the end.
-    """
+    """Return (requests per second, seconds or None) for each stage, given as R or R:SECONDS,R:SECONDS,R."""
     stages = []
     for part in value.split(","):
         rate, colon, seconds = part.strip().partition(":")

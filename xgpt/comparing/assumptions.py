@@ -1,5 +1,5 @@
-"""Compute how a plan's gain over the current deployment depends on assumptions: the cost of mixed steps, the pace of
-steps, request lengths, and bursts of arrivals.
+"""Compute how a plan's gain depends on assumptions: the cost of mixed steps, the pace of steps, request lengths, and
+bursts.
 """
 
 from __future__ import annotations

@@ -381,9 +381,8 @@ def check_current(problem: Problem, current: CurrentEngine, longest: int | None 
     """Check that the current deployment can be compared with plans for the same requests.
 
     Raises:
-        InputError: the deployment needs more devices than the cluster has, serves another model, has data types for
-            which step times are not known, has a division of experts that cannot be scored, or rejects requests of the
-            workload.
+        InputError: the deployment needs too many devices, serves another model, has data types without step times or a
+            division of experts that cannot be scored, or rejects requests of the workload.
     """
     cluster, lengths = problem.cluster, problem.workload
     check_model(current, problem.model.name)

@@ -225,8 +225,7 @@ _HEADERS = [
 def _of_this_page(answer: Callable[[Request, bytes], Any]) -> Callable[[Request], Any]:
     """Wrap a handler so that it rejects too long bodies and requests from other sites' pages.
 
-    Requests must have the content type JSON. From pages of other sites, browsers send such requests only after a
-    preflight request, which fails here.
+    Browsers let other sites' pages send JSON only after a preflight request, which fails here.
     """
 
     async def checked(request: Request) -> Response:

@@ -261,11 +261,11 @@ def _own_variables() -> list[Object]:
 def network_policy(
     plan: Plan, names: Names, ports: Sequence[Object], *, among: bool = False, beyond: Sequence[Object] = ()
 ) -> Object:
-    """Return a NetworkPolicy for a plan's pods. Pods of the namespace can reach them only on `ports`. The plan's pods
-    can reach only each other, `beyond`, name servers, and the hub if weights come from it.
+    """Return a NetworkPolicy for a plan's pods. Pods of the namespace can reach them only on `ports`. They can reach
+    only `beyond`, the hub if weights come from it and, with `among`, each other.
 
     Args:
-        among: whether the plan's pods may reach each other, on all ports.
+        among: whether the plan's pods may reach each other on all ports.
         beyond: ports that the plan's pods may reach at any address.
     """
     ingress: list[Object] = [{"from": [{"podSelector": {}}], "ports": list(ports)}]

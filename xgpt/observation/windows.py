@@ -159,8 +159,8 @@ class Sample:
 
     @property
     def weight(self) -> float:
-        """Effective sample size: the number of equally weighted ended requests that would give the same precision. It
-        is 0 if no request has ended. Source: Kish, Survey Sampling, 1965.
+        """Effective number of ended requests, given their weights, or 0 if no request has ended. Source: Kish, Survey
+        Sampling, 1965.
         """
         return _effective(self.weights[self.has_ended])
 

@@ -119,7 +119,7 @@ def engine_in_words(plan: Plan) -> list[str]:
 
 def ranges_from_rows(plan: Plan) -> list[str]:
     """Return a line on the likely ranges of a plan's figures. They follow from prediction errors on published
-    measurements. Return nothing if there are no such ranges, as for measured steps.
+    measurements. Return nothing if steps were measured.
     """
     figures = {
         "rate_per_s": ("arrival rate within the bounds", "requests/s"),

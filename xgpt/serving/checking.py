@@ -173,8 +173,8 @@ def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "xgpt") -> N
 
 
 def _allocated_bytes(plan: Plan) -> list[int]:
-    """Return the bytes of weights and K/V memory on each device, from the plan's blocks. They exceed the estimate if
-    the plan was edited. Return nothing for vLLM.
+    """Return the bytes of weights and K/V memory on each device, from the plan's blocks. An edited plan can exceed its
+    estimate. Return nothing for vLLM.
     """
     found = list[int]()
     if plan.profile.engine == "vllm":  # vLLM checks its own memory

@@ -144,7 +144,8 @@ class Gateway:
     async def start(self) -> None:
         """Start the gateway, and wait until it lists the model.
 
-        Raises MachineError if the gateway ends, or does not answer in time.
+        Raises:
+            MachineError: the gateway ends, or does not answer in time.
         """
         self._process = process = await _started(self._arguments)
         end_s = time.monotonic() + START_S

@@ -89,8 +89,7 @@ def _llama4(config: Config) -> Config:
 
 def _longcat_flash(config: Config) -> Config:
     """Split each layer into two. Both have attention and a dense block, and the first one also has the experts. Some
-    experts return their input unchanged, so the number of experts per token is lowered to the average number of real
-    ones.
+    experts return their input unchanged, and are not counted.
     """
     number, real = 2 * config["num_layers"], config["n_routed_experts"]
     config |= {"num_hidden_layers": number, "moe_layers": list(range(0, number, 2))}
