@@ -29,7 +29,7 @@ iterations.
 """
 
 LATENCY_TOLERANCE = 0.01
-"""A box is dropped if its slow corner exceeds a bound by more than this share."""
+"""A box is dropped if a time at its slow corner exceeds the bound by more than this share."""
 
 
 def ends_of(space: Space) -> tuple[int, int | None]:
@@ -85,7 +85,8 @@ def _saved(floor: Evaluation, corners: int, fast: int) -> Array:
 
 
 def breach(space: Space, num_boxes: int, rng: np.random.Generator) -> float:
-    """Draw random boxes and a point in each. Return the largest share by which a point exceeds the bound of its box.
+    """Draw random boxes and a point in each. Return the largest share by which a point's throughput exceeds the bound
+    of its box.
 
     The share is infinite if the search would drop a box for its slow corner although the drawn point is feasible. It is
     0 if all bounds are valid.

@@ -38,7 +38,7 @@ time, the rate equals saturated throughput to within `PRECISION`.
 PRECISION = 0.02
 """Relative precision of the highest rate."""
 EDGE = 0.05
-"""Share by which bounds are tightened and loosened to show how sensitive the rate is to them."""
+"""Bounds are tightened and loosened by this share, to show the rate's sensitivity to them."""
 KNOWN_BEYOND = 1.02
 """A simulated run ends early once the quantile of its times exceeds the bounds by this factor. A smaller excess is
 computed exactly, because it helps to choose the next rate.
@@ -223,7 +223,9 @@ class CapacitySearch:
         self._promised = plan.estimate.throughput_rps if most is None else most
         self._is_given = most is not None
         self._seen: dict[float, tuple[float, float]] = {0.0: (0.0, 0.0)}
-        """For rates that keep the bounds: the quantile of the whole time, and the share of requests within bounds."""
+        """For rates that keep the bounds: the quantile of the time from arrival to the last token, and the share of
+        requests within the bounds.
+        """
 
     @property
     def rate(self) -> float:

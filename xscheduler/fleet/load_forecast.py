@@ -76,7 +76,7 @@ class LoadForecast:
         self._rates = np.asarray([interval.rate_per_s for interval in fleet.intervals])
         self._rises = _rises(self._rates)
         self._looks: deque[tuple[float, float, float]] = deque()
-        """(end, seconds, requests) of each observation."""
+        """(end in s, duration in s, number of requests) of each observation."""
         # A difference that the smallest replica can serve does not count as an error. Otherwise, after a night without
         # requests, any load in the morning would be an enormous relative error.
         slight = min(max(kind.rates_per_s) for kind in fleet.kinds)

@@ -39,7 +39,7 @@ BEHIND = 0.7
 MOST_TRIED = 3
 """Largest number of plans to simulate for a policy. The best in closed form come first."""
 DOUBT = 0.06
-"""A plan is simulated only if its rate in closed form is at most this share below the best rate."""
+"""A plan is simulated only if its rate in closed form is below the best rate by at most this share."""
 DOUBT_NEARBY = 0.15
 """As `DOUBT`, for plans on the best plan's placement. There are few such plans, and the closed form's error can be this
 large.
@@ -53,7 +53,7 @@ DRAWS = (1, 2)
 DEVIATIONS = 2.0
 """Two simulated rates count as different if they differ by this number of standard deviations."""
 NOISE = 0.05
-"""The rate of a run of `LEAST_REQUESTS` may exceed its upper bound by this share by chance."""
+"""By chance, the rate of a run of `LEAST_REQUESTS` requests may exceed its upper bound by up to this share."""
 ENDED_EARLY = (
     f"the search ended after {MOST_SECONDS:g} s: on a faster machine it may find a better plan or a tighter bound"
 )

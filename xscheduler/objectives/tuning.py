@@ -39,7 +39,7 @@ NUM_PROCESSES = 2
 PRECISION = 0.01
 """Settings are better only if their rate exceeds the best rate so far by this share."""
 FAR = 1.5
-"""A run ends early once a quantile of its times exceeds the bound by this factor."""
+"""A run ends early once the quantile of its times is this many times the bound."""
 LARGEST_STEP = 8192
 """Largest number of prompt tokens in a step."""
 TIGHTER = (0.7, 0.4)

@@ -306,8 +306,8 @@ def weights_loading_s(plan: Plan, profile: Profile) -> float:
 
 
 def _repays(rate: float, in_place_rps: float, pause_s: float, terms: Terms) -> bool:
-    """Return whether a plan on another placement gains enough over the best plan on the running placement, and whether
-    this gain repays the pause.
+    """Return whether a plan on another placement gains enough over the best plan on the running placement, and also
+    repays the pause.
     """
     repaid = (rate - in_place_rps) * terms.horizon_s
     return repaid > rate * pause_s and rate > (1 + terms.least_gain) * in_place_rps

@@ -24,9 +24,9 @@ from xscheduler.box_bounds import BOUND, LATENCY_TOLERANCE, box_bounds, ends_of,
 from xscheduler.space import Evaluation, Ints, Space
 
 THROUGHPUT_TOLERANCE = 0.002
-"""A block is dropped if its fast corner, raised by this share, does not beat the incumbent."""
+"""A block is dropped if the throughput of its fast corner, raised by this share, does not beat the incumbent's."""
 TARGET_GAP = 0.01
-"""Blocks are divided until no block can beat the incumbent by more than this share."""
+"""Blocks are divided until no block can exceed the incumbent's throughput by more than this share."""
 MAX_PREDICTIONS = 100_000
 """The search ends after this many predictions, on the profile's and on the lower tables together, with the gap so
 far.

@@ -22,7 +22,7 @@ from xscheduler.space import Space
 NUM_BOXES = 12
 """Number of random boxes in each of the two spaces."""
 TOLERANCE = 0.02
-"""If a point exceeds the bound of its box by more than this share, the bounds are not valid."""
+"""If a point's throughput exceeds the bound of its box by more than this share, the bounds are not valid."""
 
 SWEPT = 100_000
 """Spaces of up to this many points are searched exhaustively if bounds are not valid. This takes about a second. Optuna

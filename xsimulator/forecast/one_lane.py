@@ -97,7 +97,7 @@ class AllRequests:
     output length is at the quantile.
 
     Args:
-        quantile: share of all requests whose latency the result bounds.
+        quantile: share of all requests whose latency must not exceed the result.
     """
 
     def __init__(self, lengths: Lengths, quantile: float) -> None:
