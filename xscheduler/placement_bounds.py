@@ -416,7 +416,7 @@ def _convex_floor(x: Array, y: Array) -> Array:
 
 
 def _least_of_a_prompt(rest: Line, attention: Grid, lengths: Lengths) -> float:
-    """Return the least seconds of one prompt in a layer. A prompt takes the least time as a part of the largest step."""
+    """Return the least seconds of one prompt in a layer. A prompt takes least time as a part of the largest step."""
     return lengths.mean_input * float(rest.least_per_unit(MANY)) + _least_attention(attention, lengths)
 
 

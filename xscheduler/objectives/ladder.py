@@ -47,7 +47,7 @@ BLOCK = 8
 LOWEST = -2000
 """The number of a rung below any plan. The rung's latency is two nanoseconds."""
 REACH = 1.15
-"""Largest factor by which the closed form may overestimate latencies. The search starts at the bound times this factor.
+"""Largest factor by which the closed form may overestimate latencies. The search starts at this multiple of the bound.
 """
 SEED = 0
 """Seed of the requests, the same for all plans."""
