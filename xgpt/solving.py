@@ -1,5 +1,5 @@
 """Make plans for a request: choose cluster and devices, plan each policy, and simulate arrival rates. Also plan a day's
-fleet, with a problem for each cluster.
+fleet.
 """
 
 from __future__ import annotations

@@ -169,8 +169,8 @@ def _checked(plan: Plan, target: str) -> Names:
 
 
 def _reads_plan(plan: Plan) -> bool:
-    """Return whether pods need plan.json: whether xgpt's scheduler runs the plan. It runs only plans with one lane
-    here.
+    """Return whether pods need plan.json: whether xgpt's scheduler runs the plan. On these platforms it runs only plans
+    with one lane.
     """
     return len(plan.policy.lanes) == 1 and not runs_by_itself(plan)
 

@@ -187,7 +187,7 @@ class Sample:
 
     @property
     def known_to(self) -> float:
-        """Length up to which `output_histogram` is determined by finished outputs, or inf if it is for all lengths."""
+        """Length below which `output_histogram` is known: the longest output if it still runs, else inf."""
         longest = int(self.outputs.max())
         return inf if self.has_ended[self.outputs == longest].all() else longest
 
