@@ -649,7 +649,11 @@ def _plan(given: Plan | PathLike) -> Plan:
         return given
     name, path = str(given), Path(given)
     if path.is_dir() or (path.suffix != ".json" and hub.is_id(name) and not path.exists()):
-        raise InputError("plan", name, f"it is a model: run `xgpt plan --model {name} --latency-bound S` first")
+        raise InputError(
+            "plan",
+            name,
+            f"it is a model or a directory, not a plan: run `xgpt plan --model {name} --latency-bound S` first",
+        )
     return load_json(path, Plan, "plan")
 
 
