@@ -65,11 +65,12 @@ class Ledger:
         self._repeated |= {id_: len(self._generated[id_]) for id_ in ids if id_ in self._generated}
 
     def anew(self, request: Request, can_resume: Callable[[Request], bool]) -> Request:
-        """Return the request as it enters a schedule again, on workers that do not have it.
+        """Return a copy of the request, with its progress reset, to be scheduled again on workers that hold none of its
+        K/V.
 
         Args:
-            can_resume: returns whether a request's output so far can be prefilled with its prompt. If not, the same
-                tokens are generated again, since tokens depend only on the request.
+            can_resume: returns whether a request's output so far can be prefilled with its prompt. If not, its output
+                is generated again from the start. The tokens will be the same, since they depend only on the request.
         """
         generation = self.resumed(request)
         size = len(generation.prompt), generation.max_output

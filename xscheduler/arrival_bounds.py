@@ -336,7 +336,9 @@ def _grouped(values: Array, probabilities: Array, quantile: float) -> tuple[Arra
 
 
 def _evenly(values: Array, probabilities: Array) -> tuple[Array, Array]:
-    """Divide prompts into groups of equal share. Return each group's shortest prompt and its share."""
+    """Divide prompts, sorted by length, into at most `NUM_PROMPTS` groups of about equal probability. Return the
+    shortest prompt and the probability of each group. If there are no more lengths than groups, each is its own group.
+    """
     if len(values) <= NUM_PROMPTS:
         return values, probabilities
     group = np.minimum((np.cumsum(probabilities) * NUM_PROMPTS).astype(int), NUM_PROMPTS - 1)

@@ -1,4 +1,4 @@
-"""Make a plan, with all numbers that an engine needs, from a point of a search."""
+"""Turn one point of a search space (one choice of settings) into a plan with all numbers that an engine needs."""
 
 from __future__ import annotations
 

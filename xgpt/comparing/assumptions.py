@@ -108,8 +108,8 @@ def keeps_current(gains: Mapping[str, RangeOutput]) -> bool:
 
 
 def _closed(plan: Plan, profile: Profile, under: Assumption) -> float:
-    """Compute in closed form the objective's value that a plan reaches under an assumption. The plan's settings are not
-    changed.
+    """Return a plan's value of the objective under an assumption, computed in closed form. The settings are not
+    optimised again for the assumption.
     """
     engine = plan.engine or load_engine("xgpt")
     engine = engine.but(mixing=max(0.0, engine.mixing + under.mixing))

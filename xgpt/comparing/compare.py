@@ -453,8 +453,10 @@ def measure_each(
     rng: np.random.Generator,
     on_start: OnStart = lambda plan: None,
 ) -> dict[str, BenchReport]:
-    """Measure each plan in xgpt's engine on this machine, one after the other, under the same kind of load. Return
-    reports by policy.
+    """Measure each plan in xgpt's engine on this machine, one after the other. Return reports by policy.
+
+    All plans share the load's settings, such as its workload and arrival rate, but each gets requests of its own, since
+    `rng` draws anew for each plan.
 
     Args:
         profile: the profile of all plans.

@@ -126,7 +126,9 @@ class FlagTable:
         """Return the long name of the flag that `word` spells, and whether `word` switches the flag on.
 
         Raises:
-            InputError: there is no such flag. The message suggests the closest flag, but never a negation.
+            InputError: there is no such flag, or an abbreviation is ambiguous. For an unknown flag, the message
+                suggests the closest one if any is close. It suggests a flag that begins with `--no-` or `--disable-`
+                only for a word that begins so, too.
         """
         word = word.replace("_", "-")
         names = self._names()

@@ -78,14 +78,20 @@ def has_requests(path: Path, field: str = "workload") -> bool:
 
 
 def read_lengths(path: Path, field: str = "workload") -> TraceLengths:
-    """Return the requests of a trace, in order of time if the trace has times. Errors call the trace `field`.
+    """Return the requests of a trace, in order of time if the trace has times. `trace_rows` describes the file formats.
 
-    `trace_rows` reads the formats. Requests that failed, or have no input or output tokens, are left out. Times are
-    dates in ISO 8601 (UTC without an offset) or numbers. The unit of numbers follows from the column's name (such as
-    `timestamp_ms`), from the format or, if they count from 1970, from their size. Other numbers are seconds.
+    Requests that failed, or have no input or output tokens, are left out. Times are numbers, or dates in ISO 8601 (in
+    UTC if they have no offset). The unit of numbers is taken from the column's name (such as `timestamp_ms`).
+    Otherwise, it is taken from their size if they are times since 1970, and otherwise from the file's format. Other
+    numbers are taken as seconds.
+
+    Args:
+        field: name of the input in error messages.
 
     Raises:
-        InputError: a value is wrong, or the unit of times is not known. For a wrong value, the message states the line.
+        InputError: the file cannot be read or contains no such requests, a value is wrong (the message states its line
+            or entry), or the unit is not stated and the guess is implausible. It is implausible if the mean gap would
+            exceed `LONG_GAP_S` seconds, or if times are fractions in a format of whole milliseconds.
     """
     try:
         status = path.stat()

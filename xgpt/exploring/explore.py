@@ -260,8 +260,8 @@ def main() -> None:
     """Read questions as lines {"id", "asked"}, and write answers as lines {"id", "part", …}. SIGUSR1 ends the current
     answer.
 
-    The sender may send the signal only after it has read {"part": "ready"}. It must send the signal before the next
-    question. Otherwise the signal could end the new answer.
+    The sender may send the signal only after it has read {"part": "ready"}. If it sends the signal, it must do so
+    before it sends the next question. Otherwise the signal could end the new answer.
     """
     is_computing = is_superseded = False
 

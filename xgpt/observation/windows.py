@@ -218,7 +218,9 @@ class Goodput:
 
     @property
     def share(self) -> float | None:
-        """Share of the latest requests that kept their bounds. None means that there are too few requests."""
+        """Fraction of the latest finished requests that met their latency bounds. None means that there are too few
+        requests.
+        """
         return sum(self._kept) / len(self._kept) if len(self._kept) >= MIN_FINISHED else None
 
     def is_below(self, quantile: float) -> bool:

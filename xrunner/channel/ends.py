@@ -107,7 +107,7 @@ class EngineEnd(Generic[T]):
 
 
 class FrontEnd(Generic[T]):
-    """The front's end of the channel. Only one thread may use it. Only `wait` blocks.
+    """The front's side of the channel. Only one thread may use it. Only `wait` blocks.
 
     Attributes:
         has_gone: whether the engine's end is closed.

@@ -266,8 +266,8 @@ def soften(
     num_keys: Any,
     lanes: Any,
 ) -> Any:
-    """Do as `tiles.soften` for an even number of keys, but write the weights to `pairs` as bfloat16. # -> pairs [keys /
-    2, lanes]
+    """Take one step of the online softmax, like `tiles.soften`, but write the weights to `pairs` as bfloat16. The
+    number of keys must be even. # -> pairs [keys / 2, lanes]
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:

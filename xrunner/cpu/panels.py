@@ -406,7 +406,9 @@ def _assembly(num_rows: int, instruction: str) -> str:
         return f"{instruction} {', '.join(factors)}, {total}"
 
     def multiply(count: int, lines: int = 0) -> list[str]:
-        """Return code that multiplies `count` inputs, prefetches `lines` lines in between, and advances."""
+        """Return code that multiplies `count` inputs of each row by their weights and adds the products to the sums. In
+        between, it prefetches `lines` cache lines. At the end, it advances the pointers to weights and inputs.
+        """
         code = []
         for step in range(count):
             code += [f"vmovups {128 * step}(%rdx), %zmm0", f"vmovups {128 * step + 64}(%rdx), %zmm1"]

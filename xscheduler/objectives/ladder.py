@@ -106,7 +106,8 @@ class _Simulated:
 
 
 class Ladder:
-    """A policy's plans by the latency that they keep in closed form. The latency of rung k is `RUNG**k` seconds.
+    """A policy's plans, indexed by a latency bound (a rung) that each meets according to the closed-form estimate. The
+    bound of rung k is `RUNG**k` seconds.
 
     Args:
         search: the scheduler that finds plans. Its latency bound is ignored.

@@ -195,7 +195,9 @@ class Saturated(Objective):
         return plans
 
     def _confirmed(self, plans: dict[str, Plan]) -> dict[str, Plan]:
-        """Return each policy's plan with the highest throughput, after checking or correcting it by simulation."""
+        """Check each policy's plan by simulation. If the simulation refutes it, use the policy's best plan in
+        simulation instead, or omit the policy if it has none. A plan that `_kept_by_all` did not simulate is kept.
+        """
         found: dict[str, Plan] = {}
         nearest_s = inf
         for kind, plan in plans.items():

@@ -202,7 +202,9 @@ class SaturatedJudge(Judge):
         return self._bound_s is None or self._at(plan, quantile)["latency"] <= self._bound_s
 
     def _best(self, kinds: Sequence[str], quantile: float, *, in_place: bool) -> Plan:
-        """Return the best plan that keeps the bound at a quantile of lengths, with its latency at this quantile."""
+        """Return the best plan whose latency at a quantile of lengths keeps the bound. The plan's estimate states that
+        latency.
+        """
         problems = self.situation.problems(in_place=in_place)
         bound_s = None if self._bound_s is None else self._bound_s / self.ratio_of_others
         constraint = self.plan.constraint.but(quantile=quantile, latency_bound_s=bound_s)

@@ -127,10 +127,10 @@ def in_numbers(plan: Plan, observation: Observation) -> str:
 
 
 def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
-    """Return the plan to compare, and the lengths that were observed.
+    """Return the running plan, and what was observed of its requests, such as input and output lengths in tokens.
 
-    If the source is a trace file, `plan` is returned, since the file has only lengths. If the source is a running
-    server, both come from the server.
+    If the source is a trace file, `plan` is taken as the running plan, since the file contains only requests. If the
+    source is a running server, both come from the server.
 
     Args:
         source: path of a trace in CSV or JSON lines, or the URL of a server (without /plan).

@@ -218,7 +218,9 @@ class ContextTable:
         return index, (contexts - before) / (self._contexts[index + 1] - before)
 
     def __call__(self, x: Array, place: tuple[npt.NDArray[np.intp], Array]) -> Array:
-        """Evaluate all functions at x and at located contexts. # x [n, i], place [n, i] or [i] -> [functions, n, i]"""
+        """Evaluate all functions at `x` requests and at the contexts whose positions `locate` returned. # x [n, i],
+        place [n, i] or [i] -> [functions, n, i]
+        """
         index, share = place
         corners = self._corners[self._inner.searchsorted(x, side="right"), index]  # [n, i, 2, 2, functions]
         ends = corners[..., 0, :, :] + corners[..., 1, :, :] * x[..., None, None]

@@ -104,7 +104,7 @@ def speculating(profile: Profile, spec: ModelSpec, speculation: Speculation | No
 
 
 class _Same:
-    """A key for a cache that compares objects by identity, because comparing profiles is slow."""
+    """A cache key that is equal only for the same object. Comparing profiles by value would be slow."""
 
     def __init__(self, whole: Profile | ModelSpec) -> None:
         self.of = whole

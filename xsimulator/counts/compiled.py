@@ -20,7 +20,8 @@ helper = njit(forceinline=True, **_WITHOUT_ENTRY)
 
 
 def kept(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiled function that Python can call. The code is stored on disk if a directory can be written.
+    """Return a compiled function that Python can call. The code is stored on disk if numba finds a writable
+    cache directory.
 
     Several threads can run the function at the same time.
     """

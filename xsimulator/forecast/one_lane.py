@@ -48,7 +48,9 @@ class OneLaneModel:
         self._made: dict[Callable[[OneLaneModel], Any], Any] = {}
 
     def part(self, make: Callable[[OneLaneModel], T]) -> T:
-        """Return `make(self)`, a value that a forecast computes from this lane and workload. It is cached."""
+        """Return `make(self)`. The result is cached by `make` as the key, so forecasts that share this model compute it
+        once.
+        """
         if make not in self._made:
             self._made[make] = make(self)
         return cast(T, self._made[make])

@@ -58,7 +58,8 @@ NOTHING = Found((), 0, (), 0)
 class Blocks:
     """The K/V blocks of one lane. All stages of the lane use the same block numbers.
 
-    A request gets a free block. If no block is free, it gets the block that has been cached for longest.
+    When a request needs one more block, it gets a free one. If none is free, the least recently used cached block (the
+    one released first) is evicted for it.
     """
 
     def __init__(self, count: int) -> None:

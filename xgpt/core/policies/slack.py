@@ -14,7 +14,7 @@ from xgpt.core.schema import SlackBudget, StepTimes
 
 
 class StepClock:
-    """Predicts how long a step takes through all stages, from a plan's `step_times`."""
+    """Predicts from a plan's `step_times` how long a step takes to pass all stages."""
 
     def __init__(self, times: StepTimes) -> None:
         self._tokens, self._tokens_s = times.tokens, times.tokens_s
@@ -26,7 +26,9 @@ class StepClock:
         return _at(self._tokens, self._tokens_s, count)
 
     def most_tokens(self, seconds: float) -> int:
-        """Return the largest number of tokens with which a step takes at most `seconds`, without attention."""
+        """Return the largest number of tokens, up to the largest in `step_times`, for which a step takes at most
+        `seconds`, not counting the time of attention.
+        """
         counts, times = self._tokens, self._tokens_s
         i = min(bisect_right(times, seconds), len(times) - 1) - 1
         if i < 0:

@@ -92,8 +92,8 @@ class CallFormat(ABC):
 
     @abstractmethod
     def read(self, text: str) -> tuple[list[Call], int] | None:
-        """Return the calls at the beginning of `text`, which starts with the trigger, and the index of their end.
-        Return None if there are no calls.
+        """Return the tool calls at the beginning of `text`, and the index in `text` where they end. Return None if no
+        valid call is there. `text` starts with the trigger.
         """
 
     def begin(self, name: str) -> str:

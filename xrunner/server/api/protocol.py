@@ -687,7 +687,7 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     @property
     def num_text_bytes(self) -> int:
-        """Return the bytes of the request's tokens."""
+        """Return the number of bytes that the request's tokens count for (`TOKEN_BYTES` each)."""
         return TOKEN_BYTES * len(self.tokens)
 
     def check(self) -> None:

@@ -53,7 +53,7 @@ class Prompts:
         return await self.tokenising.by_turns(info.key.name, len(prompt), decode)
 
     async def pieces(self, info: RequestInfo, tokens: list[int]) -> list[str | None]:
-        """Return each token in the form in which the vocabulary writes it."""
+        """Return each token's string in the vocabulary (as `id_to_token`), or None for an unknown id."""
         assert self._codec is not None and self.tokenising is not None
         piece = self._codec.tokenizer.id_to_token
         return await self.tokenising.by_turns(info.key.name, len(tokens), lambda: [*map(piece, tokens)])
