@@ -336,7 +336,9 @@ def simulate(plan: Plan | PathLike, *, keep_steps: bool = False, **asked: Unpack
     request = request_of(SimulateRequest, dict(asked))
     plan = _plan(plan)
     if request.burstiness is not None and request.arrival_rate_per_s is None:
-        raise InputError("burstiness", request.burstiness, "it needs `arrival_rate_per_s`")
+        raise InputError(
+            "burstiness", request.burstiness, "it needs `arrival_rate_per_s`: give one, or leave `burstiness` out"
+        )
     for name in ("arrival_rate_per_s", "own_times"):
         if request.clients is not None and getattr(request, name):
             raise InputError("clients", request.clients, f"it cannot be combined with `{name}`")
@@ -461,7 +463,7 @@ def bench(target: Plan | PathLike, *, progress: Progress | None = None, **asked:
             "calibrate", request.calibrate, "only a plan file has a profile to calibrate: leave it out for a URL"
         )
     if request.ca_file is not None and not is_url:
-        raise InputError("ca_file", str(request.ca_file), "it needs an https URL")
+        raise InputError("ca_file", str(request.ca_file), "only a URL can have one: leave it out for a plan file")
     if request.batching != "flat" and is_url:
         raise InputError(
             "batching", request.batching, "it applies only to a plan file: a server at a URL already runs its own plan"

@@ -674,10 +674,10 @@ def _check_objective(given: dict[str, Any]) -> None:
     under = "arrival_rate_per_s" if by_rate else f"objective={given['objective']}"
     of_arrivals = ("arrival_rate_per_s", "burstiness", "ttft_quantile", "tpot_quantile")
     if given.get("sla") == "request" and "maximise" in given:
-        raise InputError("maximise", given["maximise"], "it needs `sla=length`")
+        raise InputError("maximise", given["maximise"], "it needs `sla=length`: give that, or leave `maximise` out")
     for name in ("among", "maximise"):
         if name in given and "speculative" in given:
-            raise InputError(name, given[name], "it cannot be combined with `speculative`")
+            raise InputError(name, given[name], "it cannot be combined with `speculative`: leave one of them out")
     for name in of_arrivals if saturated else ("sla", "maximise"):
         if name in given:
             raise InputError(name, given[name], f"it needs `objective={other}`: with `{under}` leave it out")
@@ -700,7 +700,7 @@ def _check_clusters(given: dict[str, Any]) -> None:
     if "arrival_rate_per_s" not in given:
         for name, by_rate in (("among", "among" in given), ("devices", given.get("devices") == "auto")):
             if by_rate:
-                raise InputError(name, given[name], "it needs `arrival_rate_per_s`")
+                raise InputError(name, given[name], f"it needs `arrival_rate_per_s`: give one, or leave `{name}` out")
     if "among" in given:
         for name in ("cluster", "devices", "price", "profile"):
             if name in given:

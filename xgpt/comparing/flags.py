@@ -159,7 +159,7 @@ class FlagTable:
         """
         data = load_yaml(Path(path), "current: --config")
         if not isinstance(data, dict):
-            raise InputError("current: --config", path, "it must contain flags and their values")
+            raise InputError("current: --config", path, "it must contain flags as a YAML mapping (`flag: value`)")
         words: list[str] = []
         for key, value in data.items():
             if isinstance(value, bool):

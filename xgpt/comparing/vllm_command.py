@@ -157,7 +157,11 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         InputError: vLLM does not know a flag or its value, or xgpt does not score the flag's effect.
     """
     if "--omni" in words:
-        raise InputError("current", "--omni", "vLLM-Omni serves images, sound or video, which xgpt does not score")
+        accepted = (
+            "vLLM-Omni serves images, sound or video, which xgpt does not score: leave the flag out, or give a text "
+            "deployment"
+        )
+        raise InputError("current", "--omni", accepted)
     given, free = TABLE.read(words)
     if "config" in given:
         path = value_of(given, "config", str, "")
@@ -180,11 +184,14 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
     tokens = value_of(given, "max-num-batched-tokens", _whole, default_tokens)
     seqs = value_of(given, "max-num-seqs", count, min(default_seqs, tokens))
     if seqs > tokens:
-        accepted = f"vLLM requires at least the value of --max-num-seqs, {seqs}"
+        accepted = f"vLLM requires at least the value of --max-num-seqs, {seqs}: raise it, or lower --max-num-seqs"
         raise InputError("current: --max-num-batched-tokens", tokens, accepted)
     longest, cuts_prompts = value_of(given, "max-model-len", _length, None), given.get("enable-chunked-prefill") != "no"
     if not cuts_prompts and "max-num-batched-tokens" in given and tokens < (longest or 0):
-        accepted = f"without chunked prefill, vLLM requires at least the value of --max-model-len, {longest}"
+        accepted = (
+            f"without chunked prefill, vLLM requires at least the value of --max-model-len, {longest}: raise it, or "
+            "lower --max-model-len"
+        )
         raise InputError("current: --max-num-batched-tokens", tokens, accepted)
     notes = [
         f"{name} {value}: vLLM's default on this device"

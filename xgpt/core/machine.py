@@ -82,7 +82,9 @@ def _detect_gpus(num_devices: int | None) -> ClusterSpec | None:
         )
     name, total = gpus[0][:2]
     if not total.isdecimal():
-        raise MachineError(f"nvidia-smi does not say how much memory {name!r} has; describe the GPUs in a cluster file")
+        raise MachineError(
+            f"nvidia-smi gives {total!r}, not a number, as the memory of {name!r}; describe the GPUs in a cluster file"
+        )
     reserved = max((int(each) for _, _, *rest in gpus for each in rest if each.isdecimal()), default=0)
     device = DeviceKind(name=slug(name), type="gpu", memory_bytes=(int(total) - reserved) * 2**20)
     if (known := _shipped_cluster_of(device.name)) is not None:

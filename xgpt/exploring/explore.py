@@ -125,9 +125,12 @@ def quick(search: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, fl
     rated = [(kind, *found[0]) for kind in kinds if (found := Arrivals(search).of_kind(kind, 1))]
     if not rated:
         search.best_of_each(kinds)  # raises an error with the reason if requests break the bounds even without waiting
-        name = next(name for name in BOUNDS if getattr(search.problem.constraint, name) is not None)
+        constraint = search.problem.constraint
+        given = {name: bound for name in BOUNDS if (bound := getattr(constraint, name)) is not None}
+        name, asked = next(iter(given)), " and ".join(f"`{name}={bound:g}`" for name, bound in given.items())
         raise InfeasibleError(
-            f"{name}: by the closed forms, no schedule keeps the bounds once waiting is included",
+            f"{name}: no schedule of {', '.join(kinds)} keeps {asked} when requests also wait for admission (by the "
+            f"closed-form estimate); loosen {'a bound' if len(given) > 1 else 'it'}",
             binding=name,
         )
     return {kind: (plan, rate) for kind, plan, rate in sorted(rated, key=lambda item: -item[2])}

@@ -133,7 +133,7 @@ class LauncherProcess:
         if interface is None:
             raise MachineError(
                 f"no network interface of this machine has the address {settings.host}, to which the workers' sockets "
-                "must bind; check --host and --master-addr"
+                "must bind; start Ray here with an address of this machine as --node-ip-address"
             )
         environment = os.environ | {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
         if not os.environ.get("XGPT_DEBUG"):

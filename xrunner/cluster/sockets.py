@@ -83,7 +83,10 @@ class Sockets:
         try:
             opened.bind(f"tcp://{address_text(self._host, '*')}")
         except zmq.ZMQError as error:
-            raise MachineError(f"cannot bind a control socket to {self._host}: {error}") from None
+            raise MachineError(
+                f"cannot bind a control socket to {self._host}: {error}; if this is not an address of this machine, "
+                "start Ray here with one as --node-ip-address"
+            ) from None
         return opened, opened.get_string(zmq.LAST_ENDPOINT)
 
     def connect(self, kind: int, endpoint: str, identity: bytes = b"") -> zmq.Socket[bytes]:

@@ -286,7 +286,9 @@ class XgptScheduler(LoggedScheduler):
                 raise InputError(flag, value, "the plan's schedule needs vLLM's default: leave the flag out")
         if not config.scheduler_config.enable_chunked_prefill:
             raise InputError(
-                "--enable-chunked-prefill", "off", "the plan decides where prompts are cut, so it must be on"
+                "--enable-chunked-prefill",
+                "off",
+                "the plan decides where prompts are cut, so it must be on: leave --no-enable-chunked-prefill out",
             )
         logger.info("scheduling by %s", self.config["plan"])
 

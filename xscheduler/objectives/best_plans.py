@@ -140,7 +140,10 @@ def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
     if policy in ("auto", "exegpt") and problem.profile.kv_transfer is None:
         kinds = tuple(kind for kind in kinds if kind not in POLICY_GROUPS["waa"])
     if problem.speculation is not None and not set(kinds) & set(SPECULATIVE_POLICIES):
-        raise InputError("policy", policy, f"speculative decoding needs {' or '.join(SPECULATIVE_POLICIES)}")
+        known = " or ".join(SPECULATIVE_POLICIES)
+        raise InputError(
+            "policy", policy, f"speculative decoding needs {known}: give one of them, or leave `speculative` out"
+        )
     found = _with_variables(runnable(kinds, problem.model, problem.speculation), policy, problem.fixed)
     if not found:
         others = ", ".join(runnable(POLICY_GROUPS["auto"], problem.model))

@@ -22,6 +22,7 @@ KINDS: dict[str, frozenset[str]] = {
 }
 """Kinds of rotary embeddings, and the settings that each kind has."""
 ANY = ("default", "linear", "llama3", "yarn")
+OBJECT = 'it must be an object, such as {"rope_type": "default"}'
 
 
 def rope(
@@ -45,7 +46,7 @@ def rope(
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     found = config.get(name) or {}
     if not isinstance(found, dict):
-        raise InputError(f"config.json: {name}", found, "it must be an object")
+        raise InputError(f"config.json: {name}", found, OBJECT)
     kind = _kind(found, kinds, name)
     partial = [found.get("partial_rotary_factor"), config.get("partial_rotary_factor")]
     share = next((value for value in partial if value is not None), 1.0)
@@ -81,7 +82,7 @@ def rope_by_layer(config: dict[str, Any], theta: float, sliding_theta: float) ->
     full, sliding = by_kind.get("full_attention") or {}, by_kind.get("sliding_attention") or {}
     for name, found in (("rope_scaling", scaling), ("rope_parameters.full_attention", full)):
         if not isinstance(found, dict):
-            raise InputError(f"config.json: {name}", found, "it must be an object")
+            raise InputError(f"config.json: {name}", found, OBJECT)
     rope_config = {"rope_parameters": full | scaling, "max_position_embeddings": config.get("max_position_embeddings")}
     base = config.get("rope_theta")
     fields = rope(rope_config, theta if base is None else base, kinds=("default", "linear"))
@@ -97,7 +98,9 @@ def _kind(found: dict[str, Any], kinds: tuple[str, ...], name: str) -> str:
     if not isinstance(kind, str) or kind not in kinds:
         raise InputError("config.json: rope_type", kind, f"xgpt supports only {', '.join(kinds)} here")
     for field in found.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *KINDS[kind]}:
-        raise InputError(f"config.json: {name}.{field}", found[field], f"rope_type {kind} has no such setting")
+        raise InputError(
+            f"config.json: {name}.{field}", found[field], f"rope_type {kind} has no such setting: remove it"
+        )
     return kind
 
 

@@ -198,7 +198,7 @@ def _key(name: str, settings: list[str], where: str, classes: Collection[str], *
         raise InputError(
             FIELD,
             where,
-            f"{both}= conflicts with class=, which sets it for all requests of the class: leave out one of the two",
+            f"class= already sets {both} for all of its requests: leave out {both}= or class=",
         )
     ttft_ns, tpot_ns = (None if (s := numbers.get(bound)) is None else round(1e9 * s) for bound in ("ttft", "tpot"))
     account = Account(name, numbers.get("share", 1.0), int(numbers.get("priority", 0)), ttft_ns, tpot_ns)

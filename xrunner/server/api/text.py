@@ -101,7 +101,8 @@ def _check_encodes(tokenizer: Tokenizer, checkpoint: Path) -> None:
         if isinstance(error, KeyboardInterrupt):
             raise
         path, reason = checkpoint / "tokenizer.json", cut(str(error))
-        raise InputError("tokenizer", str(path), f"it cannot encode a text: {reason}") from None
+        accepted = f"it cannot encode a text ({reason}): give the tokenizer.json of the checkpoint's model"
+        raise InputError("tokenizer", str(path), accepted) from None
 
 
 @lru_cache(maxsize=1 << 16)

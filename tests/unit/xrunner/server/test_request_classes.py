@@ -152,7 +152,7 @@ def test_a_request_of_a_class_has_its_priority_bounds_and_its_keys_share() -> No
     [
         (f"alice {ALICE} class=bath", NAMES, "did you mean batch"),
         (f"alice {ALICE} class=batch", (), "the plan has no classes"),
-        (f"alice {ALICE} class=batch priority=1", NAMES, "priority= conflicts with class="),
+        (f"alice {ALICE} class=batch priority=1", NAMES, "class= already sets priority"),
         (f"alice {ALICE} class=batch class=batch", NAMES, "given twice"),
     ],
 )
