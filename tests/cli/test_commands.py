@@ -258,7 +258,7 @@ def test_what_runs_now_is_scored(xgpt: Xgpt) -> None:
 def test_devices_and_arrival_rates(xgpt: Xgpt) -> None:
     plan = ("plan", "--latency-bound", "4", *PROBLEM)
     assert "--arrival-rate" in xgpt.fails(2, *plan, "--devices", "auto")
-    assert "from 1 to 1" in xgpt.fails(2, *plan, "--devices", "9")
+    assert "h200x1 has 1" in xgpt.fails(2, *plan, "--devices", "9")
     assert "infeasible: --arrival-rate" in xgpt.fails(1, *plan, "--arrival-rate", "1e6", "--policy", "orca")
     ran = xgpt(*plan, "--arrival-rate", "5", "--devices", "auto", "--policy", "orca", "--json")
     document = json.loads(ran.out)
