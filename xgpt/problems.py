@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from xgpt.checkpoints import hub
 from xgpt.checkpoints.files import read_config
-from xgpt.core.errors import InputError
+from xgpt.core.errors import InputError, reason_of
 from xgpt.core.progress import Progress
 from xgpt.core.schema import ClusterSpec, Constraint, EngineSpec, ModelSpec, Profile, Speculation, Workload
 from xgpt.core.schema.plan import HUB
@@ -277,7 +277,8 @@ def from_metrics(path: Path) -> tuple[float, ...]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        says = f"it cannot be read: {error.strerror}; give a share such as 0.75, or the file of a server's metrics page"
+        way_out = "give a share such as 0.75, or the file of a server's metrics page"
+        says = f"it cannot be read: {reason_of(error)}; {way_out}"
         raise InputError("acceptance", str(path), says) from None
     drafts, accepted, steps = 0.0, dict[int, float](), list[float]()
     with suppress(ValueError):  # not a metrics page from here on
