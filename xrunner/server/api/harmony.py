@@ -133,6 +133,9 @@ class HarmonyReader:
             or len(head) > MAX_HEAD
             or not any(head.startswith(opening) or opening.startswith(head) for opening in OPENINGS)
         ):
+            # A head that begins with a mark is no text. What follows a mark in too long a head is.
+            begins = next((mark for mark in (START, CHANNEL) if head.startswith(mark)), "")
+            self._held = "" if is_end and begins else self._held[len(begins) :]
             self._in_head, self._shows = False, "text"
 
     def _begin(self, head: str) -> None:
