@@ -293,12 +293,16 @@ class TestMachine:
         assert (device.name, device.type, device.flops_per_s) == ("rtx-3060", "gpu", {})
 
     @pytest.mark.parametrize(
-        "script", ["echo 'NVIDIA A40, 46068'; echo 'NVIDIA H200, 143771'", "echo 'NVIDIA GB10, [N/A]'"]
+        "script", ["echo 'NVIDIA A40, 46068'; echo 'NVIDIA H200, 143771'", "echo 'NVIDIA Moon, [N/A]'"]
     )
     def test_gpus_that_no_cluster_describes(self, root: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
         self.nvidia_smi(root, monkeypatch, script)
         with pytest.raises(MachineError):
             machine.detect(root=root)
+
+    def test_memory_that_the_driver_does_not_state(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.nvidia_smi(root, monkeypatch, "echo 'NVIDIA GB10, [N/A], [N/A]'")
+        assert machine.detect(root=root).device == load_cluster("gb10x1").device
 
     def test_tool_without_a_driver_leaves_the_cpu(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nvidia_smi(root, monkeypatch, "echo 'NVIDIA-SMI has failed, no driver'; exit 9")
@@ -316,6 +320,12 @@ class TestMachine:
             ("NVIDIA GH200 480GB", "gh200-96gb-x1"),
             ("NVIDIA GH200 144G HBM3e", "gh200-144gb-x1"),
             ("NVIDIA GeForce RTX 4090", "rtx-4090x8"),
+            ("NVIDIA GeForce RTX 3090", "rtx-3090x8"),
+            ("NVIDIA RTX A6000", "rtx-a6000x8"),
+            ("Tesla T4", "t4x8"),
+            ("NVIDIA H800", "h800x8"),
+            ("NVIDIA L20", "l20x8"),
+            ("NVIDIA GB10", "gb10x1"),
             ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000x8"),
         ],
     )

@@ -81,14 +81,18 @@ def _detect_gpus(num_devices: int | None) -> ClusterSpec | None:
             f"all GPUs must be of one kind, but nvidia-smi lists {kinds}; describe those of one kind in a cluster file"
         )
     name, total = gpus[0][:2]
-    if not total.isdecimal():
+    known = _shipped_cluster_of(slug(name))
+    if not total.isdecimal() and known is None:
         raise MachineError(
             f"nvidia-smi gives {total!r}, not a number, as the memory of {name!r}; describe the GPUs in a cluster file"
         )
     reserved = max((int(each) for _, _, *rest in gpus for each in rest if each.isdecimal()), default=0)
-    device = DeviceKind(name=slug(name), type="gpu", memory_bytes=(int(total) - reserved) * 2**20)
-    if (known := _shipped_cluster_of(device.name)) is not None:
-        device = known.device.but(memory_bytes=device.memory_bytes)
+    if known is None or total.isdecimal():  # GB10 shares the CPU's memory and states none
+        memory_bytes = (int(total) - reserved) * 2**20
+        device = DeviceKind(name=slug(name), type="gpu", memory_bytes=memory_bytes)
+        device = known.device.but(memory_bytes=memory_bytes) if known else device
+    else:
+        device = known.device
     return ClusterSpec(
         name=_name(num_devices),
         device=device,
